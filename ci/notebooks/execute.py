@@ -1,0 +1,178 @@
+"""Run one notebook with papermill, in a kernel of this very interpreter.
+
+Cell output is streamed as plain lines, and nothing a notebook started outlives it: children are
+ended when it finishes, fails, times out or is interrupted, and the kernel when this process dies.
+"""
+
+import contextlib
+import ctypes
+import difflib
+import io
+import os
+import re
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import nbformat
+import papermill
+import psutil
+from jupyter_client import AsyncKernelManager
+from jupyter_client.kernelspec import KernelSpec
+from papermill.exceptions import PapermillExecutionError
+
+from ci.notebooks import ROOT
+
+PR_SET_CHILD_SUBREAPER = 36
+
+# The kernel asks Linux to end it when its parent (this process) dies, however that happens.
+START_KERNEL = """
+import ctypes, signal, sys
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+from ipykernel.kernelapp import launch_new_instance
+launch_new_instance()
+"""
+
+
+class ThisInterpreter(AsyncKernelManager):
+    """Starts `sys.executable`, whatever kernels are, or are not, registered on this machine."""
+
+    @property
+    def kernel_spec(self) -> KernelSpec:
+        # Log level ERROR: ipykernel otherwise notes on every start that loopback is not encrypted.
+        argv = [sys.executable, "-c", START_KERNEL, "-f", "{connection_file}", "--log-level=40"]
+        return KernelSpec(argv=argv, display_name="Python 3", language="python")
+
+
+@dataclass
+class Result:
+    """How a run went: `error` is None, or the failing cell and the tail of its traceback."""
+
+    seconds: float
+    error: str | None = None
+
+    @property
+    def status(self) -> str:
+        return "failed" if self.error else "passed"
+
+
+class LineStream(io.TextIOBase):
+    """Prints whole lines behind the notebook's name; of a redrawn line, its last state only."""
+
+    def __init__(self, prefix: str):
+        self.prefix, self.rest = prefix, ""
+
+    def write(self, text: str) -> int:
+        *lines, self.rest = (self.rest + text).split("\n")
+        for line in lines:
+            last = line.rstrip("\r").rsplit("\r", 1)[-1]
+            print(f"[{self.prefix}] {last}", flush=True)
+        return len(text)
+
+    def close(self) -> None:
+        if self.rest:
+            self.write("\n")
+        super().close()
+
+
+def refuse_unknown(notebooks: list[Path], parameters: dict) -> None:
+    """Raise ValueError for a parameter some notebook does not have (papermill would only warn)."""
+    for path in notebooks:
+        known = papermill.inspect_notebook(str(path))
+        for name in parameters:
+            if name in known:
+                continue
+            nearest = difflib.get_close_matches(name, known, n=1)
+            hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
+            listing = ", ".join(known) or "none (no cell is tagged `parameters`)"
+            raise ValueError(
+                f"{path.name} has no parameter {name!r}.{hint} It has: {listing}. "
+                "To set one for a single notebook, add --only."
+            )
+
+
+def run(path: Path, output: Path, parameters: dict, cell_timeout: int) -> Result:
+    """Execute `path` in its own folder, as Jupyter would, and save the result to `output`."""
+    stream = LineStream(path.stem)
+    before = set(psutil.Process().children(recursive=True))
+    start = time.monotonic()
+    error = None
+    with python_path(ROOT), contextlib.closing(stream):
+        try:
+            papermill.execute_notebook(
+                str(path),
+                str(output),
+                parameters=parameters,
+                kernel_name="python3",
+                language="python",
+                cwd=str(path.parent),
+                progress_bar=False,
+                stdout_file=stream,
+                stderr_file=stream,
+                execution_timeout=cell_timeout,
+                kernel_manager_class=ThisInterpreter,
+                coalesce_streams=True,
+            )
+        except PapermillExecutionError as failure:
+            tail = "\n".join(plain(failure.traceback).splitlines()[-25:])
+            cause = f"{failure.ename}: {failure.evalue}".splitlines()[0]
+            error = f"{path.name}, cell [{failure.exec_count}]: {cause}\n{tail}"
+        except Exception as failure:  # a cell timed out, the kernel died: the next one still runs
+            error = f"{path.name}: {type(failure).__name__}: {failure}"
+        finally:
+            end(set(psutil.Process().children(recursive=True)) - before)
+    result = Result(time.monotonic() - start, error)
+    record(output if output.exists() else path, output, result)
+    return result
+
+
+def plain(traceback: list[str]) -> str:
+    """A traceback as text without terminal colours."""
+    return re.sub(r"\x1b\[[0-9;]*m", "", "\n".join(traceback))
+
+
+def record(source: Path, output: Path, result: Result) -> None:
+    """Keep the outcome in the executed copy, where the gallery reads it."""
+    notebook = nbformat.read(source, as_version=4)
+    notebook.metadata["nearlinear"] = {
+        "status": result.status,
+        "seconds": round(result.seconds, 1),
+        "finished": time.strftime("%Y-%m-%d %H:%M"),
+        "error": result.error or "",
+    }
+    nbformat.write(notebook, output)
+
+
+def adopt_orphans() -> None:
+    """Make this process (on Linux) the parent of orphaned descendants, so that `run` ends them."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def end(processes: set[psutil.Process], patience: float = 5.0) -> None:
+    """Ask processes to stop, then make them."""
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.send_signal(signal.SIGTERM)
+    _, alive = psutil.wait_procs(processes, timeout=patience)
+    for process in alive:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(alive, timeout=patience)
+
+
+@contextlib.contextmanager
+def python_path(folder: Path):
+    """Let kernels and what they start import the workspace's own modules."""
+    old = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(folder), old]))
+    try:
+        yield
+    finally:
+        if old is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = old

@@ -1,0 +1,47 @@
+"""nearlinear: train models too big for one accelerator at near-linear scaling.
+
+The public names live in the modules below and are imported on first use, so that
+``import nearlinear`` (and ``nearlinear --help``) costs no torch import.
+"""
+
+from importlib import import_module
+
+__version__ = "0.1.0"
+
+_PUBLIC = {
+    "Config": "config",
+    "Mesh": "mesh",
+    "init": "runtime",
+    "current_mesh": "runtime",
+    "spmd": None,
+    "plots": None,
+    "shard": "parallel.shard",
+    "accumulate": "parallel.accumulate",
+    "clip_grad_norm_": "parallel.clip",
+    "delayed_init": "parallel.delayed_init",
+    "TokenDataset": "data.dataset",
+    "Loader": "data.loader",
+    "TrainConfig": "train.config",
+    "Trainer": "train.trainer",
+    "NearlinearError": "errors",
+    "ConfigError": "errors",
+    "DataError": "errors",
+}
+
+__all__ = ["__version__", *_PUBLIC]
+
+
+def __getattr__(name: str):
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'nearlinear' has no attribute {name!r}")
+    home = _PUBLIC[name]
+    if home is None:
+        value = import_module(f"nearlinear.{name}")
+    else:
+        value = getattr(import_module(f"nearlinear.{home}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__():
+    return sorted(__all__)

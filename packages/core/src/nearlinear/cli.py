@@ -1,0 +1,155 @@
+"""The command line: ``nearlinear train`` and ``nearlinear env``.
+
+Nothing heavy is imported before it is needed, so that ``--help`` answers at once. A mistake of the
+user is one line on stderr and exit code 2; ``--debug`` adds the traceback.
+"""
+
+import argparse
+import logging
+import os
+import sys
+from pathlib import Path
+
+from . import __version__
+from .errors import NearlinearError
+
+TRAIN_EXAMPLES = """\
+examples:
+  nearlinear train run.toml                            as the file says
+  nearlinear train run.toml --nproc 4                  4 ranks on this machine
+  nearlinear train run.toml --set optimizer.lr=1e-3 --set parallel.hybrid_shard_degree=2
+  nearlinear train --set data.path=data/botocore       no file: all defaults
+  nearlinear train run.toml --print-config             every key, its value and its meaning
+  torchrun --nnodes 32 --nproc-per-node 8 -m nearlinear.cli train run.toml
+"""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one command; the exit code: 0 done, 1 a failure of a rank, 2 a mistake to correct."""
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    options = _parser().parse_args(arguments)
+    quiet = os.environ.get("RANK", "0") != "0"
+    logging.basicConfig(
+        level=logging.ERROR if quiet else logging.INFO, format="%(message)s", stream=sys.stderr
+    )
+    logging.getLogger("torch").setLevel(logging.WARNING)
+    try:
+        return options.run(options, arguments)
+    except NearlinearError as error:
+        if options.debug:
+            raise
+        if not quiet:
+            print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="nearlinear",
+        description="Train models too big for one accelerator at near-linear scaling.",
+    )
+    parser.add_argument("--version", action="version", version=f"nearlinear {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="command", required=True)
+
+    train = commands.add_parser(
+        "train",
+        help="train a model from a config file",
+        description="Train a model. Starts its ranks itself, or joins those of torchrun, SageMaker "
+        "or Slurm.",
+        epilog=TRAIN_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    train.add_argument("config", nargs="?", help="a .toml or .json file; default: all defaults")
+    train.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="a.b=value",
+        dest="settings",
+        help="change one key of the config; may be repeated",
+    )
+    train.add_argument("--nproc", type=int, metavar="N", help="ranks to start here (run.nproc)")
+    train.add_argument("--print-config", action="store_true", help="print the config and stop")
+    train.set_defaults(run=_train)
+
+    env = commands.add_parser("env", help="print what a bug report needs")
+    env.set_defaults(run=_env)
+    for command in (train, env):
+        command.add_argument("--debug", action="store_true", help="show tracebacks of errors")
+    return parser
+
+
+def _env(options, arguments) -> int:
+    from . import environment
+
+    print(environment.text())
+    return 0
+
+
+def _train(options, arguments) -> int:
+    from .train import config as train_config
+
+    settings = list(options.settings)
+    if options.nproc is not None:
+        settings.append(f"run.nproc={options.nproc}")
+    config = train_config.load(options.config, settings)
+    if options.print_config:
+        from . import schema
+
+        print(schema.to_toml(config), end="")
+        return 0
+
+    from .launch import local
+    from .train import preflight
+
+    if local.joined():
+        world, node = int(os.environ["WORLD_SIZE"]), int(os.environ.get("LOCAL_WORLD_SIZE", 0))
+        preflight.check(config, world, node)
+        return _fit(config)
+    ranks = config.run.nproc or _default_ranks()
+    preflight.check(config, ranks, ranks)
+    if ranks == 1:
+        return _fit(config)
+    # the shards are verified by now; the ranks need not read them all again
+    return local.start("nearlinear.cli", [*arguments, "--set", "data.verify=size"], ranks)
+
+
+def _default_ranks() -> int:
+    """One rank per GPU of this machine, or one."""
+    import torch
+
+    return max(1, torch.cuda.device_count())
+
+
+def _fit(config) -> int:
+    """Be one rank of the job, from beginning to end."""
+    from . import runtime
+    from .orphan import end_with_parent
+    from .train.trainer import Trainer
+
+    end_with_parent()
+    result = Trainer(config).fit()
+    rank = runtime.current().rank
+    runtime.shutdown()
+    if rank == 0:
+        _leave(Path(config.run.folder), result)
+    return 0
+
+
+def _leave(folder: Path, result) -> None:
+    """Say what the run came to and where it is."""
+    print(f"done: {result.steps} steps, loss {result.loss:.4f}, held-out {result.eval_loss:.4f}")
+    print(f"metrics: {folder / 'metrics.jsonl'}")
+    try:
+        from . import plots
+
+        print(f"loss curve: {plots.save_loss_curve(folder)}")
+    except ImportError:
+        print('loss curve: not drawn; pip install "nearlinear[notebooks]" to have it')
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,173 @@
+"""What was asked: the parallel layout, in the names SageMaker's model parallel users know.
+
+`Config` holds SMP v2's keys and accepts v1's as aliases (source: the public SMP documentation).
+Precedence, lowest first: defaults, the dict or file given to `nl.init`, then the launcher's
+parameters in the environment variable ``SM_HP_MP_PARAMETERS`` (JSON), as SageMaker promises.
+`Config.degrees(world)` says how a given number of ranks is cut up, or why it cannot be.
+"""
+
+import json
+import logging
+import os
+from dataclasses import dataclass, fields
+
+from . import schema
+from .errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+LAUNCHER_VARIABLE = "SM_HP_MP_PARAMETERS"
+
+ALIASES = {
+    "sharded_data_parallel_degree": "hybrid_shard_degree",
+    "offload_activations": "sm_activation_offloading",
+    "partitions": "pipeline_parallel_degree",
+    "tensor_parallel_seed": "random_seed",
+}
+"""Names of SMP v1 (and one of the v2 launch notes) for keys of `Config`."""
+
+TUNING_OF_V1 = frozenset(
+    "active_microbatches auto_partition checkpoint_attentions contiguous ddp ddp_dist_backend "
+    "ddp_port default_partition deterministic_server fast_mode fp16_params horovod load_partition "
+    "memory_weight optimize overlapping_allreduce partition_file pipeline placement_strategy "
+    "prescaled_batch sdp_gradient_clipping sdp_hierarchical_allgather sdp_max_live_parameters "
+    "sdp_param_persistence_threshold sdp_reduce_bucket_size shard_optimizer_state skip_tracing "
+    "static_mode _fp32_grad_accumulation _match_weights".split()
+)
+"""Keys of SMP v1 with no counterpart here: accepted, and logged as having no effect."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """The parallel layout of a run; every degree counts ranks."""
+
+    hybrid_shard_degree: int = 0
+    """ranks that share one copy of the model states; 0 = all data ranks, 1 = no sharding"""
+    tensor_parallel_degree: int = 1
+    """ranks that split every layer's matrices"""
+    context_parallel_degree: int = 1
+    """ranks that split every sequence; they are part of the shard group"""
+    expert_parallel_degree: int = 1
+    """ranks that split a mixture's experts; they are part of the shard group"""
+    pipeline_parallel_degree: int = 1
+    """stages the layers are cut into"""
+    microbatches: int = 1
+    """micro-batches a pipeline cuts each batch into"""
+    bf16: bool = False
+    """compute in bfloat16 with float32 master weights and gradient reduction"""
+    fp16: bool = False
+    """compute in float16 with loss scaling"""
+    delayed_parameter_initialization: bool = False
+    """create parameters already sharded, so that no rank holds the whole model"""
+    sm_activation_offloading: bool = True
+    """offload with prefetch wherever activation offloading is applied"""
+    activation_loading_horizon: int = 2
+    """checkpointed layers whose inputs may be back on the accelerator at once"""
+    random_seed: int = 0
+    """base seed of parameter initialisation and dropout"""
+    fsdp_cache_flush_warnings: bool = True
+    """warn when the caching allocator flushes"""
+    allow_empty_shards: bool = False
+    """allow shards without elements where a parameter does not divide"""
+
+    def __post_init__(self):
+        at_least_one = (
+            "tensor_parallel_degree context_parallel_degree expert_parallel_degree "
+            "pipeline_parallel_degree microbatches activation_loading_horizon"
+        )
+        for name in at_least_one.split():
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} = {getattr(self, name)}: must be at least 1")
+        if self.hybrid_shard_degree < 0:
+            raise ConfigError(
+                f"hybrid_shard_degree = {self.hybrid_shard_degree}: must be 0 (all data ranks) or "
+                "more"
+            )
+        if self.bf16 and self.fp16:
+            raise ConfigError("bf16 = true and fp16 = true: choose one of the two")
+
+    def degrees(self, world: int) -> dict[str, int]:
+        """How ``world`` ranks are cut: the size of every mesh axis, slowest first.
+
+        ``hybrid_shard_degree`` counts the ranks that share one copy of the model states, so the
+        context axis is inside it: shard x context = hybrid_shard_degree. Raises ConfigError.
+        """
+        for name in ("pipeline_parallel_degree", "tensor_parallel_degree"):
+            _divides(name, getattr(self, name), world, "the number of ranks")
+        model_ranks = self.pipeline_parallel_degree * self.tensor_parallel_degree
+        _divides(
+            "pipeline_parallel_degree x tensor_parallel_degree", model_ranks, world, "the ranks"
+        )
+        data_ranks = world // model_ranks
+        rest = "the ranks left beside tensor and pipeline parallelism"
+        what = "the number of ranks" if model_ranks == 1 else rest
+        sharing = self.hybrid_shard_degree or data_ranks
+        _divides("hybrid_shard_degree", sharing, data_ranks, what)
+        for name in ("context_parallel_degree", "expert_parallel_degree"):
+            _divides(name, getattr(self, name), sharing, "hybrid_shard_degree")
+        return {
+            "pipeline": self.pipeline_parallel_degree,
+            "replicate": data_ranks // sharing,
+            "shard": sharing // self.context_parallel_degree,
+            "context": self.context_parallel_degree,
+            "tensor": self.tensor_parallel_degree,
+        }
+
+
+def load(config=None, environment=None) -> Config:
+    """The `Config` from a dict, a ``.json``/``.toml`` path, a `Config` or None, and the launcher.
+
+    A file may hold the keys at its top or in a table ``[parallel]``. Raises ConfigError.
+    """
+    environment = os.environ if environment is None else environment
+    if isinstance(config, Config):
+        asked = {f.name: getattr(config, f.name) for f in fields(Config)}
+    elif config is None or isinstance(config, dict):
+        asked = dict(config or {})
+    else:
+        asked = schema.read(config)
+        asked = asked.get("parallel", asked)
+    return parse(_canonical(asked) | _canonical(_from_launcher(environment)))
+
+
+def parse(data: dict, where: str = "") -> Config:
+    """A `Config` from plain data under the names of SMP v1 or v2. Raises ConfigError."""
+    return schema.build(Config, _canonical(data), where, nearby=[*ALIASES, *TUNING_OF_V1])
+
+
+def _canonical(data: dict) -> dict:
+    """``data`` under v2's names; v1's keys without effect are dropped with a log line."""
+    result, given = {}, {}
+    for key, value in data.items():
+        if key in TUNING_OF_V1:
+            log.info("config key %s = %r: accepted for SMP v1's sake, has no effect", key, value)
+            continue
+        name = ALIASES.get(key, key)
+        if name in result and result[name] != value:
+            raise ConfigError(
+                f"{given[name]} = {result[name]!r} and {key} = {value!r} are two names for one "
+                "setting: keep one"
+            )
+        result[name], given[name] = value, key
+    return result
+
+
+def _from_launcher(environment) -> dict:
+    text = environment.get(LAUNCHER_VARIABLE, "").strip()
+    if not text:
+        return {}
+    try:
+        data = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{LAUNCHER_VARIABLE} is not valid JSON: {error}") from None
+    if not isinstance(data, dict):
+        raise ConfigError(f"{LAUNCHER_VARIABLE} = {text}: expected a JSON object")
+    return data
+
+
+def _divides(name: str, degree: int, total: int, what: str) -> None:
+    if degree > total or total % degree:
+        allowed = ", ".join(str(d) for d in range(1, total + 1) if total % d == 0)
+        raise ConfigError(
+            f"{name} = {degree} does not divide {what}, {total}: allowed are {allowed}"
+        )

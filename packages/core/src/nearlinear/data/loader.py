@@ -1,0 +1,170 @@
+"""Batches of one data rank, in an order that survives a restart with another number of ranks.
+
+The order is a function of (seed, position) alone: sample g is window permute(g mod n) of epoch
+g // n, and a step takes the next G samples whoever reads them. So the state is one integer, and
+resuming is instant at any position. Source: the elastic resume of OLMo-core and Grain.
+"""
+
+import hashlib
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from nearlinear.data.dataset import TokenDataset
+from nearlinear.data.shuffle import permute
+from nearlinear.errors import DataError
+
+_STATE_FORMAT = 1
+_IGNORED_LABEL = -100  # the ignore_index of torch's cross entropy and of Hugging Face models
+
+
+class Loader:
+    """An endless iterator; each `next()` is one optimizer step's work for one data rank.
+
+    A step is a list of `micro_batches` dicts, each {"input_ids", "labels"}: LongTensor [B, S] with
+    B = `micro_batch_size` and S = the dataset's sequence length. Labels equal the input ids:
+    Hugging Face models shift them inside. Over all `data_ranks` a step takes
+    G = micro_batch_size * micro_batches * data_ranks samples, and which samples depends on G only.
+    `data_rank` counts ranks that read different data, not all ranks of the job.
+    """
+
+    def __init__(
+        self,
+        dataset: TokenDataset,
+        micro_batch_size: int,
+        micro_batches: int = 1,
+        data_rank: int = 0,
+        data_ranks: int = 1,
+        seed: int = 0,
+    ):
+        _require_positive(micro_batch_size=micro_batch_size, micro_batches=micro_batches)
+        _require_rank(data_rank, data_ranks)
+        self.dataset, self.seed = dataset, seed
+        self.micro_batch_size, self.micro_batches = micro_batch_size, micro_batches
+        self.data_rank, self.data_ranks = data_rank, data_ranks
+        self._next_sample = 0
+        self._last_step: int | None = None
+
+    @property
+    def samples_per_step(self) -> int:
+        """G: the windows that one optimizer step consumes over all data ranks."""
+        return self.micro_batch_size * self.micro_batches * self.data_ranks
+
+    def __iter__(self) -> "Loader":
+        return self
+
+    def __next__(self) -> list[dict[str, torch.Tensor]]:
+        base, size = self._next_sample, self.micro_batch_size
+        step = []
+        for micro in range(self.micro_batches):
+            first = base + (micro * self.data_ranks + self.data_rank) * size
+            tokens = torch.from_numpy(self.dataset.windows(self._windows(first, size)))
+            step.append({"input_ids": tokens, "labels": tokens.clone()})
+        self._last_step, self._next_sample = base, base + self.samples_per_step
+        return step
+
+    @property
+    def batch_id(self) -> str:
+        """12 hex digits naming the windows of the step last returned, over all ranks.
+
+        Every rank computes the same without communicating, so ranks (or two runs) that disagree
+        are reading different data. Raises `DataError` before the first step.
+        """
+        if self._last_step is None:
+            raise DataError("batch_id names the step last returned: call next(loader) first")
+        windows = self._windows(self._last_step, self.samples_per_step)
+        return hashlib.blake2b(windows.astype("<i8").tobytes(), digest_size=6).hexdigest()
+
+    def state_dict(self) -> dict:
+        """The position, small and JSON-able; the same on every rank."""
+        return {
+            "format": _STATE_FORMAT,
+            "next_sample": self._next_sample,
+            "seed": self.seed,
+            "sequence_length": self.dataset.sequence_length,
+            "dataset": self.dataset.fingerprint,
+        }
+
+    def load_state_dict(self, state: dict) -> None:
+        """Go on where `state` was taken, whatever the number of ranks and micro-batches was.
+
+        Raises `DataError` when the state is of another dataset, seed or sequence length, since
+        the run would repeat some samples and never see others.
+        """
+        here = self.state_dict()
+        if state.get("format") != _STATE_FORMAT:
+            raise DataError(
+                f"the loader state has format {state.get('format')!r}, this nearlinear reads "
+                f"{_STATE_FORMAT}: resume with the version that wrote it, or start a new run"
+            )
+        differing = [key for key in ("dataset", "seed", "sequence_length") if
+                     state.get(key) != here[key]]  # fmt: skip
+        if differing:
+            what = ", ".join(f"{key} was {state.get(key)} and is {here[key]}" for key in differing)
+            raise DataError(
+                f"cannot resume the data order: {what}; use the settings of the interrupted run, "
+                "or start a new run without the loader's state"
+            )
+        self._next_sample, self._last_step = int(state["next_sample"]), None
+
+    def _windows(self, first: int, count: int) -> np.ndarray:
+        """The windows of samples [first, first + count), int64 [count]."""
+        n = len(self.dataset)
+        samples = np.arange(first, first + count, dtype=np.int64)
+        epochs, positions = samples // n, samples % n
+        windows = np.empty(count, dtype=np.int64)
+        for epoch in range(int(epochs[0]), int(epochs[-1]) + 1):
+            chosen = epochs == epoch
+            windows[chosen] = permute(positions[chosen], n, _epoch_key(self.seed, epoch))
+        return windows
+
+
+def evaluation_batches(
+    dataset: TokenDataset,
+    batch_size: int,
+    data_rank: int = 0,
+    data_ranks: int = 1,
+    max_batches: int | None = None,
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Every window once, in order: {"input_ids", "labels"}, LongTensor [batch_size, S] each.
+
+    Every rank yields the same number of batches (at most `max_batches`) of the same shape, so
+    collectives match. Rows past the end repeat earlier windows with all labels -100: weigh losses
+    by the count of labels that are not -100, which can be 0 for a whole batch.
+    """
+    _require_positive(batch_size=batch_size)
+    _require_rank(data_rank, data_ranks)
+    return _evaluation_batches(dataset, batch_size, data_rank, data_ranks, max_batches)
+
+
+def _evaluation_batches(dataset, batch_size, data_rank, data_ranks, max_batches):
+    n = len(dataset)
+    batches = -(-n // (batch_size * data_ranks))
+    if max_batches is not None:
+        batches = min(batches, max_batches)
+    for batch in range(batches):
+        first = (batch * data_ranks + data_rank) * batch_size
+        rows = np.arange(first, first + batch_size)
+        tokens = torch.from_numpy(dataset.windows(rows % n))
+        labels = tokens.clone()
+        labels[torch.from_numpy(rows >= n)] = _IGNORED_LABEL
+        yield {"input_ids": tokens, "labels": labels}
+
+
+def _epoch_key(seed: int, epoch: int) -> int:
+    digest = hashlib.blake2b(f"{seed}:{epoch}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
+
+
+def _require_positive(**values: int) -> None:
+    for name, value in values.items():
+        if value < 1:
+            raise DataError(f"{name} is {value}: give at least 1")
+
+
+def _require_rank(data_rank: int, data_ranks: int) -> None:
+    if not 0 <= data_rank < data_ranks:
+        raise DataError(
+            f"data_rank is {data_rank} of {data_ranks}: give a rank from 0 to data_ranks - 1"
+        )

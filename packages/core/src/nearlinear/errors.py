@@ -1,0 +1,18 @@
+"""Errors meant for the person who runs nearlinear.
+
+Every message is one line that names the cause and the remedy. The command line prints the
+message alone and exits with code 2; a traceback appears only with ``--debug``. Anything that
+is not a `NearlinearError` is a defect of ours and keeps its traceback.
+"""
+
+
+class NearlinearError(Exception):
+    """The base of every error a user can act on."""
+
+
+class ConfigError(NearlinearError, ValueError):
+    """A configuration key, value or combination that cannot be used."""
+
+
+class DataError(NearlinearError, ValueError):
+    """Token shards or input text that are missing, empty, altered or of another kind."""

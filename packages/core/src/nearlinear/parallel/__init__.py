@@ -1,0 +1,1 @@
+"""One module per technique; each stands on the mesh and none knows the training loop."""

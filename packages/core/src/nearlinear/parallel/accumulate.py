@@ -1,0 +1,174 @@
+"""MiCS, part three: two-hop gradient synchronisation over the micro-batches of one step.
+
+Source: MiCS (Zhang et al., VLDB 2023), section 3.4. Every micro-batch reduce-scatters its gradients
+inside the shard group; only the last one all-reduces the sums across replicas. The gradients equal
+those of one batch holding all micro-batches of all ranks: each micro-batch is weighted by its
+number of target tokens, so that uneven ones are right too.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from .. import _torch, runtime
+from ..errors import DataError, NearlinearError
+from . import optimizer_guard
+
+IGNORED_LABEL = -100
+
+
+def accumulate(
+    model: nn.Module,
+    micro_batches: Iterable,
+    *,
+    weight: Callable[[object], float] | None = None,
+    two_hop: bool = True,
+) -> Iterator:
+    """Yield each of ``micro_batches``; the body of the loop runs one forward and one backward.
+
+    ::
+
+        for batch in nl.accumulate(model, micro_batches):
+            model(**batch).loss.backward()
+        optimizer.step()
+
+    ``loss`` is the mean over the micro-batch's targets; its value is left alone and its gradient is
+    weighted, so that after the loop every gradient is the mean over all targets of all data ranks.
+    ``weight(batch)`` counts a micro-batch's targets (default: `count_targets`). With
+    ``two_hop=False`` replicas synchronise after every micro-batch: the same gradients, more
+    traffic. All ranks need the same number of micro-batches.
+
+    Raises NearlinearError when a micro-batch was not followed by exactly one backward or when ranks
+    disagree, DataError when there is no target. Leaving the loop early drops the step's gradients,
+    and the next ``optimizer.step()`` raises until a whole step has run.
+    """
+    if not isinstance(model, FSDPModule):
+        raise NearlinearError("nl.accumulate needs a model sharded by nl.shard")
+    return _Step(model, list(micro_batches), weight or count_targets, two_hop).run()
+
+
+def count_targets(batch) -> float:
+    """Target tokens of a batch with ``labels`` (B, S), which causal models shift by one; for any
+    other batch its number of samples, the first tensor's first dimension."""
+    if isinstance(batch, Mapping) and isinstance(batch.get("labels"), torch.Tensor):
+        labels = batch["labels"]
+        targets = labels[..., 1:] if labels.dim() > 1 else labels
+        return float((targets != IGNORED_LABEL).sum())
+    values = batch.values() if isinstance(batch, Mapping) else batch
+    tensors = [v for v in ([values] if isinstance(values, torch.Tensor) else values)]
+    first = next((t for t in tensors if isinstance(t, torch.Tensor)), None)
+    if first is None:
+        raise DataError("cannot count the samples of a batch without tensors: pass weight=")
+    return float(first.shape[0])
+
+
+class _Step:
+    """One optimizer step: the weights, the hook that applies them, the synchronisation flags."""
+
+    def __init__(self, model, micro_batches: list, weight: Callable, two_hop: bool):
+        self.model, self.micro_batches, self.two_hop = model, micro_batches, two_hop
+        self.weights = _global_weights([weight(batch) for batch in micro_batches])
+        self.position = 0
+        self.backwards = 0
+
+    def run(self) -> Iterator:
+        total = len(self.micro_batches)
+        hook = self.model.register_forward_hook(self._weigh)
+        done = False
+        optimizer_guard.begin(self.model, _unfinished(0, total))
+        try:
+            for position, batch in enumerate(self.micro_batches):
+                last = position == total - 1
+                self.position = position
+                self.model.set_requires_all_reduce(last or not self.two_hop)
+                self.model.set_is_last_backward(last)
+                self.backwards = 0
+                yield batch
+                if self.backwards != 1:
+                    raise NearlinearError(
+                        f"micro-batch {position + 1} of {total} was followed by "
+                        f"{self.backwards} backward passes: the body of nl.accumulate's loop runs "
+                        "one forward of the model and one backward"
+                    )
+                optimizer_guard.begin(self.model, _unfinished(position + 1, total))
+            done = True
+        finally:
+            hook.remove()
+            self.model.set_requires_all_reduce(True)
+            self.model.set_is_last_backward(True)
+            if done:
+                optimizer_guard.finish(self.model)
+            else:
+                _torch.abandon_backward(self.model)
+                self.model.zero_grad(set_to_none=True)
+
+    def _weigh(self, module, args, output):
+        """Forward hook: what the model returns, with weighted gradients and counted backwards."""
+        seen = []
+
+        def backward_came():
+            self.backwards += not seen
+            seen.append(True)
+
+        def weigh(tensor):
+            if not tensor.requires_grad:
+                return tensor
+            return _Weighted.apply(tensor, self.weights[self.position], backward_came)
+
+        return _torch.map_tensors(weigh, output)
+
+
+class _Weighted(torch.autograd.Function):
+    """The tensor unchanged; its gradient times ``weight``.
+
+    A new tensor, not a hook on the old one: the loss depends on the logits, and a gradient that
+    comes through both must be weighted once.
+    """
+
+    @staticmethod
+    def forward(ctx, tensor, weight, backward_came):
+        ctx.weight, ctx.backward_came = weight, backward_came
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.backward_came()
+        return gradient * ctx.weight, None, None
+
+
+def _unfinished(done: int, total: int) -> str:
+    return (
+        f"optimizer.step() after {done} of {total} micro-batches: gradients are not synchronised "
+        "across replicas until nl.accumulate's loop has run to its end"
+    )
+
+
+def _global_weights(counts: list[float]) -> list[float]:
+    """Each micro-batch's share of the step's targets, times the number of ranks FSDP averages over.
+
+    One all-reduce of four numbers, which also finds ranks that disagree before they hang.
+    """
+    now = runtime.current()
+    number, empty = len(counts), sum(count <= 0 for count in counts)
+    totals = torch.tensor(
+        [sum(counts), number, number**2, empty], dtype=torch.float64, device=now.device
+    )
+    dist.all_reduce(totals)
+    targets, numbers, squares, empties = totals.tolist()
+    ranks = dist.get_world_size()
+    if ranks * squares != numbers**2:
+        raise NearlinearError(
+            f"this rank has {number} micro-batches and other ranks have other numbers: give every "
+            "rank the same number, with labels -100 where there is no data"
+        )
+    if number == 0:
+        raise DataError("nl.accumulate got no micro-batches: is the data exhausted?")
+    if empties:
+        raise DataError(
+            f"{empties:g} micro-batches of this step have no target token, and the mean over "
+            "nothing is not a number: drop them, or use longer sequences"
+        )
+    return [count * ranks / targets for count in counts]

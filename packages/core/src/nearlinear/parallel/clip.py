@@ -1,0 +1,59 @@
+"""Clip gradients by their global norm, whatever meshes the parameters live on.
+
+``torch.nn.utils.clip_grad_norm_`` refuses gradients from different meshes. Here each rank squares
+the norms of its shards, the squares are summed over the axes a mesh shards on (never over the ones
+it replicates on), and the sums of all meshes add up to one norm, the same on every rank.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from . import optimizer_guard
+
+
+@torch.no_grad()
+def clip_grad_norm_(model: nn.Module | Iterable[torch.Tensor], max_norm: float) -> float:
+    """Scale all gradients so that their joint L2 norm is at most ``max_norm``; return the norm.
+
+    ``model`` is a module or its parameters; ``max_norm = math.inf`` measures only. A norm that is
+    not finite is returned as it is and leaves the gradients alone. Raises RuntimeError inside an
+    unfinished `accumulate`, where there are no gradients yet.
+    """
+    parameters = list(model.parameters() if isinstance(model, nn.Module) else model)
+    optimizer_guard.check(parameters)
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    norm = _global_norm(gradients)
+    if math.isfinite(norm) and norm > max_norm:
+        torch._foreach_mul_([_local(g) for g in gradients], max_norm / (norm + 1e-6))
+    return norm
+
+
+def _global_norm(gradients: list[torch.Tensor]) -> float:
+    by_mesh = defaultdict(list)
+    for gradient in gradients:
+        by_mesh[_sharding(gradient)].append(_local(gradient))
+    total = 0.0
+    for (mesh, sharded), shards in by_mesh.items():
+        squares = torch.nn.utils.get_total_norm(shards).double().square()
+        for dim in sharded:
+            dist.all_reduce(squares, group=mesh.get_group(dim))
+        total += squares.item()
+    return math.sqrt(total) if total >= 0 else math.nan
+
+
+def _sharding(gradient: torch.Tensor):
+    """(mesh, the mesh dims it is sharded on): gradients with equal keys reduce together."""
+    if not isinstance(gradient, DTensor):
+        return None, ()
+    dims = tuple(i for i, place in enumerate(gradient.placements) if place.is_shard())
+    return gradient.device_mesh, dims
+
+
+def _local(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient

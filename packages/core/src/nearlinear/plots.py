@@ -1,0 +1,111 @@
+"""Figures for notebooks and runs: a loss curve, document lengths, and which rank holds what.
+
+Every function draws on the given matplotlib axes, or on new ones, and returns them. matplotlib is
+imported here only, on first use.
+"""
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+from .mesh import Mesh
+
+INK, MUTED, GRID = "#1f2a37", "#6b7280", "#e5e7eb"
+PALETTE = ("#2563eb", "#f59e0b", "#059669", "#db2777", "#7c3aed", "#0891b2", "#dc2626", "#65a30d")
+
+
+def read_metrics(folder) -> list[dict]:
+    """The steps of a run folder's ``metrics.jsonl``, in order."""
+    text = (Path(folder) / "metrics.jsonl").read_text(encoding="utf-8")
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def loss_curve(metrics: list[dict], vocabulary: int | None = None, ax=None):
+    """Training and held-out loss (nats) over steps; ``vocabulary`` adds the level of guessing."""
+    ax = _axes(ax, (7, 3.6))
+    steps = [m["step"] for m in metrics]
+    ax.plot(steps, [m["loss"] for m in metrics], color=PALETTE[0], lw=1.6, label="training")
+    held_out = [(m["step"], m["eval_loss"]) for m in metrics if "eval_loss" in m]
+    if held_out:
+        ax.plot(*zip(*held_out, strict=True), "o-", color=PALETTE[1], ms=5, label="held out")
+    if vocabulary:
+        level = float(np.log(vocabulary))
+        ax.axhline(level, color=MUTED, lw=1, ls="--")
+        ax.annotate(f"guessing: ln({vocabulary})", (steps[-1], level), ha="right", va="bottom",
+                    color=MUTED, fontsize=9)  # fmt: skip
+    ax.set(xlabel="optimizer step", ylabel="cross-entropy, nats")
+    ax.legend(frameon=False)
+    return ax
+
+
+def save_loss_curve(folder) -> Path:
+    """Draw ``loss.png`` beside ``metrics.jsonl`` in a run folder; its path."""
+    ax = loss_curve(read_metrics(folder))
+    path = Path(folder) / "loss.png"
+    ax.figure.savefig(path, dpi=150, bbox_inches="tight")
+    _close(ax.figure)
+    return path
+
+
+def document_lengths(lengths, ax=None):
+    """A histogram of tokens per document on a logarithmic axis, with the median marked."""
+    lengths = np.asarray(lengths)
+    ax = _axes(ax, (7, 3.2))
+    bins = np.geomspace(max(1, lengths.min()), lengths.max() + 1, 40)
+    ax.hist(lengths, bins=bins, color=PALETTE[0], alpha=0.85)
+    median = float(np.median(lengths))
+    ax.axvline(median, color=PALETTE[1], lw=2)
+    ax.annotate(f" median {median:.0f}", (median, ax.get_ylim()[1] * 0.92), color=INK)
+    ax.set(xscale="log", xlabel="tokens per document", ylabel="documents")
+    return ax
+
+
+def rank_map(mesh: Mesh, ax=None):
+    """Which rank holds which part of the model: a row per replica, a cell per rank.
+
+    A colour is a shard of the model states; equal colours hold equal values. Thin frames are nodes.
+    """
+    from matplotlib.patches import Rectangle
+
+    cells = mesh.grid.reshape(mesh.pipeline * mesh.replicate, -1)
+    rows, columns = cells.shape
+    ax = _axes(ax, (min(11, 1.4 + 0.8 * columns), 0.9 + 0.75 * rows))
+    for (row, column), rank in np.ndenumerate(cells):
+        shard = mesh.coordinates(int(rank))["shard"]
+        colour = PALETTE[shard % len(PALETTE)]
+        ax.add_patch(Rectangle((column + 0.06, row + 0.1), 0.88, 0.8, color=colour, alpha=0.85))
+        if columns <= 32:
+            ax.text(column + 0.5, row + 0.5, str(rank), color="white", ha="center", va="center")
+        starts_node = mesh.ranks_per_node and int(rank) % mesh.ranks_per_node == 0
+        if starts_node and columns > 1 and 0 < column:
+            ax.plot([column, column], [row, row + 1], color=INK, lw=2)
+    ax.set(xlim=(0, columns), ylim=(rows, 0), xticks=np.arange(columns) + 0.5)
+    shards = [mesh.coordinates(int(rank))["shard"] for rank in cells[0]]
+    shown = shards if columns <= 16 else [s if i % 16 == 0 else "" for i, s in enumerate(shards)]
+    ax.set_xticklabels(shown)
+    ax.set_yticks(np.arange(rows) + 0.5, [f"replica {r % mesh.replicate}" for r in range(rows)])
+    ax.set_xlabel("shard of the model states (numbers in the cells: ranks)")
+    ax.tick_params(length=0)
+    ax.grid(False)
+    for side in ax.spines.values():
+        side.set_visible(False)
+    return ax
+
+
+def _axes(ax, size):
+    if ax is None:
+        import matplotlib.pyplot as plt
+
+        ax = plt.subplots(figsize=size, layout="constrained")[1]
+    for side in ("top", "right"):
+        ax.spines[side].set_visible(False)
+    ax.grid(color=GRID, lw=0.8)
+    ax.set_axisbelow(True)
+    return ax
+
+
+def _close(figure) -> None:
+    import matplotlib.pyplot as plt
+
+    plt.close(figure)

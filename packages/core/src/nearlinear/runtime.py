@@ -1,0 +1,101 @@
+"""`nl.init`: join the ranks of this job, read the config, and remember both for this rank.
+
+Under torchrun, SageMaker or Slurm (``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK`` in the environment) it
+joins those ranks; inside `nl.spmd.run` it uses the ranks that are there; any other Python process
+becomes a job of one rank. One runtime per process, or per thread where ranks are threads.
+"""
+
+import os
+import threading
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from . import config as wish
+from .config import Config
+from .errors import ConfigError, NearlinearError
+from .mesh import Mesh
+from .spmd.threads import BACKEND as THREADS
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """What this rank knows of the job."""
+
+    config: Config
+    mesh: Mesh
+    rank: int
+    device: torch.device
+
+
+_of_thread = threading.local()
+_of_process: Runtime | None = None
+
+
+def init(config=None, *, ranks_per_node: int | None = None) -> Mesh:
+    """Join the job and lay out its ranks as ``config`` asks; returns the `Mesh`.
+
+    ``config`` is a dict, a path to a ``.json``/``.toml`` file, a `Config` or None; the launcher's
+    ``SM_HP_MP_PARAMETERS`` wins over it, key by key. ``ranks_per_node`` defaults to
+    ``LOCAL_WORLD_SIZE``. May be called again with another config. Raises ConfigError.
+    """
+    global _of_process
+    config = wish.load(config)
+    device = _device()
+    if not dist.is_initialized():
+        _join(device)
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) if ranks_per_node is None else ranks_per_node
+    mesh = Mesh.from_config(config, dist.get_world_size(), local)
+    runtime = Runtime(config, mesh, dist.get_rank(), device)
+    if dist.get_backend() == THREADS:
+        _of_thread.runtime = runtime
+    else:
+        _of_process = runtime
+    return mesh
+
+
+def current() -> Runtime:
+    """The runtime of this rank; NearlinearError before `init`."""
+    runtime = getattr(_of_thread, "runtime", None) or _of_process
+    if runtime is None:
+        raise NearlinearError("nearlinear is not initialised on this rank: call nl.init() first")
+    return runtime
+
+
+def current_mesh() -> Mesh:
+    """The mesh of this rank's job; NearlinearError before `init`."""
+    return current().mesh
+
+
+def shutdown() -> None:
+    """Leave the job in step with the other ranks; without it torchrun reports a crash at exit."""
+    global _of_process
+    if dist.is_initialized() and dist.get_backend() != THREADS:
+        dist.barrier()
+        dist.destroy_process_group()
+    _of_process = None
+
+
+def _device() -> torch.device:
+    """This rank's accelerator, or the CPU. Ranks that are threads stay on the CPU."""
+    threads = dist.is_initialized() and dist.get_backend() == THREADS
+    if threads or not torch.cuda.is_available():
+        return torch.device("cpu")
+    local_rank, count = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
+    if local_rank >= count:
+        raise ConfigError(
+            f"LOCAL_RANK = {local_rank} but this machine shows {count} GPUs: start at most {count} "
+            "ranks per node, or hide the GPUs with CUDA_VISIBLE_DEVICES= to run on the CPU"
+        )
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _join(device: torch.device) -> None:
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)

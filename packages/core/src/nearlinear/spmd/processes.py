@@ -1,0 +1,94 @@
+"""Ranks as processes over gloo on this machine: slower to start, and exactly what a cluster runs.
+
+Each rank is a fresh interpreter (``python -m nearlinear.spmd.worker``), never a fork: a fork of a
+process that has used its thread pools can hang. When one rank fails the others are ended.
+"""
+
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from ..errors import NearlinearError
+from .failures import RankError
+
+_GRACE = 3.0  # seconds for the other ranks to notice a dead one themselves
+
+
+def run_processes(fn, ranks: int, args: tuple, timeout: float) -> list:
+    """`nearlinear.spmd.run` with processes."""
+    payload = _pickle(fn, args)
+    with tempfile.TemporaryDirectory(prefix="nearlinear-spmd-") as folder:
+        folder = Path(folder)
+        (folder / "call").write_bytes(payload)
+        workers = [_start(folder, rank, ranks) for rank in range(ranks)]
+        try:
+            _wait(workers, folder, timeout)
+        finally:
+            for worker in workers:
+                if worker.poll() is None:
+                    worker.kill()
+                worker.wait()
+        return [pickle.loads((folder / f"result-{rank}").read_bytes()) for rank in range(ranks)]
+
+
+def _pickle(fn, args: tuple) -> bytes:
+    try:
+        import cloudpickle
+    except ImportError:
+        if getattr(fn, "__module__", None) == "__main__":
+            raise NearlinearError(
+                "spmd.run(processes=True) cannot send a function defined in a notebook or script: "
+                "pip install cloudpickle, or move the function to a module"
+            ) from None
+        return pickle.dumps((fn, args))
+    return cloudpickle.dumps((fn, args))
+
+
+def _start(folder: Path, rank: int, ranks: int) -> subprocess.Popen:
+    threads = max(1, (os.cpu_count() or 1) // ranks)
+    environment = {
+        "OMP_NUM_THREADS": str(threads),
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+    }
+    command = [sys.executable, "-m", "nearlinear.spmd.worker", str(folder)]
+    with open(folder / f"output-{rank}", "wb") as output:
+        return subprocess.Popen(
+            command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output
+        )
+
+
+def _wait(workers: list[subprocess.Popen], folder: Path, timeout: float) -> None:
+    """Until all ranks have ended; show their output in rank order; RankError if one failed."""
+    start, failed_at = time.monotonic(), None
+    while any(worker.poll() is None for worker in workers):
+        now = time.monotonic()
+        if failed_at is None and any(worker.poll() for worker in workers):
+            failed_at = now
+        if now - start > timeout or (failed_at is not None and now - failed_at > _GRACE):
+            break
+        time.sleep(0.02)
+    files = [folder / f"output-{rank}" for rank in range(len(workers))]
+    output = [file.read_text(errors="replace") for file in files]
+    for text in output:
+        sys.stdout.write(text)
+    failures = sorted(folder.glob("failure-*"), key=lambda path: path.stat().st_mtime_ns)
+    if failures:
+        rank = int(failures[0].name.removeprefix("failure-"))
+        summary, _, text = failures[0].read_text().partition("\n")
+        raise RankError(rank, len(workers), summary, text)
+    for rank, worker in enumerate(workers):
+        if worker.poll() is None:
+            raise RankError(rank, len(workers), f"it did not finish within {timeout:g} s")
+        if worker.returncode:
+            how = f"signal {-worker.returncode}" if worker.returncode < 0 else "an exit"
+            message = f"its process ended by {how} (code {worker.returncode})"
+            raise RankError(rank, len(workers), message, output[rank][-2000:])

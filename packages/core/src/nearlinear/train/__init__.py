@@ -1,0 +1,1 @@
+"""The training loop: config, model, optimizer, metrics, and the `Trainer` that runs them."""

@@ -1,0 +1,188 @@
+"""Everything a training run can be told, in one file: what a flag does, a key does.
+
+Read from TOML or JSON by `load`, changed by ``--set table.key=value``, printed with every key's
+meaning by ``nearlinear train --print-config``. No torch here: `--help` and errors are quick.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from .. import config as parallel_config
+from .. import schema
+from ..config import Config
+from ..errors import ConfigError
+from .presets import CONTEXT_KEY, preset
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Which model to train, from its initialisation."""
+
+    preset: str = "gpt2-tiny"
+    """gpt2-tiny, gpt2-small, gpt2-xl, gpt2-30b, llama-tiny, llama2-7b, llama2-13b, llama2-70b"""
+    context: int = 0
+    """longest sequence the model can read, tokens; 0 = the preset's"""
+    overrides: dict = field(default_factory=dict)
+    """keys of the Hugging Face model config to change, as in n_layer = 2"""
+
+    @property
+    def family(self) -> str:
+        return preset(self.preset)["family"]
+
+    @property
+    def longest_sequence(self) -> int:
+        """Tokens the model can read at once."""
+        of_family = self.overrides.get(CONTEXT_KEY[self.family])
+        return self.context or of_family or preset(self.preset)["context"]
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Which tokens to train on, and in which order."""
+
+    path: str = ""
+    """folder of token shards written by python -m data_prep"""
+    sequence_length: int = 0
+    """tokens per sequence; 0 = the model's context"""
+    seed: int = 0
+    """seed of the global shuffle"""
+    verify: Literal["auto", "full", "size"] = "auto"
+    """check the shards' sha256 (full), sizes only (size), or full up to 2 GiB (auto)"""
+    resume: str = ""
+    """a data_state.json of an earlier run: continue with the batches it had not seen"""
+
+
+@dataclass(frozen=True)
+class BatchConfig:
+    """How many sequences make an optimizer step."""
+
+    micro_batch_size: int = 8
+    """sequences per rank in one forward and backward"""
+    accumulation: int = 1
+    """micro-batches per optimizer step"""
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW with decoupled weight decay, warm-up and cosine decay."""
+
+    lr: float = 6e-4
+    """peak learning rate"""
+    min_lr_ratio: float = 0.1
+    """final learning rate as a share of the peak"""
+    warmup_steps: int = 10
+    """steps of linear warm-up"""
+    weight_decay: float = 0.1
+    """decay of matrices; biases and norms have none"""
+    beta1: float = 0.9
+    """decay of the gradient's mean"""
+    beta2: float = 0.95
+    """decay of the gradient's square"""
+    eps: float = 1e-8
+    """added to the denominator"""
+    clip: float = 1.0
+    """largest norm of all gradients together; 0 = no clipping"""
+
+
+@dataclass(frozen=True)
+class LoopConfig:
+    """How long to train, and what to do along the way."""
+
+    steps: int = 100
+    """optimizer steps"""
+    stop_after: int = 0
+    """stop after this step, with the schedule still laid out for all steps; 0 = at the end"""
+    two_hop: bool = True
+    """all-reduce across replicas once per step instead of after every micro-batch"""
+    eval_every: int = 50
+    """steps between evaluations on held-out tokens; 0 = only at the end"""
+    eval_batches: int = 8
+    """micro-batches per rank in one evaluation; 0 = no evaluation"""
+    sample_tokens: int = 32
+    """tokens of text to generate at the end; 0 = none"""
+    sample_prompt: str = "The"
+    """what the generated text starts with"""
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Where the run leaves its files, and how many ranks to start here."""
+
+    folder: str = "runs/latest"
+    """folder for config, metrics, plots and the data state"""
+    nproc: int = 0
+    """ranks to start on this machine; 0 = one per GPU, or one; no effect under torchrun"""
+    log_every: int = 1
+    """steps between lines"""
+    tensorboard: bool = True
+    """write TensorBoard events where tensorboard is installed"""
+    peak_tflops: float = 0.0
+    """peak of one accelerator, for the MFU; 0 = known by name, or measured on a CPU"""
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """A whole training run."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    parallel: Config = field(default_factory=Config)
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    train: LoopConfig = field(default_factory=LoopConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+
+    def __post_init__(self):
+        for key, least in _LEAST.items():
+            table, name = key.split(".")
+            value = getattr(getattr(self, table), name)
+            if value < least:
+                raise ConfigError(f"{key} = {value}: must be at least {least}")
+        if not 0 <= self.optimizer.min_lr_ratio <= 1:
+            raise ConfigError(
+                f"optimizer.min_lr_ratio = {self.optimizer.min_lr_ratio}: must be from 0 to 1"
+            )
+        if self.sequence_length > self.model.longest_sequence:
+            raise ConfigError(
+                f"data.sequence_length = {self.data.sequence_length} is longer than the model's "
+                f"context of {self.model.longest_sequence} tokens: lower it, or raise model.context"
+            )
+
+    @property
+    def sequence_length(self) -> int:
+        """Tokens per training sequence."""
+        return self.data.sequence_length or self.model.longest_sequence
+
+
+_LEAST = {
+    "model.context": 0,
+    "data.sequence_length": 0,
+    "batch.micro_batch_size": 1,
+    "batch.accumulation": 1,
+    "optimizer.lr": 0.0,
+    "optimizer.warmup_steps": 0,
+    "optimizer.weight_decay": 0.0,
+    "optimizer.clip": 0.0,
+    "train.steps": 1,
+    "train.stop_after": 0,
+    "train.eval_every": 0,
+    "train.eval_batches": 0,
+    "train.sample_tokens": 0,
+    "run.nproc": 0,
+    "run.log_every": 1,
+}
+
+
+def load(source=None, settings=(), environment=None) -> TrainConfig:
+    """The config from a path, a dict or None, then ``settings`` ("a.b=value"), then the launcher.
+
+    ``SM_HP_MP_PARAMETERS`` wins over the table ``[parallel]``, key by key. Raises ConfigError.
+    """
+    data = dict(source) if isinstance(source, dict) else schema.read(source) if source else {}
+    for setting in settings:
+        schema.assign(data, setting)
+    parallel = data.pop("parallel", {})
+    if not isinstance(parallel, dict):
+        raise ConfigError(f"parallel = {parallel!r}: expected a table of keys and values")
+    data["parallel"] = parallel_config.load(parallel, environment)
+    return schema.build(TrainConfig, data)

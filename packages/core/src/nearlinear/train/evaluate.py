@@ -1,0 +1,53 @@
+"""Held-out loss, and a few words from the model: what a training run is judged by."""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..data.dataset import TokenDataset
+from ..data.loader import evaluation_batches
+from ..mesh import Mesh
+from ..parallel.accumulate import count_targets
+
+
+@torch.no_grad()
+def held_out_loss(
+    model: nn.Module, dataset: TokenDataset, mesh: Mesh, batch_size: int, batches: int
+) -> float:
+    """Mean cross-entropy in nats over the first held-out tokens, the same on every rank.
+
+    Every rank evaluates at most ``batches`` batches of ``batch_size`` sequences of its own.
+    """
+    device = next(model.parameters()).device
+    data_rank = mesh.data_rank(dist.get_rank())
+    totals = torch.zeros(2, dtype=torch.float64, device=device)
+    model.eval()
+    for batch in evaluation_batches(dataset, batch_size, data_rank, mesh.data_ranks, batches):
+        targets = count_targets(batch)
+        loss = model(**{name: value.to(device) for name, value in batch.items()}).loss
+        if targets:  # a batch of repeats only takes part for its collectives
+            totals += torch.stack([loss.double() * targets, loss.new_tensor(targets).double()])
+    model.train()
+    dist.all_reduce(totals)
+    return (totals[0] / totals[1]).item()
+
+
+@torch.no_grad()
+def generate(
+    model: nn.Module, prompt: list[int], tokens: int, context: int, top_k: int = 40, seed: int = 0
+) -> list[int]:
+    """``tokens`` ids after ``prompt``, drawn among the ``top_k`` likeliest.
+
+    Every rank runs the same forward passes and draws the same ids, as sharded parameters need.
+    """
+    device = next(model.parameters()).device
+    generator = torch.Generator(device=device).manual_seed(seed)
+    ids = torch.tensor([prompt], device=device)
+    model.eval()
+    for _ in range(tokens):
+        logits = model(input_ids=ids[:, -context:]).logits[0, -1].float()
+        likeliest = logits.topk(min(top_k, logits.numel()))
+        choice = torch.multinomial(likeliest.values.softmax(0), 1, generator=generator)
+        ids = torch.cat([ids, likeliest.indices[choice][None]], dim=1)
+    model.train()
+    return ids[0, len(prompt) :].tolist()

@@ -1,0 +1,38 @@
+"""From a preset to a Hugging Face model, without values: `nearlinear.shard` gives them."""
+
+from torch import nn
+
+from ..errors import ConfigError, NearlinearError
+from ..parallel.delayed_init import delayed_init
+from .config import ModelConfig
+from .presets import CONTEXT_KEY, preset
+
+
+def build_model(config: ModelConfig, vocabulary: int) -> nn.Module:
+    """The causal language model ``config`` names, with ``vocabulary`` ids, on the meta device."""
+    shape = preset(config.preset)
+    arguments = {
+        "vocab_size": vocabulary,
+        CONTEXT_KEY[config.family]: config.longest_sequence,
+        "bos_token_id": vocabulary - 1,
+        "eos_token_id": vocabulary - 1,
+        "use_cache": False,
+        "loss_type": "ForCausalLM",
+        **shape["shape"],
+        **config.overrides,
+    }
+    try:
+        from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
+    except ImportError as error:
+        raise NearlinearError(
+            f'transformers is missing ({error}): pip install "nearlinear[data]"'
+        ) from None
+    family = {"gpt2": GPT2Config, "llama": LlamaConfig}[config.family]
+    unknown = sorted(set(config.overrides) - set(family().to_dict()))
+    if unknown:
+        raise ConfigError(f"model.overrides.{unknown[0]}: {family.__name__} has no such key")
+    try:
+        with delayed_init():
+            return AutoModelForCausalLM.from_config(family(**arguments), attn_implementation="sdpa")
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"the model cannot be built: {error}") from error

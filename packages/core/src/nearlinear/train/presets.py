@@ -1,0 +1,60 @@
+"""Model shapes by name, as arguments of the Hugging Face config of their family.
+
+GPT-2 sizes: Radford et al. 2019; ``gpt2-30b`` is the 30-billion model of the MiCS benchmarks (48
+layers, 7168 wide, 64 heads, 2048 tokens). Llama 2: Touvron et al. 2023, table 1 and model cards.
+Dropout is off, as in today's pre-training. No torch and no transformers here.
+"""
+
+from ..errors import ConfigError
+from ..schema import unknown_key
+
+
+def _gpt2(width: int, layers: int, heads: int, context: int) -> dict:
+    return {
+        "family": "gpt2",
+        "context": context,
+        "shape": {
+            "n_embd": width,
+            "n_layer": layers,
+            "n_head": heads,
+            "resid_pdrop": 0.0,
+            "embd_pdrop": 0.0,
+            "attn_pdrop": 0.0,
+        },
+    }
+
+
+def _llama(width: int, inner: int, layers: int, heads: int, kv_heads: int, context: int) -> dict:
+    return {
+        "family": "llama",
+        "context": context,
+        "shape": {
+            "hidden_size": width,
+            "intermediate_size": inner,
+            "num_hidden_layers": layers,
+            "num_attention_heads": heads,
+            "num_key_value_heads": kv_heads,
+        },
+    }
+
+
+PRESETS = {
+    "gpt2-tiny": _gpt2(width=128, layers=4, heads=4, context=256),
+    "gpt2-small": _gpt2(width=768, layers=12, heads=12, context=1024),
+    "gpt2-xl": _gpt2(width=1600, layers=48, heads=25, context=1024),
+    "gpt2-30b": _gpt2(width=7168, layers=48, heads=64, context=2048),
+    "llama-tiny": _llama(128, 352, layers=4, heads=4, kv_heads=2, context=256),
+    "llama2-7b": _llama(4096, 11008, layers=32, heads=32, kv_heads=32, context=4096),
+    "llama2-13b": _llama(5120, 13824, layers=40, heads=40, kv_heads=40, context=4096),
+    "llama2-70b": _llama(8192, 28672, layers=80, heads=64, kv_heads=8, context=4096),
+}
+
+CONTEXT_KEY = {"gpt2": "n_positions", "llama": "max_position_embeddings"}
+
+
+def preset(name: str) -> dict:
+    """Family, context and shape of the model called ``name``. Raises ConfigError."""
+    if name not in PRESETS:
+        error = unknown_key(name, "model.preset", PRESETS)
+        raise ConfigError(str(error).replace("unknown key", "unknown preset"))
+    return PRESETS[name]

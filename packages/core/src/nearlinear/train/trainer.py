@@ -1,0 +1,188 @@
+"""The training loop, from a config to a trained model: the same code on one rank and on 256.
+
+`Trainer(config)` joins the ranks, lays out the mesh, shards the model and opens the data;
+`Trainer.step` is one optimizer step; `Trainer.fit` runs them all, evaluates on held-out tokens and
+ends with a sample of text. Only rank 0 reports and writes files.
+"""
+
+import json
+import math
+import os
+import resource
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from .. import runtime, schema
+from ..data.loader import Loader
+from ..parallel.accumulate import accumulate, count_targets
+from ..parallel.clip import clip_grad_norm_
+from ..parallel.shard import shard
+from . import preflight
+from .config import TrainConfig
+from .evaluate import generate, held_out_loss
+from .flops import flops_per_token, peak_tflops
+from .model import build_model
+from .optimizer import build_optimizer, learning_rate
+from .report import Reporter
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run came to, the same on every rank."""
+
+    steps: int
+    loss: float
+    """mean training loss of the last step, nats"""
+    eval_loss: float
+    """held-out loss after the last step, nats; NaN without evaluation"""
+    sample: str
+    """the generated text, prompt included; empty if none was asked for"""
+
+
+class Trainer:
+    """A run in progress: config, mesh, model, optimizer, data, reporter."""
+
+    def __init__(self, config: TrainConfig):
+        self.config = config
+        self.mesh = runtime.init(config.parallel)
+        now = runtime.current()
+        self.rank, self.device = now.rank, now.device
+        torch.manual_seed(config.parallel.random_seed + self.rank)  # dropout
+        self.dataset = preflight.open_dataset(config, "train")
+        self.held_out = preflight.open_dataset(config, "val") if config.train.eval_batches else None
+        self.loader = Loader(
+            self.dataset,
+            config.batch.micro_batch_size,
+            config.batch.accumulation,
+            data_rank=self.mesh.data_rank(self.rank),
+            data_ranks=self.mesh.data_ranks,
+            seed=config.data.seed,
+        )
+        state = preflight.read_state(config)
+        self.first_step = self.done = state["step"] if state else 0
+        if state:
+            self.loader.load_state_dict(state["loader"])
+        model = build_model(config.model, self.dataset.manifest.vocab_size)
+        self.model = shard(model)
+        self.optimizer = build_optimizer(self.model, config.optimizer)
+        self.flops_per_token = flops_per_token(self.model, config.sequence_length)
+        precision = "bf16" if config.parallel.bf16 else "fp32"
+        self.peak_tflops = config.run.peak_tflops or peak_tflops(self.device, precision)
+        self.reporter = Reporter(
+            config.run.folder,
+            config.train.steps,
+            active=self.rank == 0,
+            tensorboard=config.run.tensorboard,
+            first_step=self.first_step,
+        )
+
+    def fit(self) -> Result:
+        """Train to the last step (or ``train.stop_after``), evaluate, and sample text."""
+        self._introduce()
+        loop = self.config.train
+        last = min(loop.steps, loop.stop_after or loop.steps)
+        metrics, eval_loss = {"loss": math.nan}, math.nan
+        try:
+            while self.done < last:
+                metrics = self.step()
+                due = self.done == last or (loop.eval_every and self.done % loop.eval_every == 0)
+                if due and self.held_out:
+                    metrics["eval_loss"] = eval_loss = self.evaluate()
+                if due or self.done % self.config.run.log_every == 0:
+                    self.reporter.step(metrics)
+                self._save_data_state()
+            sample = self.sample() if loop.sample_tokens else ""
+            if sample:
+                self.reporter.say(f"sample: {sample!r}")
+        finally:
+            self.reporter.close()
+        return Result(self.done, metrics["loss"], eval_loss, sample)
+
+    def step(self) -> dict:
+        """One optimizer step; the metrics of the whole job, the same on every rank."""
+        start = time.perf_counter()
+        rate = learning_rate(self.done + 1, self.config.train.steps, self.config.optimizer)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        micro_batches = [
+            {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items()}
+            for batch in next(self.loader)
+        ]
+        totals = torch.zeros(2, dtype=torch.float64, device=self.device)
+        for batch in accumulate(self.model, micro_batches, two_hop=self.config.train.two_hop):
+            loss = self.model(**batch).loss
+            loss.backward()
+            totals[0] += loss.detach().double() * count_targets(batch)
+            totals[1] += count_targets(batch)
+        norm = clip_grad_norm_(self.model, self.config.optimizer.clip or math.inf)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        dist.all_reduce(totals)
+        self.done += 1
+        seconds = time.perf_counter() - start
+        return self._metrics((totals[0] / totals[1]).item(), rate, norm, seconds)
+
+    def evaluate(self) -> float:
+        """Held-out loss in nats, the same on every rank."""
+        size, batches = self.config.batch.micro_batch_size, self.config.train.eval_batches
+        return held_out_loss(self.model, self.held_out, self.mesh, size, batches)
+
+    def sample(self) -> str:
+        """Text that continues ``train.sample_prompt``, decoded by the data's own tokenizer."""
+        from tokenizers import Tokenizer
+
+        path = Path(self.config.data.path) / "tokenizer" / "tokenizer.json"
+        tokenizer = Tokenizer.from_file(str(path))
+        prompt = tokenizer.encode(self.config.train.sample_prompt).ids
+        prompt = prompt or [self.dataset.manifest.eos_id]
+        context, tokens = self.config.model.longest_sequence, self.config.train.sample_tokens
+        return tokenizer.decode(prompt + generate(self.model, prompt, tokens, context))
+
+    def _metrics(self, loss: float, rate: float, norm: float, seconds: float) -> dict:
+        batch = self.config.batch
+        sequences = batch.micro_batch_size * batch.accumulation * self.mesh.data_ranks
+        tokens_per_s = sequences * self.config.sequence_length / seconds
+        tflops = tokens_per_s * self.flops_per_token / self.mesh.world / 1e12
+        return {
+            "step": self.done,
+            "loss": loss,
+            "lr": rate,
+            "grad_norm": norm,
+            "tokens_per_s": tokens_per_s,
+            "tflops_per_gpu": tflops,
+            "mfu": tflops / self.peak_tflops,
+            "mem_gib": _peak_memory(self.device),
+            "batch_id": self.loader.batch_id,
+        }
+
+    def _introduce(self) -> None:
+        parameters = sum(p.numel() for p in self.model.parameters())
+        say, data = self.reporter.say, self.config.data
+        say(str(self.mesh))
+        say(f"{self.config.model.preset}: {parameters:,} parameters; {data.path}: {self.dataset}")
+        if self.first_step:
+            say(f"data continues after step {self.first_step}; the model starts from its beginning")
+        if self.reporter.active:
+            text = schema.to_toml(self.config)
+            Path(self.config.run.folder, "config.toml").write_text(text, encoding="utf-8")
+
+    def _save_data_state(self) -> None:
+        """After every step, so that a killed run can go on with the batches it had not seen."""
+        if self.reporter.active:
+            path = Path(self.config.run.folder, "data_state.json")
+            partial = path.with_suffix(".partial")
+            partial.write_text(json.dumps({"step": self.done, "loader": self.loader.state_dict()}))
+            os.replace(partial, path)
+
+
+def _peak_memory(device: torch.device) -> float:
+    """The most memory this rank has held, GiB: of its GPU, or of the process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is in bytes there, KiB on Linux
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30

@@ -1,0 +1,235 @@
+"""`python -m ci.notebooks` on small notebooks made here: run, check, sync, and what it leaves."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import nbformat
+import psutil
+import pytest
+
+from ci.notebooks import gallery, pairs
+
+ROOT = Path(__file__).resolve().parents[2]
+
+SCRIPT = """\
+# %% [markdown]
+# # A *first* look
+# You will draw `one` line and see $x_i = \\frac{{1}}{{2}}$.
+#
+# Then more.
+
+# %% tags=["parameters"]
+scale = "ci"  # ci or laptop
+steps: int = 2  # number of steps
+
+# %%
+{code}
+"""
+
+PLOT = """\
+import matplotlib.pyplot as plt
+print("scale", scale, "steps", steps)
+plt.plot([1, 2])
+plt.show()"""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    folder = tmp_path / "notebooks"
+    folder.mkdir()
+    return folder
+
+
+def add(folder: Path, stem: str, code: str = "print('hello')") -> Path:
+    (folder / f"{stem}.py").write_text(SCRIPT.format(code=code))
+    pairs.sync(folder, stem)
+    return folder / f"{stem}.ipynb"
+
+
+def command(folder: Path, *args: str) -> list[str]:
+    paths = ["--notebooks", str(folder), "--output", str(folder.parent / "artifacts/notebooks")]
+    return [sys.executable, "-m", "ci.notebooks", *paths, *args]
+
+
+def runner(folder: Path, *args: str) -> subprocess.CompletedProcess:
+    return subprocess.run(command(folder, *args), cwd=ROOT, capture_output=True, text=True)
+
+
+def test_a_run_streams_and_leaves_a_gallery(folder):
+    add(folder, "01_first", PLOT)
+    done = runner(folder, "--set", "steps=5")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "[01_first] scale ci steps 5" in done.stdout
+    artifacts = folder.parent / "artifacts"
+    index = (artifacts / "index.html").read_text()
+    assert "A first look" in index and "You will draw one line" in index
+    assert "run time" in index and "passed" in index and "file://" not in index
+    for link in ["notebooks/01_first.html", "notebooks/01_first.ipynb", "notebooks/01_first.png"]:
+        assert f'"{link}"' in index and (artifacts / link).exists()
+    page = (artifacts / "notebooks/01_first.html").read_text()
+    assert "<math" in page and "<script" not in page and 'src="http' not in page
+    assert not nbformat.read(folder / "01_first.ipynb", 4).cells[2].outputs  # source is untouched
+
+
+@pytest.mark.parametrize("setting, hint", [("step=5", "Did you mean 'steps'?"), ("x=1", "scale")])
+def test_an_unknown_parameter_is_refused_before_anything_runs(folder, setting, hint):
+    add(folder, "01_first")
+    done = runner(folder, "--set", setting)
+    assert done.returncode == 2
+    assert hint in done.stderr and "01_first.ipynb" in done.stderr
+    assert not (folder.parent / "artifacts").exists()
+
+
+def test_a_failing_cell_is_reported_and_the_next_notebook_runs(folder):
+    add(folder, "01_bad", "def f():\n    raise RuntimeError('on purpose')\nf()")
+    add(folder, "02_good")
+    done = runner(folder)
+    assert done.returncode == 1
+    assert "RuntimeError: on purpose" in done.stdout and "\x1b[" not in done.stdout
+    assert "[02_good] hello" in done.stdout
+    assert "notebooks: 1 passed, 1 failed (01_bad)" in done.stdout
+    index = (folder.parent / "artifacts/index.html").read_text()
+    assert "on purpose" in index and "1 failed" in index
+
+
+def test_only_selects_and_the_gallery_keeps_the_others(folder):
+    add(folder, "01_first")
+    add(folder, "02_second")
+    runner(folder)
+    done = runner(folder, "--only", "02")
+    assert done.returncode == 0 and "[01_first]" not in done.stdout
+    assert (folder.parent / "artifacts/index.html").read_text().count("<article") == 2
+    assert runner(folder, "--only", "07").returncode == 2
+
+
+DETACHED = """\
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"],
+                         start_new_session=True)
+print("child", child.pid)
+time.sleep(600)"""
+
+
+def child_pid(lines) -> int:
+    return int(next(line for line in lines if "] child " in line).split()[-1])
+
+
+def gone(pid: int, patience: float = 30.0) -> bool:
+    deadline = time.monotonic() + patience
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="orphans are adopted on Linux only")
+def test_a_timed_out_cell_leaves_no_process_behind(folder):
+    add(folder, "01_hangs", DETACHED)
+    done = runner(folder, "--cell-timeout", "4")
+    assert done.returncode == 1 and "CellTimeoutError" in done.stdout
+    assert gone(child_pid(done.stdout.splitlines()))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="orphans are adopted on Linux only")
+@pytest.mark.parametrize("how, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupted_run_leaves_no_process_behind(folder, how, code):
+    add(folder, "01_hangs", DETACHED)
+    process = subprocess.Popen(command(folder), cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    pid = child_pid(process.stdout)
+    os.kill(process.pid, how)
+    process.communicate(timeout=60)
+    assert process.returncode == code
+    assert gone(pid)
+
+
+# ---- pairs -------------------------------------------------------------------------------------
+
+
+def test_sync_is_idempotent_and_a_change_touches_one_cell(folder):
+    path = add(folder, "01_first", "print('hello')\n\n# %%\nprint('hello')\n\n# %%\n1")
+    text = path.read_text()
+    assert not pairs.sync(folder, "01_first") and path.read_text() == text
+    ids = [cell.id for cell in nbformat.read(path, 4).cells]
+    assert len(set(ids)) == len(ids)
+    script = folder / "01_first.py"
+    script.write_text(script.read_text().replace("# %%\n1", "# %%\n2"))
+    assert pairs.sync(folder, "01_first")
+    assert [cell.id for cell in nbformat.read(path, 4).cells][:-1] == ids[:-1]
+    nbformat.validate(nbformat.read(path, 4))
+
+
+def test_a_good_pair_has_no_fault(folder):
+    add(folder, "01_first")
+    done = runner(folder, "--check")
+    assert done.returncode == 0 and "1 notebooks checked, 0 faults" in done.stdout
+
+
+def test_an_out_of_sync_pair_is_found_and_sync_mends_it(folder):
+    add(folder, "01_first")
+    script = folder / "01_first.py"
+    script.write_text(script.read_text().replace("hello", "changed"))
+    done = runner(folder, "--check")
+    assert done.returncode == 1
+    assert "the .py and the .ipynb differ" in done.stdout and "--sync" in done.stdout
+    assert runner(folder, "--sync").returncode == 0
+    assert runner(folder, "--check").returncode == 0
+
+
+def edit(path: Path, change) -> None:
+    notebook = nbformat.read(path, 4)
+    change(notebook)
+    nbformat.write(notebook, path)
+
+
+@pytest.mark.parametrize(
+    "change, fault",
+    [
+        (
+            lambda nb: nb.cells[2].outputs.append(nbformat.v4.new_output("stream", text="x")),
+            "holds outputs",
+        ),
+        (lambda nb: nb.cells[2].update(execution_count=3), "holds execution counts"),
+        (lambda nb: nb.metadata.pop("kernelspec"), "kernelspec is not python3"),
+        (lambda nb: nb.cells.pop(0), "does not open with a markdown title"),
+        (lambda nb: nb.cells[1].metadata.pop("tags"), "no cell tagged `parameters`"),
+        (lambda nb: nb.cells[2].update(source="1  # NBVAL_CHECK_OUTPUT"), "compares nothing"),
+        (lambda nb: nb.cells[0].update(id="other"), "cell ids or metadata"),
+    ],
+)
+def test_each_fault_is_found(folder, change, fault):
+    path = add(folder, "01_first")
+    edit(path, change)
+    found = pairs.faults(folder, "01_first")
+    assert any(fault in text for text, fix in found), found
+    assert all(fix for text, fix in found)
+
+
+@pytest.mark.parametrize("missing", ["py", "ipynb"])
+def test_a_lone_file_is_found(folder, missing):
+    add(folder, "01_first")
+    (folder / f"01_first.{missing}").unlink()
+    assert f"no .{missing}" in pairs.faults(folder, "01_first")[0][0]
+
+
+def test_no_notebooks_is_an_error(folder):
+    done = runner(folder)
+    assert done.returncode == 2 and "No notebooks" in done.stderr
+
+
+def test_the_first_paragraph_is_found_under_the_title():
+    cells = [
+        nbformat.v4.new_markdown_cell("# Title\n![picture](a.png)\n\nSee [the *paper*](b) now."),
+        nbformat.v4.new_markdown_cell("More."),
+    ]
+    notebook = nbformat.v4.new_notebook(cells=cells)
+    assert gallery.headline(notebook) == ("Title", "See the paper now.")
+
+
+def test_dollars_in_code_are_not_formulas():
+    page = gallery.OfflineExporter().markdown2html({"cell": {}}, "Type `$HOME` or `$PATH`: $a^2$")
+    assert page.count("<math") == 1 and "$HOME" in page

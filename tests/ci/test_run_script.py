@@ -1,0 +1,293 @@
+"""The `run` script and ci/environment.py: decisions only, nothing is installed or fetched."""
+
+import ast
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import threading
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+
+import pytest
+
+from ci import environment
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def run():
+    loader = SourceFileLoader("run_script", str(ROOT / "run"))
+    module = importlib.util.module_from_spec(importlib.util.spec_from_loader("run_script", loader))
+    loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def workspace(tmp_path, monkeypatch):
+    """A workspace of two packages, core and one compiled against torch, that `environment` uses."""
+    for name, requires in {"core": ["hatchling"], "fast": ["setuptools>=77", "torch>=2.6"]}.items():
+        folder = tmp_path / "packages" / name
+        folder.mkdir(parents=True)
+        (folder / "pyproject.toml").write_text(f"[build-system]\nrequires = {requires}\n")
+    (tmp_path / "constraints.txt").write_text("torch==2.13.0\n")
+    monkeypatch.setattr(environment, "ROOT", tmp_path)
+    monkeypatch.setattr(environment, "VENV", tmp_path / ".venv")
+    monkeypatch.setattr(environment, "PYTHON", tmp_path / ".venv/bin/python")
+    monkeypatch.setattr(environment, "LOG", tmp_path / ".venv/setup.log")
+    monkeypatch.setattr(environment, "STAMP", tmp_path / ".venv/setup.json")
+    return tmp_path
+
+
+@pytest.fixture
+def installs(workspace, monkeypatch):
+    """The installer commands `environment` would run, in order, by what they are called."""
+    commands = {}
+
+    def record(what, command, env):
+        commands[what] = command
+        if what == "an empty environment":
+            environment.PYTHON.parent.mkdir(parents=True)
+            environment.PYTHON.symlink_to(sys.executable)
+
+    monkeypatch.setattr(environment, "install_step", record)
+    monkeypatch.setattr(environment, "pip_config", dict)
+    monkeypatch.setattr(environment.shutil, "which", lambda name: None)
+    return commands
+
+
+# ---- run ---------------------------------------------------------------------------------------
+
+
+def test_it_parses_on_an_old_python():
+    ast.parse((ROOT / "run").read_text(), feature_version=(3, 8))
+
+
+def test_an_old_python_is_told_what_is_needed(run, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "version_info", (3, 9, 1))
+    assert run.main(["test"]) == 1
+    assert "needs Python 3.11 or newer" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("args", [[], ["help"], ["--help"], ["-h"]])
+def test_help_lists_every_command(args):
+    done = subprocess.run([sys.executable, ROOT / "run", *args], capture_output=True, text=True)
+    assert done.returncode == 0
+    for command in ["tutorial", "test", "lab", "help"]:
+        assert f"\n  {command} " in done.stdout
+
+
+def test_an_unknown_command_is_refused(run, capsys):
+    assert run.main(["tset"]) == 2
+    assert "'tset'" in capsys.readouterr().out
+
+
+def test_test_passes_arguments_and_exit_code_on(run, monkeypatch):
+    seen = []
+    monkeypatch.setattr(environment, "ensure", lambda lab=False: None)
+    monkeypatch.setattr(run, "job", lambda command, **settings: seen.append(command) or 5)
+    assert run.main(["test", "tests/core", "-k", "a"]) == 5
+    assert run.main(["test"]) == 5
+    assert seen[0] == ["python", "-m", "pytest", "tests/core", "-k", "a"]
+    assert seen[1] == ["python", "-m", "pytest", "--durations=15"]
+
+
+def test_the_tutorial_stops_at_a_failing_step(run, monkeypatch, capsys):
+    codes = iter([0, 3])
+    monkeypatch.setattr(environment, "ensure", lambda lab=False: None)
+    monkeypatch.setattr(run, "job", lambda command, **settings: next(codes))
+    assert run.main(["tutorial"]) == 3
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert "Step 2 of 3" in last and "exit code 3" in last and "nearlinear train" in last
+
+
+def test_the_tutorial_says_where_to_look(run, monkeypatch, capsys, tmp_path):
+    for name in ["index.html", "train/metrics.jsonl", "train/loss.png"]:
+        path = tmp_path / "artifacts" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    monkeypatch.setattr(run, "ROOT", tmp_path)
+    monkeypatch.setattr(environment, "ensure", lambda lab=False: None)
+    monkeypatch.setattr(run, "job", lambda command, **settings: 0)
+    assert run.main(["tutorial"]) == 0
+    out = capsys.readouterr().out
+    for path in [
+        "artifacts/index.html",
+        "artifacts/train/metrics.jsonl",
+        "artifacts/train/loss.png",
+    ]:
+        assert path in out
+    assert "./run lab" in out
+
+
+def test_a_job_runs_in_the_root_offline_and_passes_its_exit_code(run, monkeypatch, tmp_path):
+    (tmp_path / "python").symlink_to(sys.executable)
+    monkeypatch.setattr(environment, "BIN", tmp_path)
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")  # the caller's own setting wins
+    check = (
+        "import os, sys; e = os.environ; assert e['HF_HUB_OFFLINE'] == '1'; "
+        f"assert e['OMP_NUM_THREADS'] == '3'; assert os.getcwd() == {str(ROOT)!r}; sys.exit(7)"
+    )
+    monkeypatch.chdir(tmp_path)
+    assert run.job(["python", "-c", check], OMP_NUM_THREADS="1") == 7
+
+
+# ---- ci/environment.py -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "changed", ["constraints.txt", "packages/core/pyproject.toml", "packages/fast/setup.py"]
+)
+def test_the_stamp_changes_with_what_decides_the_installation(workspace, changed):
+    before = environment.fingerprint()
+    assert environment.fingerprint() == before
+    with (workspace / changed).open("a") as file:
+        file.write("# changed\n")
+    assert environment.fingerprint() != before
+
+
+def test_a_fresh_set_up_installs_torch_first_and_compiles_against_it(workspace, installs):
+    environment.ensure()
+    assert list(installs) == [
+        "an empty environment",
+        "PyTorch",
+        "packages/core[data,notebooks,monitor,dev]",
+        "build tools of fast",
+        "packages/fast",
+    ]
+    assert "--without-pip" not in installs["an empty environment"]
+    assert "--no-build-isolation" in installs["packages/fast"]
+    assert "--no-build-isolation" not in installs["packages/core[data,notebooks,monitor,dev]"]
+    assert installs["build tools of fast"][-1] == "setuptools>=77"
+    for what in list(installs)[1:]:
+        assert "constraints.txt" in installs[what]
+
+
+def test_a_finished_set_up_is_not_repeated(workspace, installs):
+    environment.ensure()
+    installs.clear()
+    environment.ensure()
+    assert not installs
+
+
+def test_a_change_is_installed_over_the_old_environment(workspace, installs):
+    environment.ensure()
+    installs.clear()
+    (workspace / "constraints.txt").write_text("torch==2.13.1\n")
+    environment.ensure()
+    assert "PyTorch" in installs and "an empty environment" not in installs
+
+
+@pytest.mark.parametrize("damage", ["interrupted", "python gone", "moved", "other installer"])
+def test_a_damaged_environment_is_rebuilt(workspace, installs, damage, monkeypatch):
+    environment.ensure()
+    installs.clear()
+    stamp = json.loads(environment.STAMP.read_text())
+    if damage == "interrupted":
+        environment.STAMP.unlink()
+    elif damage == "python gone":
+        environment.PYTHON.unlink()
+    elif damage == "moved":
+        stamp.update(fingerprint="x", built_with=["/elsewhere", *stamp["built_with"][1:]])
+        environment.STAMP.write_text(json.dumps(stamp))
+    else:
+        (workspace / "constraints.txt").write_text("torch==2.13.1\n")
+        monkeypatch.setattr(environment.shutil, "which", lambda name: "/bin/uv")
+    environment.ensure()
+    assert "an empty environment" in installs
+
+
+def test_lab_is_added_once_and_kept(workspace, installs):
+    environment.ensure()
+    installs.clear()
+    environment.ensure(lab=True)
+    assert "packages/core[data,notebooks,monitor,dev,lab]" in installs
+    installs.clear()
+    environment.ensure()
+    environment.ensure(lab=True)
+    assert not installs
+
+
+def test_a_venv_of_someone_else_is_left_alone(workspace, installs):
+    (workspace / ".venv").mkdir()
+    (workspace / ".venv/pyvenv.cfg").touch()
+    with pytest.raises(environment.SetupError, match="was not made by ./run"):
+        environment.ensure()
+    assert not installs and (workspace / ".venv/pyvenv.cfg").exists()
+
+
+def test_uv_gets_the_settings_of_pip():
+    env = environment.uv_environment(
+        {"PIP_FIND_LINKS": "/wheels https://b/x", "PIP_INDEX_URL": "https://a/simple"},
+        {"find-links": "/other", "extra-index-url": "https://c/simple"},
+    )
+    assert env["UV_FIND_LINKS"] == "/wheels,https://b/x"
+    assert env["UV_DEFAULT_INDEX"] == "https://a/simple"
+    assert env["UV_INDEX"] == "https://c/simple"
+
+
+def test_a_setting_of_uv_wins():
+    env = environment.uv_environment({"UV_FIND_LINKS": "/mine", "PIP_FIND_LINKS": "/wheels"}, {})
+    assert env["UV_FIND_LINKS"] == "/mine"
+    assert "UV_DEFAULT_INDEX" not in env
+
+
+@pytest.mark.parametrize(
+    "output, words",
+    [
+        ("The virtual environment was not created: ensurepip is not available", "python3-venv"),
+        ("OSError: [Errno 28] No space left on device", "disk is full"),
+        (
+            "WARNING: Retrying: NewConnectionError(...)\nNo matching distribution",
+            "cannot be reached",
+        ),
+        ("ERROR: No matching distribution found for torch==2.13.0", "constraints.txt"),
+        ("something else", "above"),
+    ],
+)
+def test_failures_are_told_in_plain_words(output, words):
+    assert words in environment.remedy(output)
+
+
+def test_a_failing_installer_shows_its_last_lines(workspace, capsys):
+    (workspace / ".venv").mkdir()
+    command = [sys.executable, "-c", "print('ensurepip is not available'); raise SystemExit(1)"]
+    with pytest.raises(environment.SetupError) as failure:
+        environment.install_step("an empty environment", command, os.environ)
+    assert "sudo apt install python3-venv" in str(failure.value)
+    assert "    ensurepip is not available" in str(failure.value)
+    assert "ensurepip is not available" in environment.LOG.read_text()
+
+
+def test_two_set_ups_wait_for_one_another(tmp_path, capsys):
+    order = []
+
+    def second():
+        with environment.only_one(tmp_path / "lock"):
+            order.append("second")
+
+    with environment.only_one(tmp_path / "lock"):
+        thread = threading.Thread(target=second)
+        thread.start()
+        thread.join(timeout=0.3)
+        order.append("first")
+    thread.join()
+    assert order == ["first", "second"]
+    assert "waiting" in capsys.readouterr().out
+
+
+def test_without_file_locks_it_says_so_and_goes_on(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "fcntl", None)
+    with environment.only_one(tmp_path / "lock"):
+        pass
+    assert "no file locks" in capsys.readouterr().out
+
+
+def test_constraints_are_plain_pins():
+    for line in (ROOT / "constraints.txt").read_text().splitlines():
+        assert line.startswith("#") or (
+            line.count("==") == 1 and "+" not in line and "/" not in line
+        )

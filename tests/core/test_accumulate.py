@@ -1,0 +1,271 @@
+"""Two-hop synchronisation: its communication, its gradients, the mistakes it prevents."""
+
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import nearlinear as nl
+from nearlinear.counts import count_collectives
+from nearlinear.parallel.accumulate import count_targets
+from tests.support import tiny
+
+
+def sharded(degree, kind="gpt2", layers=3, **options):
+    nl.init({"hybrid_shard_degree": degree})
+    with nl.spmd.one_at_a_time(seed=0):
+        model = tiny.MODELS[kind](layers)
+    return nl.shard(model, **options)
+
+
+def counted(rank, kind, two_hop, reshard):
+    """Collectives of 4 micro-batches on 4 units, as 2 replicas x 2 shards."""
+    model = sharded(2, kind, reshard_after_forward=reshard)
+    calls, volume = Counter(), Counter()
+    micro_batches = [tiny.batch(tiny.rows(i, 2)) for i in range(4)]
+    for micro_batch in nl.accumulate(model, micro_batches, two_hop=two_hop):
+        with count_collectives() as counts:
+            model(**micro_batch).loss.backward()
+        calls += counts.calls
+        volume += counts.bytes
+    return dict(calls), dict(volume)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+@pytest.mark.parametrize(
+    ("two_hop", "reshard", "expected"),
+    [
+        (False, True, {"all_gather": 32, "reduce_scatter": 16, "all_reduce": 16}),
+        (True, True, {"all_gather": 32, "reduce_scatter": 16, "all_reduce": 4}),
+        # the root unit stays gathered between forward and backward
+        (True, None, {"all_gather": 28, "reduce_scatter": 16, "all_reduce": 4}),
+    ],
+)
+def test_replicas_synchronise_once_per_step(kind, two_hop, reshard, expected):
+    for calls, _ in nl.spmd.run(counted, 4, args=(kind, two_hop, reshard)):
+        assert calls == expected
+
+
+def test_two_hop_moves_a_quarter_of_the_bytes_between_replicas():
+    one = nl.spmd.run(counted, 4, args=("gpt2", False, None))[0][1]
+    two = nl.spmd.run(counted, 4, args=("gpt2", True, None))[0][1]
+    assert one["all_reduce"] == 4 * two["all_reduce"]
+    assert one["reduce_scatter"] == two["reduce_scatter"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("two_hop", [True, False])
+def test_counts_on_processes_equal_counts_on_threads(two_hop):
+    threads = nl.spmd.run(counted, 4, args=("gpt2", two_hop, True))
+    processes = nl.spmd.run(counted, 4, args=("gpt2", two_hop, True), processes=True)
+    assert processes[0] == threads[0]
+
+
+def mean_gradient(micro_batches_of_ranks):
+    """The gradient of the mean over every target of every batch, on one process."""
+    torch.manual_seed(0)
+    model = tiny.gpt2(2)
+    total, loss = 0, 0.0
+    for batches in micro_batches_of_ranks:
+        for batch in batches:
+            targets = count_targets(batch)
+            loss = loss + model(**batch).loss * targets
+            total += targets
+    (loss / total).backward()
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+@settings(max_examples=8, deadline=None)
+@given(st.data())
+def test_uneven_batches_weigh_every_target_equally(data):
+    ranks, accumulation = data.draw(st.sampled_from([(2, 1), (2, 3), (4, 2)]))
+    degree = data.draw(st.sampled_from([d for d in (1, 2, 4) if d <= ranks]))
+    shapes = [
+        [
+            (data.draw(st.integers(1, 4)), data.draw(st.integers(0, tiny.SEQUENCE - 4)))
+            for _ in range(accumulation)
+        ]
+        for _ in range(ranks)
+    ]
+
+    def batches(rank):
+        result = []
+        for index, (count, masked) in enumerate(shapes[rank]):
+            ids = tiny.rows(10 * rank + index, count)
+            labels = ids.clone()
+            labels[:, :masked] = -100
+            result.append({"input_ids": ids, "labels": labels})
+        return result
+
+    def gradients(rank):
+        model = sharded(degree, layers=2)
+        for batch in nl.accumulate(model, batches(rank)):
+            model(**batch).loss.backward()
+        return {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+
+    expected = mean_gradient([batches(rank) for rank in range(ranks)])
+    for found in nl.spmd.run(gradients, ranks):
+        for name, gradient in expected.items():
+            torch.testing.assert_close(found[name], gradient, atol=2e-6, rtol=1e-4)
+
+
+def test_a_loss_computed_outside_the_model_is_weighted_once_too():
+    shares = [tiny.rows(0, 3), tiny.rows(1, 1)]
+
+    def cross_entropy(logits, ids):
+        flat = logits[:, :-1].reshape(-1, tiny.VOCABULARY).float()
+        return torch.nn.functional.cross_entropy(flat, ids[:, 1:].reshape(-1))
+
+    def gradients(rank):
+        model = sharded(1, layers=2)
+        for batch in nl.accumulate(model, [tiny.batch(shares[rank])]):
+            logits = model(input_ids=batch["input_ids"]).logits
+            cross_entropy(logits, batch["input_ids"]).backward()
+        return {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+
+    expected = mean_gradient([[tiny.batch(ids)] for ids in shares])
+    found = nl.spmd.run(gradients, 2)[0]
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, atol=2e-6, rtol=1e-4)
+
+
+def test_micro_batches_that_use_different_parameters():
+    class Choice(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = torch.nn.ModuleList(torch.nn.Linear(6, 6) for _ in range(2))
+            self.spare = torch.nn.Linear(6, 6)
+
+        def forward(self, x, spare):
+            for layer in self.layers:
+                x = layer(x)
+            return (self.spare(x) if spare else x).square().mean()
+
+    half = torch.full((2, 6), 0.5)
+    inputs = [{"x": torch.ones(2, 6), "spare": True}, {"x": half, "spare": False}]
+
+    def gradients(rank):
+        nl.init({"hybrid_shard_degree": 2})
+        with nl.spmd.one_at_a_time(seed=0):
+            model = Choice()
+        nl.shard(model)
+        for batch in nl.accumulate(model, inputs):
+            model(**batch).backward()
+        return [p.grad.full_tensor() for p in model.parameters()]
+
+    torch.manual_seed(0)
+    model = Choice()
+    sum(model(**batch) / 2 for batch in inputs).backward()
+    for found in nl.spmd.run(gradients, 4):
+        for gradient, parameter in zip(found, model.parameters(), strict=True):
+            torch.testing.assert_close(gradient, parameter.grad)
+
+
+def step_after(body):
+    """Run ``body(model, optimizer)`` on 4 ranks as 2 x 2."""
+
+    def on_rank(rank):
+        model = sharded(2, layers=2)
+        return body(model, tiny.optimizer_for(model, "sgd"))
+
+    return nl.spmd.run(on_rank, 4)
+
+
+def two_batches():
+    return [tiny.batch(tiny.rows(i, 2)) for i in range(2)]
+
+
+def test_stepping_inside_the_loop_is_an_error():
+    def body(model, optimizer):
+        for batch in nl.accumulate(model, two_batches()):
+            model(**batch).loss.backward()
+            with pytest.raises(RuntimeError, match="of 2 micro-batches"):
+                optimizer.step()
+            with pytest.raises(RuntimeError, match="of 2 micro-batches"):
+                nl.clip_grad_norm_(model, 1.0)
+
+    step_after(body)
+
+
+def test_leaving_the_loop_early_drops_the_step_and_says_so():
+    def body(model, optimizer):
+        for batch in nl.accumulate(model, two_batches()):
+            model(**batch).loss.backward()
+            break
+        with pytest.raises(RuntimeError, match="run to its end"):
+            optimizer.step()
+        for batch in nl.accumulate(model, two_batches()):  # a whole step afterwards is right
+            model(**batch).loss.backward()
+        optimizer.step()
+        return {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+
+    torch.manual_seed(0)
+    model = tiny.gpt2(2)
+    sum(model(**batch).loss / 2 for batch in two_batches()).backward()
+    for found in step_after(body):
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(found[name], parameter.grad, atol=2e-6, rtol=1e-4)
+
+
+def test_a_forgotten_backward_is_an_error():
+    def body(model, optimizer):
+        with pytest.raises(nl.NearlinearError, match="0 backward passes"):
+            for batch in nl.accumulate(model, two_batches()):
+                model(**batch)
+
+    step_after(body)
+
+
+def test_two_forwards_in_one_micro_batch_are_an_error():
+    def body(model, optimizer):
+        with pytest.raises(nl.NearlinearError, match="2 backward passes"):
+            for batch in nl.accumulate(model, two_batches()):
+                model(**batch).loss.backward()
+                model(**batch).loss.backward()
+
+    step_after(body)
+
+
+def test_ranks_with_other_numbers_of_micro_batches_fail_instead_of_hanging():
+    def on_rank(rank):
+        model = sharded(2, layers=2)
+        with pytest.raises(nl.NearlinearError, match="other ranks have other numbers"):
+            for _ in nl.accumulate(model, two_batches()[: 1 + rank % 2]):
+                pass
+
+    nl.spmd.run(on_rank, 4)
+
+
+@pytest.mark.parametrize("batches", [[], "masked"])
+def test_nothing_to_learn_from_is_an_error(batches):
+    ids = tiny.rows(0, 2)
+    masked = [{"input_ids": ids, "labels": torch.full_like(ids, -100)}]
+
+    def on_rank(rank):
+        model = sharded(1, layers=2)
+        with pytest.raises(nl.DataError):
+            for _ in nl.accumulate(model, masked if batches else []):
+                pass
+
+    nl.spmd.run(on_rank, 2)
+
+
+def test_a_model_that_is_not_sharded_is_refused():
+    with pytest.raises(nl.NearlinearError, match=r"nl\.shard"):
+        next(nl.accumulate(torch.nn.Linear(2, 2), [1]))
+
+
+@pytest.mark.parametrize(
+    ("batch", "targets"),
+    [
+        ({"labels": torch.tensor([[5, 6, 7], [5, -100, 7]])}, 3),
+        ({"labels": torch.tensor([1, 0, 1])}, 3),
+        ({"x": torch.zeros(4, 2)}, 4),
+        ((torch.zeros(5, 1), torch.zeros(5)), 5),
+        (torch.zeros(6, 2), 6),
+    ],
+)
+def test_targets_of_a_batch(batch, targets):
+    assert count_targets(batch) == targets

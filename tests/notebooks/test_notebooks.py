@@ -1,0 +1,56 @@
+"""The repository's notebooks: well-formed, and every one runs from top to bottom at scale ci.
+
+nbval runs each in a fresh kernel with its parameters' defaults (`scale = "ci"`). A cell fails when
+it raises: outputs are not stored in the repository, so what a notebook claims it must assert.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import papermill
+import pytest
+
+from ci.notebooks import ROOT, __main__
+
+FOLDER = ROOT / "notebooks"
+NOTEBOOKS = sorted(FOLDER.glob("[0-9][0-9]_*.ipynb"))
+LONGEST_CELL, LONGEST_NOTEBOOK = 180, 900  # seconds; against hanging, not a measure of speed
+
+
+def test_there_are_notebooks():
+    assert NOTEBOOKS
+
+
+def test_every_notebook_is_well_formed(capsys):
+    code = __main__.main(["--check"])
+    assert code == 0, capsys.readouterr()
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_the_default_scale_is_ci(path):
+    assert papermill.inspect_notebook(str(path))["scale"]["default"].strip("'\"") == "ci"
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_it_runs(path: Path):
+    python_path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    options = ["-q", "--nbval-lax", "--nbval-current-env", "-p", "no:cacheprovider"]
+    timeout = f"--nbval-cell-timeout={LONGEST_CELL}"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "pytest", *options, timeout, str(path)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": python_path},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=LONGEST_NOTEBOOK)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGTERM)
+    assert process.returncode == 0, output
