@@ -105,8 +105,8 @@ class Mesh:
             stage, replica = divmod(row, self.replicate)
             label = f"  stage {stage}" if self.pipeline > 1 else " "
             texts = [_cell(ranks, width) for ranks in shards]
-            if len(texts) > _CELLS_SHOWN:
-                texts = [*texts[: _CELLS_SHOWN // 2], "..", *texts[-_CELLS_SHOWN // 2 :]]
+            if len(" ".join(texts)) > _WIDTH_SHOWN:
+                texts = [*texts[:4], "..", *texts[-4:]]
             nodes = sorted({self.node(rank) for rank in shards.flatten().tolist()})
             span = f"   node {_span(nodes)}" if self.nodes > 1 else ""
             lines.append(f"{label} replica {replica}: {' '.join(texts)}{span}")
@@ -116,7 +116,7 @@ class Mesh:
 
 
 _ROWS_SHOWN = 16
-_CELLS_SHOWN = 16
+_WIDTH_SHOWN = 80
 
 
 def _cell(ranks, width: int) -> str:

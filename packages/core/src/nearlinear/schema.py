@@ -161,7 +161,7 @@ def to_toml(config, table: str = "") -> str:
 
 
 def _pairs(mapping) -> list[str]:
-    return [f"{json.dumps(k)} = {_literal(v)}" for k, v in mapping.items()]
+    return [f"{_literal(k)} = {_literal(v)}" for k, v in mapping.items()]
 
 
 def _literal(value) -> str:
@@ -171,4 +171,4 @@ def _literal(value) -> str:
         return "{" + ", ".join(_pairs(value)) + "}"
     if isinstance(value, float):
         return repr(value)
-    return json.dumps(value)
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -77,6 +77,10 @@ class TokenDataset:
             )
         return tokens
 
+    def __repr__(self) -> str:
+        windows = f"{len(self):,} windows of {self.sequence_length}"
+        return f"{self.path} ({self.split}): {self.tokens:,} tokens, {windows}"
+
     @property
     def fingerprint(self) -> str:
         """Identity of the tokens of this split: 64 hex digits, plus the split's name."""

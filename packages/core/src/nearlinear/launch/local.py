@@ -2,6 +2,7 @@
 
 import os
 import sys
+import uuid
 
 
 def joined() -> bool:
@@ -16,15 +17,23 @@ def start(module: str, arguments: list[str], ranks: int) -> int:
     own one-line error, already printed; any other failure is named here.
     """
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.run import get_args_parser, run
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     threads = max(1, (os.cpu_count() or 1) // ranks)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     here = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.getcwd(), here]))
-    command = ["--standalone", f"--nproc-per-node={ranks}", "-m", module, *arguments]
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=ranks,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        run_id=str(uuid.uuid4()),
+        max_restarts=0,
+    )
     try:
-        run(get_args_parser().parse_args(command))
+        elastic_launch(config, sys.executable)("-m", module, *arguments)
     except ChildFailedError as failed:
         rank, failure = failed.get_first_failure()
         if failure.exitcode == 2:

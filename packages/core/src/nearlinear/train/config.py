@@ -4,6 +4,7 @@ Read from TOML or JSON by `load`, changed by ``--set table.key=value``, printed 
 meaning by ``nearlinear train --print-config``. No torch here: `--help` and errors are quick.
 """
 
+import copy
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -178,7 +179,10 @@ def load(source=None, settings=(), environment=None) -> TrainConfig:
 
     ``SM_HP_MP_PARAMETERS`` wins over the table ``[parallel]``, key by key. Raises ConfigError.
     """
-    data = dict(source) if isinstance(source, dict) else schema.read(source) if source else {}
+    if isinstance(source, dict):
+        data = copy.deepcopy(source)
+    else:
+        data = schema.read(source) if source else {}
     for setting in settings:
         schema.assign(data, setting)
     parallel = data.pop("parallel", {})

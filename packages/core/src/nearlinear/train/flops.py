@@ -51,13 +51,13 @@ def peak_tflops(device: torch.device, precision: str) -> float:
     return _measured_tflops(torch.bfloat16 if precision == "bf16" else torch.float32)
 
 
-def _measured_tflops(dtype: torch.dtype, size: int = 512, repeats: int = 5) -> float:
-    """The best rate of a square matrix product, run by all ranks at once."""
+def _measured_tflops(dtype: torch.dtype, size: int = 512, seconds: float = 0.3) -> float:
+    """The rate of a square matrix product over ``seconds``, run by all ranks at once."""
     matrix = torch.full((size, size), 0.5, dtype=dtype)
-    best = float("inf")
+    matrix @ matrix
     dist.barrier()
-    for _ in range(repeats):
-        start = time.perf_counter()
+    products, start = 0, time.perf_counter()
+    while (elapsed := time.perf_counter() - start) < seconds:
         matrix @ matrix
-        best = min(best, time.perf_counter() - start)
-    return 2 * size**3 / best / 1e12
+        products += 1
+    return 2 * size**3 * products / elapsed / 1e12

@@ -4,6 +4,7 @@ from torch import nn
 
 from ..errors import ConfigError, NearlinearError
 from ..parallel.delayed_init import delayed_init
+from ..spmd import one_at_a_time
 from .config import ModelConfig
 from .presets import CONTEXT_KEY, preset
 
@@ -22,8 +23,9 @@ def build_model(config: ModelConfig, vocabulary: int) -> nn.Module:
         **config.overrides,
     }
     try:
-        from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
-    except ImportError as error:
+        with one_at_a_time():  # its lazy imports are not safe among ranks that are threads
+            from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
+    except ModuleNotFoundError as error:
         raise NearlinearError(
             f'transformers is missing ({error}): pip install "nearlinear[data]"'
         ) from None

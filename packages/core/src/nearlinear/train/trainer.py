@@ -162,9 +162,10 @@ class Trainer:
 
     def _introduce(self) -> None:
         parameters = sum(p.numel() for p in self.model.parameters())
-        say, data = self.reporter.say, self.config.data
+        say = self.reporter.say
         say(str(self.mesh))
-        say(f"{self.config.model.preset}: {parameters:,} parameters; {data.path}: {self.dataset}")
+        say(f"{self.config.model.preset}: {parameters:,} parameters")
+        say(f"{self.dataset}")
         if self.first_step:
             say(f"data continues after step {self.first_step}; the model starts from its beginning")
         if self.reporter.active:

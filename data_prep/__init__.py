@@ -1,0 +1,25 @@
+"""Text to token shards: `python -m data_prep --help`, or `data_prep.prepare(...)` in a notebook.
+
+`sources` yields documents, `tokenizer` turns them into ids, `build` writes the shards that
+`nearlinear.TokenDataset` reads, `report` shows what is in them. Imported on first use.
+"""
+
+from importlib import import_module
+
+_PUBLIC = {
+    "prepare": "build",
+    "Source": "sources",
+    "summary": "report",
+    "inspect": "report",
+}
+_MODULES = ("sources", "tokenizer", "build", "report", "botocore_docs")
+
+__all__ = [*_PUBLIC, *_MODULES]
+
+
+def __getattr__(name: str):
+    if name in _MODULES:
+        return import_module(f"data_prep.{name}")
+    if name in _PUBLIC:
+        return getattr(import_module(f"data_prep.{_PUBLIC[name]}"), name)
+    raise AttributeError(f"module 'data_prep' has no attribute {name!r}")

@@ -1,0 +1,142 @@
+"""The command line as a person meets it: help, errors in one line, and a run on real processes."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+
+import pytest
+
+from nearlinear import cli, schema
+
+
+def nearlinear(*arguments, **variables):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
+    command = [sys.executable, "-m", "nearlinear.cli", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+
+
+def write(config, folder):
+    """``config`` as a JSON file in ``folder``."""
+    path = folder / "run.json"
+    path.write_text(json.dumps(config))
+    return path
+
+
+def refusal(capsys, *arguments):
+    """The one line of stderr with which a command is refused."""
+    assert cli.main([str(argument) for argument in arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("error: ") and err.count("\n") == 1, (out, err)
+    return err
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["env", "--help"]])
+def test_help_answers(arguments):
+    shown = nearlinear(*arguments)
+    assert shown.returncode == 0 and "usage: nearlinear" in shown.stdout
+
+
+def test_help_imports_nothing_heavy():
+    """The cost of --help is its imports: no torch, no numpy."""
+    code = (
+        "import sys; from nearlinear import cli\n"
+        "try: cli.main(['train', '--help'])\n"
+        "except SystemExit: print([m for m in ('torch', 'numpy', 'rich') if m in sys.modules])"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert shown.stdout.strip().endswith("[]")
+
+
+def test_print_config_reads_back(small_run, tmp_path, capsys):
+    path = write(small_run, tmp_path)
+    assert cli.main(["train", str(path), "--set", "train.steps=9", "--print-config"]) == 0
+    printed = tomllib.loads(capsys.readouterr().out)
+    assert printed["train"]["steps"] == 9 and printed["batch"]["accumulation"] == 2
+
+
+def test_env_prints_versions_and_no_secrets():
+    shown = nearlinear("env", HF_TOKEN="hush", NCCL_DEBUG="INFO")
+    assert shown.returncode == 0
+    for words in ("torch", "python", "NCCL_DEBUG", "backends"):
+        assert words in shown.stdout
+    assert "hush" not in shown.stdout
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (["optimzer.lr=1"], "'optimzer': did you mean 'optimizer'"),
+        (["parallel.hybrid_shard_degre=2"], "did you mean 'hybrid_shard_degree'"),
+        (["run.nproc=4", "parallel.hybrid_shard_degree=3"], "allowed are 1, 2, 4"),
+        (["data.path=nowhere"], "nowhere"),
+        (["data.path="], "python -m data_prep"),
+        (["data.sequence_length=1024"], "longer than the model's context of 256 tokens"),
+        (["model.overrides.vocab_size=10"], "holds ids up to"),
+        (["data.resume=nowhere.json"], "no such file"),
+        (["train.steps=soon"], "train.steps = 'soon': expected an integer"),
+        (["nonsense"], "expected key=value"),
+    ],
+)
+def test_a_mistake_is_one_line(small_run, tmp_path, capsys, settings, words):
+    flags = [part for setting in settings for part in ("--set", setting)]
+    assert words in refusal(capsys, "train", write(small_run, tmp_path), *flags)
+
+
+def test_a_missing_config_file(tmp_path, capsys):
+    assert "no such config file" in refusal(capsys, "train", tmp_path / "none.toml")
+
+
+def test_data_that_cannot_be_used(small_run, token_folder, tmp_path, capsys):
+    path = write(small_run, tmp_path)
+    (tmp_path / "empty").mkdir()
+    assert "index.json" in refusal(capsys, "train", path, "--set", f"data.path={tmp_path}/empty")
+    broken = tmp_path / "broken"
+    shutil.copytree(token_folder, broken)
+    shard = broken / "train" / "shard-00000.bin"
+    data = bytearray(shard.read_bytes())
+    data[1000] ^= 1
+    shard.write_bytes(data)
+    message = refusal(capsys, "train", path, "--set", f"data.path={broken}")
+    assert "train/shard-00000.bin" in message
+
+
+def test_debug_shows_the_traceback(small_run, tmp_path):
+    with pytest.raises(schema.ConfigError):
+        cli.main(["train", "--debug", str(write(small_run, tmp_path)), "--set", "a.b=1"])
+
+
+@pytest.mark.slow
+def test_a_run_on_four_processes(small_run, tmp_path):
+    path = write(small_run, tmp_path)
+    degree = "parallel.hybrid_shard_degree=2"
+    done = nearlinear("train", path, "--nproc", 4, "--set", degree)
+    assert done.returncode == 0, done.stderr
+    assert "4 ranks = 2 replicate x 2 shard" in done.stdout
+    assert done.stdout.count("\nstep=") == 6
+    folder = tmp_path / "run"
+    rows = [json.loads(row) for row in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert rows[-1]["loss"] < rows[0]["loss"]
+    assert (folder / "data_state.json").exists() and (folder / "loss.png").stat().st_size > 5000
+    written = tomllib.loads((folder / "config.toml").read_text())
+    assert written["parallel"]["hybrid_shard_degree"] == 2
+    # the same command joins ranks that torchrun starts, and gives the same numbers
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
+    command += ["-m", "nearlinear.cli", "train", str(path), "--set", degree]
+    joined = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert joined.returncode == 0, joined.stderr
+    again = [json.loads(row) for row in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [row["loss"] for row in again] == [row["loss"] for row in rows]
+
+
+@pytest.mark.slow
+def test_a_rank_that_fails_ends_the_job_with_its_message(small_run, tmp_path):
+    """Two ranks, one of them killed by its own mistake: the launcher says which and stops."""
+    path = write(small_run, tmp_path)
+    failed = nearlinear("train", path, "--nproc", 2, "--set", "model.overrides.n_head=7")
+    assert failed.returncode == 2
+    errors = [text for text in failed.stderr.splitlines() if text.startswith("error: ")]
+    assert len(errors) == 1 and "the model cannot be built" in errors[0]
+    assert "Traceback" not in failed.stderr

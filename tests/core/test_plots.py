@@ -1,0 +1,61 @@
+"""Figures show the numbers they are given."""
+
+import json
+
+import matplotlib
+import pytest
+
+matplotlib.use("Agg")
+
+from matplotlib import pyplot as plt  # noqa: E402
+
+from nearlinear import plots  # noqa: E402
+from nearlinear.mesh import Mesh  # noqa: E402
+
+METRICS = [
+    {"step": 1, "loss": 10.0},
+    {"step": 2, "loss": 8.0, "eval_loss": 8.5},
+    {"step": 3, "loss": 7.0, "eval_loss": 7.5},
+]
+
+
+@pytest.fixture(autouse=True)
+def close_figures():
+    yield
+    plt.close("all")
+
+
+def test_loss_curve_has_both_curves_and_the_level_of_guessing():
+    ax = plots.loss_curve(METRICS, vocabulary=50257)
+    training, held_out, guessing = ax.lines
+    assert list(training.get_ydata()) == [10.0, 8.0, 7.0]
+    assert list(held_out.get_xdata()) == [2, 3]
+    assert guessing.get_ydata()[0] == pytest.approx(10.825, abs=1e-3)
+
+
+def test_the_saved_curve_reads_the_runs_metrics(tmp_path):
+    lines = (json.dumps(row) + "\n" for row in METRICS)
+    (tmp_path / "metrics.jsonl").write_text("".join(lines))
+    path = plots.save_loss_curve(tmp_path)
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert not plt.get_fignums()
+
+
+def test_document_lengths_mark_the_median():
+    ax = plots.document_lengths([1, 5, 5, 5, 400])
+    assert sum(patch.get_height() for patch in ax.patches) == 5
+    assert ax.lines[0].get_xdata()[0] == 5
+
+
+def test_rank_map_has_a_cell_per_rank_and_a_colour_per_shard():
+    ax = plots.rank_map(Mesh(replicate=2, shard=4, ranks_per_node=2))
+    assert len(ax.patches) == 8
+    assert [text.get_text() for text in ax.texts] == [str(rank) for rank in range(8)]
+    colours = [patch.get_facecolor() for patch in ax.patches]
+    assert colours[:4] == colours[4:] and len(set(colours)) == 4
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["replica 0", "replica 1"]
+
+
+def test_figures_draw_on_given_axes():
+    _, axes = plt.subplots()
+    assert plots.rank_map(Mesh(shard=2), axes) is axes

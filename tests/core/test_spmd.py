@@ -1,0 +1,135 @@
+"""Ranks as threads and as processes: equal results, the failing rank's traceback, no hang."""
+
+import os
+import sys
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import nearlinear as nl
+
+both = pytest.mark.parametrize("processes", [False, pytest.param(True, marks=pytest.mark.slow)])
+
+
+@both
+def test_results_come_back_in_rank_order(processes):
+    def work(rank, offset):
+        total = torch.tensor([float(rank)])
+        dist.all_reduce(total)
+        return rank + offset, total.item(), dist.get_world_size()
+
+    results = nl.spmd.run(work, 3, args=(10,), processes=processes)
+    assert results == [(10, 3.0, 3), (11, 3.0, 3), (12, 3.0, 3)]
+
+
+@both
+def test_the_first_failing_rank_is_named_with_its_traceback(processes):
+    def work(rank):
+        if rank == 2:
+            raise ValueError("no such luck")
+        dist.barrier()
+
+    start = time.monotonic()
+    with pytest.raises(
+        nl.spmd.RankError, match="rank 2 of 4 failed: ValueError: no such luck"
+    ) as e:
+        nl.spmd.run(work, 4, processes=processes, timeout=120)
+    assert time.monotonic() - start < 60
+    assert e.value.rank == 2
+    assert 'raise ValueError("no such luck")' in e.value.rank_traceback
+    assert processes or isinstance(e.value.__cause__, ValueError)
+
+
+@both
+def test_a_rank_that_waits_for_ever_is_named(processes):
+    def work(rank):
+        if rank != 1:
+            dist.barrier()
+        time.sleep(60 if processes and rank == 1 else 0)
+
+    with pytest.raises(nl.spmd.RankError, match="did not finish within 6 s"):
+        nl.spmd.run(work, 3, processes=processes, timeout=6)
+
+
+@pytest.mark.slow
+def test_a_killed_process_is_named():
+    def work(rank):
+        if rank == 1:
+            os.kill(os.getpid(), 9)
+        dist.barrier()
+
+    with pytest.raises(nl.spmd.RankError) as caught:
+        nl.spmd.run(work, 2, processes=True, timeout=120)
+    assert "signal 9" in str(caught.value) or "rank 0 of 2 failed" in str(caught.value)
+
+
+def test_a_failed_run_leaves_nothing_behind():
+    hook, threads = sys.excepthook, torch.get_num_threads()
+
+    def bad(rank):
+        raise RuntimeError("x")
+
+    for _ in range(2):
+        with pytest.raises(nl.spmd.RankError):
+            nl.spmd.run(bad, 4)
+    assert not dist.is_initialized()
+    assert sys.excepthook is hook
+    assert torch.get_num_threads() == threads
+    assert not [t for t in threading.enumerate() if t.name.startswith("rank ")]
+    assert nl.spmd.run(lambda rank: rank, 4) == [0, 1, 2, 3]
+
+
+def test_exit_in_a_rank_is_reported():
+    with pytest.raises(nl.spmd.RankError, match="called exit"):
+        nl.spmd.run(lambda rank: sys.exit(3), 1)
+
+
+def test_runs_do_not_nest():
+    def outer(rank):
+        nl.spmd.run(lambda rank: None, 2)
+
+    with pytest.raises(nl.spmd.RankError, match="already running"):
+        nl.spmd.run(outer, 1)
+
+
+@pytest.mark.parametrize("ranks", [0, -1, "4", 2.0])
+def test_a_wrong_number_of_ranks(ranks):
+    with pytest.raises(nl.ConfigError, match="at least 1"):
+        nl.spmd.run(lambda rank: None, ranks)
+
+
+def test_something_that_is_no_function():
+    with pytest.raises(nl.ConfigError, match="needs a function"):
+        nl.spmd.run(3, 2)
+
+
+def test_one_at_a_time_gives_every_rank_the_same_numbers():
+    torch.manual_seed(5)
+    before = torch.random.get_rng_state()
+
+    def draw(rank):
+        with nl.spmd.one_at_a_time(seed=1):
+            return torch.randn(50).tolist()
+
+    results = nl.spmd.run(draw, 8)
+    assert all(result == results[0] for result in results)
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+@both
+def test_init_joins_the_ranks_that_are_there(processes):
+    def work(rank):
+        mesh = nl.init({"hybrid_shard_degree": 2}, ranks_per_node=2)
+        return str(mesh), nl.current_mesh() is mesh
+
+    for text, same in nl.spmd.run(work, 4, processes=processes):
+        assert text.startswith("4 ranks on 2 nodes = 2 replicate x 2 shard")
+        assert same
+
+
+def test_what_belongs_to_a_rank_needs_init():
+    with pytest.raises(nl.NearlinearError, match=r"call nl\.init\(\) first"):
+        nl.spmd.run(lambda rank: nl.current_mesh(), 1)[0]

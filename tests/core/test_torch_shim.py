@@ -1,0 +1,39 @@
+"""The private names of torch that nearlinear stands on are where `_torch.py` says."""
+
+import pytest
+import torch
+
+import nearlinear as nl
+from nearlinear import _torch
+from tests.support import tiny
+
+
+def test_the_thread_group_has_the_collectives_we_count():
+    group, install, uninstall = _torch.thread_group_base()
+    for name in ("allreduce", "broadcast", "exception_handle", "reset"):
+        assert hasattr(group, name), f"torch {torch.__version__} moved {name}: mend _torch.py"
+    gathers = {"all_gather_single", "_allgather_base"} & set(vars(group))
+    scatters = {"reduce_scatter_single", "_reduce_scatter_base"} & set(vars(group))
+    assert gathers and scatters, f"torch {torch.__version__} renamed collectives: mend threads.py"
+
+
+def test_map_tensors_reaches_into_model_outputs():
+    with torch.no_grad():
+        output = tiny.gpt2(1)(**tiny.batch(tiny.rows(0, 1)))
+    doubled = _torch.map_tensors(lambda tensor: tensor * 2, output)
+    assert type(doubled) is type(output)
+    assert doubled.loss.item() == pytest.approx(2 * output.loss.item())
+
+
+def test_partial_sums_are_seen_and_dropped():
+    def work(rank):
+        nl.init({"hybrid_shard_degree": 1})
+        with nl.spmd.one_at_a_time(seed=0):
+            model = nl.shard(tiny.gpt2(1), blocks=[])
+        model.set_requires_all_reduce(False)
+        model(**tiny.batch(tiny.rows(0, 1))).loss.backward()
+        held = _torch.holds_partial_sums(model)
+        _torch.abandon_backward(model)
+        return held, _torch.holds_partial_sums(model)
+
+    assert nl.spmd.run(work, 2) == [(True, False)] * 2

@@ -1,0 +1,98 @@
+"""A run's config: presets, the launcher, what cannot be, and that it prints and reads back."""
+
+import json
+import tomllib
+
+import pytest
+
+from nearlinear import schema
+from nearlinear.config import LAUNCHER_VARIABLE
+from nearlinear.errors import ConfigError
+from nearlinear.train import config as train_config
+from nearlinear.train.config import TrainConfig
+from nearlinear.train.presets import PRESETS, preset
+
+
+def test_every_key_is_explained_and_reads_back():
+    config = train_config.load({"model": {"overrides": {"n_layer": 3}}}, environment={})
+    text = schema.to_toml(config)
+    assert train_config.load(tomllib.loads(text), environment={}) == config
+    for line in text.splitlines():
+        if " = " in line and not line.startswith('"'):
+            assert "  # " in line and line.split("  # ")[1].strip(), line
+
+
+def test_settings_then_launcher_win():
+    launcher = {LAUNCHER_VARIABLE: json.dumps({"hybrid_shard_degree": 8})}
+    data = {"parallel": {"sharded_data_parallel_degree": 2, "bf16": True}, "train": {"steps": 5}}
+    config = train_config.load(data, ["train.steps=7"], launcher)
+    assert config.train.steps == 7
+    assert config.parallel.hybrid_shard_degree == 8 and config.parallel.bf16
+
+
+def test_settings_leave_the_callers_data_alone():
+    data = {"train": {"steps": 5}}
+    train_config.load(data, ["train.steps=7", "data.seed=3"], {})
+    assert data == {"train": {"steps": 5}}
+
+
+def test_sequence_length_follows_the_model():
+    assert TrainConfig().sequence_length == 256
+    config = train_config.load({"model": {"preset": "gpt2-30b"}}, environment={})
+    assert config.sequence_length == 2048
+    config = train_config.load({"model": {"context": 64}}, environment={})
+    assert config.sequence_length == config.model.longest_sequence == 64
+    config = train_config.load({"model": {"overrides": {"n_positions": 48}}}, environment={})
+    assert config.sequence_length == 48
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        ({"modle": {}}, "'modle': did you mean 'model'"),
+        ({"model": {"preset": "gpt2-smal"}}, "unknown preset 'gpt2-smal'.*'gpt2-small'"),
+        ({"data": {"sequence_length": 512}}, "longer than the model's context of 256"),
+        ({"data": {"verify": "no"}}, 'allowed are "auto", "full", "size"'),
+        ({"batch": {"accumulation": 0}}, "batch.accumulation = 0: must be at least 1"),
+        ({"optimizer": {"min_lr_ratio": 1.5}}, "must be from 0 to 1"),
+        ({"parallel": 3}, "parallel = 3: expected a table"),
+        ({"parallel": {"hybrid_shard_degre": 3}}, "did you mean 'hybrid_shard_degree'"),
+    ],
+)
+def test_mistakes(data, words):
+    with pytest.raises(ConfigError, match=words):
+        train_config.load(data, environment={})
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        ("gpt2-small", 0.1244),
+        ("gpt2-xl", 1.5576),
+        ("gpt2-30b", 29.974),
+        ("llama2-7b", 6.738),
+        ("llama2-13b", 13.016),
+        ("llama2-70b", 68.977),
+    ],
+)
+def test_presets_have_the_published_sizes(name, billions):
+    from nearlinear.train.config import ModelConfig
+    from nearlinear.train.model import build_model
+
+    vocabulary = 50257 if preset(name)["family"] == "gpt2" else 32000
+    model = build_model(ModelConfig(preset=name), vocabulary)
+    assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(billions, rel=1e-3)
+
+
+def test_every_preset_has_a_family_the_code_knows():
+    assert {entry["family"] for entry in PRESETS.values()} == {"gpt2", "llama"}
+
+
+def test_an_override_the_model_does_not_have():
+    from nearlinear.train.config import ModelConfig
+    from nearlinear.train.model import build_model
+
+    with pytest.raises(ConfigError, match="model.overrides.n_layers: GPT2Config has no such key"):
+        build_model(ModelConfig(overrides={"n_layers": 3}), 97)
+    with pytest.raises(ConfigError, match="cannot be built"):
+        build_model(ModelConfig(overrides={"n_head": 7}), 97)

@@ -1,0 +1,125 @@
+"""The training loop: it learns, repeats itself to the bit, resumes its data, and counts right."""
+
+import json
+import math
+
+import pytest
+
+import nearlinear as nl
+from nearlinear.train import config as train_config
+from nearlinear.train.evaluate import held_out_loss
+
+
+def fit(rank, data, settings=()):
+    return nl.Trainer(train_config.load(data, settings, environment={})).fit()
+
+
+def run(data, ranks=4, settings=()):
+    """Results of all ranks and the rows of metrics.jsonl."""
+    results = nl.spmd.run(fit, ranks, args=(data, settings))
+    with open(f"{data['run']['folder']}/metrics.jsonl") as file:
+        return results, [json.loads(row) for row in file]
+
+
+def losses(rows):
+    return [row["loss"] for row in rows]
+
+
+def test_it_learns_and_every_rank_knows(small_run):
+    results, rows = run(small_run, settings=["train.steps=30", "parallel.hybrid_shard_degree=2"])
+    assert rows[0]["loss"] == pytest.approx(math.log(300), abs=0.3)
+    assert rows[-1]["eval_loss"] < rows[0]["loss"] - 1.0
+    assert len(set(results)) == 1
+    assert results[0].steps == 30 and results[0].loss == rows[-1]["loss"]
+    assert results[0].sample.startswith("The")
+
+
+def test_the_same_seed_gives_the_same_losses_to_the_bit(small_run):
+    settings = ["train.steps=20", "parallel.hybrid_shard_degree=2"]
+    first = losses(run(small_run, settings=settings)[1])
+    second = losses(run(small_run, settings=settings)[1])
+    assert len(first) == 20 and first == second
+    other = losses(run(small_run, settings=[*settings, "parallel.random_seed=1"])[1])
+    assert other != first
+
+
+def test_the_layout_does_not_change_the_losses(small_run):
+    wide = dict(small_run, batch={"micro_batch_size": 2, "accumulation": 4})
+    alone = losses(run(wide | {"batch": {"micro_batch_size": 8, "accumulation": 1}}, ranks=1)[1])
+    for ranks, accumulation, degree in [(2, 2, 1), (4, 1, 2), (4, 1, 4)]:
+        batch = {"micro_batch_size": 2, "accumulation": accumulation}
+        settings = [f"parallel.hybrid_shard_degree={degree}"]
+        found = losses(run(wide | {"batch": batch}, ranks, settings)[1])
+        assert found == pytest.approx(alone, abs=1e-5)
+
+
+@pytest.mark.parametrize("ranks", [4, 2])
+def test_a_stopped_run_goes_on_with_the_batches_it_had_not_seen(small_run, ranks):
+    whole = run(small_run, settings=["train.steps=20"])[1]
+    stopped = run(small_run, settings=["train.steps=20", "train.stop_after=10"])[1]
+    assert [r["batch_id"] for r in stopped] == [r["batch_id"] for r in whole[:10]]
+    state = f"{small_run['run']['folder']}/data_state.json"
+    accumulation = 2 * 4 // ranks  # the same number of samples in a step
+    settings = ["train.steps=20", f"data.resume={state}", f"batch.accumulation={accumulation}"]
+    rows = run(small_run, ranks, settings)[1]
+    assert [r["step"] for r in rows] == list(range(1, 21))
+    assert [r["batch_id"] for r in rows[10:]] == [r["batch_id"] for r in whole[10:]]
+    assert [r["lr"] for r in rows[10:]] == [r["lr"] for r in whole[10:]]
+    assert len({r["batch_id"] for r in whole}) == 20
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (None, "no such file"),
+        ("{", "not a data_state.json"),
+        ('{"step": 1}', "not a data_state.json"),
+        ('{"step": 1, "loader": {"format": 1, "seed": 5}}', "cannot resume the data order"),
+    ],
+)
+def test_a_wrong_data_state(small_run, tmp_path, text, words):
+    path = tmp_path / "state.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(nl.spmd.RankError, match=words) as caught:
+        run(small_run, 1, [f"data.resume={path}"])
+    assert isinstance(caught.value.__cause__, nl.DataError)
+
+
+def test_tokens_per_second_and_flops_are_consistent(small_run):
+    _, rows = run(small_run, settings=["run.peak_tflops=2"])
+    for row in rows:
+        assert row["mfu"] == pytest.approx(row["tflops_per_gpu"] / 2)
+        assert row["tokens_per_s"] > 0 and row["mem_gib"] > 0
+
+
+def test_held_out_loss_does_not_depend_on_the_ranks(small_run):
+    def evaluate(rank):
+        trainer = nl.Trainer(train_config.load(small_run, environment={}))
+        whole = len(trainer.held_out)
+        trainer.reporter.close()
+        return held_out_loss(trainer.model, trainer.held_out, trainer.mesh, 3, whole)
+
+    values = [nl.spmd.run(evaluate, ranks)[0] for ranks in (1, 2, 4)]
+    assert values == pytest.approx([values[0]] * 3, abs=1e-5)
+
+
+def test_llama_trains_too(small_run):
+    small = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    small |= {"num_attention_heads": 2, "num_key_value_heads": 1}
+    data = small_run | {"model": {"preset": "llama-tiny", "overrides": small}}
+    _, rows = run(data, 2, ["train.steps=12"])
+    assert rows[-1]["loss"] < rows[0]["loss"] - 0.3
+
+
+def test_bf16_and_one_hop_train_to_nearly_the_same_loss(small_run):
+    plain = losses(run(small_run, settings=["parallel.hybrid_shard_degree=2"])[1])
+    one_hop = ["parallel.hybrid_shard_degree=2", "train.two_hop=false"]
+    assert losses(run(small_run, settings=one_hop)[1]) == pytest.approx(plain, abs=1e-5)
+    bf16 = ["parallel.hybrid_shard_degree=2", "parallel.bf16=true"]
+    assert losses(run(small_run, settings=bf16)[1]) == pytest.approx(plain, abs=0.05)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu(small_run):
+    nl.spmd.run(fit, 1, args=(small_run, ["parallel.bf16=true"]), processes=True)

