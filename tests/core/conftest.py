@@ -4,11 +4,9 @@ import json
 
 import pytest
 
-SUBJECTS = "The model|Every rank|A shard|This node|One replica|The loader|A bucket|The queue".split(
-    "|"
-)
-VERBS = "reads|holds|sends|gathers|reduces|returns|deletes|lists".split("|")
-OBJECTS = "a batch of tokens|its own shard|the gradients|all parameters|the state".split("|")
+SUBJECTS = ("The model", "Every rank", "A shard", "This node", "One replica", "The loader")
+VERBS = ("reads", "holds", "sends", "gathers", "reduces", "returns", "deletes", "lists", "opens")
+OBJECTS = ("a batch of tokens", "its own shard", "the gradients", "all parameters", "the state")
 
 
 @pytest.fixture(scope="session")

@@ -23,7 +23,6 @@ def gpt2(layers: int = 3) -> GPT2LMHeadModel:
             attn_pdrop=0.0,
             bos_token_id=0,
             eos_token_id=0,
-            loss_type="ForCausalLM",
         )
     )
 
@@ -41,7 +40,6 @@ def llama(layers: int = 3) -> LlamaForCausalLM:
             max_position_embeddings=32,
             bos_token_id=0,
             eos_token_id=0,
-            loss_type="ForCausalLM",
         )
     )
 

@@ -130,7 +130,8 @@ def _fit(config) -> int:
     from .orphan import end_with_parent
     from .train.trainer import Trainer
 
-    end_with_parent()
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with_parent()  # a launcher that is killed outright takes its ranks with it
     result = Trainer(config).fit()
     rank = runtime.current().rank
     runtime.shutdown()

@@ -18,7 +18,6 @@ def build_model(config: ModelConfig, vocabulary: int) -> nn.Module:
         "bos_token_id": vocabulary - 1,
         "eos_token_id": vocabulary - 1,
         "use_cache": False,
-        "loss_type": "ForCausalLM",
         **shape["shape"],
         **config.overrides,
     }
@@ -35,6 +34,10 @@ def build_model(config: ModelConfig, vocabulary: int) -> nn.Module:
         raise ConfigError(f"model.overrides.{unknown[0]}: {family.__name__} has no such key")
     try:
         with delayed_init():
-            return AutoModelForCausalLM.from_config(family(**arguments), attn_implementation="sdpa")
+            model = AutoModelForCausalLM.from_config(
+                family(**arguments), attn_implementation="sdpa"
+            )
     except (ValueError, TypeError) as error:
         raise ConfigError(f"the model cannot be built: {error}") from error
+    model.loss_type = "ForCausalLM"  # the one it falls back to, without its warning
+    return model

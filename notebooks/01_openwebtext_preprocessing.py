@@ -1,0 +1,492 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # From text to token shards: preparing OpenWebText
+#
+# After this notebook you can turn a collection of text into files that training reads without
+# waste: tokenize it, look inside the files with plain numpy, feed them to any number of ranks, stop
+# and go on with another number of ranks, and notice a single damaged byte.
+#
+# The same commands prepare OpenWebText (9 billion tokens) on a larger machine. Here they run on a
+# smaller text that needs no network: the AWS API documentation inside the `botocore` package. It
+# is real technical English. What this notebook claims about data, it asserts in a cell.
+
+# %% tags=["parameters"]
+scale = "ci"  # ci: 1 M tokens; laptop: the whole corpus; cluster: as ci, to plan OpenWebText
+jsonl = ""  # a JSON-lines file of your own with a "text" field; empty: the botocore corpus
+sentence = "A naïve trainer can't hold 13 billion parameters; a sharded one can."
+sequence_length = 512  # tokens per training sample; the files do not depend on it
+global_batch = 8  # samples per optimizer step over all ranks; a multiple of 8 here
+seed = 0  # of the order in which training reads the samples
+shard_tokens = 250_000  # tokens per file: small here, to have several; by default 64 Mi
+
+# %%
+import importlib.util
+import sys
+
+if importlib.util.find_spec("data_prep") is None:  # Jupyter started in notebooks/
+    sys.path.insert(0, "..")
+
+# %%
+import contextlib
+import json
+import shutil
+import struct
+import tempfile
+import textwrap
+import time
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import numpy as np
+
+import data_prep
+import nearlinear as nl
+from nearlinear.plots import GRID, INK, MUTED, PALETTE
+
+plt.rcParams["figure.dpi"] = 110
+keeper = tempfile.TemporaryDirectory(prefix="nearlinear-01-")  # removed when the kernel ends
+work = Path(keeper.name)
+
+# %% [markdown]
+# ## The way in one picture
+#
+# Documents have all lengths. A training sample has one length. So the documents are laid end to
+# end, each closed by one end-of-text token, and the stream is cut into equal windows. The loader
+# hands out the windows in a shuffled order, each to exactly one rank.
+
+
+# %%
+def tokens_of(row, cells, gap_after):
+    """Draw one cell per token, with a gap wherever `gap_after` changes."""
+    gaps = 0.8 * np.cumsum(np.diff(gap_after, prepend=gap_after[0]) != 0)
+    xs = np.arange(len(cells)) + gaps
+    ax.broken_barh([(x, 0.9) for x in xs], (row, 0.6), facecolors=cells)
+    return xs
+
+
+figure, ax = plt.subplots(figsize=(8.6, 3.6), layout="constrained")
+document = np.repeat(np.arange(5), [8, 5, 12, 6, 10])  # 41 tokens, end-of-text counted
+is_last = np.diff(document, append=-1) != 0
+cells = np.where(is_last, INK, np.array(PALETTE)[document])
+window = np.arange(40) // 10
+shuffled = np.concatenate([cells[:40].reshape(4, 10)[w] for w in (2, 0, 3, 1)])
+tokens_of(3, cells, document)
+tokens_of(2, cells, np.zeros(41))
+tokens_of(1, [*cells[:40], GRID], [*window, 4])
+for rank, x in enumerate(tokens_of(0, shuffled, window)[::10]):
+    ax.text(x + 5, -0.12, f"rank {rank}", ha="center", va="top", color=INK)
+ax.set_yticks(np.arange(4) + 0.3, ["shuffled", "windows", "stream", "documents"], fontsize=11)
+ax.text(44.5, 0.88, "left over", ha="center", va="top", color=MUTED, fontsize=9)
+ax.set(xticks=[], xlim=(-0.5, 46.5), ylim=(-0.5, 3.9))
+ax.set_title("one cell is one token; dark cells are end-of-text", fontsize=10, color=MUTED)
+ax.tick_params(length=0)
+ax.spines[:].set_visible(False)
+
+# %% [markdown]
+# ## Notation
+#
+# | symbol | meaning | here |
+# |:--|:--|:--|
+# | $T$ | tokens in the stream, end-of-text tokens counted | about a million at `ci` |
+# | $L$ | tokens per window | `sequence_length` |
+# | $n = \lfloor T / L \rfloor$ | windows of one epoch | `len(dataset)` |
+# | $R$ | data ranks: ranks that read different data | 1 to 8 |
+# | $B$ | windows per rank and micro-batch | `micro_batch_size` |
+# | $M$ | micro-batches per optimizer step | `micro_batches` |
+# | $G = B \cdot M \cdot R$ | windows per optimizer step over all ranks | `global_batch` |
+
+# %% [markdown]
+# ## Text to tokens
+#
+# GPT-2 uses byte-level byte-pair encoding. Text becomes bytes, and pairs of pieces that were
+# frequent in the training text are merged, the most frequent first. Every text can be encoded,
+# because every byte is in the vocabulary. In the vocabulary's spelling `Ġ` is a space; a letter
+# outside ASCII is two or more bytes, and so looks odd.
+#
+# Change `sentence` in the parameters and run again.
+
+# %%
+tokenizer = data_prep.tokenizer.gpt2()
+ids = tokenizer.encode(sentence)
+print(f"{'id':>6}  {'in the vocabulary':<18} text")
+for token in ids:
+    piece = tokenizer.tokenizer.id_to_token(token)
+    print(f"{token:>6}  {piece:<18} {tokenizer.decode([token])!r}")
+print(f"\n{len(sentence.encode())} bytes, {len(ids)} tokens")
+
+# %%
+assert tokenizer.encode("Hello world") == [15496, 995]  # the ids OpenAI's GPT-2 gives
+assert tokenizer.decode(ids) == sentence  # nothing is lost on the way
+assert (tokenizer.vocab_size, tokenizer.eos_id) == (50257, 50256)
+
+# %% [markdown]
+# A web page may well contain the characters `<|endoftext|>`. If they became the end-of-text
+# token, a document could forge the end of itself. They stay text:
+
+# %%
+forged = "The end.<|endoftext|>Not the end."
+ids = tokenizer.encode(forged)
+print([tokenizer.tokenizer.id_to_token(token) for token in ids])
+assert tokenizer.eos_id not in ids
+assert tokenizer.decode(ids) == forged
+
+# %% [markdown]
+# ## Preparing the shards
+#
+# `prepare` reads the source once, in bounded memory. It writes to a folder beside `out` and renames
+# that at the very end, so `out` is complete or absent. A hash of each document decides whether it
+# goes to training or to validation. So two equal documents never stand on different sides.
+
+# %%
+source = data_prep.sources.jsonl([jsonl]) if jsonl else data_prep.sources.botocore()
+max_tokens = {"ci": 1_000_000, "laptop": None, "cluster": 1_000_000}[scale]
+out = work / "shards"
+
+started = time.perf_counter()
+with contextlib.redirect_stderr(sys.stdout):  # progress, shown as ordinary output
+    manifest = data_prep.prepare(source, out, max_tokens=max_tokens, shard_tokens=shard_tokens)
+seconds = time.perf_counter() - started
+print(data_prep.summary(out).replace(str(work), "work"))
+
+# %% [markdown]
+# A source that breaks off leaves nothing behind:
+
+
+# %%
+def broken():
+    yield "A first document."
+    raise ConnectionError("the network went away")
+
+
+with contextlib.suppress(ConnectionError):
+    data_prep.prepare(data_prep.Source("broken", broken), work / "broken", progress=False)
+assert not list(work.glob("broken*"))
+
+# %% [markdown]
+# Asked again, `prepare` checks the folder and leaves it as it is. Asked for other settings, it
+# refuses to replace what is there.
+
+
+# %%
+def refusal(action, *arguments, **named) -> str:
+    """The message with which `action` refuses."""
+    try:
+        action(*arguments, **named)
+    except nl.DataError as error:
+        return textwrap.fill(str(error).replace(str(work), "work"), 95, break_on_hyphens=False)
+    raise AssertionError("it was accepted")
+
+
+settings = {"max_tokens": max_tokens, "shard_tokens": shard_tokens, "progress": False}
+assert data_prep.prepare(source, out, **settings) == manifest
+print(refusal(data_prep.prepare, source, out, **settings, val_fraction=0.05))
+
+# %% [markdown]
+# ### The same for OpenWebText
+#
+# OpenWebText has 8,013,769 documents and about 9.04 billion GPT-2 tokens (the counts that nanoGPT
+# publishes). One command prepares it. The text is streamed, and only the shards stay on disk.
+#
+# The size below is arithmetic: 2 bytes per token and 20 bytes of index per document. The time is an
+# estimate for this machine. It takes the rate of the run above, reading and cleaning of that source
+# included, and it leaves out the network.
+
+# %%
+openwebtext_documents, openwebtext_tokens = 8_013_769, 9.04e9
+rate = manifest.total("tokens") / seconds
+size = 2 * openwebtext_tokens + 20 * openwebtext_documents
+print("python -m data_prep openwebtext --out data/openwebtext")
+print(f"  on disk  {size / 1e9:.1f} GB")
+print(f"  time     {openwebtext_tokens / rate / 3600:.1f} hours (estimate: {rate:,.0f} tokens/s)")
+
+# %% [markdown]
+# ## What is in the folder
+#
+# The format is open, and older than this library. Each `.bin` file is token ids and nothing else,
+# 2 bytes each for GPT-2's vocabulary, as nanoGPT, OLMo and datatrove write them. Each `.idx` file
+# holds the length of every document in Megatron's index format. `index.json` lists the files with
+# their sizes and sha256.
+
+# %%
+for path in sorted(p for p in out.rglob("*") if p.is_file()):
+    print(f"{path.stat().st_size:>11,} bytes  {path.relative_to(out)}")
+index = json.loads((out / "index.json").read_text())
+print(json.dumps({key: index[key] for key in ("format", "dtype", "eos_id", "totals")}, indent=1))
+
+# %% [markdown]
+# A few lines of numpy read the whole training split. No part of `nearlinear` is needed.
+
+# %%
+shards = index["splits"]["train"]
+stream = np.concatenate([np.fromfile(out / shard["file"], dtype="<u2") for shard in shards])
+first_index = (out / shards[0]["file"]).with_suffix(".idx").read_bytes()
+magic, version, dtype_code, documents, _ = struct.unpack_from("<9sQBQQ", first_index)
+lengths = np.frombuffer(first_index, dtype="<i4", offset=34, count=documents)
+
+print(magic, f"version {version}:", f"{documents:,} documents,", f"{lengths.sum():,} tokens\n")
+print(tokenizer.decode(stream[: lengths[0] - 1])[:400])
+
+# %% [markdown]
+# `nl.TokenDataset` gives the same tokens, window by window. Windows run across documents and
+# across files. The number of end-of-text tokens is the number of documents: no document forged one.
+
+# %%
+dataset = nl.TokenDataset(out, "train", sequence_length=sequence_length)
+whole = stream[: len(dataset) * sequence_length].reshape(-1, sequence_length)
+assert np.array_equal(dataset.windows(np.arange(len(dataset))), whole)
+assert len(stream) == dataset.tokens == index["totals"]["train"]["tokens"]
+assert np.count_nonzero(stream == index["eos_id"]) == index["totals"]["train"]["documents"]
+print(f"{dataset.tokens:,} tokens are {len(dataset):,} windows of {sequence_length}")
+
+# %% [markdown]
+# ## How long the documents are
+
+# %%
+lengths = dataset.document_lengths()
+assert lengths.sum() == dataset.tokens
+ax = nl.plots.document_lengths(lengths)
+ax.axvline(sequence_length, color=INK, ls="--", lw=1.5)
+ax.text(sequence_length * 1.08, ax.get_ylim()[1] * 0.6, "one window", color=INK)
+ax.set_title("documents of the training split", fontsize=11)
+shorter = np.mean(lengths < sequence_length)
+print(f"{100 * shorter:.1f} % of the documents are shorter than one window")
+
+# %% [markdown]
+# ## What packing saves
+#
+# There is a simpler way than packing: cut every document to $L$ tokens and drop the documents that
+# are shorter. The public GPT example for Amazon's SMP library prepares its data so. Then every
+# sample comes from one document, but much text is thrown away:
+#
+# $$\text{kept by truncating} = \frac{L \cdot \#\{\text{documents with at least } L
+# \text{ tokens}\}}{\text{all tokens}} \qquad
+# \text{kept by packing} = \frac{L \cdot \lfloor T / L \rfloor}{T}$$
+#
+# Packing loses less than one window in all, however long the windows are.
+
+# %%
+window_lengths = [L for L in (128, 256, 512, 1024, 2048, 4096) if 100 * L <= dataset.tokens]
+text = lengths - 1  # without end-of-text, which the truncating rule does not add
+truncated, packed = {}, {}
+for L in window_lengths:
+    truncated[L] = L * np.count_nonzero(text >= L) / text.sum()
+    packed[L] = L * len(nl.TokenDataset(out, sequence_length=L)) / dataset.tokens
+    print(f"L = {L:>4}: truncating keeps {truncated[L]:6.1%}, packing keeps {packed[L]:7.2%}")
+    assert dataset.tokens * (1 - packed[L]) < L
+    assert packed[L] > 0.99
+    assert packed[L] > truncated[L]
+
+# %% [markdown]
+# The documents of botocore are short, so truncating costs more here than on web pages. The diamonds
+# are OpenWebText: 31.5 % of the tokens kept at 512 and 19.8 % at 2048, measured on 1,000
+# OpenWebText documents with the public SMP example's rules.
+
+# %%
+figure, ax = plt.subplots(figsize=(7.4, 3.7), layout="constrained")
+for kept, colour, label in (
+    (packed, PALETTE[2], "packing, this corpus"),
+    (truncated, PALETTE[1], "truncating and dropping, this corpus"),
+):
+    ax.plot(kept.keys(), [100 * share for share in kept.values()], "o-", color=colour, label=label)
+ax.plot([512, 2048], [31.5, 19.8], "D", ms=8, color=PALETTE[3], ls="none",
+        label="truncating and dropping, 1,000 OpenWebText documents")  # fmt: skip
+ax.set_xscale("log", base=2)
+ax.set_xticks(window_lengths, window_lengths)
+ax.set(xlabel="sequence length, tokens", ylabel="tokens kept, %", ylim=(0, 108))
+ax.grid(color=GRID)
+ax.spines[["top", "right"]].set_visible(False)
+ax.legend(frameon=False, loc="center right", bbox_to_anchor=(1, 0.66))
+plt.show()
+
+# %% [markdown]
+# Packing has a price: documents that share a window attend to each other. The end-of-text token
+# between them is how the model learns where one ends. GPT-3 was trained so (Brown et al. 2020,
+# appendix B).
+
+# %% [markdown]
+# ## One order for all ranks
+#
+# The order of an epoch is a permutation of the windows, computed from the seed by arithmetic alone.
+# It takes no memory and no communication. Step $s$ takes places $sG$ to $sG + G - 1$ of that order,
+# and each rank reads its own part of them. `batch_id` names the windows of a step, so ranks can
+# tell that they agree.
+#
+# To see which windows a loader reads, we watch what it asks the dataset for.
+
+
+# %%
+class Watched(nl.TokenDataset):
+    """Remembers which windows it was asked for last."""
+
+    def windows(self, indices):
+        self.asked = indices.tolist()
+        return super().windows(indices)
+
+
+watched = Watched(out, "train", sequence_length=sequence_length)
+
+
+def loaders(data_ranks, state=None, samples=global_batch):
+    """The loaders of `data_ranks` ranks that share `samples` windows per step."""
+    size = samples // data_ranks
+    made = [
+        nl.Loader(watched, size, data_rank=rank, data_ranks=data_ranks, seed=seed)
+        for rank in range(data_ranks)
+    ]
+    for loader in made if state else ():
+        loader.load_state_dict(state)
+    return made
+
+
+def step(ranks):
+    """The numbers of the windows that each rank reads in its next step: a list per rank."""
+    numbers = []
+    for loader in ranks:
+        batch = next(loader)[0]["input_ids"]
+        assert np.array_equal(batch, whole[watched.asked])
+        numbers.append(watched.asked)
+    return numbers
+
+
+# %% [markdown]
+# Four ranks together read exactly what one rank with the whole batch reads. Over an epoch no
+# window is read twice.
+
+# %%
+four, alone = loaders(4), loaders(1)
+seen = []
+for _ in range(len(dataset) // global_batch):
+    of_rank = step(four)
+    together = sum(of_rank, [])
+    assert together == step(alone)[0]
+    assert len({loader.batch_id for loader in [*four, *alone]}) == 1
+    seen += together
+assert len(seen) == len(set(seen)) > len(dataset) - global_batch
+print(f"one epoch: {len(seen):,} of {len(dataset):,} windows, each read by one rank, once")
+
+# %% [markdown]
+# ## Stop on 4 ranks, go on with 2
+#
+# Clusters shrink and grow. The state of the loader is one position in the order, so it suits any
+# number of ranks. Here a run stops after three steps on 4 ranks and goes on with 2.
+
+# %%
+before = loaders(4)
+history = [step(before) for _ in range(3)]
+state = before[0].state_dict()
+assert all(loader.state_dict() == state for loader in before)  # the same on every rank
+after = loaders(2, state)
+history += [step(after) for _ in range(3)]
+print(json.dumps(state, indent=1))
+
+# %%
+colours = [PALETTE[i] for i in (0, 2, 3, 4)]
+figure, ax = plt.subplots(figsize=(7.8, 3.6), layout="constrained")
+for row, of_rank in enumerate(history):
+    places = [(rank, number) for rank, numbers in enumerate(of_rank) for number in numbers]
+    for place, (rank, number) in enumerate(places):
+        ax.broken_barh([(place + 0.04, 0.92)], (row + 0.07, 0.86), color=colours[rank])
+        ax.text(place + 0.5, row + 0.5, number, ha="center", va="center", color="white")
+ax.plot([0, global_batch], [3, 3], color=INK, lw=2, clip_on=False)
+ax.text(global_batch + 0.15, 3, "state saved\nand loaded", va="center", color=INK)
+for rank in range(4):
+    ax.plot([], [], "s", ms=10, color=colours[rank], label=f"rank {rank}")
+ax.set(xlim=(0, global_batch), ylim=(6, 0), xticks=[], yticks=np.arange(6) + 0.5)
+ax.set_yticklabels([f"step {number}, {len(r)} ranks" for number, r in enumerate(history)])
+ax.set_title("numbers of the windows read in each step", fontsize=11)
+ax.tick_params(length=0)
+ax.spines[:].set_visible(False)
+figure.legend(loc="outside lower center", ncols=4, frameon=False)
+plt.show()
+
+# %% [markdown]
+# The steps after the stop are the steps of a run that never stopped. This holds for every number of
+# ranks, and for other batch sizes as well: three ranks with two windows each take smaller steps
+# through the same order.
+
+# %%
+uninterrupted = loaders(1)
+expected = [step(uninterrupted)[0] for _ in range(6)]
+assert [sum(of_rank, []) for of_rank in history] == expected
+for data_ranks in (1, 2, 4, 8):
+    resumed = loaders(data_ranks, state)
+    assert [sum(step(resumed), []) for _ in range(3)] == expected[3:]
+smaller = loaders(3, state, samples=6)
+read = sum((sum(step(smaller), []) for _ in range(4)), [])
+assert read[: 3 * global_batch] == sum(expected[3:], [])[: len(read)]
+
+# %% [markdown]
+# A state of another order is refused, because the run would repeat some samples and never see
+# others:
+
+# %%
+other = nl.Loader(dataset, micro_batch_size=global_batch, seed=seed + 1)
+print(refusal(other.load_state_dict, state))
+
+# %% [markdown]
+# ## One wrong byte
+#
+# Files are damaged on disks, in copies and by hand. Most wrong bytes still read as
+# token ids, so training would go on with wrong text. We flip one bit in a copy of the shards. The
+# size is right, so a check of sizes passes. A check of contents names the file.
+
+# %%
+copy = work / "copy"
+shutil.copytree(out, copy)
+victim = copy / shards[0]["file"]
+raw = bytearray(victim.read_bytes())
+raw[len(raw) // 2] ^= 1
+victim.write_bytes(raw)
+
+nl.TokenDataset(copy, sequence_length=sequence_length, verify="size")  # notices nothing
+complaint = refusal(nl.TokenDataset, copy, sequence_length=sequence_length)
+print(complaint)
+assert shards[0]["file"] in complaint
+
+# %% [markdown]
+# The error says what to do: copy the file again. Then every byte is as it was written. Up to 2 GiB
+# a dataset is checked whole when it is opened. Above that only sizes are checked, and
+# `python -m data_prep verify FOLDER` checks every byte before a long run.
+
+# %%
+shutil.copy(out / shards[0]["file"], victim)
+mended = nl.TokenDataset(copy, sequence_length=sequence_length, verify="full")
+assert mended.fingerprint == dataset.fingerprint
+assert np.array_equal(mended.windows(np.arange(len(mended))), whole)
+
+# %% [markdown]
+# ## Summary
+#
+# - `data_prep.prepare(source, out)` turns text into token shards in one pass. `out` is complete or
+#   absent.
+# - A shard is plain token ids that numpy reads. The sequence length is chosen when reading.
+# - Packing keeps all tokens but the last partial window. Truncating and dropping kept 31.5 % of
+#   the tokens of 1,000 OpenWebText documents at a sequence length of 512.
+# - The order of the samples depends on the seed and the position only. So ranks agree without
+#   talking, and a run resumes exactly on another number of ranks.
+# - A single wrong bit is found, and the error names the file.
+#
+# ## Exercises
+#
+# 1. Encode the same sentence in English, in another language, and as Python code. Which takes the
+#    most tokens per byte? Why?
+# 2. A third rule cuts each document into whole windows and drops only its last partial window.
+#    Compute from `lengths` what it keeps, and add it to the plot of tokens kept. When is it nearly
+#    as good as packing?
+# 3. Prepare the shards again with `shard_tokens=50_000` in another folder. Is the stream the same?
+#    Can a loader resume from `state` on it? Look at `fingerprint` for the reason. Would it be safe?
+# 4. Damage `copy` in other ways: cut off the end of a file, swap two `.bin` files, change `eos_id`
+#    in `index.json`. Which are noticed, and what do the errors say?
+# 5. Write a source of your own: `data_prep.Source(name="mine", documents=lambda: iter(texts))`.
+#    Put one text in it twice. Can the two copies end up in different splits?
+#
+# Next: [02_train_gpt2](02_train_gpt2.ipynb) trains a GPT-2 on shards like these.

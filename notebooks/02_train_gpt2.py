@@ -1,0 +1,398 @@
+# %% [markdown]
+# # Train GPT-2 with MiCS sharding
+#
+# After this notebook you can say which rank holds which part of a 30-billion-parameter GPT-2, pick
+# a sharding degree and give the reason, check on your own machine that sharded training computes
+# what one process computes, and start the same training on 4 ranks here or on 256 GPUs.
+#
+# The subject is GPT-2 30B on 32 nodes of 8 GPUs. What runs here is a small GPT-2 through the same
+# functions: real sharding and real collectives between ranks of this machine, no simulation.
+
+# %% tags=["parameters"]
+scale = "ci"  # ci: seconds on 2 cores; laptop: minutes; cluster: prints the 32-node launch
+steps = 0  # optimizer steps of the training run; 0 for the number that suits the scale
+
+# %%
+import math
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path.cwd().parent))  # data_prep, when Jupyter was started in this folder
+
+import matplotlib.pyplot as plt
+import torch
+import torch.distributed as dist
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import data_prep
+import nearlinear as nl
+from nearlinear import plots
+from nearlinear.counts import count_collectives
+
+assert scale in ("ci", "laptop", "cluster"), f"scale = {scale!r}: use ci, laptop or cluster"
+work = Path(tempfile.mkdtemp(prefix="nearlinear-"))
+
+# %% [markdown]
+# ## Which rank holds what
+#
+# Training with AdamW in mixed precision keeps 16 bytes per parameter: 4 of float32 weights, 8 of
+# optimizer state, and up to 4 of gradients. For 30 billion parameters that is 480 GB, more than any
+# one GPU has. **MiCS** cuts these states into as many shards as it takes, and no more: the ranks of
+# one *shard group* hold one copy together, and the groups are *replicas* of each other.
+#
+# | symbol | meaning | in the picture |
+# |---|---|---|
+# | $P$ | parameters | |
+# | $W$ | ranks (GPUs) | 8 |
+# | $S$ | shard degree: ranks that hold one copy together | 4 |
+# | $R = W / S$ | replicas | 2 |
+# | $A$ | micro-batches per optimizer step | |
+#
+# A cell is a rank, a colour is a shard. Parameters are gathered along a row, within a replica; only
+# finished gradient sums travel down a column, between replicas.
+
+# %%
+mesh = nl.Mesh(replicate=2, shard=4, ranks_per_node=4)
+plots.rank_map(mesh)
+print(mesh)
+
+# %% [markdown]
+# Why not shard over all ranks, as ZeRO-3 and FSDP do? Because every layer is gathered twice per
+# micro-batch from all ranks that hold a part of it. The fewer ranks in that group, the fewer hops
+# and the closer they stand. Sharding wider than memory demands buys nothing.
+#
+# ## Pick a shard degree
+#
+# The smallest that fits. The rule of thumb for nodes of 8 GPUs with 40 GB: one node for every 3
+# billion parameters, rounded up to a power of two (source: AWS, "Train gigantic models with
+# near-linear scaling using sharded data parallelism", 2022).
+
+
+# %%
+def shard_degree(parameters: float, gpus_per_node: int = 8) -> int:
+    """The rule of thumb: one node per 3 billion parameters, then the next power of two."""
+    nodes = math.ceil(parameters / 3e9)
+    return 2 ** math.ceil(math.log2(nodes)) * gpus_per_node
+
+
+parameters_30b = 12 * 48 * 7168**2 + 50257 * 7168  # layers x 12 width^2, and the embeddings
+degree = shard_degree(parameters_30b)
+cluster = nl.Mesh.from_config(nl.Config(hybrid_shard_degree=degree), 256, ranks_per_node=8)
+print(f"{parameters_30b / 1e9:.1f} billion parameters: shard degree {degree}\n")
+print(cluster)
+
+assert degree == 128 and (cluster.replicate, cluster.shard) == (2, 128)
+assert cluster.nodes_spanned("shard") == 16  # a shard group fills 16 consecutive nodes
+
+# %% [markdown]
+# How much of the states each GPU then holds, by degree. The line is what a 40 GB GPU has; the
+# activations need room beside the states.
+
+# %%
+degrees = [8, 16, 32, 64, 128, 256]
+states = [16 * parameters_30b / d / 2**30 for d in degrees]
+
+fig, ax = plt.subplots(figsize=(7, 3), layout="constrained")
+ax.bar([str(d) for d in degrees], states, color=[plots.PALETTE[d == degree] for d in degrees])
+ax.axhline(40, color=plots.MUTED, ls="--", lw=1)
+ax.set(xlabel="shard degree", ylabel="GiB of states per GPU", title="GPT-2 30B, 16 bytes/parameter")
+ax.spines[["top", "right"]].set_visible(False)
+plt.show()
+
+assert states[degrees.index(8)] > 40 and states[degrees.index(128)] < 4
+
+# %% [markdown]
+# ## Shard a model, for real
+#
+# `nl.spmd.run` runs a function on N ranks of this machine. By default the ranks are threads: they
+# start at once, and inside the function `torch.distributed` works as on a cluster. Two lines make a
+# Hugging Face model sharded: `nl.init` lays out the ranks, `nl.shard` cuts the model.
+
+
+# %%
+def small_gpt2() -> GPT2LMHeadModel:
+    off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    shape = {"vocab_size": 512, "n_positions": 64, "n_embd": 64, "n_layer": 3, "n_head": 4}
+    return GPT2LMHeadModel(GPT2Config(**shape, **off, bos_token_id=0, eos_token_id=0))
+
+
+def held(rank):
+    nl.init({"hybrid_shard_degree": 2})
+    with nl.spmd.one_at_a_time(seed=0):  # ranks that are threads share one random generator
+        model = small_gpt2()
+    nl.shard(model)
+    name, parameter = next(iter(model.named_parameters()))
+    mine = sum(p.to_local().numel() for p in model.parameters())
+    return mine, f"{name}: {tuple(parameter.to_local().shape)} of {tuple(parameter.shape)}"
+
+
+total = sum(p.numel() for p in small_gpt2().parameters())
+shares = nl.spmd.run(held, ranks=4)
+for rank, (mine, example) in enumerate(shares):
+    print(f"rank {rank} holds {mine:,} of {total:,} parameters   {example}")
+
+assert all(mine == total // 2 for mine, _ in shares)  # 2 shards: half each, on both replicas
+
+# %% [markdown]
+# ## The same numbers as one process
+#
+# Sharding must not change what is computed. One process trains on a batch of 16 sequences; 4 ranks
+# train on 4 sequences each, cut into 2 micro-batches. `nl.accumulate` yields the micro-batches and
+# sees to it that the gradient is the mean over all tokens of all ranks.
+
+# %%
+STEPS, ROWS = 3, 16
+
+
+def sequences(step):
+    generator = torch.Generator().manual_seed(step)
+    return torch.randint(0, 512, (ROWS, 32), generator=generator)
+
+
+def one_process():
+    torch.manual_seed(0)
+    model, losses = small_gpt2(), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+    for step in range(STEPS):
+        ids = sequences(step)
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, {name: p.detach() for name, p in model.named_parameters()}
+
+
+def four_ranks(rank):
+    mesh = nl.init({"hybrid_shard_degree": 2})
+    with nl.spmd.one_at_a_time(seed=0):
+        model = small_gpt2()
+    nl.shard(model)
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=3e-4), []
+    for step in range(STEPS):
+        mine = sequences(step).chunk(mesh.data_ranks)[mesh.data_rank(rank)]
+        micro_batches = [{"input_ids": ids, "labels": ids} for ids in mine.chunk(2)]
+        mean = torch.zeros(1)
+        for batch in nl.accumulate(model, micro_batches):
+            loss = model(**batch).loss
+            loss.backward()
+            mean += loss.detach() / 2 / dist.get_world_size()
+        optimizer.step()
+        optimizer.zero_grad()
+        dist.all_reduce(mean)
+        losses.append(mean.item())
+    return losses, {name: p.full_tensor().detach() for name, p in model.named_parameters()}
+
+
+reference_losses, reference = one_process()
+losses, parameters = nl.spmd.run(four_ranks, ranks=4)[0]
+difference = max((parameters[name] - value).abs().max().item() for name, value in reference.items())
+for step, (a, b) in enumerate(zip(reference_losses, losses, strict=True), 1):
+    print(f"step {step}: one process {a:.6f}, four ranks {b:.6f}")
+print(f"largest difference of any parameter after {STEPS} steps: {difference:.1e}")
+
+assert max(abs(a - b) for a, b in zip(reference_losses, losses, strict=True)) < 1e-5
+assert difference < 1e-5
+
+# %% [markdown]
+# ## Two hops instead of one
+#
+# With several micro-batches per step there is a choice. *One hop*: reduce the gradients over all
+# ranks after every micro-batch. *Two hops*: add them up inside the shard group, and let the
+# replicas meet once, after the last micro-batch. Both give the same gradients. Only the second
+# keeps the slow way between replicas quiet for $A - 1$ of $A$ micro-batches.
+#
+# We count the collectives of $A = 4$ micro-batches. The model has 4 units (3 blocks and the rest),
+# each reduced once per micro-batch.
+
+# %%
+A = 4
+
+
+def counted(rank, two_hop):
+    nl.init({"hybrid_shard_degree": 2})
+    with nl.spmd.one_at_a_time(seed=0):
+        model = small_gpt2()
+    nl.shard(model)
+    micro_batches = [{"input_ids": s, "labels": s} for s in sequences(0)[: 2 * A].chunk(A)]
+    calls = {"all_gather": 0, "reduce_scatter": 0, "all_reduce": 0}
+    for batch in nl.accumulate(model, micro_batches, two_hop=two_hop):
+        with count_collectives() as counts:
+            model(**batch).loss.backward()
+        for kind in calls:
+            calls[kind] += counts.calls[kind]
+    return calls
+
+
+one_hop = nl.spmd.run(counted, ranks=4, args=(False,))[0]
+two_hop = nl.spmd.run(counted, ranks=4, args=(True,))[0]
+
+fig, ax = plt.subplots(figsize=(7, 3), layout="constrained")
+places = range(len(one_hop))
+ax.bar([p - 0.2 for p in places], one_hop.values(), 0.38, label="one hop", color=plots.PALETTE[1])
+ax.bar([p + 0.2 for p in places], two_hop.values(), 0.38, label="two hops", color=plots.PALETTE[0])
+ax.set_xticks(places, [kind.replace("_", "-") for kind in one_hop])
+ax.set_ylabel(f"calls in {A} micro-batches")
+ax.spines[["top", "right"]].set_visible(False)
+ax.legend(frameon=False)
+plt.show()
+
+assert one_hop == {"all_gather": 28, "reduce_scatter": 16, "all_reduce": 16}
+assert two_hop == {"all_gather": 28, "reduce_scatter": 16, "all_reduce": 4}
+
+# %% [markdown]
+# And what if you forget the last micro-batch, or step too early? Then the gradients are not there
+# yet, and plain FSDP2 would step without them, silently. Here it is an error that says so.
+
+
+# %%
+def too_early(rank):
+    nl.init({"hybrid_shard_degree": 1})
+    with nl.spmd.one_at_a_time(seed=0):
+        model = nl.shard(small_gpt2())
+    optimizer = torch.optim.AdamW(model.parameters())
+    batch = {"input_ids": sequences(0), "labels": sequences(0)}
+    for micro_batch in nl.accumulate(model, [batch, batch]):
+        model(**micro_batch).loss.backward()
+        break
+    try:
+        optimizer.step()
+    except RuntimeError as error:
+        return str(error)
+
+
+message = nl.spmd.run(too_early, ranks=2)[0]
+print(message)
+assert "of 2 micro-batches" in message
+
+# %% [markdown]
+# ## Data
+#
+# Notebook 01 shows how text becomes token shards. Here we take a part of the same corpus, with
+# GPT-2's real vocabulary of 50,257.
+
+# %%
+documents = {"ci": 3000, "laptop": None, "cluster": 3000}[scale]
+manifest = data_prep.prepare(
+    data_prep.sources.botocore(), work / "tokens", max_documents=documents, val_fraction=0.05
+)
+dataset = nl.TokenDataset(work / "tokens", sequence_length=128)
+print(dataset)
+plots.document_lengths(dataset.document_lengths())
+plt.show()
+assert manifest.vocab_size == 50257
+
+# %% [markdown]
+# ## One config for every scale
+#
+# A run is one TOML file. What changes from a laptop to a cluster is the model's name and a few
+# numbers; the keys stay. `nearlinear train FILE --print-config` lists them all with their meaning.
+
+# %%
+SCALES = {
+    # model, ranks, shard degree, sequence, micro-batch, micro-batches, steps, learning rate, bf16
+    "ci": ("gpt2-tiny", 4, 2, 128, 1, 2, 40, 5e-3, False),
+    "laptop": ("gpt2-tiny", 4, 2, 256, 2, 4, 400, 2e-3, False),
+    "cluster": ("gpt2-30b", 256, degree, 2048, 6, 1, 1000, 1.2e-4, True),
+}
+name, ranks, shards, length, micro_batch, accumulation, planned, rate, bf16 = SCALES[scale]
+steps = steps or planned
+shrink = "overrides = { n_layer = 2, n_embd = 64, n_head = 4 }" if scale == "ci" else ""
+config = f"""
+[model]
+preset = "{name}"
+{shrink}
+
+[data]
+path = "{work / "tokens"}"
+sequence_length = {length}
+
+[parallel]
+hybrid_shard_degree = {shards}
+bf16 = {str(bf16).lower()}
+
+[batch]
+micro_batch_size = {micro_batch}
+accumulation = {accumulation}
+
+[optimizer]
+lr = {rate}
+warmup_steps = {max(10, steps // 100)}
+
+[train]
+steps = {steps}
+eval_every = {max(1, steps // 4)}
+eval_batches = 8
+sample_prompt = "Returns the"
+
+[run]
+folder = "{work / "run"}"
+log_every = {max(1, steps // 20)}
+"""
+path = work / "run.toml"
+path.write_text(config)
+print(config)
+
+# %% [markdown]
+# ## Train
+#
+# On this machine `nearlinear train --nproc 4` starts four processes through torchrun's API. On 32
+# nodes torchrun (or SageMaker, or Slurm) starts 8 on each and they run the same command. Before
+# any rank starts, the layout is checked against the number of ranks and the data is verified.
+
+# %%
+if scale == "cluster":
+    launch = (
+        "torchrun --nnodes 32 --nproc-per-node 8 --rdzv-backend c10d "
+        f"--rdzv-endpoint $HEAD_NODE:29500 -m nearlinear.cli train {path.name}"
+    )
+    print("On each of 32 p4d nodes, with data.path and run.folder on storage they share:\n")
+    print(launch)
+    layout = nl.Mesh.from_config(nl.Config(hybrid_shard_degree=shards), ranks, ranks_per_node=8)
+    assert (layout.nodes, layout.shard, layout.replicate) == (32, 128, 2)
+else:
+    command = [sys.executable, "-m", "nearlinear.cli", "train", str(path), "--nproc", str(ranks)]
+    pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(command, **pipe) as job:
+        for line in job.stdout:
+            print(line, end="")
+    assert job.returncode == 0, "the training run failed; its message is above"
+
+# %% [markdown]
+# The run's folder holds `metrics.jsonl`, TensorBoard events, the config as it was understood, and
+# the position in the data. The dashed line is the loss of a model that knows nothing.
+
+# %%
+if scale != "cluster":
+    metrics = plots.read_metrics(work / "run")
+    plots.loss_curve(metrics, vocabulary=manifest.vocab_size)
+    plt.show()
+
+    guessing = math.log(manifest.vocab_size)
+    held_out = metrics[-1]["eval_loss"]
+    print(f"held-out loss {held_out:.2f} nats; guessing is {guessing:.2f}")
+    assert held_out < guessing - 2.5
+
+# %% [markdown]
+# ## Summary
+#
+# - A shard group is the smallest set of ranks that holds the model states; replicas of it fill the
+#   cluster. For GPT-2 30B on 256 GPUs with 40 GB: 128 x 2.
+# - `nl.init`, `nl.shard` and `nl.accumulate` are the change to a PyTorch script. The numbers are
+#   those of one process, to rounding.
+# - Two-hop synchronisation lets replicas talk once per step instead of once per micro-batch.
+# - The same file and the same command train on a laptop and on 32 nodes.
+#
+# ## Exercises
+#
+# 1. Change the degree in `held` to 1 and to 4. What does each rank hold, and what does
+#    `print(nl.init(...))` show?
+# 2. In `counted`, set `A = 8`. Which of the three bars grows with two hops, and which does not?
+# 3. Pass `reshard_after_forward=True` to `nl.shard` in `counted`. Where do the 4 extra all-gathers
+#    come from, and what do they buy?
+# 4. A 13-billion-parameter model on 8 nodes: which degree does the rule give, and how many
+#    replicas? Check with `nl.Mesh.from_config`.
+# 5. Run this notebook with `scale = "laptop"` and `--set parallel.hybrid_shard_degree=4`. Do the
+#    losses change? Should they?
