@@ -1,4 +1,4 @@
-"""Progress of a preparation on stderr: a bar on a terminal, a plain line every few seconds else.
+"""Progress of a preparation: a bar on a terminal's stderr, else a plain line every few seconds.
 
 Plain lines suit papermill, CI and CloudWatch, where a bar would be noise.
 """
@@ -76,4 +76,4 @@ class Progress:
         return f", about {seconds:.0f} s left"
 
     def _print(self, line: str) -> None:
-        print(line, file=sys.stderr, flush=True)
+        print(line, flush=True)

@@ -37,6 +37,7 @@ if importlib.util.find_spec("data_prep") is None:  # Jupyter started in notebook
 
 # %%
 import contextlib
+import io
 import json
 import shutil
 import struct
@@ -50,7 +51,8 @@ import numpy as np
 
 import data_prep
 import nearlinear as nl
-from nearlinear.plots import GRID, INK, MUTED, PALETTE
+from nearlinear.plots import GRID, INK, MUTED, PALETTE, loss_curve, rank_map, read_metrics
+from nearlinear.train import config as train_config
 
 plt.rcParams["figure.dpi"] = 110
 keeper = tempfile.TemporaryDirectory(prefix="nearlinear-01-")  # removed when the kernel ends
@@ -152,8 +154,7 @@ max_tokens = {"ci": 1_000_000, "laptop": None, "cluster": 1_000_000}[scale]
 out = work / "shards"
 
 started = time.perf_counter()
-with contextlib.redirect_stderr(sys.stdout):  # progress, shown as ordinary output
-    manifest = data_prep.prepare(source, out, max_tokens=max_tokens, shard_tokens=shard_tokens)
+manifest = data_prep.prepare(source, out, max_tokens=max_tokens, shard_tokens=shard_tokens)
 seconds = time.perf_counter() - started
 print(data_prep.summary(out).replace(str(work), "work"))
 
@@ -462,6 +463,37 @@ shutil.copy(out / shards[0]["file"], victim)
 mended = nl.TokenDataset(copy, sequence_length=sequence_length, verify="full")
 assert mended.fingerprint == dataset.fingerprint
 assert np.array_equal(mended.windows(np.arange(len(mended))), whole)
+
+# %% [markdown]
+# ## The tokens in use
+#
+# Do the shards train a model? We let a very small GPT-2 read them for a few steps, on 4 ranks of
+# this machine (threads, so that it starts at once). Each rank holds a part of the model and reads
+# windows of its own: in the picture a cell is a rank, and equal colours hold equal parts.
+
+# %%
+settings = {
+    "model": {"preset": "gpt2-tiny", "overrides": {"n_layer": 1, "n_embd": 32, "n_head": 1}},
+    "data": {"path": str(out), "sequence_length": 32},
+    "parallel": {"hybrid_shard_degree": 2},
+    "batch": {"micro_batch_size": 4},
+    "optimizer": {"lr": 2e-2, "warmup_steps": 4},
+    "train": {"steps": 16, "eval_every": 8, "eval_batches": 2, "sample_tokens": 0},
+    "run": {"folder": str(work / "run"), "tensorboard": False},
+}
+with contextlib.redirect_stdout(io.StringIO()):  # its lines are in metrics.jsonl
+    results = nl.spmd.run(lambda rank: nl.Trainer(train_config.load(settings)).fit(), ranks=4)
+print(f"held-out loss after {results[0].steps} steps: {results[0].eval_loss:.2f} nats")
+
+figure, (left, right) = plt.subplots(
+    1, 2, figsize=(9, 2.8), width_ratios=[1, 2], layout="constrained"
+)
+rank_map(nl.Mesh(replicate=2, shard=2), left)
+loss_curve(read_metrics(work / "run"), vocabulary=manifest.vocab_size, ax=right)
+plt.show()
+
+assert len(set(results)) == 1  # every rank came to the same loss
+assert results[0].eval_loss < np.log(manifest.vocab_size) - 1
 
 # %% [markdown]
 # ## Summary

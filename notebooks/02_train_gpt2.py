@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path.cwd().parent))  # data_prep, when Jupyter was starte
 import matplotlib.pyplot as plt
 import torch
 import torch.distributed as dist
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, logging
 
 import data_prep
 import nearlinear as nl
@@ -32,6 +32,7 @@ from nearlinear import plots
 from nearlinear.counts import count_collectives
 
 assert scale in ("ci", "laptop", "cluster"), f"scale = {scale!r}: use ci, laptop or cluster"
+logging.set_verbosity_error()  # of transformers
 work = Path(tempfile.mkdtemp(prefix="nearlinear-"))
 
 # %% [markdown]

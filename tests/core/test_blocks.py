@@ -8,8 +8,9 @@ from nearlinear.parallel.blocks import find_blocks
 from tests.support import tiny
 
 
-def test_gpt2_and_llama_without_being_told():
-    gpt2, llama = tiny.gpt2(), tiny.llama()
+@pytest.mark.parametrize("layers", [1, 3])
+def test_gpt2_and_llama_without_being_told(layers):
+    gpt2, llama = tiny.gpt2(layers), tiny.llama(layers)
     assert find_blocks(gpt2) == list(gpt2.transformer.h)
     assert find_blocks(llama) == list(llama.model.layers)
 

@@ -48,7 +48,7 @@ def init(config=None, *, ranks_per_node: int | None = None) -> Mesh:
     local = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) if ranks_per_node is None else ranks_per_node
     mesh = Mesh.from_config(config, dist.get_world_size(), local)
     runtime = Runtime(config, mesh, dist.get_rank(), device)
-    if dist.get_backend() == THREADS:
+    if _ranks_are_threads():
         _of_thread.runtime = runtime
     else:
         _of_process = runtime
@@ -57,7 +57,7 @@ def init(config=None, *, ranks_per_node: int | None = None) -> Mesh:
 
 def current() -> Runtime:
     """The runtime of this rank; NearlinearError before `init`."""
-    runtime = getattr(_of_thread, "runtime", None) or _of_process
+    runtime = _known()
     if runtime is None:
         raise NearlinearError("nearlinear is not initialised on this rank: call nl.init() first")
     return runtime
@@ -68,19 +68,38 @@ def current_mesh() -> Mesh:
     return current().mesh
 
 
+def data_place() -> tuple[int, int]:
+    """(data rank, data ranks) of this rank: which slice of every batch it reads.
+
+    (0, 1) where there is no job, before `init` in a single process. NearlinearError before `init`
+    among several ranks, which would otherwise all read the same.
+    """
+    if _known() is None and not (dist.is_initialized() and dist.get_world_size() > 1):
+        return 0, 1
+    now = current()
+    return now.mesh.data_rank(now.rank), now.mesh.data_ranks
+
+
 def shutdown() -> None:
     """Leave the job in step with the other ranks; without it torchrun reports a crash at exit."""
     global _of_process
-    if dist.is_initialized() and dist.get_backend() != THREADS:
+    if dist.is_initialized() and not _ranks_are_threads():
         dist.barrier()
         dist.destroy_process_group()
     _of_process = None
 
 
+def _ranks_are_threads() -> bool:
+    return dist.is_initialized() and dist.get_backend() == THREADS
+
+
+def _known() -> Runtime | None:
+    return getattr(_of_thread, "runtime", None) if _ranks_are_threads() else _of_process
+
+
 def _device() -> torch.device:
     """This rank's accelerator, or the CPU. Ranks that are threads stay on the CPU."""
-    threads = dist.is_initialized() and dist.get_backend() == THREADS
-    if threads or not torch.cuda.is_available():
+    if _ranks_are_threads() or not torch.cuda.is_available():
         return torch.device("cpu")
     local_rank, count = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
     if local_rank >= count:

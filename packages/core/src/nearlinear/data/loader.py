@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
+from nearlinear import runtime
 from nearlinear.data.dataset import TokenDataset
 from nearlinear.data.shuffle import permute
 from nearlinear.errors import DataError
@@ -26,7 +27,8 @@ class Loader:
     B = `micro_batch_size` and S = the dataset's sequence length. Labels equal the input ids:
     Hugging Face models shift them inside. Over all `data_ranks` a step takes
     G = micro_batch_size * micro_batches * data_ranks samples, and which samples depends on G only.
-    `data_rank` counts ranks that read different data, not all ranks of the job.
+    `data_rank` counts ranks that read different data, not all ranks of the job; both default to
+    this rank's place in the mesh of `nearlinear.init`.
     """
 
     def __init__(
@@ -34,11 +36,14 @@ class Loader:
         dataset: TokenDataset,
         micro_batch_size: int,
         micro_batches: int = 1,
-        data_rank: int = 0,
-        data_ranks: int = 1,
+        data_rank: int | None = None,
+        data_ranks: int | None = None,
         seed: int = 0,
     ):
         _require_positive(micro_batch_size=micro_batch_size, micro_batches=micro_batches)
+        if data_rank is None and data_ranks is None:
+            data_rank, data_ranks = runtime.data_place()
+        data_rank, data_ranks = data_rank or 0, data_ranks or 1
         _require_rank(data_rank, data_ranks)
         self.dataset, self.seed = dataset, seed
         self.micro_batch_size, self.micro_batches = micro_batch_size, micro_batches

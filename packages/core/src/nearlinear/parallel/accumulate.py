@@ -102,8 +102,13 @@ class _Step:
             if done:
                 optimizer_guard.finish(self.model)
             else:
+                optimizer_guard.begin(self.model, _unfinished(self.finished(), total))
                 _torch.abandon_backward(self.model)
                 self.model.zero_grad(set_to_none=True)
+
+    def finished(self) -> int:
+        """Micro-batches whose backward has run."""
+        return self.position + (self.backwards > 0)
 
     def _weigh(self, module, args, output):
         """Forward hook: what the model returns, with weighted gradients and counted backwards."""

@@ -14,7 +14,7 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
     names = set(getattr(model, "_no_split_modules", None) or ())
     named = [module for module in model.modules() if type(module).__name__ in names]
     outermost = _without_nested(named)
-    if len(outermost) > 1:
+    if outermost and outermost != [model]:
         return outermost
     stacks = [list(m.children()) for m in model.modules() if _is_stack(m)]
     if not stacks:
@@ -29,7 +29,7 @@ def _is_stack(module: nn.Module) -> bool:
     children = list(module.children())
     return (
         isinstance(module, nn.ModuleList | nn.Sequential)
-        and len(children) > 1
+        and len(children) > isinstance(module, nn.Sequential)
         and len({type(child) for child in children}) == 1
         and any(True for _ in children[0].parameters())
     )

@@ -24,7 +24,7 @@ def held_out_loss(
     model.eval()
     for batch in evaluation_batches(dataset, batch_size, data_rank, mesh.data_ranks, batches):
         targets = count_targets(batch)
-        loss = model(**{name: value.to(device) for name, value in batch.items()}).loss
+        loss = model(**batch).loss  # FSDP moves the batch to the device
         if targets:  # a batch of repeats only takes part for its collectives
             totals += torch.stack([loss.double() * targets, loss.new_tensor(targets).double()])
     model.train()

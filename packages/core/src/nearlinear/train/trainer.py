@@ -59,8 +59,6 @@ class Trainer:
             self.dataset,
             config.batch.micro_batch_size,
             config.batch.accumulation,
-            data_rank=self.mesh.data_rank(self.rank),
-            data_ranks=self.mesh.data_ranks,
             seed=config.data.seed,
         )
         state = preflight.read_state(config)
@@ -109,13 +107,10 @@ class Trainer:
         rate = learning_rate(self.done + 1, self.config.train.steps, self.config.optimizer)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        micro_batches = [
-            {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items()}
-            for batch in next(self.loader)
-        ]
         totals = torch.zeros(2, dtype=torch.float64, device=self.device)
-        for batch in accumulate(self.model, micro_batches, two_hop=self.config.train.two_hop):
-            loss = self.model(**batch).loss
+        two_hop = self.config.train.two_hop
+        for batch in accumulate(self.model, next(self.loader), two_hop=two_hop):
+            loss = self.model(**batch).loss  # FSDP moves the batch to the device
             loss.backward()
             totals[0] += loss.detach().double() * count_targets(batch)
             totals[1] += count_targets(batch)
