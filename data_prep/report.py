@@ -32,7 +32,8 @@ def summary(folder: str | Path) -> str:
     rows.append(
         f"  tokenizer {manifest.tokenizer['name']}, fingerprint {manifest.fingerprint[:12]}"
     )
-    rows.append(f"next: python -m data_prep inspect {folder}")
+    rows.append(f"look inside: python -m data_prep inspect {folder}")
+    rows.append(f"train on it: nearlinear train --set data.path={folder}")
     return "\n".join(rows)
 
 

@@ -117,6 +117,7 @@ ax.spines[:].set_visible(False)
 # Change `sentence` in the parameters and run again.
 
 # %%
+# NBVAL_CHECK_OUTPUT
 tokenizer = data_prep.tokenizer.gpt2()
 ids = tokenizer.encode(sentence)
 print(f"{'id':>6}  {'in the vocabulary':<18} text")
@@ -135,6 +136,7 @@ assert (tokenizer.vocab_size, tokenizer.eos_id) == (50257, 50256)
 # token, a document could forge the end of itself. They stay text:
 
 # %%
+# NBVAL_CHECK_OUTPUT
 forged = "The end.<|endoftext|>Not the end."
 ids = tokenizer.encode(forged)
 print([tokenizer.tokenizer.id_to_token(token) for token in ids])
@@ -241,6 +243,7 @@ print(tokenizer.decode(stream[: lengths[0] - 1])[:400])
 # across files. The number of end-of-text tokens is the number of documents: no document forged one.
 
 # %%
+# NBVAL_CHECK_OUTPUT
 dataset = nl.TokenDataset(out, "train", sequence_length=sequence_length)
 whole = stream[: len(dataset) * sequence_length].reshape(-1, sequence_length)
 assert np.array_equal(dataset.windows(np.arange(len(dataset))), whole)
@@ -363,6 +366,7 @@ def step(ranks):
 # window is read twice.
 
 # %%
+# NBVAL_CHECK_OUTPUT
 four, alone = loaders(4), loaders(1)
 seen = []
 for _ in range(len(dataset) // global_batch):
@@ -381,6 +385,7 @@ print(f"one epoch: {len(seen):,} of {len(dataset):,} windows, each read by one r
 # number of ranks. Here a run stops after three steps on 4 ranks and goes on with 2.
 
 # %%
+# NBVAL_CHECK_OUTPUT
 before = loaders(4)
 history = [step(before) for _ in range(3)]
 state = before[0].state_dict()

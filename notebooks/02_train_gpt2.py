@@ -33,7 +33,8 @@ from nearlinear.counts import count_collectives
 
 assert scale in ("ci", "laptop", "cluster"), f"scale = {scale!r}: use ci, laptop or cluster"
 logging.set_verbosity_error()  # of transformers
-work = Path(tempfile.mkdtemp(prefix="nearlinear-"))
+keeper = tempfile.TemporaryDirectory(prefix="nearlinear-02-")  # removed when the kernel ends
+work = Path(keeper.name)
 
 # %% [markdown]
 # ## Which rank holds what

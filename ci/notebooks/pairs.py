@@ -85,9 +85,6 @@ def faults(folder: Path, stem: str) -> list[tuple[str, str]]:
     if "scale" not in parameters(path):
         fix = f'in {script.name}: # %% tags=["parameters"], then scale = "ci"  # ci or laptop'
         found.append(("has no cell tagged `parameters` that sets `scale`", fix))
-    if any("NBVAL_CHECK_OUTPUT" in cell.source for cell in code):
-        fix = f"in {script.name}: assert the value instead"
-        found.append(("# NBVAL_CHECK_OUTPUT compares nothing: outputs are not stored", fix))
     fresh = nbformat.reads(from_script(script), as_version=4)
     if contents(fresh) != contents(notebook):
         fix = f"{SYNC}  (keeps the .py); if the edits are in the .ipynb: {to_script}"

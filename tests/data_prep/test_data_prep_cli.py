@@ -31,7 +31,8 @@ def test_prepare_verify_inspect(capsys, corpus, tmp_path):
     code, said, progress = run(capsys, "jsonl", corpus, "--out", out, "--val-fraction", 0.05)
     assert code == 0
     assert "tokenizer gpt2" in said and "bytes of text per token" in said
-    assert said.splitlines()[-1] == f"next: python -m data_prep inspect {out}"
+    assert said.splitlines()[-2] == f"look inside: python -m data_prep inspect {out}"
+    assert said.splitlines()[-1] == f"train on it: nearlinear train --set data.path={out}"
     assert "jsonl: 400 documents" in said and "tokens/s" in said and not progress
 
     code, said, _ = run(capsys, "verify", out)
@@ -42,7 +43,7 @@ def test_prepare_verify_inspect(capsys, corpus, tmp_path):
     assert "tokens per document" in said and "####" in said
 
     code, said, notes = run(capsys, "jsonl", corpus, "--out", out, "--val-fraction", 0.05)
-    assert code == 0 and "nothing to do" in notes and "next:" in said
+    assert code == 0 and "nothing to do" in notes and "look inside:" in said
 
 
 def test_verify_names_the_altered_shard(capsys, corpus, tmp_path):

@@ -6,6 +6,7 @@ user is one line on stderr and exit code 2; ``--debug`` adds the traceback.
 
 import argparse
 import logging
+import math
 import os
 import sys
 from pathlib import Path
@@ -142,7 +143,9 @@ def _fit(config) -> int:
 
 def _leave(folder: Path, result) -> None:
     """Say what the run came to and where it is."""
-    print(f"done: {result.steps} steps, loss {result.loss:.4f}, held-out {result.eval_loss:.4f}")
+    held_out = "" if math.isnan(result.eval_loss) else f", held-out {result.eval_loss:.4f}"
+    print(f"done: {result.steps} steps, loss {result.loss:.4f}{held_out} (guessing: "
+          f"{result.guessing:.4f})")  # fmt: skip
     print(f"metrics: {folder / 'metrics.jsonl'}")
     try:
         from . import plots

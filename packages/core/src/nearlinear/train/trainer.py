@@ -40,6 +40,8 @@ class Result:
     """mean training loss of the last step, nats"""
     eval_loss: float
     """held-out loss after the last step, nats; NaN without evaluation"""
+    guessing: float
+    """loss of a model that knows nothing: the logarithm of the vocabulary's size"""
     sample: str
     """the generated text, prompt included; empty if none was asked for"""
 
@@ -99,7 +101,8 @@ class Trainer:
                 self.reporter.say(f"sample: {sample!r}")
         finally:
             self.reporter.close()
-        return Result(self.done, metrics["loss"], eval_loss, sample)
+        guessing = math.log(self.dataset.manifest.vocab_size)
+        return Result(self.done, metrics["loss"], eval_loss, guessing, sample)
 
     def step(self) -> dict:
         """One optimizer step; the metrics of the whole job, the same on every rank."""
