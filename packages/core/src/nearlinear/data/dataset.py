@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
-from nearlinear.data.format import Manifest, read_index, verify
-from nearlinear.errors import DataError
+from ..errors import DataError
+from .format import Manifest, read_index, verify
 
 logger = logging.getLogger("nearlinear.data")
 

@@ -16,7 +16,7 @@ from pathlib import Path, PurePosixPath
 
 import numpy as np
 
-from nearlinear.errors import DataError
+from ..errors import DataError
 
 FORMAT_NAME = "nearlinear-token-shards"
 FORMAT_VERSION = 1
@@ -243,7 +243,9 @@ class Manifest:
         try:
             return cls._parse(document)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise DataError(f"{path} is damaged ({error!r}): {prepare}") from None
+            raise DataError(
+                f"{path} is damaged ({error}): copy it again, or prepare the data again"
+            ) from None
 
     @classmethod
     def _parse(cls, document: dict) -> "Manifest":

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from nearlinear import runtime
-from nearlinear.data.dataset import TokenDataset
-from nearlinear.data.shuffle import permute
-from nearlinear.errors import DataError
+from .. import runtime
+from ..errors import DataError
+from .dataset import TokenDataset
+from .shuffle import permute
 
 _STATE_FORMAT = 1
 _IGNORED_LABEL = -100  # the ignore_index of torch's cross entropy and of Hugging Face models
