@@ -483,7 +483,7 @@ settings = {
     "parallel": {"hybrid_shard_degree": 2},
     "batch": {"micro_batch_size": 4},
     "optimizer": {"lr": 2e-2, "warmup_steps": 4},
-    "train": {"steps": 16, "eval_every": 8, "eval_batches": 2, "sample_tokens": 0},
+    "train": {"steps": 16, "eval_every": 8, "eval_sequences": 16, "sample_tokens": 0},
     "run": {"folder": str(work / "run"), "tensorboard": False},
 }
 with contextlib.redirect_stdout(io.StringIO()):  # its lines are in metrics.jsonl

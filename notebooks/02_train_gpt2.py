@@ -253,7 +253,8 @@ assert two_hop == {"all_gather": 28, "reduce_scatter": 16, "all_reduce": 4}
 def too_early(rank):
     nl.init({"hybrid_shard_degree": 1})
     with nl.spmd.one_at_a_time(seed=0):
-        model = nl.shard(small_gpt2())
+        model = small_gpt2()
+    nl.shard(model)
     optimizer = torch.optim.AdamW(model.parameters())
     batch = {"input_ids": sequences(0), "labels": sequences(0)}
     for micro_batch in nl.accumulate(model, [batch, batch]):
@@ -326,7 +327,7 @@ warmup_steps = {max(10, steps // 100)}
 [train]
 steps = {steps}
 eval_every = {max(1, steps // 4)}
-eval_batches = 8
+eval_sequences = 64
 sample_prompt = "Returns the"
 
 [run]

@@ -50,6 +50,6 @@ def small_run(token_folder, tmp_path):
         "data": {"path": str(token_folder), "sequence_length": 32},
         "batch": {"micro_batch_size": 2, "accumulation": 2},
         "optimizer": {"lr": 5e-3, "warmup_steps": 2},
-        "train": {"steps": 6, "eval_every": 3, "eval_batches": 2, "sample_tokens": 4},
+        "train": {"steps": 6, "eval_every": 3, "eval_sequences": 16, "sample_tokens": 4},
         "run": {"folder": str(tmp_path / "run"), "tensorboard": False},
     }

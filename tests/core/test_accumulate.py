@@ -269,3 +269,103 @@ def test_a_model_that_is_not_sharded_is_refused():
 )
 def test_targets_of_a_batch(batch, targets):
     assert count_targets(batch) == targets
+
+
+def gradients_of_a_whole_step(model):
+    for batch in nl.accumulate(model, two_batches()):
+        model(**batch).loss.backward()
+    return {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+
+
+def assert_a_whole_step_is_right(body):
+    """After ``body(model)`` the gradients of the next step are those of a single process."""
+    torch.manual_seed(0)
+    model = tiny.gpt2(2)
+    sum(model(**batch).loss / 2 for batch in two_batches()).backward()
+
+    def on_rank(model, optimizer):
+        body(model)
+        return gradients_of_a_whole_step(model)
+
+    for found in step_after(on_rank):
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(found[name], parameter.grad, atol=2e-6, rtol=1e-4)
+
+
+def test_a_loop_left_early_and_kept_does_not_weigh_the_next_step():
+    kept = []
+
+    def body(model):
+        loop = nl.accumulate(model, two_batches())
+        model(**next(loop)).loss.backward()
+        kept.append(loop)  # still alive during the next step, and closed after it
+
+    assert_a_whole_step_is_right(body)
+
+
+def test_an_error_in_the_middle_of_a_backward_leaves_nothing_behind():
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, tensor):
+            return tensor.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            raise ValueError("out of luck")
+
+    def fail(module, args, output):
+        return (Fails.apply(output[0]), *output[1:]) if isinstance(output, tuple) else (
+            Fails.apply(output)
+        )  # fmt: skip
+
+    def body(model):
+        hook = model.transformer.h[1].register_forward_hook(fail)
+        with pytest.raises(ValueError, match="out of luck"):
+            for batch in nl.accumulate(model, two_batches()):
+                model(**batch).loss.backward()
+        hook.remove()
+
+    assert_a_whole_step_is_right(body)
+
+
+def test_a_second_backward_through_one_forward_is_an_error():
+    def body(model, optimizer):
+        with pytest.raises(nl.NearlinearError, match="second backward"):
+            for batch in nl.accumulate(model, two_batches()):
+                loss = model(**batch).loss
+                loss.backward(retain_graph=True)
+                loss.backward()
+
+    step_after(body)
+
+
+def test_a_micro_batch_without_targets_weighs_nothing():
+    ids = tiny.rows(0, 2)
+    empty = {"input_ids": ids, "labels": torch.full_like(ids, -100)}
+
+    def gradients(rank):
+        model = sharded(2, layers=2)
+        batches = two_batches() if rank == 0 else [empty, empty]
+        for batch in nl.accumulate(model, batches):
+            model(**batch).loss.backward()
+        return {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+
+    expected = mean_gradient([two_batches()])
+    for found in nl.spmd.run(gradients, 2):
+        for name, gradient in expected.items():
+            torch.testing.assert_close(found[name], gradient, atol=2e-6, rtol=1e-4)
+
+
+def test_an_optimizer_built_before_sharding_is_refused():
+    def on_rank(rank):
+        nl.init({"hybrid_shard_degree": 2})
+        with nl.spmd.one_at_a_time(seed=0):
+            model = tiny.gpt2(2)
+        optimizer = tiny.optimizer_for(model, "sgd")
+        nl.shard(model)
+        for batch in nl.accumulate(model, two_batches()):
+            model(**batch).loss.backward()
+        with pytest.raises(RuntimeError, match=r"built before nl\.shard"):
+            optimizer.step()
+
+    nl.spmd.run(on_rank, 2)

@@ -77,12 +77,44 @@ def test_env_prints_versions_and_no_secrets():
         (["model.overrides.vocab_size=10"], "holds ids up to"),
         (["data.resume=nowhere.json"], "no such file"),
         (["train.steps=soon"], "train.steps = 'soon': expected an integer"),
+        (["model.overrides.n_positions=abc"], "n_positions = 'abc': expected an integer"),
+        (["model.overrides.vocab_size=abc"], "vocab_size = 'abc': expected an integer"),
+        (["model.context=64", "model.overrides.n_positions=32"], "two names for one setting"),
+        (["model.overrides.n_embd=-4"], "the model cannot be built"),
+        (["optimizer.lr=nan"], "optimizer.lr = nan"),
+        (["optimizer.beta1=1.5"], "optimizer.beta1 = 1.5: must be from 0 to 1"),
+        (["batch.micro_batch_size=1e30"], "more than 2^31"),
+        (["run.folder=/proc/nowhere"], "run.folder = /proc/nowhere cannot be written"),
+        (["run.peak_tflops=-1"], "run.peak_tflops = -1.0"),
+        (["parallel.context_parallel_degree=2", "run.nproc=2"], "this release trains with"),
         (["nonsense"], "expected key=value"),
     ],
 )
 def test_a_mistake_is_one_line(small_run, tmp_path, capsys, settings, words):
     flags = [part for setting in settings for part in ("--set", setting)]
     assert words in refusal(capsys, "train", write(small_run, tmp_path), *flags)
+
+
+def test_a_loss_that_explodes_stops_the_run(small_run, tmp_path):
+    settings = "optimizer.lr=1e30 optimizer.clip=0 optimizer.warmup_steps=0 train.steps=50"
+    flags = [part for setting in settings.split() for part in ("--set", setting)]
+    failed = nearlinear("train", write(small_run, tmp_path), *flags)
+    assert failed.returncode == 2 and "Traceback" not in failed.stderr
+    assert failed.stderr.count("error: ") == 1 and "lower optimizer.lr" in failed.stderr
+
+
+def test_resuming_after_the_last_step(small_run, tmp_path, capsys):
+    (tmp_path / "state.json").write_text('{"step": 6, "loader": {}}')
+    flags = ["--set", f"data.resume={tmp_path}/state.json"]
+    assert "raise train.steps" in refusal(capsys, "train", write(small_run, tmp_path), *flags)
+
+
+def test_an_alias_in_a_setting_wins_over_the_files_key(small_run, tmp_path, capsys):
+    small_run["parallel"] = {"hybrid_shard_degree": 4}
+    flags = ["--set", "parallel.sharded_data_parallel_degree=2", "--print-config"]
+    assert cli.main(["train", str(write(small_run, tmp_path)), *flags]) == 0
+    printed = tomllib.loads(capsys.readouterr().out)
+    assert printed["parallel"]["hybrid_shard_degree"] == 2
 
 
 def test_a_missing_config_file(tmp_path, capsys):

@@ -103,6 +103,19 @@ def test_mistakes(asked, launcher, words):
         config.load(asked, {config.LAUNCHER_VARIABLE: launcher})
 
 
+def test_keys_beside_the_parallel_table_are_not_lost(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text("bf16 = true\n[parallel]\nhybrid_shard_degree = 4")
+    with pytest.raises(ConfigError, match=r"'bf16' stands outside \[parallel\]"):
+        config.load(path, {})
+
+
+@pytest.mark.parametrize("asked", [4, ["a"], b"x"])
+def test_something_that_is_no_config(asked):
+    with pytest.raises(ConfigError, match="expected a dict, or a .toml or .json path"):
+        config.load(asked, {})
+
+
 @pytest.mark.parametrize(
     ("asked", "world", "words"),
     [

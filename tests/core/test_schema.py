@@ -139,6 +139,12 @@ def test_files(tmp_path):
     assert schema.read(tmp_path / "a.toml") == schema.read(tmp_path / "a.json") == {"name": "n"}
     with pytest.raises(ConfigError, match=r"bad\.toml: not valid TOML.*line 2"):
         schema.read(tmp_path / "bad.toml")
+    (tmp_path / "list.json").write_text("[1]")
+    (tmp_path / "latin.toml").write_bytes(b'name = "\xe9"')
+    with pytest.raises(ConfigError, match="not a table"):
+        schema.read(tmp_path / "list.json")
+    with pytest.raises(ConfigError, match="not UTF-8"):
+        schema.read(tmp_path / "latin.toml")
     with pytest.raises(ConfigError, match="no such config file"):
         schema.read(tmp_path / "none.toml")
     with pytest.raises(ConfigError, match=r"\.toml or \.json"):

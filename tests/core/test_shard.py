@@ -127,7 +127,8 @@ def test_sharding_twice_is_refused():
     def twice(rank):
         nl.init()
         with nl.spmd.one_at_a_time(seed=0):
-            model = nl.shard(tiny.gpt2())
+            model = tiny.gpt2()
+        nl.shard(model)
         with pytest.raises(nl.ConfigError, match="already"):
             nl.shard(model)
 

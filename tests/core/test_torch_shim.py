@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-import nearlinear as nl
 from nearlinear import _torch
 from tests.support import tiny
 
@@ -23,17 +22,3 @@ def test_map_tensors_reaches_into_model_outputs():
     doubled = _torch.map_tensors(lambda tensor: tensor * 2, output)
     assert type(doubled) is type(output)
     assert doubled.loss.item() == pytest.approx(2 * output.loss.item())
-
-
-def test_partial_sums_are_seen_and_dropped():
-    def work(rank):
-        nl.init({"hybrid_shard_degree": 1})
-        with nl.spmd.one_at_a_time(seed=0):
-            model = nl.shard(tiny.gpt2(1), blocks=[])
-        model.set_requires_all_reduce(False)
-        model(**tiny.batch(tiny.rows(0, 1))).loss.backward()
-        held = _torch.holds_partial_sums(model)
-        _torch.abandon_backward(model)
-        return held, _torch.holds_partial_sums(model)
-
-    assert nl.spmd.run(work, 2) == [(True, False)] * 2

@@ -2,18 +2,20 @@
 
 Everything else in nearlinear uses torch's documented API. When a torch release moves a name, the
 import here fails, tests/core/test_torch_shim.py says which one, and only this file changes.
+On the CPU torch 2.8 is the oldest: FSDP2 of 2.6 does not run there, that of 2.7 not with replicas.
 """
 
 import torch
 from torch.distributed import distributed_c10d as _c10d
 from torch.utils import _pytree
-from torch.utils._python_dispatch import TorchDispatchMode  # sees every operator; 2.13.0
+from torch.utils._python_dispatch import TorchDispatchMode  # sees every operator; 2.8.0, 2.13.0
 
 __all__ = [
     "TorchDispatchMode",
     "abandon_backward",
-    "holds_partial_sums",
     "map_tensors",
+    "reduce_unused_parameters",
+    "shards_on_cpu",
     "store_barrier",
     "thread_group_base",
 ]
@@ -22,7 +24,7 @@ __all__ = [
 def thread_group_base():
     """The process group whose ranks are threads of one process, and how to install and remove it.
 
-    Returns (group class, install(), uninstall()). Checked on torch 2.13.0.
+    Returns (group class, install(), uninstall()). Checked on torch 2.8.0 and 2.13.0.
     """
     from torch._C._distributed_c10d import _set_thread_isolation_mode
     from torch.testing._internal.distributed import multi_threaded_pg as threaded
@@ -33,47 +35,83 @@ def thread_group_base():
 
     def uninstall():
         threaded._uninstall_threaded_pg()
+        if threaded._ctx_manager is not None:  # older releases leave autograd single-threaded
+            threaded._ctx_manager.__exit__(None, None, None)
+            threaded._ctx_manager = None
         _set_thread_isolation_mode(False)
 
     return threaded.ProcessLocalGroup, install, uninstall
 
 
 def store_barrier(rank: int, store, world: int, timeout) -> None:
-    """Wait until all ``world`` ranks have reached this point. Checked on torch 2.13.0."""
+    """Wait until all ``world`` ranks have reached this point. Checked on torch 2.8.0 and 2.13.0."""
     _c10d._store_based_barrier(rank, store, "", world, timeout)
 
 
 def map_tensors(function, tree):
-    """``tree`` (dicts, lists, model outputs) with every tensor replaced. Checked on 2.13.0."""
+    """``tree`` (dicts, lists, model outputs) with every tensor replaced. 2.8.0, 2.13.0."""
     return _pytree.tree_map_only(torch.Tensor, function, tree)
 
 
 def abandon_backward(root) -> None:
-    """Drop what a sharded model holds of an unfinished step: partial sums, queued reductions.
+    """Drop what a sharded model holds of an unfinished step.
 
-    Checked on torch 2.13.0 (`FSDPModule.reset_iter_state`); older releases keep the partial sums
-    in ``_partial_reduce_output`` of every parameter group.
+    That is queued reductions (`FSDPModule.reset_iter_state`, not in older releases), partial sums,
+    and gradients of gathered parameters whose backward was cut short. Checked on torch 2.8.0 (the
+    partial sums) and 2.13.0.
     """
     if hasattr(root, "reset_iter_state"):
         root.reset_iter_state()
+    for group in _param_groups(root):
+        group._partial_reduce_output = None
+        for entry in group.fsdp_params:
+            entry.unsharded_accumulated_grad = None
+            if hasattr(entry, "_unsharded_param"):
+                entry._unsharded_param.grad = None
+
+
+def reduce_unused_parameters(root) -> None:
+    """Let parameters without a gradient take part in every reduction, as zeros.
+
+    Micro-batches may use different parameters, and their partial sums must keep one layout. torch
+    2.13.0 has a switch for that; before it, every parameter group fills the zeros in itself.
+    Checked on torch 2.8.0 and 2.13.0.
+    """
+    if hasattr(root, "set_reduce_scatter_unused_params"):
+        root.set_reduce_scatter_unused_params(True)
+        return
+    for group in _param_groups(root):
+        group.post_backward = _with_zeros(group)
+
+
+def _with_zeros(group):
+    """``group.post_backward``, which reduces the gradients there are, after completing them."""
+    reduce = group.post_backward
+
+    def post_backward(*unused):
+        for entry in group.fsdp_params if group.reduce_grads else ():
+            if entry.unsharded_accumulated_grad is None and hasattr(entry, "_unsharded_param"):
+                parameter = entry._unsharded_param
+                if parameter.requires_grad and parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+        reduce(*unused)
+
+    return post_backward
+
+
+def shards_on_cpu() -> bool:
+    """Whether this torch's FSDP2 runs on the CPU, with replicas too."""
+    return tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 8)
+
+
+def _param_groups(root) -> list:
+    """The parameter groups of all sharded units in ``root``."""
+    groups = []
     for module in root.modules():
         if hasattr(module, "_get_fsdp_state"):
-            for group in _param_groups(module._get_fsdp_state()):
-                group._partial_reduce_output = None
-
-
-def holds_partial_sums(root) -> bool:
-    """Whether gradients wait for the all-reduce across replicas. Checked on torch 2.13.0."""
-    return any(
-        group._partial_reduce_output is not None
-        for module in root.modules()
-        if hasattr(module, "_get_fsdp_state")
-        for group in _param_groups(module._get_fsdp_state())
-    )
-
-
-def _param_groups(state) -> list:
-    if hasattr(state, "_fsdp_param_groups"):
-        return list(state._fsdp_param_groups)
-    group = state._fsdp_param_group
-    return [] if group is None else [group]
+            state = module._get_fsdp_state()
+            if hasattr(state, "_fsdp_param_groups"):
+                groups += state._fsdp_param_groups
+            elif state._fsdp_param_group is not None:
+                groups.append(state._fsdp_param_group)
+    return groups

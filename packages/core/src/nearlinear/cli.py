@@ -29,9 +29,15 @@ def main(arguments: list[str] | None = None) -> int:
     """Run one command; the exit code: 0 done, 1 a failure of a rank, 2 a mistake to correct."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     options = _parser().parse_args(arguments)
-    quiet = os.environ.get("RANK", "0") != "0"
+    rank = os.environ.get("RANK", "0")
+    if options.launched_by:
+        from .orphan import end_with_parent
+
+        end_with_parent(options.launched_by)  # before the slow imports
     logging.basicConfig(
-        level=logging.ERROR if quiet else logging.INFO, format="%(message)s", stream=sys.stderr
+        level=logging.INFO if rank == "0" else logging.ERROR,
+        format="%(message)s",
+        stream=sys.stderr,
     )
     logging.getLogger("torch").setLevel(logging.WARNING)
     try:
@@ -39,8 +45,13 @@ def main(arguments: list[str] | None = None) -> int:
     except NearlinearError as error:
         if options.debug:
             raise
-        if not quiet:
-            print(f"error: {error}", file=sys.stderr)
+        if options.launched_by:
+            from .launch.local import leave_error
+
+            leave_error(str(error))
+        else:
+            who = f"[rank {rank}] " if "RANK" in os.environ else ""
+            print(f"{who}error: {error}", file=sys.stderr, flush=True)
         return 2
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
@@ -58,8 +69,8 @@ def _parser() -> argparse.ArgumentParser:
     train = commands.add_parser(
         "train",
         help="train a model from a config file",
-        description="Train a model. Starts its ranks itself, or joins those of torchrun, SageMaker "
-        "or Slurm.",
+        description="Train a model. Starts its ranks itself, or joins those that torchrun (so "
+        "SageMaker) or Slurm's srun started.",
         epilog=TRAIN_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -80,6 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     env.set_defaults(run=_env)
     for command in (train, env):
         command.add_argument("--debug", action="store_true", help="show tracebacks of errors")
+        command.add_argument("--launched-by", type=int, default=0, help=argparse.SUPPRESS)
     return parser
 
 
@@ -103,19 +115,20 @@ def _train(options, arguments) -> int:
         print(schema.to_toml(config), end="")
         return 0
 
+    from .config import whole_number
     from .launch import local
     from .train import preflight
 
     if local.joined():
-        world, node = int(os.environ["WORLD_SIZE"]), int(os.environ.get("LOCAL_WORLD_SIZE", 0))
-        preflight.check(config, world, node)
-        return _fit(config)
+        world, node = whole_number("WORLD_SIZE"), whole_number("LOCAL_WORLD_SIZE")
+        if not options.launched_by:
+            preflight.check(config, world, node)
+        return _fit(config, verified=bool(options.launched_by))
     ranks = config.run.nproc or _default_ranks()
     preflight.check(config, ranks, ranks)
     if ranks == 1:
-        return _fit(config)
-    # the shards are verified by now; the ranks need not read them all again
-    return local.start("nearlinear.cli", [*arguments, "--set", "data.verify=size"], ranks)
+        return _fit(config, verified=True)
+    return local.start("nearlinear.cli", arguments, ranks)
 
 
 def _default_ranks() -> int:
@@ -125,15 +138,12 @@ def _default_ranks() -> int:
     return max(1, torch.cuda.device_count())
 
 
-def _fit(config) -> int:
+def _fit(config, verified: bool) -> int:
     """Be one rank of the job, from beginning to end."""
     from . import runtime
-    from .orphan import end_with_parent
     from .train.trainer import Trainer
 
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        end_with_parent()  # a launcher that is killed outright takes its ranks with it
-    result = Trainer(config).fit()
+    result = Trainer(config, verified=verified).fit()
     rank = runtime.current().rank
     runtime.shutdown()
     if rank == 0:

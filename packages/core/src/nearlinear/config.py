@@ -86,6 +86,26 @@ class Config:
         if self.bf16 and self.fp16:
             raise ConfigError("bf16 = true and fp16 = true: choose one of the two")
 
+    def check_supported(self) -> None:
+        """Refuse what this release cannot do, and say what has no effect: nothing is ignored."""
+        for name in (
+            "tensor_parallel_degree context_parallel_degree expert_parallel_degree "
+            "pipeline_parallel_degree"
+        ).split():
+            if getattr(self, name) > 1:
+                raise ConfigError(
+                    f"{name} = {getattr(self, name)}: this release trains with sharded data "
+                    "parallelism only; set it to 1 and raise hybrid_shard_degree instead"
+                )
+        if self.fp16:
+            raise ConfigError("fp16 = true: this release has no loss scaling; use bf16 = true")
+        for name in (
+            "sm_activation_offloading activation_loading_horizon microbatches allow_empty_shards "
+            "fsdp_cache_flush_warnings"
+        ).split():
+            if getattr(self, name) != getattr(Config, name):
+                log.warning("%s = %s has no effect in this release", name, getattr(self, name))
+
     def degrees(self, world: int) -> dict[str, int]:
         """How ``world`` ranks are cut: the size of every mesh axis, slowest first.
 
@@ -124,18 +144,29 @@ def load(config=None, environment=None) -> Config:
         asked = {f.name: getattr(config, f.name) for f in fields(Config)}
     elif config is None or isinstance(config, dict):
         asked = dict(config or {})
-    else:
+    elif isinstance(config, str | os.PathLike):
         asked = schema.read(config)
-        asked = asked.get("parallel", asked)
-    return parse(_canonical(asked) | _canonical(_from_launcher(environment)))
+        if "parallel" in asked:  # a whole run's file: the other tables are not ours to read
+            stray = next((key for key, value in asked.items() if not isinstance(value, dict)), None)
+            if stray is not None:
+                raise ConfigError(
+                    f"{config}: {stray!r} stands outside [parallel] in a file that has that table: "
+                    "move it there"
+                )
+            asked = asked["parallel"]
+    else:
+        raise ConfigError(
+            f"the config is a {type(config).__name__}: expected a dict, or a .toml or .json path"
+        )
+    return parse(canonical(asked) | canonical(_from_launcher(environment)))
 
 
 def parse(data: dict, where: str = "") -> Config:
     """A `Config` from plain data under the names of SMP v1 or v2. Raises ConfigError."""
-    return schema.build(Config, _canonical(data), where, nearby=[*ALIASES, *TUNING_OF_V1])
+    return schema.build(Config, canonical(data), where, nearby=[*ALIASES, *TUNING_OF_V1])
 
 
-def _canonical(data: dict) -> dict:
+def canonical(data: dict) -> dict:
     """``data`` under v2's names; v1's keys without effect are dropped with a log line."""
     result, given = {}, {}
     for key, value in data.items():
@@ -163,6 +194,14 @@ def _from_launcher(environment) -> dict:
     if not isinstance(data, dict):
         raise ConfigError(f"{LAUNCHER_VARIABLE} = {text}: expected a JSON object")
     return data
+
+
+def whole_number(variable: str, default: int = 0) -> int:
+    """A whole number from the environment. Raises ConfigError for anything else."""
+    text = os.environ.get(variable, str(default)).strip()
+    if not text.isdigit():
+        raise ConfigError(f"{variable} = {text!r} in the environment: expected a whole number")
+    return int(text)
 
 
 def _divides(name: str, degree: int, total: int, what: str) -> None:

@@ -8,11 +8,13 @@ import sys
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
-def end_with_parent(sig: int = signal.SIGTERM) -> None:
-    """Have the kernel send this process ``sig`` when its parent ends. Call in the child, early."""
+def end_with_parent(parent: int) -> None:
+    """Have the kernel end this process when process ``parent`` ends. Call in the child, early.
+
+    ``parent`` is the id the parent told the child: if it is dead already, this process ends now.
+    """
     if sys.platform != "linux":
         return
-    parent = os.getppid()
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, sig)
-    if os.getppid() != parent:  # the parent ended in between
-        os.kill(os.getpid(), sig)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGTERM)

@@ -1,6 +1,6 @@
 """`nl.init`: join the ranks of this job, read the config, and remember both for this rank.
 
-Under torchrun, SageMaker or Slurm (``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK`` in the environment) it
+Under torchrun, and so SageMaker (``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK`` in the environment), it
 joins those ranks; inside `nl.spmd.run` it uses the ranks that are there; any other Python process
 becomes a job of one rank. One runtime per process, or per thread where ranks are threads.
 """
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from . import config as wish
 from .config import Config
@@ -19,7 +20,7 @@ from .mesh import Mesh
 from .spmd.threads import BACKEND as THREADS
 
 
-@dataclass(frozen=True)
+@dataclass
 class Runtime:
     """What this rank knows of the job."""
 
@@ -27,6 +28,15 @@ class Runtime:
     mesh: Mesh
     rank: int
     device: torch.device
+
+    _device_mesh: DeviceMesh | None = None
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The mesh as torch's, made on first use: a collective call."""
+        if self._device_mesh is None:
+            self._device_mesh = self.mesh.device_mesh(self.device.type)
+        return self._device_mesh
 
 
 _of_thread = threading.local()
@@ -45,7 +55,7 @@ def init(config=None, *, ranks_per_node: int | None = None) -> Mesh:
     device = _device()
     if not dist.is_initialized():
         _join(device)
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) if ranks_per_node is None else ranks_per_node
+    local = wish.whole_number("LOCAL_WORLD_SIZE", 0) if ranks_per_node is None else ranks_per_node
     mesh = Mesh.from_config(config, dist.get_world_size(), local)
     runtime = Runtime(config, mesh, dist.get_rank(), device)
     if _ranks_are_threads():
@@ -83,7 +93,10 @@ def data_place() -> tuple[int, int]:
 def shutdown() -> None:
     """Leave the job in step with the other ranks; without it torchrun reports a crash at exit."""
     global _of_process
-    if dist.is_initialized() and not _ranks_are_threads():
+    if _ranks_are_threads():
+        _of_thread.runtime = None  # the group is spmd.run's to end
+        return
+    if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
     _of_process = None
@@ -101,7 +114,7 @@ def _device() -> torch.device:
     """This rank's accelerator, or the CPU. Ranks that are threads stay on the CPU."""
     if _ranks_are_threads() or not torch.cuda.is_available():
         return torch.device("cpu")
-    local_rank, count = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
+    local_rank, count = wish.whole_number("LOCAL_RANK", 0), torch.cuda.device_count()
     if local_rank >= count:
         raise ConfigError(
             f"LOCAL_RANK = {local_rank} but this machine shows {count} GPUs: start at most {count} "
@@ -114,7 +127,15 @@ def _device() -> torch.device:
 
 def _join(device: torch.device) -> None:
     backend = "nccl" if device.type == "cuda" else "gloo"
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        dist.init_process_group(backend)
-    else:
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        return
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise ConfigError(
+            f"RANK and WORLD_SIZE are set but {missing[0]} is not: start the ranks with torchrun, "
+            "or unset RANK to run as one rank"
+        )
+    for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"):
+        wish.whole_number(name)
+    dist.init_process_group(backend)

@@ -11,6 +11,7 @@ import dataclasses
 import difflib
 import inspect
 import json
+import operator
 import textwrap
 import tomllib
 import types
@@ -90,6 +91,8 @@ def coerce(value, kind, key: str):
         return float(value)
     if kind is int and isinstance(value, float) and value.is_integer():
         return int(value)
+    if kind is int and hasattr(value, "__index__") and not isinstance(value, bool | int):
+        return operator.index(value)  # numpy's integers
     if isinstance(value, kind) and (kind is bool or not isinstance(value, bool)):
         return value
     names = {int: "an integer", float: "a number", bool: "true or false", str: "a text"}
@@ -107,11 +110,16 @@ def read(path) -> dict:
         raise ConfigError(f"{path}: no such config file; check the path") from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path}: not UTF-8 text; save it as UTF-8") from None
+    kind = path.suffix[1:].upper()
     try:
-        return tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
+        data = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
     except ValueError as error:
-        kind = path.suffix[1:].upper()
         raise ConfigError(f"{path}: not valid {kind}: {error}") from None
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path}: the {kind} is not a table of keys and values")
+    return data
 
 
 def assign(data: dict, setting: str) -> None:

@@ -41,9 +41,10 @@ class Loader:
         seed: int = 0,
     ):
         _require_positive(micro_batch_size=micro_batch_size, micro_batches=micro_batches)
-        if data_rank is None and data_ranks is None:
+        if (data_rank is None) != (data_ranks is None):
+            raise DataError("give both data_rank and data_ranks, or neither")
+        if data_rank is None:
             data_rank, data_ranks = runtime.data_place()
-        data_rank, data_ranks = data_rank or 0, data_ranks or 1
         _require_rank(data_rank, data_ranks)
         self.dataset, self.seed = dataset, seed
         self.micro_batch_size, self.micro_batches = micro_batch_size, micro_batches
@@ -130,24 +131,23 @@ def evaluation_batches(
     batch_size: int,
     data_rank: int = 0,
     data_ranks: int = 1,
-    max_batches: int | None = None,
+    max_windows: int | None = None,
 ) -> Iterator[dict[str, torch.Tensor]]:
     """Every window once, in order: {"input_ids", "labels"}, LongTensor [batch_size, S] each.
 
-    Every rank yields the same number of batches (at most `max_batches`) of the same shape, so
+    `max_windows` limits them to the first so many over all ranks, so that a loss over them does
+    not depend on the layout. Every rank yields the same number of batches of the same shape, so
     collectives match. Rows past the end repeat earlier windows with all labels -100: weigh losses
     by the count of labels that are not -100, which can be 0 for a whole batch.
     """
     _require_positive(batch_size=batch_size)
     _require_rank(data_rank, data_ranks)
-    return _evaluation_batches(dataset, batch_size, data_rank, data_ranks, max_batches)
+    return _evaluation_batches(dataset, batch_size, data_rank, data_ranks, max_windows)
 
 
-def _evaluation_batches(dataset, batch_size, data_rank, data_ranks, max_batches):
-    n = len(dataset)
+def _evaluation_batches(dataset, batch_size, data_rank, data_ranks, max_windows):
+    n = len(dataset) if max_windows is None else min(len(dataset), max_windows)
     batches = -(-n // (batch_size * data_ranks))
-    if max_batches is not None:
-        batches = min(batches, max_batches)
     for batch in range(batches):
         first = (batch * data_ranks + data_rank) * batch_size
         rows = np.arange(first, first + batch_size)

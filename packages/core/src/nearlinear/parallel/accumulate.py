@@ -37,13 +37,17 @@ def accumulate(
 
     ``loss`` is the mean over the micro-batch's targets; its value is left alone and its gradient is
     weighted, so that after the loop every gradient is the mean over all targets of all data ranks.
+    What is weighted is the gradient of the model's outputs (tensors, tuples, dicts, Hugging Face
+    outputs): a penalty on parameters, or an activation caught by a hook, must go through them.
+
     ``weight(batch)`` counts a micro-batch's targets (default: `count_targets`). With
     ``two_hop=False`` replicas synchronise after every micro-batch: the same gradients, more
-    traffic. All ranks need the same number of micro-batches.
+    traffic. All ranks need the same number of micro-batches; one without targets (labels -100)
+    weighs nothing.
 
     Raises NearlinearError when a micro-batch was not followed by exactly one backward or when ranks
-    disagree, DataError when there is no target. Leaving the loop early drops the step's gradients,
-    and the next ``optimizer.step()`` raises until a whole step has run.
+    disagree, DataError when the step has no target at all. Leaving the loop early drops the step's
+    gradients, and the next ``optimizer.step()`` raises until a whole step has run.
     """
     if not isinstance(model, FSDPModule):
         raise NearlinearError("nl.accumulate needs a model sharded by nl.shard")
@@ -58,8 +62,8 @@ def count_targets(batch) -> float:
         targets = labels[..., 1:] if labels.dim() > 1 else labels
         return float((targets != IGNORED_LABEL).sum())
     values = batch.values() if isinstance(batch, Mapping) else batch
-    tensors = [v for v in ([values] if isinstance(values, torch.Tensor) else values)]
-    first = next((t for t in tensors if isinstance(t, torch.Tensor)), None)
+    values = [values] if isinstance(values, torch.Tensor) else values
+    first = next((value for value in values if isinstance(value, torch.Tensor)), None)
     if first is None:
         raise DataError("cannot count the samples of a batch without tensors: pass weight=")
     return float(first.shape[0])
@@ -73,42 +77,56 @@ class _Step:
         self.weights = _global_weights([weight(batch) for batch in micro_batches])
         self.position = 0
         self.backwards = 0
+        self.hook = None
 
     def run(self) -> Iterator:
+        before = getattr(self.model, "_nearlinear_step", None)
+        if before is not None:
+            before.leave()
         total = len(self.micro_batches)
-        hook = self.model.register_forward_hook(self._weigh)
-        done = False
+        self.model._nearlinear_step = self
+        self.hook = self.model.register_forward_hook(self._weigh)
         optimizer_guard.begin(self.model, _unfinished(0, total))
         try:
             for position, batch in enumerate(self.micro_batches):
                 last = position == total - 1
-                self.position = position
+                self.position, self.backwards = position, 0
                 self.model.set_requires_all_reduce(last or not self.two_hop)
                 self.model.set_is_last_backward(last)
-                self.backwards = 0
                 yield batch
-                if self.backwards != 1:
-                    raise NearlinearError(
-                        f"micro-batch {position + 1} of {total} was followed by "
-                        f"{self.backwards} backward passes: the body of nl.accumulate's loop runs "
-                        "one forward of the model and one backward"
-                    )
+                self._check(position, total)
                 optimizer_guard.begin(self.model, _unfinished(position + 1, total))
-            done = True
+            self.leave(done=True)
         finally:
-            hook.remove()
-            self.model.set_requires_all_reduce(True)
-            self.model.set_is_last_backward(True)
-            if done:
-                optimizer_guard.finish(self.model)
-            else:
-                optimizer_guard.begin(self.model, _unfinished(self.finished(), total))
-                _torch.abandon_backward(self.model)
-                self.model.zero_grad(set_to_none=True)
+            self.leave()
 
-    def finished(self) -> int:
-        """Micro-batches whose backward has run."""
-        return self.position + (self.backwards > 0)
+    def leave(self, done: bool = False) -> None:
+        """End the step, once: finished, or abandoned with what it had summed."""
+        if self.hook is None:
+            return
+        self.hook.remove()
+        self.hook = self.model._nearlinear_step = None
+        self.model.set_requires_all_reduce(True)
+        self.model.set_is_last_backward(True)
+        if done:
+            optimizer_guard.finish(self.model)
+            return
+        finished = self.position + (self.backwards > 0)
+        optimizer_guard.begin(self.model, _unfinished(finished, len(self.micro_batches)))
+        _torch.abandon_backward(self.model)
+        self.model.zero_grad(set_to_none=True)
+
+    def _check(self, position: int, total: int) -> None:
+        if self.hook is None:
+            raise NearlinearError(
+                "this nl.accumulate loop was left, and another has begun: finish one at a time"
+            )
+        if self.backwards != 1:
+            raise NearlinearError(
+                f"micro-batch {position + 1} of {total} was followed by {self.backwards} backward "
+                "passes: the body of nl.accumulate's loop runs one forward of the model and one "
+                "backward from its outputs (tensors, tuples, dicts or Hugging Face outputs)"
+            )
 
     def _weigh(self, module, args, output):
         """Forward hook: what the model returns, with weighted gradients and counted backwards."""
@@ -140,7 +158,13 @@ class _Weighted(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
+        if ctx.backward_came is None:
+            raise NearlinearError(
+                "a second backward pass through one forward inside nl.accumulate: add the losses "
+                "up and call backward once"
+            )
         ctx.backward_came()
+        ctx.backward_came = None
         return gradient * ctx.weight, None, None
 
 
@@ -154,15 +178,13 @@ def _unfinished(done: int, total: int) -> str:
 def _global_weights(counts: list[float]) -> list[float]:
     """Each micro-batch's share of the step's targets, times the number of ranks FSDP averages over.
 
-    One all-reduce of four numbers, which also finds ranks that disagree before they hang.
+    One all-reduce of three numbers, which also finds ranks that disagree before they hang.
     """
-    now = runtime.current()
-    number, empty = len(counts), sum(count <= 0 for count in counts)
-    totals = torch.tensor(
-        [sum(counts), number, number**2, empty], dtype=torch.float64, device=now.device
-    )
+    now, number = runtime.current(), len(counts)
+    values = [sum(counts), number, number**2]
+    totals = torch.tensor(values, dtype=torch.float64, device=now.device)
     dist.all_reduce(totals)
-    targets, numbers, squares, empties = totals.tolist()
+    targets, numbers, squares = totals.tolist()
     ranks = dist.get_world_size()
     if ranks * squares != numbers**2:
         raise NearlinearError(
@@ -171,9 +193,9 @@ def _global_weights(counts: list[float]) -> list[float]:
         )
     if number == 0:
         raise DataError("nl.accumulate got no micro-batches: is the data exhausted?")
-    if empties:
+    if targets <= 0:
         raise DataError(
-            f"{empties:g} micro-batches of this step have no target token, and the mean over "
-            "nothing is not a number: drop them, or use longer sequences"
+            "this step has no target token on any rank, and the mean over nothing is not a number: "
+            "check the labels, or use longer sequences"
         )
     return [count * ranks / targets for count in counts]

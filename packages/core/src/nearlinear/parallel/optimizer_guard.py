@@ -1,45 +1,64 @@
-"""Refuse an optimizer step on gradients that are not there.
+"""Refuse an optimizer step that would do nothing, without a word.
 
-Under two-hop synchronisation the gradients exist only after the last micro-batch. An optimizer
-stepping before that finds ``grad is None`` everywhere and does nothing, without a word. One hook on
-all optimizers turns that into an error.
+Two mistakes look alike: stepping before `accumulate` has synchronised the gradients, and an
+optimizer built before `shard`, which holds parameters that the model no longer has. Either finds
+``grad is None`` everywhere. One hook on all optimizers turns both into an error.
 """
 
+import threading
 import weakref
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 _unfinished: "weakref.WeakKeyDictionary[torch.nn.Module, str]" = weakref.WeakKeyDictionary()
+_lock = threading.Lock()
 _watching = False
 
 
 def watch_optimizers() -> None:
     """Install the check, once per process."""
     global _watching
-    if not _watching:
-        register_optimizer_step_pre_hook(_refuse_unfinished)
-        _watching = True
+    with _lock:
+        if not _watching:
+            register_optimizer_step_pre_hook(_refuse_step)
+            _watching = True
 
 
 def begin(model: torch.nn.Module, why: str) -> None:
     """From now until `finish`, a step over ``model``'s parameters raises RuntimeError(``why``)."""
-    _unfinished[model] = why
+    with _lock:
+        _unfinished[model] = why
 
 
 def finish(model: torch.nn.Module) -> None:
-    _unfinished.pop(model, None)
+    """Steps over ``model``'s parameters are allowed again."""
+    with _lock:
+        _unfinished.pop(model, None)
+
+
+def retire(parameters) -> None:
+    """A step over any of ``parameters``, which sharding has replaced, is an error from now on."""
+    for parameter in parameters:
+        parameter._nearlinear_replaced = True
 
 
 def check(parameters) -> None:
     """RuntimeError if any of ``parameters`` belongs to a model between `begin` and `finish`."""
-    if not _unfinished:
-        return
-    asked = {id(parameter) for parameter in parameters}
-    for model, why in list(_unfinished.items()):
-        if any(id(parameter) in asked for parameter in model.parameters()):
-            raise RuntimeError(why)
+    with _lock:
+        unfinished = list(_unfinished.items())
+    if unfinished:
+        asked = {id(parameter) for parameter in parameters}
+        for model, why in unfinished:
+            if any(id(parameter) in asked for parameter in model.parameters()):
+                raise RuntimeError(why)
 
 
-def _refuse_unfinished(optimizer, args, kwargs) -> None:
-    check(p for group in optimizer.param_groups for p in group["params"])
+def _refuse_step(optimizer, args, kwargs) -> None:
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if any(getattr(parameter, "_nearlinear_replaced", False) for parameter in parameters):
+        raise RuntimeError(
+            "the optimizer was built before nl.shard, which replaced the model's parameters: build "
+            "it after, from the sharded model's parameters()"
+        )
+    check(parameters)

@@ -6,21 +6,16 @@ root unit, so that tied weights are one parameter of one unit. Gradients come ba
 all data ranks; `nearlinear.accumulate` adds the two-hop schedule.
 """
 
-import logging
-
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from .. import runtime
-from ..config import Config
+from .. import _torch, runtime
 from ..errors import ConfigError
+from . import optimizer_guard
 from .blocks import find_blocks
 from .delayed_init import materialise
-from .optimizer_guard import watch_optimizers
-
-log = logging.getLogger(__name__)
 
 
 def shard(
@@ -39,23 +34,34 @@ def shard(
     there; True or False hold for both. A model built under `delayed_init` gets its values here,
     one unit at a time. Raises ConfigError.
     """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"nl.shard needs a torch.nn.Module, not {type(model).__name__}")
     now = runtime.current()
-    _refuse_what_is_missing(now.config)
+    now.config.check_supported()
+    if now.device.type == "cpu" and not _torch.shards_on_cpu():
+        raise ConfigError(
+            f"PyTorch {torch.__version__} cannot shard on the CPU: install 2.8 or newer"
+        )
     if isinstance(model, FSDPModule):
         raise ConfigError("the model is sharded already: call nl.shard once")
     blocks = find_blocks(model) if blocks is None else list(blocks)
+    inside = set(model.modules())
+    if any(block not in inside for block in blocks):
+        raise ConfigError("nl.shard(model, blocks=...): a block is not a part of the model")
     mesh = shard_mesh(now)
     policy = _policy(precision or ("bf16" if now.config.bf16 else "fp32"))
+    replaced = list(model.parameters())
     free = True if reshard_after_forward is None else reshard_after_forward
+    free_root = False if reshard_after_forward is None else reshard_after_forward
     for unit in blocks:
         _place(model, unit, now)
         fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=free)
     _place(model, model, now)
-    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
-    if hasattr(model, "set_reduce_scatter_unused_params"):
-        # parameters used by some micro-batches only: partial sums must keep one shape
-        model.set_reduce_scatter_unused_params(True)
-    watch_optimizers()
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=free_root)
+    _torch.reduce_unused_parameters(model)
+    kept = {id(parameter) for parameter in model.parameters()}
+    optimizer_guard.retire(p for p in replaced if id(p) not in kept)
+    optimizer_guard.watch_optimizers()
     return model
 
 
@@ -67,7 +73,7 @@ def _place(model: nn.Module, unit: nn.Module, now: runtime.Runtime) -> None:
 
 def shard_mesh(now: runtime.Runtime) -> DeviceMesh:
     """The mesh FSDP2 shards over: (replicate, shard), or (shard,) where there is one replica."""
-    mesh = now.mesh.device_mesh(now.device.type)
+    mesh = now.device_mesh
     return mesh["replicate", "shard"] if now.mesh.replicate > 1 else mesh["shard"]
 
 
@@ -77,24 +83,3 @@ def _policy(precision: str) -> MixedPrecisionPolicy:
     if precision == "bf16":
         return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     raise ConfigError(f"precision = {precision!r}: allowed are 'fp32' and 'bf16'")
-
-
-def _refuse_what_is_missing(config: Config) -> None:
-    """A setting this release cannot honour is an error, never silently ignored."""
-    for name in (
-        "tensor_parallel_degree context_parallel_degree expert_parallel_degree "
-        "pipeline_parallel_degree"
-    ).split():
-        if getattr(config, name) > 1:
-            raise ConfigError(
-                f"{name} = {getattr(config, name)}: this release trains with sharded data "
-                "parallelism only; set it to 1 and raise hybrid_shard_degree instead"
-            )
-    if config.fp16:
-        raise ConfigError("fp16 = true: this release has no loss scaling; use bf16 = true")
-    for name in (
-        "sm_activation_offloading activation_loading_horizon microbatches allow_empty_shards "
-        "fsdp_cache_flush_warnings"
-    ).split():
-        if getattr(config, name) != getattr(Config, name):
-            log.warning("%s = %s has no effect in this release", name, getattr(config, name))

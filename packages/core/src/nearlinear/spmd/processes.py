@@ -59,7 +59,7 @@ def _start(folder: Path, rank: int, ranks: int) -> subprocess.Popen:
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
     }
-    command = [sys.executable, "-m", "nearlinear.spmd.worker", str(folder)]
+    command = [sys.executable, "-m", "nearlinear.spmd.worker", str(folder), str(os.getpid())]
     with open(folder / f"output-{rank}", "wb") as output:
         return subprocess.Popen(
             command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output
@@ -68,27 +68,33 @@ def _start(folder: Path, rank: int, ranks: int) -> subprocess.Popen:
 
 def _wait(workers: list[subprocess.Popen], folder: Path, timeout: float) -> None:
     """Until all ranks have ended; show their output in rank order; RankError if one failed."""
-    start, failed_at = time.monotonic(), None
+    start, first_at, first = time.monotonic(), None, None
     while any(worker.poll() is None for worker in workers):
         now = time.monotonic()
-        if failed_at is None and any(worker.poll() for worker in workers):
-            failed_at = now
-        if now - start > timeout or (failed_at is not None and now - failed_at > _GRACE):
+        if first is None:
+            first = next((rank for rank, worker in enumerate(workers) if worker.poll()), None)
+            first_at = now
+        if now - start > timeout or (first is not None and now - first_at > _GRACE):
             break
         time.sleep(0.02)
-    files = [folder / f"output-{rank}" for rank in range(len(workers))]
-    output = [file.read_text(errors="replace") for file in files]
+    output = [(folder / f"output-{r}").read_text(errors="replace") for r in range(len(workers))]
     for text in output:
         sys.stdout.write(text)
+    codes = [worker.poll() for worker in workers]
+    killed = next((rank for rank, code in enumerate(codes) if code is not None and code < 0), None)
     failures = sorted(folder.glob("failure-*"), key=lambda path: path.stat().st_mtime_ns)
-    if failures:
+    if failures and killed is None:
         rank = int(failures[0].name.removeprefix("failure-"))
         summary, _, text = failures[0].read_text().partition("\n")
         raise RankError(rank, len(workers), summary, text)
-    for rank, worker in enumerate(workers):
-        if worker.poll() is None:
-            raise RankError(rank, len(workers), f"it did not finish within {timeout:g} s")
-        if worker.returncode:
-            how = f"signal {-worker.returncode}" if worker.returncode < 0 else "an exit"
-            message = f"its process ended by {how} (code {worker.returncode})"
-            raise RankError(rank, len(workers), message, output[rank][-2000:])
+    first = killed if killed is not None else first
+    if first is not None:
+        code = codes[first]
+        how = f"by signal {-code}" if code < 0 else f"with code {code}"
+        raise RankError(first, len(workers), f"its process ended {how}", output[first][-2000:])
+    if None in codes:
+        message = f"it did not finish within {timeout:g} s"
+        raise RankError(codes.index(None), len(workers), message)
+    if any(codes):
+        rank = next(rank for rank, code in enumerate(codes) if code)
+        raise RankError(rank, len(workers), f"its process ended with code {codes[rank]}")

@@ -13,7 +13,8 @@ def run(fn, ranks: int = 4, *, args=(), processes: bool = False, timeout: float 
 
     Inside ``fn`` the default process group exists: ``torch.distributed`` and everything in
     nearlinear work as on a cluster. ``timeout`` is in seconds, over the whole call. Raises
-    RankError with the first failing rank's own traceback; the other ranks are stopped.
+    RankError with the first failing rank's own traceback; the other ranks are ended (threads: at
+    their next collective).
 
     With ``processes=True`` the ranks are fresh processes over gloo. ``fn``, ``args`` and the
     results are then pickled: a function typed into a notebook needs the package ``cloudpickle``.
@@ -33,6 +34,7 @@ def run(fn, ranks: int = 4, *, args=(), processes: bool = False, timeout: float 
 def one_at_a_time(seed: int | None = None):
     """Let one rank in at a time: what draws random numbers in ranks that are threads stands here.
 
+    No collectives inside (`nearlinear.shard` is one): they would wait for ranks that wait outside.
     With ``seed`` the block draws from a generator seeded with it and leaves the outer state as it
     was, so that every rank builds the same model.
     """

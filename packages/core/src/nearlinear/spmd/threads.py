@@ -42,7 +42,7 @@ def _reporting(name: str):
 
 for _name in (
     "all_gather_single _allgather_base reduce_scatter_single _reduce_scatter_base "
-    "allreduce broadcast all_to_all_single alltoall scatter gather"
+    "allreduce broadcast all_to_all_single alltoall_base alltoall scatter gather"
 ).split():
     if _name in vars(_Base):
         setattr(ThreadGroup, _name, _reporting(_name))
@@ -97,6 +97,9 @@ def run_threads(fn, ranks: int, args: tuple, timeout: float) -> list:
         for state in states:
             state.thread.start()
         _join(states, timeout)
+    except KeyboardInterrupt as error:
+        _stop(states, error)
+        raise
     finally:
         _Base.reset()
         _uninstall()
@@ -114,9 +117,7 @@ def _join(states: list[_Rank], timeout: float) -> None:
     stuck = [rank for rank, state in enumerate(states) if state.thread.is_alive()]
     where = {rank: _stack_of(states[rank].thread) for rank in stuck}
     if stuck:
-        _Base.exception_handle(TimeoutError())
-        for rank in stuck:
-            states[rank].thread.join(5.0)
+        _stop(states, TimeoutError())
     failed = [
         (state.failed_at, rank)
         for rank, state in enumerate(states)
@@ -138,6 +139,14 @@ def _join(states: list[_Rank], timeout: float) -> None:
     gone = [rank for rank, state in enumerate(states) if state.error is not None]
     if gone:
         raise RankError(gone[0], len(states), f"it called exit: {states[gone[0]].error}")
+
+
+def _stop(states: list[_Rank], why: BaseException) -> None:
+    """End the ranks that are in a collective, and those that reach one within seconds."""
+    _Base.exception_handle(why)
+    deadline = time.monotonic() + 5.0
+    for state in states:
+        state.thread.join(max(0.0, deadline - time.monotonic()))
 
 
 def _stack_of(thread: threading.Thread) -> str:

@@ -31,7 +31,7 @@ def main(folder: Path) -> int:
 
 
 if __name__ == "__main__":
-    end_with_parent()
+    end_with_parent(int(sys.argv[2]))
     status = main(Path(sys.argv[1]))
     sys.stdout.flush()
     os._exit(status)

@@ -4,7 +4,6 @@ Read from TOML or JSON by `load`, changed by ``--set table.key=value``, printed 
 meaning by ``nearlinear train --print-config``. No torch here: `--help` and errors are quick.
 """
 
-import copy
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -12,6 +11,7 @@ from .. import config as parallel_config
 from .. import schema
 from ..config import Config
 from ..errors import ConfigError
+from ..schema import coerce
 from .presets import CONTEXT_KEY, preset
 
 
@@ -32,9 +32,15 @@ class ModelConfig:
 
     @property
     def longest_sequence(self) -> int:
-        """Tokens the model can read at once."""
-        of_family = self.overrides.get(CONTEXT_KEY[self.family])
-        return self.context or of_family or preset(self.preset)["context"]
+        """Tokens the model can read at once. Raises ConfigError if that is asked for twice."""
+        key = CONTEXT_KEY[self.family]
+        override = self.overrides.get(key, self.context)
+        if self.context and override != self.context:
+            raise ConfigError(
+                f"model.context = {self.context} and model.overrides.{key} = {override} are two "
+                "names for one setting: keep one"
+            )
+        return coerce(override, int, f"model.overrides.{key}") or preset(self.preset)["context"]
 
 
 @dataclass(frozen=True)
@@ -97,8 +103,8 @@ class LoopConfig:
     """all-reduce across replicas once per step instead of after every micro-batch"""
     eval_every: int = 50
     """steps between evaluations on held-out tokens; 0 = only at the end"""
-    eval_batches: int = 8
-    """micro-batches per rank in one evaluation; 0 = no evaluation"""
+    eval_sequences: int = 256
+    """held-out sequences in one evaluation, over all ranks; 0 = no evaluation"""
     sample_tokens: int = 32
     """tokens of text to generate at the end; 0 = none"""
     sample_prompt: str = "The"
@@ -137,12 +143,14 @@ class TrainConfig:
         for key, least in _LEAST.items():
             table, name = key.split(".")
             value = getattr(getattr(self, table), name)
-            if value < least:
+            if not value >= least:  # NaN too
                 raise ConfigError(f"{key} = {value}: must be at least {least}")
-        if not 0 <= self.optimizer.min_lr_ratio <= 1:
-            raise ConfigError(
-                f"optimizer.min_lr_ratio = {self.optimizer.min_lr_ratio}: must be from 0 to 1"
-            )
+        for name in ("min_lr_ratio", "beta1", "beta2"):
+            value = getattr(self.optimizer, name)
+            if not 0 <= value <= 1 or (name != "min_lr_ratio" and value == 1):
+                raise ConfigError(f"optimizer.{name} = {value}: must be from 0 to 1")
+        if self.batch.micro_batch_size * self.batch.accumulation > 2**31:
+            raise ConfigError("batch.micro_batch_size x batch.accumulation: more than 2^31 samples")
         if self.sequence_length > self.model.longest_sequence:
             raise ConfigError(
                 f"data.sequence_length = {self.data.sequence_length} is longer than the model's "
@@ -161,16 +169,18 @@ _LEAST = {
     "batch.micro_batch_size": 1,
     "batch.accumulation": 1,
     "optimizer.lr": 0.0,
+    "optimizer.eps": 0.0,
     "optimizer.warmup_steps": 0,
     "optimizer.weight_decay": 0.0,
     "optimizer.clip": 0.0,
     "train.steps": 1,
     "train.stop_after": 0,
     "train.eval_every": 0,
-    "train.eval_batches": 0,
+    "train.eval_sequences": 0,
     "train.sample_tokens": 0,
     "run.nproc": 0,
     "run.log_every": 1,
+    "run.peak_tflops": 0.0,
 }
 
 
@@ -179,14 +189,27 @@ def load(source=None, settings=(), environment=None) -> TrainConfig:
 
     ``SM_HP_MP_PARAMETERS`` wins over the table ``[parallel]``, key by key. Raises ConfigError.
     """
-    if isinstance(source, dict):
-        data = copy.deepcopy(source)
-    else:
-        data = schema.read(source) if source else {}
+    data = dict(source) if isinstance(source, dict) else schema.read(source) if source else {}
+    changes: dict = {}
     for setting in settings:
-        schema.assign(data, setting)
-    parallel = data.pop("parallel", {})
-    if not isinstance(parallel, dict):
-        raise ConfigError(f"parallel = {parallel!r}: expected a table of keys and values")
+        schema.assign(changes, setting)
+    for table in (data, changes):
+        if not isinstance(table.get("parallel", {}), dict):
+            raise ConfigError(
+                f"parallel = {table['parallel']!r}: expected a table of keys and values"
+            )
+    file, flags = data.pop("parallel", {}), changes.pop("parallel", {})
+    parallel = parallel_config.canonical(file) | parallel_config.canonical(flags)
+    data = _merged(data, changes)
     data["parallel"] = parallel_config.load(parallel, environment)
     return schema.build(TrainConfig, data)
+
+
+def _merged(data: dict, changes: dict) -> dict:
+    """``data`` with the leaves of ``changes`` put in, table by table."""
+    result = dict(data)
+    for key, value in changes.items():
+        below = result.get(key)
+        nested = isinstance(value, dict) and isinstance(below, dict)
+        result[key] = _merged(below, value) if nested else value
+    return result

@@ -12,17 +12,17 @@ from ..parallel.accumulate import count_targets
 
 @torch.no_grad()
 def held_out_loss(
-    model: nn.Module, dataset: TokenDataset, mesh: Mesh, batch_size: int, batches: int
+    model: nn.Module, dataset: TokenDataset, mesh: Mesh, batch_size: int, windows: int
 ) -> float:
-    """Mean cross-entropy in nats over the first held-out tokens, the same on every rank.
+    """Mean cross-entropy in nats over the first ``windows`` held-out sequences.
 
-    Every rank evaluates at most ``batches`` batches of ``batch_size`` sequences of its own.
+    The same on every rank and for every layout; a rank takes ``batch_size`` of them at a time.
     """
     device = next(model.parameters()).device
     data_rank = mesh.data_rank(dist.get_rank())
     totals = torch.zeros(2, dtype=torch.float64, device=device)
     model.eval()
-    for batch in evaluation_batches(dataset, batch_size, data_rank, mesh.data_ranks, batches):
+    for batch in evaluation_batches(dataset, batch_size, data_rank, mesh.data_ranks, windows):
         targets = count_targets(batch)
         loss = model(**batch).loss  # FSDP moves the batch to the device
         if targets:  # a batch of repeats only takes part for its collectives

@@ -18,12 +18,11 @@ PEAK_TFLOPS = {
     ("A100", "bf16"): 312.0,
     ("L40S", "bf16"): 362.0,
     ("A10G", "bf16"): 70.0,
-    ("B200", "fp32"): 1125.0,
-    ("H200", "fp32"): 494.0,
-    ("H100", "fp32"): 494.0,
-    ("A100", "fp32"): 156.0,
+    ("H200", "fp32"): 67.0,
+    ("H100", "fp32"): 67.0,
+    ("A100", "fp32"): 19.5,
 }
-"""Dense peak by part of the device's name and precision; fp32 means TF32 tensor cores."""
+"""Dense peak by part of the device's name (SXM parts); fp32 as torch computes it, without TF32."""
 
 
 def flops_per_token(model: nn.Module, sequence_length: int) -> float:

@@ -25,9 +25,7 @@ def build_model(config: ModelConfig, vocabulary: int) -> nn.Module:
         with one_at_a_time():  # its lazy imports are not safe among ranks that are threads
             from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
     except ModuleNotFoundError as error:
-        raise NearlinearError(
-            f'transformers is missing ({error}): pip install "nearlinear[data]"'
-        ) from None
+        raise NearlinearError(f'{error.name} is missing: pip install "nearlinear[data]"') from None
     family = {"gpt2": GPT2Config, "llama": LlamaConfig}[config.family]
     unknown = sorted(set(config.overrides) - set(family().to_dict()))
     if unknown:
@@ -37,7 +35,8 @@ def build_model(config: ModelConfig, vocabulary: int) -> nn.Module:
             model = AutoModelForCausalLM.from_config(
                 family(**arguments), attn_implementation="sdpa"
             )
-    except (ValueError, TypeError) as error:
-        raise ConfigError(f"the model cannot be built: {error}") from error
+    except Exception as error:  # whatever a model's own code says of numbers that cannot be
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"the model cannot be built: {reason}") from error
     model.loss_type = "ForCausalLM"  # the one it falls back to, without its warning
     return model

@@ -1,32 +1,65 @@
 """Find what is wrong with a run before any rank is started: seconds, not minutes, to an error.
 
-Checks the layout against the number of ranks, the token shards, and how they fit the model. Needs
-no torch, so that a mistake costs no start-up time.
+Checks the layout against the number of ranks, the token shards, how they fit the model, and where
+the run will write. Imports no torch, so that a mistake costs no start-up time.
 """
 
 import json
+import logging
+import tempfile
 from pathlib import Path
 
 from ..data.dataset import TokenDataset
 from ..errors import ConfigError, DataError
 from ..mesh import Mesh
+from ..schema import coerce
 from .config import TrainConfig
 from .presets import preset
+
+log = logging.getLogger(__name__)
 
 
 def check(config: TrainConfig, world: int, ranks_per_node: int = 0) -> Mesh:
     """Raise ConfigError or DataError if ``config`` cannot train on ``world`` ranks; the mesh."""
     preset(config.model.preset)
+    config.parallel.check_supported()
     mesh = Mesh.from_config(config.parallel, world, ranks_per_node)
     open_dataset(config, "train")
-    if config.train.eval_batches:
+    if config.train.eval_sequences:
         open_dataset(config, "val")
-    read_state(config)
+    state = read_state(config)
+    if state and state["step"] >= config.train.steps:
+        raise ConfigError(
+            f"data.resume = {config.data.resume} is at step {state['step']} and train.steps = "
+            f"{config.train.steps}: raise train.steps, or drop data.resume"
+        )
+    if config.optimizer.warmup_steps >= config.train.steps:
+        log.warning(
+            "optimizer.warmup_steps = %d and train.steps = %d: the peak learning rate is not left",
+            config.optimizer.warmup_steps,
+            config.train.steps,
+        )
+    _check_folder(Path(config.run.folder))
     return mesh
 
 
-def open_dataset(config: TrainConfig, split: str) -> TokenDataset:
-    """The token shards of ``split``, checked as ``data.verify`` says. Raises DataError."""
+def _check_folder(folder: Path) -> None:
+    """Make the run's folder and leave nothing in it. Raises ConfigError if it cannot be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"run.folder = {folder} cannot be written ({error.strerror}): choose another folder"
+        ) from None
+
+
+def open_dataset(config: TrainConfig, split: str, verified: bool = False) -> TokenDataset:
+    """The token shards of ``split``, checked as ``data.verify`` says. Raises DataError.
+
+    ``verified``: the launcher has checked them already, so that ranks look at sizes only.
+    """
     if not config.data.path:
         raise ConfigError(
             'data.path is not set: prepare tokens with "python -m data_prep botocore" and set it '
@@ -36,13 +69,15 @@ def open_dataset(config: TrainConfig, split: str) -> TokenDataset:
         config.data.path,
         split=split,
         sequence_length=config.sequence_length,
-        verify=config.data.verify,
+        verify="size" if verified else config.data.verify,
     )
-    vocabulary = config.model.overrides.get("vocab_size")
-    if vocabulary is not None and vocabulary < dataset.manifest.vocab_size:
+    needed = dataset.manifest.vocab_size
+    asked = config.model.overrides.get("vocab_size", needed)
+    vocabulary = coerce(asked, int, "model.overrides.vocab_size")
+    if vocabulary < needed:
         raise DataError(
             f"model.overrides.vocab_size = {vocabulary} but {config.data.path} holds ids up to "
-            f"{dataset.manifest.vocab_size - 1}: raise it, or drop it to follow the data"
+            f"{needed - 1}: raise it, or drop it to follow the data"
         )
     return dataset
 

@@ -7,6 +7,7 @@ stands below the lines; elsewhere (papermill, CI, CloudWatch) there are lines on
 
 import json
 import logging
+import math
 import sys
 from pathlib import Path
 
@@ -47,7 +48,7 @@ class Reporter:
         folder.mkdir(parents=True, exist_ok=True)
         self._jsonl = open(folder / "metrics.jsonl", "a" if first_step else "w", encoding="utf-8")
         if tensorboard:
-            self._events = _event_writer(folder / "tensorboard")
+            self._events = _event_writer(folder / "tensorboard", first_step)
         if sys.stdout.isatty():
             self._bar = _Bar(steps, first_step)
 
@@ -56,7 +57,7 @@ class Reporter:
         if not self.active:
             return
         self.say(line(metrics))
-        self._jsonl.write(json.dumps(metrics) + "\n")
+        self._jsonl.write(json.dumps(_json_numbers(metrics)) + "\n")
         self._jsonl.flush()
         if self._events:
             for name in FORMATS:
@@ -76,6 +77,14 @@ class Reporter:
         for sink in (self._bar, self._jsonl, self._events):
             if sink:
                 sink.close()
+
+
+def _json_numbers(metrics: dict) -> dict:
+    """``metrics`` with null where a number is not finite: JSON has no NaN."""
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in metrics.items()
+    }
 
 
 class _Bar:
@@ -111,10 +120,11 @@ class _Bar:
         self.progress.stop()
 
 
-def _event_writer(folder: Path):
+def _event_writer(folder: Path, first_step: int):
+    """Events after ``first_step``; those of an earlier run in the same folder are superseded."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         log.warning('no TensorBoard events: pip install "nearlinear[monitor]" to have them')
         return None
-    return SummaryWriter(str(folder))
+    return SummaryWriter(str(folder), purge_step=first_step)

@@ -19,11 +19,12 @@ import torch.distributed as dist
 
 from .. import runtime, schema
 from ..data.loader import Loader
+from ..errors import NearlinearError
 from ..parallel.accumulate import accumulate, count_targets
 from ..parallel.clip import clip_grad_norm_
 from ..parallel.shard import shard
 from . import preflight
-from .config import TrainConfig
+from .config import TrainConfig, load
 from .evaluate import generate, held_out_loss
 from .flops import flops_per_token, peak_tflops
 from .model import build_model
@@ -49,14 +50,21 @@ class Result:
 class Trainer:
     """A run in progress: config, mesh, model, optimizer, data, reporter."""
 
-    def __init__(self, config: TrainConfig):
+    def __init__(self, config, *, verified: bool = False):
+        """Get ready. ``config`` is a TrainConfig, a dict, or the path of a file.
+
+        ``verified``: the token shards were checked just before. Raises ConfigError and DataError.
+        """
+        config = config if isinstance(config, TrainConfig) else load(config)
         self.config = config
         self.mesh = runtime.init(config.parallel)
         now = runtime.current()
         self.rank, self.device = now.rank, now.device
         torch.manual_seed(config.parallel.random_seed + self.rank)  # dropout
-        self.dataset = preflight.open_dataset(config, "train")
-        self.held_out = preflight.open_dataset(config, "val") if config.train.eval_batches else None
+        self.dataset = preflight.open_dataset(config, "train", verified)
+        self.held_out = None
+        if config.train.eval_sequences:
+            self.held_out = preflight.open_dataset(config, "val", verified)
         self.loader = Loader(
             self.dataset,
             config.batch.micro_batch_size,
@@ -118,17 +126,23 @@ class Trainer:
             totals[0] += loss.detach().double() * count_targets(batch)
             totals[1] += count_targets(batch)
         norm = clip_grad_norm_(self.model, self.config.optimizer.clip or math.inf)
+        dist.all_reduce(totals)
+        loss = (totals[0] / totals[1]).item()
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            raise NearlinearError(
+                f"step {self.done + 1}: the loss is {loss} and the gradient norm {norm}; the run "
+                "stops before this step changes the model: lower optimizer.lr, or lengthen "
+                "optimizer.warmup_steps"
+            )
         self.optimizer.step()
         self.optimizer.zero_grad()
-        dist.all_reduce(totals)
         self.done += 1
-        seconds = time.perf_counter() - start
-        return self._metrics((totals[0] / totals[1]).item(), rate, norm, seconds)
+        return self._metrics(loss, rate, norm, time.perf_counter() - start)
 
     def evaluate(self) -> float:
         """Held-out loss in nats, the same on every rank."""
-        size, batches = self.config.batch.micro_batch_size, self.config.train.eval_batches
-        return held_out_loss(self.model, self.held_out, self.mesh, size, batches)
+        size, windows = self.config.batch.micro_batch_size, self.config.train.eval_sequences
+        return held_out_loss(self.model, self.held_out, self.mesh, size, windows)
 
     def sample(self) -> str:
         """Text that continues ``train.sample_prompt``, decoded by the data's own tokenizer."""

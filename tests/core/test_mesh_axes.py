@@ -1,0 +1,78 @@
+"""Which axis is which, in literal ranks: what no partition property can tell."""
+
+import pytest
+
+from nearlinear.config import Config
+from nearlinear.mesh import Mesh
+
+ALL_TWO = Mesh(pipeline=2, replicate=2, shard=2, context=2, tensor=2, ranks_per_node=8)
+
+
+@pytest.mark.parametrize(
+    ("axis", "of_rank_0", "of_rank_21"),
+    [
+        ("pipeline", [0, 16], [5, 21]),
+        ("replicate", [0, 8], [21, 29]),
+        ("shard", [0, 4], [17, 21]),
+        ("context", [0, 2], [21, 23]),
+        ("tensor", [0, 1], [20, 21]),
+    ],
+)
+def test_groups_of_every_axis(axis, of_rank_0, of_rank_21):
+    assert ALL_TWO.world == 32
+    assert ALL_TWO.group(axis, 0) == of_rank_0
+    assert ALL_TWO.group(axis, 21) == of_rank_21
+    stride = of_rank_0[1]
+    expected = [[r, r + stride] for r in range(32) if r // stride % 2 == 0]
+    assert ALL_TWO.groups(axis) == expected
+
+
+def test_coordinates():
+    assert ALL_TWO.coordinates(21) == {
+        "pipeline": 1,
+        "replicate": 0,
+        "shard": 1,
+        "context": 0,
+        "tensor": 1,
+    }
+    assert ALL_TWO.shape == (2, 2, 2, 2, 2)
+    assert ALL_TWO.grid[1, 0, 1, 0, 1] == 21
+
+
+def test_unequal_axes():
+    mesh = Mesh(pipeline=2, replicate=3, shard=1, context=5, tensor=7)
+    assert mesh.world == 210
+    assert mesh.group("pipeline", 0) == [0, 105]
+    assert mesh.group("replicate", 0) == [0, 35, 70]
+    assert mesh.group("shard", 0) == [0]
+    assert mesh.group("context", 0) == [0, 7, 14, 21, 28]
+    assert mesh.group("tensor", 0) == [0, 1, 2, 3, 4, 5, 6]
+
+
+def test_data_ranks_fill_one_replica_after_the_other():
+    of_a_stage = [0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3]
+    assert [ALL_TWO.data_rank(rank) for rank in range(32)] == of_a_stage + of_a_stage
+    mesh = Mesh(replicate=2, shard=3)
+    assert [mesh.data_rank(rank) for rank in range(6)] == [0, 1, 2, 3, 4, 5]
+    mesh = Mesh(replicate=2, shard=3, tensor=2)
+    assert [mesh.data_rank(rank) for rank in range(12)] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
+
+
+@pytest.mark.parametrize(
+    ("world", "ranks_per_node", "nodes"),
+    [(6, 4, 2), (9, 4, 3), (8, 4, 2), (3, 8, 1), (1, 8, 1), (12, 0, 1)],
+)
+def test_a_node_that_is_not_full_is_a_node(world, ranks_per_node, nodes):
+    mesh = Mesh.from_config(Config(hybrid_shard_degree=world), world, ranks_per_node)
+    assert mesh.nodes == nodes
+    assert mesh.nodes == len({mesh.node(rank) for rank in range(world)})
+
+
+def test_degrees_of_the_config_reach_their_axes():
+    config = Config(
+        pipeline_parallel_degree=2,
+        hybrid_shard_degree=15,  # shard x context
+        context_parallel_degree=5,
+        tensor_parallel_degree=7,
+    )
+    assert Mesh.from_config(config, 840).shape == (2, 4, 3, 5, 7)

@@ -1,0 +1,108 @@
+"""What an unfinished step of `nl.accumulate` says, and what it leaves behind: nothing."""
+
+import pytest
+
+import nearlinear as nl
+from nearlinear.counts import count_collectives
+from tests.support import tiny
+
+
+def sharded(degree):
+    nl.init({"hybrid_shard_degree": degree})
+    with nl.spmd.one_at_a_time(seed=0):
+        model = tiny.gpt2(2)
+    nl.shard(model)
+    return model, tiny.optimizer_for(model, "sgd")
+
+
+def batches(count):
+    return [tiny.batch(tiny.rows(i, 2)) for i in range(count)]
+
+
+def refusal(optimizer):
+    """How many micro-batches an optimizer step is told have run."""
+    with pytest.raises(RuntimeError) as caught:
+        optimizer.step()
+    return str(caught.value).split(":")[0]
+
+
+def test_the_refusal_counts_the_micro_batches_that_have_run():
+    def work(rank):
+        model, optimizer = sharded(2)
+        said = []
+        for batch in nl.accumulate(model, batches(3)):
+            said.append(refusal(optimizer))
+            model(**batch).loss.backward()
+        optimizer.step()
+        return said
+
+    text = "optimizer.step() after {} of 3 micro-batches"
+    for said in nl.spmd.run(work, 4):
+        assert said == [text.format(0), text.format(1), text.format(2)]
+
+
+@pytest.mark.parametrize(("whole", "backward", "count"), [(1, True, 2), (1, False, 1), (0, 1, 1)])
+def test_the_refusal_after_leaving_counts_too(whole, backward, count):
+    """``whole`` micro-batches done, then out of the next one before or after its backward."""
+
+    def work(rank):
+        model, optimizer = sharded(2)
+        for position, batch in enumerate(nl.accumulate(model, batches(3))):
+            if position == whole and not backward:
+                break
+            model(**batch).loss.backward()
+            if position == whole:
+                break
+        return refusal(optimizer)
+
+    expected = f"optimizer.step() after {count} of 3 micro-batches"
+    assert nl.spmd.run(work, 4) == [expected] * 4
+
+
+@pytest.mark.parametrize("two_hop", [True, False])
+@pytest.mark.parametrize(("ranks", "degree"), [(2, 2), (4, 2)])
+def test_leaving_drops_the_gradients(two_hop, ranks, degree):
+    def work(rank):
+        model, _ = sharded(degree)
+        for batch in nl.accumulate(model, batches(2), two_hop=two_hop):
+            model(**batch).loss.backward()
+            there = any(p.grad is not None for p in model.parameters())
+            break
+        return there, [name for name, p in model.named_parameters() if p.grad is not None]
+
+    for there, left in nl.spmd.run(work, ranks):
+        # partial sums over several replicas are not in .grad yet
+        assert there == (degree == ranks or not two_hop)
+        assert left == []
+
+
+def test_a_backward_after_leaving_synchronises_replicas_again():
+    def work(rank):
+        model, _ = sharded(2)
+        asked = {"set_requires_all_reduce": [], "set_is_last_backward": []}
+        for name, values in asked.items():
+            spy(model, name, values)
+        for batch in nl.accumulate(model, batches(3)):
+            model(**batch).loss.backward()
+            break
+        with count_collectives() as counts:
+            model(**tiny.batch(tiny.rows(5, 2))).loss.backward()
+        return counts.calls["all_reduce"], asked
+
+    for all_reduces, asked in nl.spmd.run(work, 4):
+        assert all_reduces == 3  # two blocks and the root
+        assert asked == {
+            "set_requires_all_reduce": [False, True],
+            "set_is_last_backward": [False, True],
+        }
+
+
+def spy(model, name, values):
+    """Write down the arguments of a method of ``model`` and pass them on."""
+    inner = getattr(model, name)
+
+    def method(value):
+        values.append(value)
+        return inner(value)
+
+    setattr(model, name, method)
