@@ -91,7 +91,7 @@ def test_test_passes_arguments_and_exit_code_on(run, monkeypatch):
     assert run.main(["test", "tests/core", "-k", "a"]) == 5
     assert run.main(["test"]) == 5
     assert seen[0] == ["python", "-m", "pytest", "tests/core", "-k", "a"]
-    assert seen[1] == ["python", "-m", "pytest", "--durations=15"]
+    assert seen[1][:3] == ["python", "-m", "pytest"] and "--durations=15" in seen[1]
 
 
 def test_the_tutorial_stops_at_a_failing_step(run, monkeypatch, capsys):

@@ -9,7 +9,14 @@ import tomllib
 
 import pytest
 
-from nearlinear import cli, schema
+from nearlinear import cli, runtime, schema
+
+
+@pytest.fixture(autouse=True)
+def leave_the_group():
+    """A command run in this process may fail after it has become a job of one rank."""
+    yield
+    runtime.shutdown()
 
 
 def nearlinear(*arguments, **variables):
