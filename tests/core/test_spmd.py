@@ -43,6 +43,19 @@ def test_the_first_failing_rank_is_named_with_its_traceback(processes):
     assert processes or isinstance(e.value.__cause__, ValueError)
 
 
+def test_ranks_that_make_a_group_do_not_wait_for_a_failed_one():
+    def work(rank):
+        nl.init({"hybrid_shard_degree": 2})
+        if rank == 3:
+            raise ValueError("before sharding")
+        nl.current_mesh().device_mesh("cpu")
+
+    start = time.monotonic()
+    with pytest.raises(nl.spmd.RankError, match="rank 3 of 4 failed: ValueError"):
+        nl.spmd.run(work, 4, timeout=200)
+    assert time.monotonic() - start < 60
+
+
 @both
 def test_a_rank_that_waits_for_ever_is_named(processes):
     def work(rank):

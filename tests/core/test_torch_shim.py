@@ -8,7 +8,7 @@ from tests.support import tiny
 
 
 def test_the_thread_group_has_the_collectives_we_count():
-    group, install, uninstall = _torch.thread_group_base()
+    group, *_ = _torch.thread_group_base()
     for name in ("allreduce", "broadcast", "exception_handle", "reset"):
         assert hasattr(group, name), f"torch {torch.__version__} moved {name}: mend _torch.py"
     gathers = {"all_gather_single", "_allgather_base"} & set(vars(group))

@@ -6,7 +6,6 @@ On the CPU torch 2.8 is the oldest: FSDP2 of 2.6 does not run there, that of 2.7
 """
 
 import torch
-from torch.distributed import distributed_c10d as _c10d
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode  # sees every operator; 2.8.0, 2.13.0
 
@@ -16,7 +15,6 @@ __all__ = [
     "map_tensors",
     "reduce_unused_parameters",
     "shards_on_cpu",
-    "store_barrier",
     "thread_group_base",
 ]
 
@@ -24,7 +22,8 @@ __all__ = [
 def thread_group_base():
     """The process group whose ranks are threads of one process, and how to install and remove it.
 
-    Returns (group class, install(), uninstall()). Checked on torch 2.8.0 and 2.13.0.
+    Returns (group class, install(), uninstall(), ending()); the last says whether a rank failed.
+    Checked on torch 2.8.0 and 2.13.0.
     """
     from torch._C._distributed_c10d import _set_thread_isolation_mode
     from torch.testing._internal.distributed import multi_threaded_pg as threaded
@@ -40,12 +39,8 @@ def thread_group_base():
             threaded._ctx_manager = None
         _set_thread_isolation_mode(False)
 
-    return threaded.ProcessLocalGroup, install, uninstall
-
-
-def store_barrier(rank: int, store, world: int, timeout) -> None:
-    """Wait until all ``world`` ranks have reached this point. Checked on torch 2.8.0 and 2.13.0."""
-    _c10d._store_based_barrier(rank, store, "", world, timeout)
+    group = threaded.ProcessLocalGroup
+    return group, install, uninstall, group._terminate.is_set
 
 
 def map_tensors(function, tree):

@@ -22,7 +22,7 @@ from .failures import RankError
 BACKEND = "nearlinear_threads"
 
 _one_run = threading.Lock()
-_Base, _install, _uninstall = _torch.thread_group_base()
+_Base, _install, _uninstall, _ending = _torch.thread_group_base()
 
 
 class ThreadGroup(_Base):
@@ -49,8 +49,13 @@ for _name in (
 
 
 def _create_group(store, rank, world, timeout):
+    """A group once all its ranks have come to make it; SystemExit if one failed before."""
     group = ThreadGroup(rank, world)
-    _torch.store_barrier(rank, store, world, timeout)
+    store.add("here", 1)
+    while store.add("here", 0) < world:
+        if _ending():
+            sys.exit("another rank failed")
+        time.sleep(0.0005)
     return group
 
 
