@@ -129,7 +129,8 @@ class _Job:
         result = self._pass(folder, int(self.val_fraction * 2**64), bar)
         if not result.splits["train"] and not result.splits["val"]:
             raise DataError(
-                f"the source {self.source.name} gave no document with text in it: check the input"
+                f"the source {self.source.name} gave no document with text in it: check the "
+                "path, and --text-field for JSON lines"
             )
         several = result.lowest_hash < result.highest_hash
         if self.val_fraction and not result.splits["val"] and several:

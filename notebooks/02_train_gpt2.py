@@ -29,7 +29,6 @@ from transformers import GPT2Config, GPT2LMHeadModel, logging
 import data_prep
 import nearlinear as nl
 from nearlinear import plots
-from nearlinear.counts import count_collectives
 
 assert scale in ("ci", "laptop", "cluster"), f"scale = {scale!r}: use ci, laptop or cluster"
 logging.set_verbosity_error()  # of transformers
@@ -221,7 +220,7 @@ def counted(rank, two_hop):
     micro_batches = [{"input_ids": s, "labels": s} for s in sequences(0)[: 2 * A].chunk(A)]
     calls = {"all_gather": 0, "reduce_scatter": 0, "all_reduce": 0}
     for batch in nl.accumulate(model, micro_batches, two_hop=two_hop):
-        with count_collectives() as counts:
+        with nl.count_collectives() as counts:
             model(**batch).loss.backward()
         for kind in calls:
             calls[kind] += counts.calls[kind]

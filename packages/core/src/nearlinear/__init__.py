@@ -18,6 +18,7 @@ _PUBLIC = {
     "shard": "parallel.shard",
     "accumulate": "parallel.accumulate",
     "clip_grad_norm_": "parallel.clip",
+    "count_collectives": "counts",
     "delayed_init": "parallel.delayed_init",
     "TokenDataset": "data.dataset",
     "Loader": "data.loader",

@@ -35,7 +35,7 @@ def check(config: TrainConfig, world: int, ranks_per_node: int = 0) -> Mesh:
         )
     if config.optimizer.warmup_steps >= config.train.steps:
         log.warning(
-            "optimizer.warmup_steps = %d and train.steps = %d: the peak learning rate is not left",
+            "optimizer.warmup_steps = %d, train.steps = %d: the learning rate only warms up",
             config.optimizer.warmup_steps,
             config.train.steps,
         )
