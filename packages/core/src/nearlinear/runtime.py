@@ -28,7 +28,6 @@ class Runtime:
     mesh: Mesh
     rank: int
     device: torch.device
-
     _device_mesh: DeviceMesh | None = None
 
     @property

@@ -68,33 +68,35 @@ def _start(folder: Path, rank: int, ranks: int) -> subprocess.Popen:
 
 def _wait(workers: list[subprocess.Popen], folder: Path, timeout: float) -> None:
     """Until all ranks have ended; show their output in rank order; RankError if one failed."""
-    start, first_at, first = time.monotonic(), None, None
+    start, failed_at = time.monotonic(), None
     while any(worker.poll() is None for worker in workers):
         now = time.monotonic()
-        if first is None:
-            first = next((rank for rank, worker in enumerate(workers) if worker.poll()), None)
-            first_at = now
-        if now - start > timeout or (first is not None and now - first_at > _GRACE):
+        if failed_at is None and any(worker.poll() for worker in workers):
+            failed_at = now
+        if now - start > timeout or (failed_at is not None and now - failed_at > _GRACE):
             break
         time.sleep(0.02)
+    codes = [worker.poll() for worker in workers]
     output = [(folder / f"output-{r}").read_text(errors="replace") for r in range(len(workers))]
     for text in output:
         sys.stdout.write(text)
-    codes = [worker.poll() for worker in workers]
-    killed = next((rank for rank, code in enumerate(codes) if code is not None and code < 0), None)
+    _judge(codes, output, folder, timeout)
+
+
+def _judge(codes: list[int | None], output: list[str], folder: Path, timeout: float) -> None:
+    """RankError for the rank that failed first; a killed one comes before those it took along."""
+    ranks = len(codes)
+    for rank, code in enumerate(codes):
+        if code is not None and code < 0:
+            message = f"its process was ended by signal {-code}"
+            raise RankError(rank, ranks, message, output[rank][-2000:])
     failures = sorted(folder.glob("failure-*"), key=lambda path: path.stat().st_mtime_ns)
-    if failures and killed is None:
-        rank = int(failures[0].name.removeprefix("failure-"))
+    if failures:
         summary, _, text = failures[0].read_text().partition("\n")
-        raise RankError(rank, len(workers), summary, text)
-    first = killed if killed is not None else first
-    if first is not None:
-        code = codes[first]
-        how = f"by signal {-code}" if code < 0 else f"with code {code}"
-        raise RankError(first, len(workers), f"its process ended {how}", output[first][-2000:])
+        raise RankError(int(failures[0].name.removeprefix("failure-")), ranks, summary, text)
+    for rank, code in enumerate(codes):
+        if code:
+            message = f"its process ended with code {code}"
+            raise RankError(rank, ranks, message, output[rank][-2000:])
     if None in codes:
-        message = f"it did not finish within {timeout:g} s"
-        raise RankError(codes.index(None), len(workers), message)
-    if any(codes):
-        rank = next(rank for rank, code in enumerate(codes) if code)
-        raise RankError(rank, len(workers), f"its process ended with code {codes[rank]}")
+        raise RankError(codes.index(None), ranks, f"it did not finish within {timeout:g} s")
