@@ -296,7 +296,7 @@ assert manifest.vocab_size == 50257
 SCALES = {
     # model, ranks, shard degree, sequence, micro-batch, micro-batches, steps, learning rate, bf16
     "ci": ("gpt2-tiny", 4, 2, 128, 1, 2, 40, 5e-3, False),
-    "laptop": ("gpt2-tiny", 4, 2, 256, 2, 4, 400, 2e-3, False),
+    "laptop": ("gpt2-tiny", 4, 2, 256, 2, 2, 200, 2e-3, False),
     "cluster": ("gpt2-30b", 256, degree, 2048, 6, 1, 1000, 1.2e-4, True),
 }
 name, ranks, shards, length, micro_batch, accumulation, planned, rate, bf16 = SCALES[scale]
