@@ -135,10 +135,10 @@ def evaluation_batches(
 ) -> Iterator[dict[str, torch.Tensor]]:
     """Every window once, in order: {"input_ids", "labels"}, LongTensor [batch_size, S] each.
 
-    `max_windows` limits them to the first so many over all ranks, so that a loss over them does
-    not depend on the layout. Every rank yields the same number of batches of the same shape, so
-    collectives match. Rows past the end repeat earlier windows with all labels -100: weigh losses
-    by the count of labels that are not -100, which can be 0 for a whole batch.
+    `max_windows` limits them to so many over all ranks, evenly spaced over the split, so that a
+    loss over them does not depend on the layout. Every rank yields the same number of batches of
+    the same shape, so collectives match. Rows past the end repeat earlier windows with all labels
+    -100: weigh losses by the count of labels that are not -100, which can be 0 for a whole batch.
     """
     _require_positive(batch_size=batch_size)
     _require_rank(data_rank, data_ranks)
@@ -151,7 +151,7 @@ def _evaluation_batches(dataset, batch_size, data_rank, data_ranks, max_windows)
     for batch in range(batches):
         first = (batch * data_ranks + data_rank) * batch_size
         rows = np.arange(first, first + batch_size)
-        tokens = torch.from_numpy(dataset.windows(rows % n))
+        tokens = torch.from_numpy(dataset.windows(rows % n * len(dataset) // n))
         labels = tokens.clone()
         labels[torch.from_numpy(rows >= n)] = _IGNORED_LABEL
         yield {"input_ids": tokens, "labels": labels}

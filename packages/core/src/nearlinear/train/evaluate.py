@@ -14,7 +14,7 @@ from ..parallel.accumulate import count_targets
 def held_out_loss(
     model: nn.Module, dataset: TokenDataset, mesh: Mesh, batch_size: int, windows: int
 ) -> float:
-    """Mean cross-entropy in nats over the first ``windows`` held-out sequences.
+    """Mean cross-entropy in nats over ``windows`` held-out sequences, evenly spaced.
 
     The same on every rank and for every layout; a rank takes ``batch_size`` of them at a time.
     """
