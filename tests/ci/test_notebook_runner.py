@@ -139,7 +139,14 @@ def test_a_timed_out_cell_leaves_no_process_behind(folder):
 @pytest.mark.parametrize("how, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_an_interrupted_run_leaves_no_process_behind(folder, how, code):
     add(folder, "01_hangs", DETACHED)
-    process = subprocess.Popen(command(folder), cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command(folder),
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+        # a suite that runs in the background hands an ignored SIGINT down
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     pid = child_pid(process.stdout)
     os.kill(process.pid, how)
     process.communicate(timeout=60)
