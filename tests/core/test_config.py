@@ -27,7 +27,7 @@ def test_defaults_are_those_smp_v2_documents():
         assert getattr(Config(), key) == value
 
 
-def test_the_seed_notebooks_parameters_are_accepted(caplog):
+def test_the_parameters_of_the_published_notebook_are_accepted(caplog):
     v1 = {
         "ddp": True,
         "skip_tracing": True,
