@@ -123,11 +123,11 @@ def _train(options, arguments) -> int:
         world, node = whole_number("WORLD_SIZE"), whole_number("LOCAL_WORLD_SIZE")
         if not options.launched_by:
             preflight.check(config, world, node)
-        return _fit(config, verified=bool(options.launched_by))
+        return _fit(config)
     ranks = config.run.nproc or _default_ranks()
     preflight.check(config, ranks, ranks)
     if ranks == 1:
-        return _fit(config, verified=True)
+        return _fit(config)
     return local.start("nearlinear.cli", arguments, ranks)
 
 
@@ -138,12 +138,12 @@ def _default_ranks() -> int:
     return max(1, torch.cuda.device_count())
 
 
-def _fit(config, verified: bool) -> int:
-    """Be one rank of the job, from beginning to end."""
+def _fit(config) -> int:
+    """Be one rank of the job, from beginning to end, on data that preflight has checked."""
     from . import runtime
     from .train.trainer import Trainer
 
-    result = Trainer(config, verified=verified).fit()
+    result = Trainer(config, verified=True).fit()
     rank = runtime.current().rank
     runtime.shutdown()
     if rank == 0:

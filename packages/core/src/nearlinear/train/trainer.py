@@ -123,8 +123,9 @@ class Trainer:
         for batch in accumulate(self.model, next(self.loader), two_hop=two_hop):
             loss = self.model(**batch).loss  # FSDP moves the batch to the device
             loss.backward()
-            totals[0] += loss.detach().double() * count_targets(batch)
-            totals[1] += count_targets(batch)
+            targets = count_targets(batch)
+            totals[0] += loss.detach().double() * targets
+            totals[1] += targets
         norm = clip_grad_norm_(self.model, self.config.optimizer.clip or math.inf)
         dist.all_reduce(totals)
         loss = (totals[0] / totals[1]).item()
