@@ -1,0 +1,16 @@
+"""A torch.distributed backend for host memory: shared memory on a node, all-to-all between nodes.
+
+    import nearlinear_collectives
+    torch.distributed.init_process_group("nearlinear")            # or "cpu:nearlinear,cuda:nccl"
+
+All-gather, reduce-scatter, all-reduce, broadcast and barrier on CPU tensors are its own;
+everything else goes to gloo (CPU) or NCCL (CUDA).
+"""
+
+from nearlinear_collectives.backend import register
+from nearlinear_collectives.build import BuildError
+from nearlinear_collectives.engine_library import trace
+
+__all__ = ["BuildError", "trace"]
+
+register()

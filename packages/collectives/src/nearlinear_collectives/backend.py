@@ -1,0 +1,72 @@
+"""The backend ``nearlinear`` of torch.distributed: registered on import of the package."""
+
+from __future__ import annotations
+
+import functools
+import importlib.machinery
+import importlib.util
+import logging
+import os
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from nearlinear_collectives import engine_library as engine
+from nearlinear_collectives.build import BuildError, glue_library
+from nearlinear_collectives.fallback import Fallbacks
+from nearlinear_collectives.group import Group
+
+log = logging.getLogger("nearlinear_collectives")
+
+NAME = "nearlinear"
+
+
+def register() -> None:
+    """Make ``init_process_group("nearlinear")`` known to torch."""
+    if NAME not in dist.Backend.backend_list:
+        dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu", "cuda"])
+
+
+def create(options, pg_options=None):
+    """c10d's constructor: ``options`` hold the store, this rank's place and the timeout."""
+    rank, size = options.group_rank, options.group_size
+    timeout = options.timeout
+    if not isinstance(timeout, timedelta):
+        timeout = timedelta(seconds=float(timeout))
+    group = Group(
+        options.store, rank, size, timeout=timeout, name=options.group_id or "default",
+        global_ranks=list(options.global_ranks_in_group) or None,
+    )
+    try:
+        fallbacks = Fallbacks(options.store, rank, size, timeout)
+        native = glue()
+        if native is None:
+            from nearlinear_collectives.process_group import EngineProcessGroup
+
+            return EngineProcessGroup(rank, size, group, fallbacks)
+        return native.Backend(rank, size, group.release(), fallbacks.make)
+    except BaseException:
+        group.close()
+        raise
+
+
+@functools.cache
+def glue():
+    """The compiled glue, or ``None`` where the pure-Python process group has to do."""
+    wanted = os.environ.get("NEARLINEAR_COLLECTIVES_GLUE", "")
+    if wanted == "python":
+        return None
+    engine.library()  # its symbols must be there before the glue is loaded
+    try:
+        path = glue_library()
+    except BuildError as error:
+        if wanted == "compiled":
+            raise
+        log.warning("the torch glue could not be compiled, so calls go through Python (some tens of "
+                    "microseconds more each). %s", error)
+        return None
+    loader = importlib.machinery.ExtensionFileLoader("nearlinear_glue", str(path))
+    spec = importlib.util.spec_from_loader("nearlinear_glue", loader)
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    return module

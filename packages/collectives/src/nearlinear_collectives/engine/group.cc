@@ -1,0 +1,326 @@
+#include "group.h"
+
+#include <sched.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstring>
+#include <new>
+#include <unordered_map>
+
+#include "copy.h"
+#include "reduce.h"
+#include "trace.h"
+
+namespace nlc {
+namespace {
+
+// Segments of this process by nonce: ranks that are threads share one mapping, as they share
+// everything else. (A second mapping would also hide every race from a thread sanitizer.)
+std::mutex own_segments_mutex;
+std::unordered_map<uint64_t, std::weak_ptr<Mapping>> &own_segments() {
+  static auto *segments = new std::unordered_map<uint64_t, std::weak_ptr<Mapping>>();
+  return *segments;
+}
+
+std::shared_ptr<Mapping> own_segment(uint64_t nonce) {
+  const std::lock_guard<std::mutex> lock(own_segments_mutex);
+  const auto found = own_segments().find(nonce);
+  return found == own_segments().end() ? nullptr : found->second.lock();
+}
+
+std::atomic<int> most_ranks_here{1};  // of any group so far: what the cores are shared by
+
+}  // namespace
+
+Group::Group(const nlc_options &options, unsigned char *card)
+    : name_(options.name ? options.name : "group"), timeout_ms_(options.timeout_ms), pid_(getpid()) {
+  if (options.size < 1 || options.rank < 0 || options.rank >= options.size)
+    throw Failure(NLC_BAD_ARGUMENT, format("rank %d of %d ranks", options.rank, options.size));
+  for (int r = 0; r < options.size; ++r)
+    global_ranks_.push_back(options.global_ranks ? options.global_ranks[r] : r);
+  Arena &arena = Arena::of_this_process();
+  describe_this_process(&card_);
+  card_.rank = options.rank;
+  card_.size = options.size;
+  card_.arena_fd = arena.fd();
+  card_.loans_fd = arena.loans_fd();
+  card_.arena_bytes = arena.bytes();
+  segment_fd_ = make_memory("nearlinear-group", sizeof(Segment));
+  card_.segment_fd = segment_fd_.get();
+  own_mapping_ = std::make_shared<Mapping>(map_memory(segment_fd_.get(), sizeof(Segment), true));
+  own_ = new (own_mapping_->base()) Segment;
+  own_->nonce.store(card_.nonce, std::memory_order_release);
+  {
+    const std::lock_guard<std::mutex> lock(own_segments_mutex);
+    own_segments()[card_.nonce] = own_mapping_;
+  }
+  if (options.size > 1) {
+    const std::string transport = setting("TRANSPORT");
+    net_ = make_transport(transport.empty() ? "tcp" : transport);
+    std::strncpy(card_.address, net_->address().c_str(), sizeof card_.address - 1);
+  }
+  std::memset(card, 0, NLC_CARD_BYTES);
+  std::memcpy(card, &card_, sizeof card_);
+}
+
+Group::~Group() {
+  own_->closed.store(1, std::memory_order_release);
+  const std::lock_guard<std::mutex> lock(own_segments_mutex);
+  own_segments().erase(card_.nonce);
+}
+
+void Group::connect(const unsigned char *cards, int64_t timeout_ms) {
+  for (int r = 0; r < card_.size; ++r) {
+    const Card &card = read_card(cards + static_cast<size_t>(r) * NLC_CARD_BYTES);
+    if (card.rank != r || card.size != card_.size)
+      throw Failure(NLC_BAD_ARGUMENT, format("the card of rank %d says rank %d of %d", r, card.rank,
+                                             card.size));
+    cards_.push_back(card);
+  }
+  place_ = find_topology(cards_, card_.rank);
+  deadline_ = after_ms(timeout_ms);
+  liveness_ = std::make_unique<Liveness>(cards_, place_.neighbours());
+
+  for (const int rank : place_.neighbours()) {
+    const Card &card = cards_[static_cast<size_t>(rank)];
+    Neighbour neighbour;
+    neighbour.rank = rank;
+    neighbour.mapping = card.pid == getpid() ? own_segment(card.nonce) : nullptr;
+    if (!neighbour.mapping) {
+      try {
+        const Fd fd = open_memory_of(card.pid, card.segment_fd);
+        neighbour.mapping = std::make_shared<Mapping>(map_memory(fd.get(), sizeof(Segment), true));
+        neighbour.pool = Arena::of_this_process().arena_of(card);
+      } catch (const Failure &failure) {
+        throw Failure(failure.status, rank_text(rank) + ": " + failure.what());
+      }
+    }
+    neighbour.memory = neighbour.pool ? neighbour.pool->pages.base()
+                                      : Arena::of_this_process().base();
+    neighbour.segment = reinterpret_cast<Segment *>(neighbour.mapping->base());
+    if (neighbour.segment->nonce.load(std::memory_order_acquire) != card.nonce)
+      throw Failure(NLC_PEER_DIED, rank_text(rank) + " ended while the group was being formed");
+    neighbours_.push_back(std::move(neighbour));
+  }
+
+  const int here = ranks_here();
+  int most = most_ranks_here.load();
+  while (most < here && !most_ranks_here.compare_exchange_weak(most, here)) {
+  }
+  most = std::max(most, here);
+  patience_ = patience(most, card_.cores);
+  chunk_bytes_ = static_cast<size_t>(
+      setting_number("CHUNK_KIB", most <= card_.cores ? 128 : 1024)) << 10;
+  chunk_bytes_ = std::clamp(chunk_bytes_, size_t{4096}, kSlotBytes);
+  stream_bytes_ = stream_threshold(here);
+
+  if (place_.node_count() == 1) {
+    net_.reset();
+  } else if (place_.leads()) {
+    std::vector<std::string> addresses;
+    for (const auto &ranks : place_.nodes)
+      addresses.push_back(cards_[static_cast<size_t>(ranks[0])].address);
+    uint64_t cookie = 0;
+    for (const Card &card : cards_) cookie = cookie * 0x100000001b3ULL ^ card.nonce;
+    try {
+      net_->connect(addresses, place_.node, cookie, timeout_ms);
+    } catch (const LinkFailure &failure) {
+      const int rank = place_.nodes[static_cast<size_t>(failure.node)][0];
+      fail(NLC_PEER_DIED, rank_text(rank) + ": " + failure.what());
+    } catch (const std::runtime_error &failure) {
+      fail(NLC_TIMEOUT, std::string("the nodes could not be connected: ") + failure.what());
+    }
+    doorbell_ = Fd(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC));
+    net_->wake_on(doorbell_.get());
+  } else {
+    net_.reset();
+  }
+  own_->ready.raise(1);  // everything of mine is there, and I have everything of theirs
+  for (int i = 0; i < here; ++i) await_counter(neighbour(i).segment->ready, 1, i);
+}
+
+// --- ring steps --------------------------------------------------------------------------------
+
+void Group::post(RingName ring, uint32_t step) {
+  own_->rings[ring].posted.raise(step + 1);
+}
+
+void Group::consume(RingName ring, uint32_t step) {
+  own_->rings[ring].consumed.raise(step + 1);
+}
+
+void Group::await_post(RingName ring, uint32_t step, int local) {
+  await_counter(neighbour(local).segment->rings[ring].posted, step + 1, local);
+}
+
+void Group::await_free(RingName ring, uint32_t step) {
+  for (int i = 0; i < ranks_here(); ++i)
+    if (i != place_.local)
+      await_counter(neighbour(i).segment->rings[ring].consumed, step + 1 - kSlots, i);
+}
+
+void Group::await_all(RingName ring, uint32_t step) {
+  for (int i = 0; i < ranks_here(); ++i)
+    if (i != place_.local) await_counter(neighbour(i).segment->rings[ring].consumed, step + 1, i);
+}
+
+void Group::await_consumed_by(int local, RingName ring, uint32_t step) {
+  await_counter(neighbour(local).segment->rings[ring].consumed, step + 1, local);
+}
+
+// --- waiting -----------------------------------------------------------------------------------
+
+void Group::await_counter(Counter &counter, uint32_t target, int local) {
+  if (counter.reached(target)) return;
+  for (int i = 0; i < patience_.spins; ++i) {
+    pause_cpu();
+    if (counter.reached(target)) return;
+    if (net_ && (i & 63) == 63) poll_net(0);
+  }
+  for (int i = 0; i < patience_.yields; ++i) {
+    sched_yield();
+    if (counter.reached(target)) return;
+  }
+  for (;;) {
+    const uint32_t seen = counter.load();
+    if (static_cast<int32_t>(seen - target) >= 0) return;
+    if (net_) {
+      // Asleep on the sockets, the leader misses the neighbours' counters: they are looked at
+      // every so often instead.
+      poll_net(200);
+    } else {
+      counter.sleep(seen, 20);
+    }
+    if (counter.reached(target)) return;
+    look_around(neighbour(local).rank);
+  }
+}
+
+void Group::await(const Request &request) {
+  int idle = 0;
+  while (!request.done) {
+    const bool moved = poll_net(idle < patience_.spins / 8 ? 0 : 2000);
+    idle = moved ? 0 : idle + 1;
+    if (!moved) look_around(-1);
+  }
+}
+
+bool Group::poll_net(int timeout_us) {
+  try {
+    return net_->poll(timeout_us);
+  } catch (const LinkFailure &failure) {
+    const int rank = place_.nodes[static_cast<size_t>(failure.node)][0];
+    fail(NLC_PEER_DIED, format("%s: %s", rank_text(rank).c_str(), failure.what()));
+  }
+}
+
+// --- construction of one call ------------------------------------------------------------------
+
+CallCard Group::describe_call(const nlc_call &call) const {
+  CallCard card{};
+  card.sequence = sequence_;
+  card.count = call.count;
+  card.scale = call.scale;
+  card.kind = call.kind;
+  card.dtype = call.dtype;
+  card.reduce = call.reduce;
+  card.root = call.root;
+  card.input = card.output = card.block = -1;
+  return card;
+}
+
+void Group::check(const nlc_call &call) const {
+  if (call.kind < NLC_ALL_GATHER || call.kind > NLC_BARRIER)
+    throw Failure(NLC_BAD_ARGUMENT, format("unknown operation %d", call.kind));
+  if (call.dtype < 0 || call.dtype >= NLC_DTYPES)
+    throw Failure(NLC_BAD_ARGUMENT, format("unknown dtype %d", call.dtype));
+  const bool reduces = call.kind == NLC_REDUCE_SCATTER || call.kind == NLC_ALL_REDUCE;
+  if (reduces && !can_reduce(call.dtype, call.reduce))
+    throw Failure(NLC_BAD_ARGUMENT, format("cannot reduce %s by %s", dtype_name(call.dtype),
+                                           reduce_name(call.reduce)));
+  if (call.kind == NLC_BROADCAST && (call.root < 0 || call.root >= size()))
+    throw Failure(NLC_BAD_ARGUMENT, format("root %d of %d ranks", call.root, size()));
+}
+
+void Group::run(const nlc_call &call) {
+  check(call);
+  if (getpid() != pid_)
+    throw Failure(NLC_ABORTED, format("group '%s' belongs to process %d and cannot be used after a "
+                                      "fork: make a new group in the child", name_.c_str(), pid_));
+  if (aborted_.load()) fail(NLC_ABORTED, abort_reason_);
+  if (broken_status_ != NLC_OK)
+    throw Failure(NLC_ABORTED, format("group '%s' failed before and cannot be used any more: %s",
+                                      name_.c_str(), broken_.c_str()));
+  const int64_t timeout = call.timeout_ms == NLC_ANY_TIMEOUT ? timeout_ms_ : call.timeout_ms;
+  deadline_ = after_ms(timeout);
+  call_timeout_ms_ = timeout;
+  ++sequence_;
+  current_ = describe_call(call);
+  path = "alone";
+  own_->calls[sequence_ % kCalls] = current_;
+  own_->entered.store(sequence_, std::memory_order_release);
+  Trace trace(name_, current_);
+  try {
+    switch (call.kind) {
+      case NLC_ALL_GATHER: all_gather(*this, call); break;
+      case NLC_REDUCE_SCATTER: reduce_scatter(*this, call); break;
+      case NLC_ALL_REDUCE: all_reduce(*this, call); break;
+      case NLC_BROADCAST: broadcast(*this, call); break;
+      default: barrier(*this);
+    }
+  } catch (const Failure &failure) {
+    trace.failed(failure.what());
+    throw;
+  }
+  trace.done(path);
+  own_->finished.store(sequence_, std::memory_order_release);
+}
+
+void Group::publish_places(const void *input, size_t input_bytes, const void *output,
+                           size_t output_bytes) {
+  Arena &arena = Arena::of_this_process();
+  CallCard &card = own_->calls[sequence_ % kCalls];
+  card.input = arena.place_of(input, input_bytes).offset;
+  if (!output) return;
+  const Arena::Place place = arena.place_of(output, output_bytes);
+  card.output = place.offset;
+  card.block = place.block;
+}
+
+const CallCard &Group::call_of(int local) {
+  return neighbour(local).segment->calls[sequence_ % kCalls];
+}
+
+void Group::compare_call(int local) {
+  if (local != place_.local) compare_with(call_of(local), neighbour(local).rank);
+}
+
+void Group::compare_with(const CallCard &theirs, int rank) {
+  const CallCard &mine = current_;
+  if (theirs.sequence == mine.sequence && theirs.kind == mine.kind && theirs.count == mine.count &&
+      theirs.dtype == mine.dtype && theirs.reduce == mine.reduce && theirs.root == mine.root &&
+      theirs.scale == mine.scale)
+    return;
+  fail(NLC_MISMATCH,
+       format("ranks called different operations: rank %lld called %s, rank %lld called %s",
+              static_cast<long long>(global_ranks_[static_cast<size_t>(this->rank())]),
+              call_text(mine).c_str(), static_cast<long long>(global_ranks_[static_cast<size_t>(rank)]),
+              call_text(theirs).c_str()));
+}
+
+std::string Group::describe() const {
+  std::string nodes;
+  for (const auto &ranks : place_.nodes) {
+    nodes += nodes.empty() ? "[" : ", [";
+    for (size_t i = 0; i < ranks.size(); ++i) nodes += format(i ? ", %d" : "%d", ranks[i]);
+    nodes += "]";
+  }
+  return format("{\"name\": %s, \"rank\": %d, \"size\": %d, \"nodes\": [%s], \"cores\": %d, "
+                "\"chunk_bytes\": %zu, \"stream_bytes\": %zu, \"network\": %s}",
+                json_text(name_).c_str(), rank(), size(), nodes.c_str(), card_.cores, chunk_bytes_,
+                stream_bytes_, json_text(net_ ? net_->describe() : "").c_str());
+}
+
+}  // namespace nlc

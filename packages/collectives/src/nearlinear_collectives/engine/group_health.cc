@@ -1,0 +1,107 @@
+// The slow side of waiting: who is gone, who is late, and how to say so.
+#include <algorithm>
+#include <cstring>
+
+#include "group.h"
+#include "reduce.h"
+#include "trace.h"
+
+namespace nlc {
+
+void Group::look_around(int awaited) {
+  const Clock::time_point now = Clock::now();
+  if (now - last_look_ < std::chrono::milliseconds(2)) return;
+  last_look_ = now;
+  if (aborted_.load(std::memory_order_acquire)) fail(NLC_ABORTED, abort_reason_);
+  for (int i = 0; i < ranks_here(); ++i) {
+    const Segment &other = *neighbour(i).segment;
+    if (i == place_.local) continue;
+    const uint32_t status = other.failed.load(std::memory_order_acquire);
+    if (status != NLC_OK) fail_with(static_cast<nlc_status>(status), other.reason);
+    if (neighbour(i).rank == awaited && other.closed.load(std::memory_order_acquire))
+      fail(NLC_PEER_DIED, rank_text(awaited) + " has left the group");
+  }
+  const int dead = liveness_->first_dead();
+  if (dead >= 0) {
+    const int local = static_cast<int>(
+        std::find(place_.neighbours().begin(), place_.neighbours().end(), dead) -
+        place_.neighbours().begin());
+    // A rank that closed the group and ended is missed only by those who wait for it.
+    if (!neighbour(local).segment->closed.load(std::memory_order_acquire))
+      fail(NLC_PEER_DIED, rank_text(dead) + " died");
+  }
+  if (now >= deadline_) time_out(awaited);
+}
+
+int Group::slowest_neighbour() {
+  int slowest = -1;
+  auto progress = [this](int i) {
+    const Segment &other = *neighbour(i).segment;
+    uint64_t steps = 0;
+    for (const RingCounters &ring : other.rings) steps += ring.posted.load() + ring.consumed.load();
+    return std::pair(other.entered.load(std::memory_order_acquire), steps);
+  };
+  for (int i = 0; i < ranks_here(); ++i)
+    if (i != place_.local && (slowest < 0 || progress(i) < progress(slowest))) slowest = i;
+  return slowest;
+}
+
+void Group::time_out(int awaited) {
+  const int slowest = slowest_neighbour();
+  int rank = awaited;
+  std::string where;
+  if (slowest >= 0 && awaited >= 0) {
+    const Segment &other = *neighbour(slowest).segment;
+    rank = neighbour(slowest).rank;
+    const uint64_t entered = other.entered.load(), finished = other.finished.load();
+    where = entered < sequence_
+                ? format("; it has not called it: its last operation was #%llu (%s)",
+                         static_cast<unsigned long long>(entered),
+                         entered == finished ? "done" : "unfinished")
+                : "; it is in the same operation, stuck or stopped";
+  }
+  const std::string who = rank >= 0 ? rank_text(rank) : "another node";
+  fail(NLC_TIMEOUT, format("%s made no progress for %.3g s%s", who.c_str(),
+                           static_cast<double>(call_timeout_ms_) / 1000.0, where.c_str()));
+}
+
+void Group::fail(nlc_status status, const std::string &reason) {
+  fail_with(status, current_.kind ? call_text(current_) + ": " + reason : reason);
+}
+
+void Group::fail_with(nlc_status status, const std::string &text) {
+  broken_ = text;
+  broken_status_ = status;
+  std::strncpy(own_->reason, text.c_str(), sizeof own_->reason - 1);
+  own_->failed.store(static_cast<uint32_t>(status), std::memory_order_release);
+  if (net_) net_->give_up(text);
+  throw Failure(status, format("nearlinear group '%s', rank %lld: %s", name_.c_str(),
+                               static_cast<long long>(global_ranks_[static_cast<size_t>(card_.rank)]),
+                               text.c_str()));
+}
+
+void Group::abort(const char *reason) {
+  abort_reason_ = reason;
+  aborted_.store(true, std::memory_order_release);
+}
+
+std::string Group::call_text(const CallCard &call) const {
+  std::string text = format("%s #%llu", kind_name(call.kind),
+                            static_cast<unsigned long long>(call.sequence));
+  if (call.kind == NLC_BARRIER) return text;
+  const bool per_rank = call.kind == NLC_ALL_GATHER || call.kind == NLC_REDUCE_SCATTER;
+  text += format(" of %s%s (%s", bytes_text(call.count * element_bytes(call.dtype)).c_str(),
+                 per_rank ? " per rank" : "", dtype_name(call.dtype));
+  if (call.kind == NLC_REDUCE_SCATTER || call.kind == NLC_ALL_REDUCE)
+    text += format(", %s", reduce_name(call.reduce));
+  if (call.kind == NLC_BROADCAST) text += format(", root %d", call.root);
+  return text + ")";
+}
+
+std::string Group::rank_text(int rank) const {
+  const Card &card = cards_[static_cast<size_t>(rank)];
+  return format("rank %lld (host %s, pid %d)",
+                static_cast<long long>(global_ranks_[static_cast<size_t>(rank)]), card.host, card.pid);
+}
+
+}  // namespace nlc

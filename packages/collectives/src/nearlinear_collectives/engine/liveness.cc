@@ -1,0 +1,31 @@
+#include "liveness.h"
+
+#include <poll.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+namespace nlc {
+
+Liveness::Liveness(const std::vector<Card> &cards, const std::vector<int> &ranks) {
+  for (const int rank : ranks) {
+    const Card &card = cards[static_cast<size_t>(rank)];
+    if (card.pid == getpid()) continue;  // ranks that are threads live and die with me
+    Fd pidfd(static_cast<int>(syscall(SYS_pidfd_open, card.pid, 0)));
+    if (is_dead(card)) pidfd = Fd();  // it ended before, and the pid may be another's by now
+    watched_.push_back({rank, std::move(pidfd), card});
+  }
+}
+
+int Liveness::first_dead() {
+  std::vector<pollfd> asked;
+  asked.reserve(watched_.size());
+  for (const Watched &one : watched_) asked.push_back({one.pidfd.get(), POLLIN, 0});
+  ::poll(asked.data(), asked.size(), 0);
+  for (size_t i = 0; i < watched_.size(); ++i) {
+    const bool dead = asked[i].fd >= 0 ? asked[i].revents != 0 : is_dead(watched_[i].card);
+    if (dead) return watched_[i].rank;
+  }
+  return -1;
+}
+
+}  // namespace nlc

@@ -1,0 +1,109 @@
+/* The engine's C interface: collectives over host memory, with no torch in sight.
+ *
+ * A group is made in two steps, so that the caller chooses how ranks find each other:
+ *   1. nlc_group_open() makes this rank's shared segment and listening socket and fills a
+ *      card of NLC_CARD_BYTES plain bytes that says where they are;
+ *   2. the caller exchanges the cards by any means (a c10d Store, MPI, a file), then
+ *   3. nlc_group_connect() maps the neighbours' memory and connects the nodes.
+ *
+ * Every function returns 0 or a code of nlc_status; nlc_error() has the sentence for the
+ * calling thread's last failure.  A group runs one collective at a time: nlc_run() on the
+ * caller's thread, nlc_start() on a thread of the engine, in the order they were called.
+ */
+#ifndef NEARLINEAR_COLLECTIVES_H
+#define NEARLINEAR_COLLECTIVES_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define NLC_ABI_VERSION 1
+#define NLC_CARD_BYTES 512
+#define NLC_ANY_TIMEOUT (-1) /* the group's own timeout */
+
+typedef enum {
+  NLC_OK = 0,
+  NLC_BAD_ARGUMENT = 1,  /* the call itself is wrong; the group is unharmed */
+  NLC_PEER_DIED = 2,     /* a rank's process ended or its connection closed */
+  NLC_TIMEOUT = 3,       /* a rank made no progress in time */
+  NLC_MISMATCH = 4,      /* ranks called different operations, sizes or dtypes */
+  NLC_ABORTED = 5,       /* nlc_group_abort() here, or an earlier error of this group */
+  NLC_SYSTEM = 6         /* the operating system refused something */
+} nlc_status;
+
+typedef enum {
+  NLC_ALL_GATHER = 1,
+  NLC_REDUCE_SCATTER = 2,
+  NLC_ALL_REDUCE = 3,
+  NLC_BROADCAST = 4,
+  NLC_BARRIER = 5
+} nlc_kind;
+
+typedef enum {
+  NLC_UINT8 = 0, NLC_INT8, NLC_INT16, NLC_INT32, NLC_INT64,
+  NLC_FLOAT16, NLC_BFLOAT16, NLC_FLOAT32, NLC_FLOAT64, NLC_BOOL, NLC_DTYPES
+} nlc_dtype;
+
+typedef enum { NLC_SUM = 0, NLC_AVG, NLC_PRODUCT, NLC_MIN, NLC_MAX, NLC_BAND, NLC_BOR, NLC_BXOR,
+               NLC_REDUCES } nlc_reduce;
+
+/* One collective. Bytes are only moved by all_gather and broadcast: dtype is then used for
+ * nothing but the size of an element and the check that all ranks agree. */
+typedef struct {
+  int32_t kind;       /* nlc_kind */
+  int32_t dtype;      /* nlc_dtype */
+  int32_t reduce;     /* nlc_reduce */
+  int32_t root;       /* broadcast only, a rank of the group */
+  uint64_t count;     /* elements: per rank for all_gather and reduce_scatter, in all otherwise */
+  double scale;       /* the reduced value is multiplied by this (floating dtypes; 1.0 = not) */
+  const void *input;  /* all_gather: count; reduce_scatter: size * count; all_reduce: count */
+  void *output;       /* all_gather: size * count; reduce_scatter: count; else count, in place */
+  void *const *outputs; /* all_gather only: if not NULL, one pointer per rank replaces output */
+  int64_t timeout_ms; /* NLC_ANY_TIMEOUT or this call's own */
+} nlc_call;
+
+typedef struct nlc_group nlc_group;
+
+typedef struct {
+  int32_t rank, size;
+  int64_t timeout_ms;
+  const char *name;      /* shown in errors and traces */
+  const int64_t *global_ranks; /* size entries for error texts, or NULL: rank i is rank i */
+} nlc_options;
+
+typedef void (*nlc_done)(void *context, int32_t status, const char *error);
+
+/* Groups. connect may be called once; the cards of all ranks lie in rank order. */
+int32_t nlc_group_open(const nlc_options *options, unsigned char card[NLC_CARD_BYTES],
+                       nlc_group **group);
+int32_t nlc_group_connect(nlc_group *group, const unsigned char *cards, int64_t timeout_ms);
+void nlc_group_abort(nlc_group *group, const char *reason); /* wakes every waiting call */
+void nlc_group_close(nlc_group *group); /* bounded in time; the pointer is dead afterwards */
+void nlc_group_set_timeout(nlc_group *group, int64_t timeout_ms);
+
+/* 1 if the process that wrote this card is known to be dead, 0 if alive or on another node. */
+int32_t nlc_card_is_dead(const unsigned char card[NLC_CARD_BYTES]);
+
+/* Collectives. */
+int32_t nlc_run(nlc_group *group, const nlc_call *call);
+int32_t nlc_start(nlc_group *group, const nlc_call *call, nlc_done done, void *context);
+
+/* Memory shared with the ranks of this node: collectives on it copy less. NULL if none is left. */
+void *nlc_pool_allocate(size_t bytes);
+void nlc_pool_free(void *memory);
+int32_t nlc_pool_contains(const void *memory);
+
+/* What is known, for people: JSON text into the buffer (cut to capacity), its full length back. */
+size_t nlc_describe(nlc_group *group, char *text, size_t capacity); /* topology, transport, paths */
+size_t nlc_trace(char *text, size_t capacity);                      /* last operations, all groups */
+
+const char *nlc_error(void);
+int32_t nlc_abi_version(void);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,243 @@
+#include "nodes.h"
+
+#include <algorithm>
+
+#include "copy.h"
+#include "local.h"
+#include "reduce.h"
+
+namespace nlc {
+
+int node_at(const Group &group, int shift) {
+  const int nodes = group.place().node_count();
+  return ((group.place().node + shift) % nodes + nodes) % nodes;
+}
+
+size_t piece_bytes(const Group &group, size_t blocks_per_slot) {
+  size_t most = 1;
+  for (const auto &ranks : group.place().nodes) most = std::max(most, ranks.size());
+  const size_t block = std::min(group.node_chunk_bytes(), kSlotBytes / blocks_per_slot);
+  return std::max<size_t>(block / most & ~size_t{63}, 64);
+}
+
+// --- opening -------------------------------------------------------------------------------------
+
+Opening::Opening(Group &group) : group_(group) {
+  const int nodes = group.place().node_count();
+  if (group.place().leads()) {
+    theirs_.resize(static_cast<size_t>(nodes));
+    sent_.resize(static_cast<size_t>(nodes));
+    received_.resize(static_cast<size_t>(nodes));
+    for (int shift = 1; shift < nodes; ++shift) {
+      const int to = node_at(group, shift), from = node_at(group, -shift);
+      group.net().post_send(to, &group.current(), sizeof(CallCard), &sent_[static_cast<size_t>(to)]);
+      group.net().post_receive(from, &theirs_[static_cast<size_t>(from)], sizeof(CallCard),
+                               &received_[static_cast<size_t>(from)]);
+    }
+  }
+  if (group.ranks_here() > 1) local_barrier(group);
+}
+
+void Opening::confirm() {
+  const int nodes = group_.place().node_count();
+  for (int node = 0; node < nodes; ++node) {
+    if (node == group_.place().node) continue;
+    const size_t i = static_cast<size_t>(node);
+    group_.await(received_[i]);
+    group_.compare_with(theirs_[i], group_.place().nodes[i][0]);
+    group_.await(sent_[i]);
+  }
+}
+
+// --- all-gather ------------------------------------------------------------------------------------
+
+void share_in_node(Group &group, const SpanOf &span, bool stream) {
+  const int here = group.ranks_here(), me = group.place().local;
+  if (here == 1) return;
+  const auto span_of = [&](int local) { return span(group.neighbour(local).rank); };
+  size_t longest = 0;
+  for (int i = 0; i < here; ++i) longest = std::max(longest, span_of(i).bytes);
+  const size_t chunk = group.chunk_bytes();
+  const uint32_t steps = static_cast<uint32_t>((longest + chunk - 1) / chunk);
+  const uint32_t first = group.take_steps(kInputs, steps);
+  const auto piece = [&](int local, uint32_t s) {
+    const Span whole = span_of(local);
+    const size_t begin = std::min(whole.bytes, s * chunk);
+    return Span{whole.data + begin, std::min(chunk, whole.bytes - begin)};
+  };
+  uint32_t posted = 0;
+  for (uint32_t s = 0; s < steps; ++s) {
+    for (; posted < std::min(steps, s + 2); ++posted) {
+      group.await_free(kInputs, first + posted);
+      const Span mine = piece(me, posted);
+      copy(group.mine().slot(kInputs, first + posted), mine.data, mine.bytes, false);
+      group.post(kInputs, first + posted);
+    }
+    for (int k = 1; k < here; ++k) {
+      const int other = (me + k) % here;
+      group.await_post(kInputs, first + s, other);
+      const Span theirs = piece(other, s);
+      copy(theirs.data, group.neighbour(other).segment->slot(kInputs, first + s), theirs.bytes, stream);
+    }
+    group.consume(kInputs, first + s);
+  }
+}
+
+namespace {
+
+// The pieces with which one node's spans travel: for each, its place in a slot and in memory.
+class Pieces {
+ public:
+  Pieces(const Group &group, int node, const SpanOf &span, size_t piece)
+      : ranks_(group.place().nodes[static_cast<size_t>(node)]), span_(span), piece_(piece) {}
+
+  template <typename Visit>  // visit(offset in the slot, span)
+  void at(size_t index, Visit visit) const {
+    for (size_t i = 0; i < ranks_.size(); ++i) {
+      const Span whole = span_(ranks_[i]);
+      const size_t begin = std::min(whole.bytes, index * piece_);
+      const size_t bytes = std::min(piece_, whole.bytes - begin);
+      if (bytes) visit(i * piece_, Span{whole.data + begin, bytes});
+    }
+  }
+  size_t count() const {
+    size_t longest = 0;
+    for (const int rank : ranks_) longest = std::max(longest, span_(rank).bytes);
+    return (longest + piece_ - 1) / piece_;
+  }
+
+ private:
+  const std::vector<int> &ranks_;
+  const SpanOf &span_;
+  size_t piece_;
+};
+
+}  // namespace
+
+void share_between_nodes(Group &group, Opening &opening, const SpanOf &span, bool stream) {
+  const int nodes = group.place().node_count();
+  const bool leads = group.place().leads(), alone = group.ranks_here() == 1;
+  const size_t piece = piece_bytes(group, 1);
+  std::vector<Request> sent;
+  std::vector<std::vector<std::vector<Request>>> received(static_cast<size_t>(nodes));
+  if (leads) {
+    const Pieces own(group, group.place().node, span, piece);
+    size_t messages = 0;
+    for (size_t c = 0; c < own.count(); ++c) own.at(c, [&](size_t, Span) { ++messages; });
+    sent.resize(messages * static_cast<size_t>(nodes - 1));
+    size_t next = 0;
+    for (int shift = 1; shift < nodes; ++shift) {
+      const int to = node_at(group, shift), from = node_at(group, -shift);
+      for (size_t c = 0; c < own.count(); ++c)
+        own.at(c, [&](size_t, Span s) { group.net().post_send(to, s.data, s.bytes, &sent[next++]); });
+      const Pieces theirs(group, from, span, piece);
+      auto &requests = received[static_cast<size_t>(shift)];
+      requests.resize(theirs.count());
+      for (size_t c = 0; c < theirs.count(); ++c) {
+        size_t n = 0;
+        theirs.at(c, [&](size_t, Span) { ++n; });
+        requests[c].resize(n);
+        n = 0;
+        theirs.at(c, [&](size_t, Span s) {
+          group.net().post_receive(from, s.data, s.bytes, &requests[c][n++]);
+        });
+      }
+    }
+    opening.confirm();
+  }
+  for (int shift = 1; shift < nodes; ++shift) {
+    const Pieces theirs(group, node_at(group, -shift), span, piece);
+    const uint32_t steps = static_cast<uint32_t>(theirs.count());
+    const uint32_t first = group.take_steps(kFromLeader, steps);
+    for (uint32_t s = 0; s < steps; ++s) {
+      unsigned char *slot = group.leader().slot(kFromLeader, first + s);
+      if (leads) {
+        for (const Request &request : received[static_cast<size_t>(shift)][s]) group.await(request);
+        if (alone) continue;
+        group.await_free(kFromLeader, first + s);
+        theirs.at(s, [&](size_t at, Span part) { copy(slot + at, part.data, part.bytes, false); });
+        group.post(kFromLeader, first + s);
+      } else {
+        group.await_post(kFromLeader, first + s, 0);
+        theirs.at(s, [&](size_t at, Span part) { copy(part.data, slot + at, part.bytes, stream); });
+        group.consume(kFromLeader, first + s);
+      }
+    }
+  }
+  for (const Request &request : sent) group.await(request);
+}
+
+void node_all_gather(Group &group, const nlc_call &call, const std::function<char *(int rank)> &part,
+                     size_t bytes, bool stream) {
+  group.path = "nodes";
+  Opening opening(group);
+  if (part(group.rank()) != call.input) copy(part(group.rank()), call.input, bytes, stream);
+  const SpanOf span = [&](int rank) { return Span{part(rank), bytes}; };
+  share_in_node(group, span, stream);
+  share_between_nodes(group, opening, span, stream);
+}
+
+// --- broadcast, barrier --------------------------------------------------------------------------
+
+void node_broadcast(Group &group, const nlc_call &call) {
+  group.path = "nodes";
+  Opening opening(group);
+  const Topology &place = group.place();
+  char *data = static_cast<char *>(call.output);
+  const size_t bytes = call.count * element_bytes(call.dtype);
+  const int root_node = place.node_of[static_cast<size_t>(call.root)];
+  const int nodes = place.node_count(), after_root = (place.node - root_node + nodes) % nodes;
+  const size_t chunk = group.node_chunk_bytes();
+  const uint32_t steps = static_cast<uint32_t>((bytes + chunk - 1) / chunk);
+  const auto size_of = [&](uint32_t s) { return std::min(chunk, bytes - s * chunk); };
+  if (after_root == 0) {
+    const auto &ranks = place.neighbours();
+    const auto root = std::find(ranks.begin(), ranks.end(), call.root) - ranks.begin();
+    if (group.ranks_here() > 1) spread(group, static_cast<int>(root), data, bytes);
+  }
+  // A chain of nodes: every link carries the data once, in chunks that are passed on at once.
+  std::vector<Request> sent(steps), received(steps);
+  const bool passes_on = place.leads() && after_root < nodes - 1;
+  if (place.leads()) {
+    if (after_root > 0)
+      for (uint32_t s = 0; s < steps; ++s)
+        group.net().post_receive(node_at(group, -1), data + s * chunk, size_of(s), &received[s]);
+    opening.confirm();
+  }
+  const uint32_t first = after_root > 0 ? group.take_steps(kFromLeader, steps) : 0;
+  for (uint32_t s = 0; s < steps; ++s) {
+    char *part = data + s * chunk;
+    if (place.leads()) {
+      if (after_root > 0) group.await(received[s]);
+      if (passes_on) group.net().post_send(node_at(group, 1), part, size_of(s), &sent[s]);
+    }
+    if (after_root == 0 || group.ranks_here() == 1) continue;
+    if (place.leads()) {
+      group.await_free(kFromLeader, first + s);
+      copy(group.mine().slot(kFromLeader, first + s), part, size_of(s), false);
+      group.post(kFromLeader, first + s);
+    } else {
+      group.await_post(kFromLeader, first + s, 0);
+      copy(part, group.leader().slot(kFromLeader, first + s), size_of(s), false);
+      group.consume(kFromLeader, first + s);
+    }
+  }
+  if (passes_on)
+    for (const Request &request : sent) group.await(request);
+}
+
+void node_barrier(Group &group) {
+  group.path = "nodes";
+  Opening opening(group);
+  const uint32_t step = group.take_steps(kFromLeader, 1);
+  if (group.place().leads()) {
+    opening.confirm();
+    group.await_free(kFromLeader, step);
+    group.post(kFromLeader, step);
+  } else {
+    group.await_post(kFromLeader, step, 0);
+    group.consume(kFromLeader, step);
+  }
+}
+
+}  // namespace nlc

@@ -1,0 +1,95 @@
+#include "queue.h"
+
+#include <pthread.h>
+
+#include <thread>
+
+namespace nlc {
+
+class Workers {
+ public:
+  static Workers &all() {
+    static Workers *workers = make();  // never destroyed: threads may outlive static objects
+    return *workers;
+  }
+
+  void serve(std::shared_ptr<Queue> queue) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    ready_.push_back(std::move(queue));
+    if (idle_ < static_cast<int>(ready_.size())) {
+      ++threads_;
+      std::thread([this] { work(); }).detach();
+    } else {
+      wake_.notify_one();
+    }
+  }
+
+  int threads() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return threads_;
+  }
+
+ private:
+  static Workers *make() {
+    pthread_atfork(nullptr, nullptr, [] { new (&all()) Workers(); });  // no thread survives a fork
+    return new Workers();
+  }
+
+  void work() {
+    pthread_setname_np(pthread_self(), "nearlinear");
+    std::unique_lock<std::mutex> lock(mutex_);
+    for (;;) {
+      ++idle_;
+      wake_.wait(lock, [this] { return !ready_.empty(); });
+      --idle_;
+      const std::shared_ptr<Queue> queue = std::move(ready_.front());
+      ready_.pop_front();
+      lock.unlock();
+      drain(*queue);
+      lock.lock();
+    }
+  }
+
+  static void drain(Queue &queue) {
+    std::unique_lock<std::mutex> lock(queue.mutex_);
+    while (!queue.calls_.empty()) {
+      const std::function<void()> call = std::move(queue.calls_.front());
+      queue.calls_.pop_front();
+      lock.unlock();
+      call();
+      lock.lock();
+    }
+    queue.scheduled_ = false;
+    queue.changed_.notify_all();
+  }
+
+  std::mutex mutex_;
+  std::condition_variable wake_;
+  std::deque<std::shared_ptr<Queue>> ready_;
+  int idle_ = 0;
+  int threads_ = 0;
+};
+
+void Queue::add(std::function<void()> call) {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    calls_.push_back(std::move(call));
+    if (scheduled_) return;
+    scheduled_ = true;
+  }
+  Workers::all().serve(shared_from_this());
+}
+
+bool Queue::idle() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return !scheduled_;
+}
+
+void Queue::wait_idle() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  changed_.wait(lock, [this] { return !scheduled_; });
+}
+
+int worker_threads() { return Workers::all().threads(); }
+
+}  // namespace nlc

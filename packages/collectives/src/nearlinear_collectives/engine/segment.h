@@ -1,0 +1,57 @@
+// The shared memory one rank gives to a group: counters, its current call, staging slots.
+//
+// Every rank owns one segment and maps those of its neighbours on the node. It writes only into
+// its own, but for the leader's outbox (see Ring), so no two ranks ever write one cache line.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+
+#include "base.h"
+#include "sync.h"
+
+namespace nlc {
+
+constexpr int kSlots = 4;                       // staging slots per ring
+constexpr size_t kSlotBytes = size_t{1} << 20;  // bytes per slot
+constexpr int kCalls = 16;                      // calls remembered for comparison; > kSlots
+
+// One call as others see it: enough to notice that ranks called different things, and where the
+// caller's memory lies if neighbours can read it.
+struct CallCard {
+  uint64_t sequence;
+  uint64_t count;
+  double scale;
+  int32_t kind, dtype, reduce, root;
+  int64_t input;   // offset in the caller's arena, or -1
+  int64_t output;  // the same; all_gather into a list of tensors has none
+  int64_t block;   // of the output's block in the arena
+};
+
+// Staged data flows through a ring: in step s a rank fills slot s % kSlots of its own, raises
+// `posted` to s + 1, reads its neighbours' slots of step s once their `posted` says so, and raises
+// `consumed` to s + 1. A slot may be filled again when every neighbour has consumed it.
+struct RingCounters {
+  Counter posted;
+  Counter consumed;
+};
+
+enum RingName { kInputs, kResults, kFromLeader, kRings };
+
+struct Segment {
+  std::atomic<uint64_t> nonce;          // as on the owner's card
+  Counter ready;                        // raised while the group is being formed
+  Counter doorbell;                     // leader only: asks for a wake-up while it waits for the net
+  alignas(64) std::atomic<uint64_t> entered;  // sequence number of the last call begun
+  std::atomic<uint64_t> finished;       // and of the last call done
+  std::atomic<uint32_t> closed;         // the owner has left the group in order
+  std::atomic<uint32_t> failed;         // nlc_status, set after `reason` is written
+  char reason[1024];
+  alignas(64) CallCard calls[kCalls];
+  RingCounters rings[kRings];
+  alignas(4096) unsigned char slots[kRings][kSlots][kSlotBytes];
+
+  unsigned char *slot(RingName ring, uint32_t step) { return slots[ring][step % kSlots]; }
+};
+
+}  // namespace nlc

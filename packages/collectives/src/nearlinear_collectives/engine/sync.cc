@@ -1,0 +1,44 @@
+#include "sync.h"
+
+#include <linux/futex.h>
+#include <sched.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <climits>
+
+namespace nlc {
+namespace {
+
+long futex(std::atomic<uint32_t> *word, int operation, uint32_t value, const timespec *timeout) {
+  return syscall(SYS_futex, word, operation, value, timeout, nullptr, 0);
+}
+
+}  // namespace
+
+void Counter::raise(uint32_t to) {
+  // An exchange is a full barrier: the sleepers are read after the new value is out.
+  value.exchange(to, std::memory_order_seq_cst);
+  if (sleepers.load(std::memory_order_seq_cst)) futex(&value, FUTEX_WAKE, INT_MAX, nullptr);
+}
+
+void Counter::sleep(uint32_t seen, int ms) {
+  const timespec limit{ms / 1000, (ms % 1000) * 1000000L};
+  sleepers.fetch_add(1, std::memory_order_seq_cst);
+  if (value.load(std::memory_order_seq_cst) == seen) futex(&value, FUTEX_WAIT, seen, &limit);
+  sleepers.fetch_sub(1, std::memory_order_seq_cst);
+}
+
+Patience patience(int ranks_on_node, int cores) {
+  if (ranks_on_node <= cores) return {2000, 20};
+  return {60, 20};
+}
+
+int cores_of_this_process() {
+  cpu_set_t cores;
+  if (sched_getaffinity(0, sizeof cores, &cores) == 0) return CPU_COUNT(&cores);
+  return static_cast<int>(sysconf(_SC_NPROCESSORS_ONLN));
+}
+
+}  // namespace nlc

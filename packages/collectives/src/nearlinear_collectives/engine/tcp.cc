@@ -1,0 +1,299 @@
+// Messages over TCP sockets: bytes go from the sender's memory to the receiver's, with no framing.
+//
+// All sends of a node stand in one queue and only its head is on the wire, so a node fills one
+// destination at a time. The kernel's send buffer bounds what is in flight: it starts small and
+// follows the measured bandwidth-delay product, because what a fabric cannot hold it drops, and
+// TCP takes 200 ms to notice.
+#include <sys/uio.h>
+
+#include <deque>
+
+#include "tcp_control.h"
+#include "transport.h"
+
+#ifndef SO_BUF_LOCK  // since Linux 5.14
+#define SO_BUF_LOCK 72
+#endif
+
+namespace nlc {
+namespace {
+
+constexpr int kFirstWindow = 32 << 10;
+constexpr int kLastWindow = 4 << 20;
+constexpr int kPieces = 16;                // messages given to the kernel in one call
+constexpr size_t kTurn = size_t{1} << 20;  // bytes of one call, so that all links get their turn
+
+struct Message {
+  char *data;
+  size_t bytes;  // still to be moved
+  Request *request;
+  int node;
+};
+
+// Takes moved bytes off a queue's front; finished messages, empty ones too, leave it.
+void advance(std::deque<Message> &queue, size_t moved) {
+  while (!queue.empty() && queue.front().bytes <= moved) {
+    moved -= queue.front().bytes;
+    queue.front().request->done = true;
+    queue.pop_front();
+  }
+  if (moved == 0) return;
+  queue.front().data += moved;
+  queue.front().bytes -= moved;
+}
+
+struct Pieces {
+  iovec parts[kPieces];
+  int count = 0;
+  size_t bytes = 0;
+
+  // The queue's front, as far as it belongs to one node.
+  explicit Pieces(const std::deque<Message> &queue) {
+    for (const Message &message : queue) {
+      if (count == kPieces || bytes >= kTurn || message.node != queue.front().node) break;
+      parts[count] = {message.data, std::min(message.bytes, kTurn - bytes)};
+      bytes += parts[count++].iov_len;
+    }
+  }
+};
+
+struct Link {
+  tcp::Socket socket{};
+  std::deque<Message> receives{};
+  int unsent = 0;  // sends that stand in the queue
+  bool readable = false, writable = false;
+  bool hung_up = false;  // the other side sends no more: what is here is all there is
+  bool ended = false;
+  int window = kFirstWindow;
+  size_t sent_since = 0;  // the window was looked at
+};
+
+class TcpTransport : public Transport {
+ public:
+  TcpTransport() : fixed_window_(static_cast<int>(setting_number("WINDOW", 0))) {
+    if (fixed_window_ != 0 && (fixed_window_ < 4096 || fixed_window_ > 1 << 30))
+      throw Failure(NLC_BAD_ARGUMENT,
+                    "NEARLINEAR_COLLECTIVES_WINDOW counts bytes in flight: 4096 or more");
+  }
+
+  ~TcpTransport() override {
+    bool idle = control_.connected() && !failure_ && sends_.empty();
+    std::vector<int> open;
+    for (const Link &link : links_) {
+      idle &= link.receives.empty();
+      if (link.socket && !link.ended) open.push_back(link.socket.get());
+    }
+    try {
+      control_.leave(idle, open);
+    } catch (const std::exception &) {
+      // The others see connections that close without a word.
+    }
+  }
+
+  std::string address() const override { return control_.address(); }
+
+  void connect(const std::vector<std::string> &addresses, int my_node, uint64_t cookie,
+               int64_t timeout_ms) override {
+    std::vector<tcp::Socket> sockets = control_.connect(addresses, my_node, cookie, timeout_ms);
+    links_.resize(sockets.size());
+    for (size_t node = 0; node < links_.size(); ++node) {
+      if (!sockets[node]) continue;
+      Link &link = links_[node];
+      link.socket = std::move(sockets[node]);
+      set_window(link, fixed_window_ ? fixed_window_ : kFirstWindow);
+      control_.watch_data(static_cast<int>(node), link.socket.get());
+    }
+  }
+
+  void post_send(int node, const void *data, size_t bytes, Request *request) override {
+    Link &link = link_to(node);
+    *request = Request();
+    if ((request->done = bytes == 0 && sends_.empty())) return;
+    ++link.unsent;
+    sends_.push_back({const_cast<char *>(static_cast<const char *>(data)), bytes, request, node});
+  }
+
+  void post_receive(int node, void *data, size_t bytes, Request *request) override {
+    Link &link = link_to(node);
+    *request = Request();
+    if ((request->done = bytes == 0 && link.receives.empty())) return;
+    link.receives.push_back({static_cast<char *>(data), bytes, request, node});
+    link.readable |= link.hung_up;
+  }
+
+  bool poll(int timeout_us) override {
+    if (failure_) throw LinkFailure(*failure_);
+    bool moved = step(0);
+    if (moved || timeout_us <= 0) return moved;
+    const Clock::time_point until = Clock::now() + std::chrono::microseconds(timeout_us);
+    for (int64_t left = timeout_us; !moved && !woken_ && left > 0;) {
+      moved = step(control_.patience_us(left));
+      left = std::chrono::ceil<std::chrono::microseconds>(until - Clock::now()).count();
+    }
+    return moved;
+  }
+
+  void wake_on(int eventfd) override { control_.wake_on(eventfd); }
+
+  void give_up(const std::string &reason) noexcept override {
+    try {
+      control_.give_up(reason);
+    } catch (const std::exception &) {
+      // Best effort: the others notice the closed connections.
+    }
+  }
+
+  std::string describe() const override {
+    int window = fixed_window_ ? fixed_window_ : kFirstWindow;
+    for (const Link &link : links_) window = std::max(window, link.window);
+    return format("tcp, window %s, %s (%s)", bytes_text(static_cast<uint64_t>(window)).c_str(),
+                  control_.interface().name.c_str(),
+                  tcp::host_text(control_.interface().address).c_str());
+  }
+
+  uint64_t bytes_sent() const override { return bytes_sent_; }
+
+ private:
+  Link &link_to(int node) {
+    if (node < 0 || static_cast<size_t>(node) >= links_.size() ||
+        !links_[static_cast<size_t>(node)].socket)
+      throw Failure(NLC_BAD_ARGUMENT, format("no link with node %d", node));
+    return links_[static_cast<size_t>(node)];
+  }
+
+  // Waits for events, if asked to, and moves what can be moved. Throws what has gone wrong.
+  bool step(int64_t timeout_us) {
+    woken_ = control_.wait(timeout_us, [this](int node, uint32_t events) {
+      Link &link = links_[static_cast<size_t>(node)];
+      link.hung_up |= (events & (EPOLLRDHUP | EPOLLHUP | EPOLLERR)) != 0;
+      link.readable |= link.hung_up || (events & EPOLLIN);
+      link.writable |= (events & (EPOLLOUT | EPOLLERR)) != 0;
+    });
+    bool moved = send_some();
+    for (size_t node = 0; node < links_.size(); ++node) {
+      Link &link = links_[node];
+      if (link.readable && (link.hung_up || !link.receives.empty()))
+        moved |= receive_some(static_cast<int>(node), link);
+    }
+    try {
+      control_.check([this](int node) {
+        const Link &link = links_[static_cast<size_t>(node)];
+        return link.unsent > 0 || !link.receives.empty();
+      });
+    } catch (const LinkFailure &failure) {
+      failure_ = failure;
+      throw;
+    }
+    return moved;
+  }
+
+  bool send_some() {
+    bool moved = false;
+    for (size_t turn = 0; turn < kTurn && !sends_.empty();) {
+      const int node = sends_.front().node;
+      Link &link = links_[static_cast<size_t>(node)];
+      if (!link.writable) break;
+      Pieces pieces(sends_);
+      msghdr message{};
+      message.msg_iov = pieces.parts;
+      message.msg_iovlen = static_cast<size_t>(pieces.count);
+      const ssize_t n = ::sendmsg(link.socket.get(), &message, MSG_NOSIGNAL);
+      if (n < 0 && errno == EINTR) continue;
+      if (n < 0) {
+        link.writable = false;
+        if (errno != EAGAIN) end(node, link, errno);
+        break;
+      }
+      const size_t bytes = static_cast<size_t>(n), standing = sends_.size();
+      advance(sends_, bytes);
+      link.unsent -= static_cast<int>(standing - sends_.size());
+      bytes_sent_ += bytes;
+      turn += bytes;
+      moved = true;
+      // A short write means a full buffer; the kernel says when there is room again.
+      if (bytes < pieces.bytes) link.writable = false;
+      link.sent_since += bytes;
+      if (!fixed_window_ && link.sent_since >= size_t{8} * static_cast<size_t>(link.window))
+        follow_the_path(link);
+    }
+    return moved;
+  }
+
+  bool receive_some(int node, Link &link) {
+    bool moved = false;
+    for (size_t turn = 0; turn < kTurn && link.readable;) {
+      char peeked;
+      const bool wanted = !link.receives.empty();
+      Pieces pieces(link.receives);
+      const ssize_t n = wanted ? ::readv(link.socket.get(), pieces.parts, pieces.count)
+                               : ::recv(link.socket.get(), &peeked, 1, MSG_PEEK);
+      if (n < 0 && errno == EINTR) continue;
+      if (n < 0 && errno == EAGAIN) {
+        link.readable = false;
+      } else if (n <= 0) {
+        end(node, link, n < 0 ? errno : 0);
+      } else if (!wanted) {
+        link.readable = false;  // until a receive is posted
+      } else {
+        advance(link.receives, static_cast<size_t>(n));
+        control_.heard_from(node);
+        turn += static_cast<size_t>(n);
+        moved = true;
+        // A short read has emptied the socket, unless its end is near and must be seen.
+        if (static_cast<size_t>(n) < pieces.bytes) link.readable = link.hung_up;
+        if (link.receives.empty() && !link.hung_up) break;
+      }
+    }
+    return moved;
+  }
+
+  void end(int node, Link &link, int error) {
+    link.readable = link.writable = false;
+    link.ended = true;
+    control_.data_ended(node, error);
+  }
+
+  // Twice what the path holds: enough to keep it full while acknowledgements travel.
+  void follow_the_path(Link &link) {
+    link.sent_since = 0;
+    tcp_info info{};
+    socklen_t bytes = sizeof info;
+    if (::getsockopt(link.socket.get(), IPPROTO_TCP, TCP_INFO, &info, &bytes) != 0 ||
+        bytes < offsetof(tcp_info, tcpi_delivery_rate) + sizeof info.tcpi_delivery_rate)
+      return;
+    const double held = static_cast<double>(info.tcpi_delivery_rate) * info.tcpi_min_rtt * 1e-6;
+    // By steps: one sample says little.
+    const int wanted = static_cast<int>(
+        std::clamp(2 * held, 0.5 * link.window, 2.0 * link.window));
+    const int window = std::clamp(wanted, kFirstWindow, kLastWindow);
+    if (window > link.window * 5 / 4 || window < link.window * 3 / 4) set_window(link, window);
+  }
+
+  void set_window(Link &link, int window) {
+    const int fd = link.socket.get();
+    link.window = window;
+    if (::setsockopt(fd, SOL_SOCKET, SO_SNDBUFFORCE, &window, sizeof window) != 0) {
+      tcp::set_option(fd, SOL_SOCKET, SO_SNDBUF, window);
+      int granted = 0;  // twice what was asked for: the kernel's bookkeeping is included
+      socklen_t bytes = sizeof granted;
+      ::getsockopt(fd, SOL_SOCKET, SO_SNDBUF, &granted, &bytes);
+      // More than net.core.wmem_max may only be had by leaving the size to the kernel.
+      if (granted / 2 < window) tcp::set_option(fd, SOL_SOCKET, SO_BUF_LOCK, 0);
+    }
+    tcp::set_option(fd, IPPROTO_TCP, TCP_NOTSENT_LOWAT, std::max(window / 2, kFirstWindow));
+  }
+
+  const int fixed_window_;
+  std::vector<Link> links_;
+  std::deque<Message> sends_;
+  std::optional<LinkFailure> failure_;
+  uint64_t bytes_sent_ = 0;
+  bool woken_ = false;
+  tcp::Control control_;
+};
+
+}  // namespace
+
+std::unique_ptr<Transport> make_tcp_transport() { return std::make_unique<TcpTransport>(); }
+
+}  // namespace nlc

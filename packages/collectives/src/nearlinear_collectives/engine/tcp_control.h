@@ -1,0 +1,320 @@
+// The side channel under every transport: one idle TCP connection per pair of nodes.
+//
+// It brings the nodes together (tcp_mesh.h), carries why a node gives up, and is how a node's
+// death is noticed whatever moves the data: a process that ends closes it, a machine or network
+// that vanishes stops answering its keepalives. A node that leaves in order says so first, and
+// is then missed only by those who still wait for it.
+#pragma once
+
+#include <linux/sockios.h>
+#include <sys/epoll.h>
+#include <sys/ioctl.h>
+#include <sys/syscall.h>
+
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "tcp_mesh.h"
+
+namespace nlc::tcp {
+
+class Control {
+ public:
+  static constexpr size_t kMaxText = 300;
+
+  Control() : interface_(choose_interface()), epoll_(::epoll_create1(EPOLL_CLOEXEC)) {
+    if (!epoll_) throw system_failure("cannot make an epoll descriptor");
+    Address &address = interface_.address;
+    listener_ = open_socket(address.family());
+    socklen_t bytes = sizeof address.storage;
+    Address bound = address;
+    if (::bind(listener_.get(), bound.raw(), bound.bytes()) != 0 ||
+        ::listen(listener_.get(), SOMAXCONN) != 0 ||
+        ::getsockname(listener_.get(), bound.raw(), &bytes) != 0)
+      throw system_failure("cannot listen on " + host_text(address) + " of " + interface_.name);
+    address_ = address_text(bound);
+  }
+
+  const std::string &address() const { return address_; }
+  const Interface &interface() const { return interface_; }
+  bool connected() const { return connected_; }
+  int nodes() const { return static_cast<int>(peers_.size()); }
+  int my_node() const { return me_; }
+
+  // Returns the data connections, by node.
+  std::vector<Socket> connect(const std::vector<std::string> &addresses, int my_node, uint64_t cookie,
+                          int64_t timeout_ms) {
+    const Clock::time_point deadline = after_ms(timeout_ms);
+    me_ = my_node;
+    peers_.resize(addresses.size());
+    for (size_t node = 0; node < addresses.size(); ++node) peers_[node].address = addresses[node];
+    std::vector<Socket> data(addresses.size());
+    Mesh mesh(listener_.get(), interface_, addresses, my_node, cookie);
+    while (!mesh.complete()) {
+      for (Mesh::Connection &made : mesh.step(50)) {
+        set_liveness(made.fd.get());
+        if (made.kind == kControl) adopt(made.node, std::move(made.fd));
+        else data[static_cast<size_t>(made.node)] = std::move(made.fd);
+      }
+      wait(0, [](int, uint32_t) {});
+      try {
+        check([](int) { return false; });
+      } catch (const LinkFailure &failure) {
+        if (peer(failure.node).gave_up) throw;
+        throw LinkFailure(failure.node, failure.what() + (" while waiting for " + mesh.missing()));
+      }
+      if (!mesh.complete() && Clock::now() >= deadline)
+        throw std::runtime_error(
+            format("%.3g s have passed without %s; do these processes still run, is "
+                   "NEARLINEAR_COLLECTIVES_INTERFACE (here %s) the network that joins the nodes, "
+                   "and does no firewall stand between them?",
+                   static_cast<double>(timeout_ms) / 1000, mesh.missing().c_str(),
+                   interface_.name.c_str()));
+    }
+    listener_ = Socket();
+    connected_ = true;
+    return data;
+  }
+
+  // --- waiting: one epoll set for control, data and the caller's eventfd -------------------------
+
+  void watch_data(int node, int fd) { watch(fd, event_of(node, kData)); }
+
+  void wake_on(int eventfd) {
+    if (wake_ >= 0) ::epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, wake_, nullptr);
+    wake_ = eventfd;
+    if (wake_ < 0) return;
+    ::fcntl(wake_, F_SETFL, ::fcntl(wake_, F_GETFL) | O_NONBLOCK);  // it is drained without asking
+    epoll_event event{EPOLLIN, {}};
+    event.data.u64 = kWake;
+    if (::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, wake_, &event) != 0)
+      throw system_failure("cannot wait for the eventfd");
+  }
+
+  // Waits up to timeout_us for events and takes in what control has; on_data(node, events) gets
+  // those of data connections. True if the eventfd was written.
+  template <class OnData>
+  bool wait(int64_t timeout_us, OnData on_data) {
+    epoll_event events[64];
+    bool woken = false;
+    int n;
+    do {  // a full batch may have more behind it
+      n = collect(events, timeout_us);
+      for (int i = 0; i < n; ++i) {
+        const uint64_t tag = events[i].data.u64;
+        if (tag == kWake) {
+          uint64_t count;
+          (void)!::read(wake_, &count, sizeof count);
+          woken = true;
+        } else if ((tag & 1) == kControl) {
+          if (events[i].events & EPOLLOUT) flush(peer(static_cast<int>(tag >> 1)));
+          take_in(peer(static_cast<int>(tag >> 1)));
+        } else {
+          on_data(static_cast<int>(tag >> 1), events[i].events);
+        }
+      }
+      timeout_us = 0;
+    } while (n == 64);
+    return woken;
+  }
+
+  // --- ends ------------------------------------------------------------------------------------
+
+  // The data connection of a node ended, all it had has been read; error 0 for an orderly end.
+  void data_ended(int node, int error) {
+    Peer &lost = peer(node);
+    if (lost.data_ended) return;
+    lost.data_ended = true;
+    note(lost, error);
+  }
+
+  // Bytes of a node arrived: as long as they do, one that vanished is not given up.
+  void heard_from(int node) {
+    if (troubled_ && peer(node).since != Clock::time_point{}) peer(node).since = Clock::now();
+  }
+
+  // Throws LinkFailure if a node gave up, or if all it sent is here and needed(node) says that
+  // requests still wait for it. A node that vanished without a word is reported in any case, but
+  // not at once: what it did last may let this node's last collective end well.
+  template <class Needed>
+  void check(Needed needed) {
+    if (!troubled_) return;
+    for (const Peer &one : peers_)
+      if (one.gave_up) throw LinkFailure(index_of(one), one.text);
+    const Clock::time_point now = Clock::now();
+    const Peer *first = nullptr;
+    for (const Peer &one : peers_) {
+      if (one.since == Clock::time_point{}) continue;
+      const bool missed = one.data_ended && (one.left || one.closed) && needed(index_of(one));
+      const bool late = now - one.since >= std::chrono::milliseconds(kPatienceMs);
+      if (!missed && (one.left || !late)) continue;
+      if (!first || one.since < first->since) first = &one;
+    }
+    if (!first) return;
+    const int node = index_of(*first);
+    const bool closed = first->error == 0 || first->error == ECONNRESET || first->error == EPIPE;
+    throw LinkFailure(node, closed ? format("connection closed by node %d (%s)", node,
+                                            first->address.c_str())
+                                   : format("connection with node %d (%s) lost: %s", node,
+                                            first->address.c_str(), std::strerror(first->error)));
+  }
+
+  // How long one may wait before check() has to be asked again.
+  int64_t patience_us(int64_t timeout_us) const {
+    return troubled_ ? std::min<int64_t>(timeout_us, kPatienceMs * 100) : timeout_us;
+  }
+
+  void give_up(const std::string &reason) {
+    if (gave_up_) return;
+    gave_up_ = true;
+    for (Peer &one : peers_) say(one, kGiveUp, reason.substr(0, kMaxText));
+  }
+
+  // Sees bytes off that were sent but have not left yet, for at most half a second; with in_order
+  // it says goodbye first. A fork's child has the same sockets and must not end the parent's.
+  void leave(bool in_order, const std::vector<int> &data) {
+    if (::getpid() != pid_) return;
+    std::vector<int> open = gave_up_ ? std::vector<int>() : data;
+    const Clock::time_point deadline = after_ms(500);
+    for (Peer &one : peers_) {
+      if (in_order && !gave_up_) say(one, kLeave, "");
+      if (one.fd && !one.closed) open.push_back(one.fd.get());
+    }
+    for (bool shut = false; !open.empty() && Clock::now() < deadline;) {
+      bool queued = false;
+      for (Peer &one : peers_) queued |= !flush(one);
+      if (!queued && !shut) {
+        for (const int fd : open) ::shutdown(fd, SHUT_WR);
+        shut = true;
+      }
+      std::erase_if(open, [](int fd) {
+        int left = 0;
+        return ::ioctl(fd, SIOCOUTQ, &left) != 0 || left == 0;
+      });
+      if (!open.empty()) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+  }
+
+ private:
+  enum Word : uint8_t { kGiveUp = 1, kLeave = 2 };
+  struct Frame {
+    uint8_t word;
+    uint8_t unused = 0;
+    uint16_t bytes;
+  };
+  struct Peer {
+    std::string address;
+    Socket fd{};
+    std::string in{}, out{};
+    std::string text{};           // why it gave up
+    bool gave_up = false, left = false, closed = false, data_ended = false;
+    int error = 0;
+    Clock::time_point since{};  // of the first sign of an end
+  };
+
+  static constexpr uint64_t kWake = ~uint64_t{0};
+  static constexpr int64_t kPatienceMs = 500;
+
+  static uint64_t event_of(int node, Kind kind) { return static_cast<uint64_t>(node) << 1 | kind; }
+  Peer &peer(int node) { return peers_[static_cast<size_t>(node)]; }
+  int index_of(const Peer &one) const { return static_cast<int>(&one - peers_.data()); }
+
+  // Edge-triggered: bytes nobody has asked for yet must not keep poll() from sleeping.
+  void watch(int fd, uint64_t tag) {
+    epoll_event event{EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET, {}};
+    event.data.u64 = tag;
+    if (::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, fd, &event) != 0)
+      throw system_failure("cannot wait for a connection");
+  }
+
+  void adopt(int node, Socket fd) {
+    set_option(fd.get(), IPPROTO_TCP, TCP_USER_TIMEOUT, 10'000);
+    watch(fd.get(), event_of(node, kControl));
+    peer(node).fd = std::move(fd);
+  }
+
+  int collect(epoll_event *events, int64_t timeout_us) {
+    int n = -1;
+#ifdef SYS_epoll_pwait2
+    if (fine_waits_ && timeout_us > 0) {
+      const timespec limit{timeout_us / 1'000'000, timeout_us % 1'000'000 * 1000};
+      n = static_cast<int>(::syscall(SYS_epoll_pwait2, epoll_.get(), events, 64, &limit, nullptr, 0));
+      if (n >= 0 || errno == EINTR) return n;
+      fine_waits_ = false;  // before Linux 5.11, or forbidden
+    }
+#endif
+    return ::epoll_wait(epoll_.get(), events, 64, static_cast<int>((timeout_us + 999) / 1000));
+  }
+
+  void note(Peer &one, int error) {
+    if (one.error == 0) one.error = error;
+    if (one.since == Clock::time_point{}) one.since = Clock::now();
+    troubled_ = true;
+  }
+
+  void take_in(Peer &from) {
+    char bytes[1024];
+    while (!from.closed) {
+      const ssize_t n = ::recv(from.fd.get(), bytes, sizeof bytes, 0);
+      if (n < 0 && errno == EINTR) continue;
+      if (n < 0 && errno == EAGAIN) return;
+      if (n > 0) {
+        from.in.append(bytes, static_cast<size_t>(n));
+        read_words(from);
+        continue;
+      }
+      from.closed = true;
+      note(from, n < 0 ? errno : 0);
+    }
+  }
+
+  void read_words(Peer &from) {
+    Frame frame;
+    while (from.in.size() >= sizeof frame) {
+      std::memcpy(&frame, from.in.data(), sizeof frame);
+      if (from.in.size() < sizeof frame + frame.bytes) return;
+      if (frame.word == kLeave) from.left = true;
+      if (frame.word == kGiveUp && !from.gave_up) {
+        from.gave_up = true;
+        from.text = from.in.substr(sizeof frame, frame.bytes);
+      }
+      from.in.erase(0, sizeof frame + frame.bytes);
+      note(from, 0);
+    }
+  }
+
+  void say(Peer &to, Word word, const std::string &text) {
+    if (!to.fd || to.closed) return;
+    const Frame frame{word, 0, static_cast<uint16_t>(text.size())};
+    to.out.append(reinterpret_cast<const char *>(&frame), sizeof frame);
+    to.out += text;
+    flush(to);
+  }
+
+  // True if nothing is left to send.
+  bool flush(Peer &to) {
+    while (!to.out.empty() && !to.closed) {
+      const ssize_t n = ::send(to.fd.get(), to.out.data(), to.out.size(), MSG_NOSIGNAL);
+      if (n < 0 && errno == EINTR) continue;
+      if (n < 0) return errno != EAGAIN;
+      to.out.erase(0, static_cast<size_t>(n));
+    }
+    return true;
+  }
+
+  Interface interface_;
+  Fd epoll_;
+  Socket listener_;
+  std::string address_;
+  std::vector<Peer> peers_;
+  int me_ = -1;
+  int wake_ = -1;
+  int pid_ = ::getpid();
+  bool connected_ = false;
+  bool troubled_ = false;
+  bool gave_up_ = false;
+  bool fine_waits_ = true;
+};
+
+}  // namespace nlc::tcp

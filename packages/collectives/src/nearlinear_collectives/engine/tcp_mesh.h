@@ -1,0 +1,244 @@
+// Makes two connections with every other node, one for data and one for control.
+//
+// Each node dials one of the two and answers the other (the lower index dials data), so both
+// sides of a pair notice when the other's process is gone: its port refuses them. Both say hello
+// with the group's cookie before anything else; whoever cannot is a stranger and is dropped.
+#pragma once
+
+#include <poll.h>
+
+#include <algorithm>
+#include <list>
+#include <string>
+#include <vector>
+
+#include "tcp_socket.h"
+#include "transport.h"
+
+namespace nlc::tcp {
+
+enum Kind : uint16_t { kData = 0, kControl = 1 };
+
+struct Hello {
+  uint32_t magic = 0x4e4c4354;
+  uint16_t version = 1;
+  uint16_t kind = 0;
+  uint64_t cookie = 0;
+  int32_t node = -1;
+  int32_t nodes = 0;
+};
+static_assert(sizeof(Hello) == 24);
+
+class Mesh {
+ public:
+  struct Connection {
+    int node;
+    Kind kind;
+    Socket fd;
+  };
+
+  Mesh(int listener, const Interface &from, const std::vector<std::string> &addresses, int my_node,
+       uint64_t cookie)
+      : listener_(listener), from_(from), addresses_(addresses), me_(my_node), cookie_(cookie),
+        answered_(addresses.size(), false) {
+    answered_[at(me_)] = true;
+    for (int node = 0; node < nodes(); ++node)
+      if (node != me_) calls_.push_back({node, node > me_ ? kData : kControl, addresses[at(node)]});
+  }
+
+  bool complete() const {
+    return calls_.empty() && std::find(answered_.begin(), answered_.end(), false) == answered_.end();
+  }
+
+  // Waits up to timeout_ms for something to happen; the connections that are now made. Throws
+  // LinkFailure for a node whose process is gone.
+  std::vector<Connection> step(int timeout_ms) {
+    const Clock::time_point start = Clock::now();
+    Clock::time_point until = start + std::chrono::milliseconds(timeout_ms);
+    for (Call &call : calls_) {
+      if (!call.fd && call.next <= start) dial(call);
+      if (!call.fd) until = std::min(until, call.next);
+    }
+    std::vector<pollfd> waits{{listener_, POLLIN, 0}};
+    for (const Call &call : calls_)
+      waits.push_back({call.fd.get(), static_cast<short>(call.greeted ? POLLIN : POLLOUT), 0});
+    for (const Guest &guest : guests_) waits.push_back({guest.fd.get(), POLLIN, 0});
+    const auto left = std::chrono::ceil<std::chrono::milliseconds>(until - Clock::now()).count();
+    if (::poll(waits.data(), waits.size(), static_cast<int>(std::max<int64_t>(left, 0))) <= 0)
+      return {};
+
+    std::vector<Connection> made;
+    size_t i = 1;
+    for (auto call = calls_.begin(); call != calls_.end();) {
+      const bool done = waits[i++].revents && advance(*call);
+      if (done) made.push_back({call->node, call->kind, std::move(call->fd)});
+      call = done ? calls_.erase(call) : std::next(call);
+    }
+    for (auto guest = guests_.begin(); guest != guests_.end();) {
+      const bool done = waits[i++].revents && listen_to(*guest);
+      if (done && guest->fd)
+        made.push_back({guest->hello.node, static_cast<Kind>(guest->hello.kind),
+                        std::move(guest->fd)});
+      guest = done ? guests_.erase(guest) : std::next(guest);
+    }
+    if (waits[0].revents) accept_guests();
+    return made;
+  }
+
+  // Who is missing and why, for an error: "node 3 (10.0.0.4:4711: no answer)".
+  std::string missing() const {
+    std::string text;
+    for (int node = 0; node < nodes(); ++node) {
+      std::string why = answered_[at(node)] ? "" : "its connection has not arrived here";
+      for (const Call &call : calls_)
+        if (call.node == node) why = call.trouble;
+      if (why.empty()) continue;
+      text += format("%snode %d (%s: %s)", text.empty() ? "" : ", ", node,
+                     addresses_[at(node)].c_str(), why.c_str());
+    }
+    return text;
+  }
+
+ private:
+  struct Call {
+    int node;
+    Kind kind;
+    std::string address;
+    Socket fd{};
+    bool greeted = false;  // our hello is sent
+    Hello reply{};
+    size_t got = 0;
+    Clock::time_point next{};  // when to dial again
+    Clock::time_point refused_since{};
+    std::chrono::milliseconds pause{10};
+    std::string trouble = "no answer";
+  };
+  struct Guest {
+    Socket fd;
+    Hello hello{};
+    size_t got = 0;
+  };
+
+  static size_t at(int node) { return static_cast<size_t>(node); }
+  int nodes() const { return static_cast<int>(addresses_.size()); }
+
+  Hello hello(Kind kind) const {
+    Hello mine;
+    mine.kind = kind;
+    mine.cookie = cookie_;
+    mine.node = me_;
+    mine.nodes = nodes();
+    return mine;
+  }
+
+  bool is_member(const Hello &theirs) const {
+    const Hello expected;
+    return theirs.magic == expected.magic && theirs.version == expected.version &&
+           theirs.cookie == cookie_ && theirs.nodes == nodes() && theirs.kind <= kControl &&
+           theirs.node >= 0 && theirs.node < nodes();
+  }
+
+  void dial(Call &call) {
+    Address to = parse_address(call.address);
+    call.fd = open_socket(to.family());
+    call.greeted = false;
+    call.got = 0;
+    if (from_.address.family() == to.family() && !(from_.flags & IFF_LOOPBACK)) {
+      // Bytes leave by the interface that was chosen; the port is found when it is needed.
+      set_option(call.fd.get(), IPPROTO_IP, IP_BIND_ADDRESS_NO_PORT, 1);
+      (void)!::bind(call.fd.get(), from_.address.raw(), from_.address.bytes());
+    }
+    if (::connect(call.fd.get(), to.raw(), to.bytes()) != 0 && errno != EINPROGRESS)
+      hang_up(call, errno, std::strerror(errno));
+  }
+
+  // The call failed: dial again soon. A port that refuses for a second has lost its process, which
+  // had opened it before it told anyone where it is.
+  void hang_up(Call &call, int error, const std::string &trouble) {
+    const Clock::time_point now = Clock::now();
+    call.fd = Socket();
+    call.trouble = trouble;
+    call.next = now + call.pause;
+    call.pause = std::min(call.pause * 2, std::chrono::milliseconds(250));
+    if (error != ECONNREFUSED) call.refused_since = {};
+    else if (call.refused_since == Clock::time_point{}) call.refused_since = now;
+    else if (now - call.refused_since > std::chrono::seconds(1))
+      throw LinkFailure(call.node, format("node %d is gone: nobody listens at %s any more",
+                                          call.node, call.address.c_str()));
+  }
+
+  // True when the other side has answered.
+  bool advance(Call &call) {
+    if (!call.greeted) {
+      int error = 0;
+      socklen_t bytes = sizeof error;
+      ::getsockopt(call.fd.get(), SOL_SOCKET, SO_ERROR, &error, &bytes);
+      const Hello mine = hello(call.kind);
+      if (error == 0 && ::send(call.fd.get(), &mine, sizeof mine, MSG_NOSIGNAL) != sizeof mine)
+        error = errno;
+      if (error != 0) {
+        hang_up(call, error, std::strerror(error));
+      } else {
+        call.greeted = true;
+        call.trouble = "it accepted the connection, but has not answered";
+      }
+      return false;
+    }
+    const ssize_t n = ::recv(call.fd.get(), reinterpret_cast<char *>(&call.reply) + call.got,
+                             sizeof call.reply - call.got, 0);
+    if (n < 0 && (errno == EAGAIN || errno == EINTR)) return false;
+    if (n <= 0) {
+      hang_up(call, 0, "it closed the connection without an answer");
+      return false;
+    }
+    call.got += static_cast<size_t>(n);
+    if (call.got < sizeof call.reply) return false;
+    if (is_member(call.reply) && call.reply.node == call.node && call.reply.kind == call.kind)
+      return true;
+    hang_up(call, 0, "somebody else answers there");
+    return false;
+  }
+
+  void accept_guests() {
+    for (;;) {
+      Socket fd(::accept4(listener_, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
+      if (!fd && (errno == EMFILE || errno == ENFILE))
+        throw system_failure("cannot accept the other nodes' connections (see ulimit -n)");
+      if (!fd) return;
+      if (guests_.size() >= 1024) guests_.pop_front();  // silent strangers
+      guests_.push_back({std::move(fd)});
+    }
+  }
+
+  // True when this guest needs no more listening to: it is a member, or was dropped.
+  bool listen_to(Guest &guest) {
+    const ssize_t n = ::recv(guest.fd.get(), reinterpret_cast<char *>(&guest.hello) + guest.got,
+                             sizeof guest.hello - guest.got, 0);
+    if (n < 0 && (errno == EAGAIN || errno == EINTR)) return false;
+    if (n > 0) {
+      guest.got += static_cast<size_t>(n);
+      if (guest.got < sizeof guest.hello) return false;
+      const Hello &theirs = guest.hello;
+      const Hello mine = hello(static_cast<Kind>(theirs.kind));
+      if (is_member(theirs) && !answered_[at(theirs.node)] &&
+          theirs.kind == (theirs.node < me_ ? kData : kControl) &&
+          ::send(guest.fd.get(), &mine, sizeof mine, MSG_NOSIGNAL) == sizeof mine) {
+        answered_[at(theirs.node)] = true;
+        return true;
+      }
+    }
+    guest.fd = Socket();
+    return true;
+  }
+
+  int listener_;
+  Interface from_;
+  std::vector<std::string> addresses_;
+  int me_;
+  uint64_t cookie_;
+  std::vector<bool> answered_;  // nodes whose dialled connection is here
+  std::list<Call> calls_;
+  std::list<Guest> guests_;
+};
+
+}  // namespace nlc::tcp

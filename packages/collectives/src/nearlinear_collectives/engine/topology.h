@@ -1,0 +1,27 @@
+// Who stands where: the ranks of a group by node.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "card.h"
+
+namespace nlc {
+
+struct Topology {
+  int rank = 0;
+  int size = 0;
+  std::vector<std::vector<int>> nodes;  // ranks of each node, ascending; nodes by lowest rank
+  std::vector<int> node_of;             // rank -> node
+  int node = 0;                         // mine
+  int local = 0;                        // my index among my node's ranks
+
+  const std::vector<int> &neighbours() const { return nodes[static_cast<size_t>(node)]; }
+  int ranks_here() const { return static_cast<int>(neighbours().size()); }
+  int node_count() const { return static_cast<int>(nodes.size()); }
+  bool leads() const { return local == 0; }
+};
+
+Topology find_topology(const std::vector<Card> &cards, int rank);
+
+}  // namespace nlc

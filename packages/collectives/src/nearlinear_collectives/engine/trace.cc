@@ -1,0 +1,94 @@
+#include "trace.h"
+
+#include <algorithm>
+#include <mutex>
+
+#include "base.h"
+#include "reduce.h"
+
+namespace nlc {
+namespace {
+
+constexpr uint64_t kEntries = 256;
+
+struct Entry {
+  std::string group;
+  CallCard call{};
+  Clock::time_point begun, ended;
+  const char *state = "running";
+  std::string detail;  // the path taken, or why it failed
+};
+
+struct Recorder {
+  std::mutex mutex;
+  Entry entries[kEntries];
+  uint64_t next = 0;
+};
+
+Recorder &recorder() {
+  static auto *the_one = new Recorder();
+  return *the_one;
+}
+
+void finish(uint64_t index, const char *state, const std::string &detail) {
+  Recorder &log = recorder();
+  const std::lock_guard<std::mutex> lock(log.mutex);
+  if (index + kEntries < log.next) return;  // overwritten meanwhile
+  Entry &entry = log.entries[index % kEntries];
+  entry.ended = Clock::now();
+  entry.state = state;
+  entry.detail = detail;
+}
+
+double us(Clock::time_point from, Clock::time_point to) {
+  return std::chrono::duration<double, std::micro>(to - from).count();
+}
+
+}  // namespace
+
+const char *kind_name(int kind) {
+  static const char *names[] = {"?",          "all_gather", "reduce_scatter",
+                                "all_reduce", "broadcast",  "barrier"};
+  return names[kind >= NLC_ALL_GATHER && kind <= NLC_BARRIER ? kind : 0];
+}
+
+Trace::Trace(const std::string &group, const CallCard &call) {
+  Recorder &log = recorder();
+  const std::lock_guard<std::mutex> lock(log.mutex);
+  index_ = log.next++;
+  Entry &entry = log.entries[index_ % kEntries];
+  entry.group = group;
+  entry.call = call;
+  entry.begun = entry.ended = Clock::now();
+  entry.state = "running";
+  entry.detail.clear();
+}
+
+void Trace::done(const char *path) { finish(index_, "done", path); }
+void Trace::failed(const std::string &why) { finish(index_, "failed", why); }
+
+std::string trace_json() {
+  Recorder &log = recorder();
+  const std::lock_guard<std::mutex> lock(log.mutex);
+  const Clock::time_point now = Clock::now();
+  std::string text = "[";
+  for (uint64_t i = log.next > kEntries ? log.next - kEntries : 0; i < log.next; ++i) {
+    const Entry &entry = log.entries[i % kEntries];
+    const bool running = entry.state[0] == 'r';
+    const bool reduces = entry.call.kind == NLC_REDUCE_SCATTER || entry.call.kind == NLC_ALL_REDUCE;
+    text += format(
+        "%s{\"group\": %s, \"sequence\": %llu, \"operation\": \"%s\", \"count\": %llu, "
+        "\"bytes\": %llu, \"dtype\": \"%s\", \"reduce\": \"%s\", \"state\": \"%s\", "
+        "\"detail\": %s, \"microseconds\": %.1f, \"microseconds_ago\": %.1f}",
+        text.size() > 1 ? ", " : "", json_text(entry.group).c_str(),
+        static_cast<unsigned long long>(entry.call.sequence), kind_name(entry.call.kind),
+        static_cast<unsigned long long>(entry.call.count),
+        static_cast<unsigned long long>(entry.call.count * element_bytes(entry.call.dtype)),
+        dtype_name(entry.call.dtype), reduces ? reduce_name(entry.call.reduce) : "", entry.state,
+        json_text(entry.detail).c_str(), us(entry.begun, running ? now : entry.ended),
+        us(entry.begun, now));
+  }
+  return text + "]";
+}
+
+}  // namespace nlc
