@@ -9,11 +9,8 @@
 namespace nlc {
 namespace {
 
-// Below this, one staged step is faster than finding out where everybody's memory lies.
-constexpr size_t kSmall = 32 << 10;
-// From here on, mapping pages is faster than copying them.
-constexpr size_t kBorrow = 1 << 20;
-
+// Up to here, one staged step is faster than finding out where everybody's memory lies.
+constexpr size_t kSmall = kSmallestShared;
 void staged(Group &group, const char *input, const PartOf &part, size_t bytes, bool stream,
             bool compare) {
   const int here = group.ranks_here(), me = group.place().local;
@@ -40,25 +37,11 @@ void staged(Group &group, const char *input, const PartOf &part, size_t bytes, b
   }
 }
 
-// Whether every output lies in a pool, laid out as a whole, so that pages can be shared.
-bool can_borrow(Group &group, size_t bytes) {
-  if (bytes < kBorrow) return false;
-  for (int i = 0; i < group.ranks_here(); ++i) {
-    const CallCard &call = group.call_of(i);
-    const int64_t own_part = static_cast<int64_t>(bytes) * group.neighbour(i).rank;
-    if (call.block < 0 || call.input != call.output + own_part) return false;
-    if (i != group.place().local && !group.neighbour(i).pool) return false;
-    if ((call.output - group.call_of(0).output) % 4096 != 0) return false;
-  }
-  return true;
-}
-
-void borrow(Group &group, const PartOf &part, size_t bytes) {
-  for (int i = 0; i < group.ranks_here(); ++i) {
-    const CallCard &call = group.call_of(i);
-    Arena::of_this_process().borrow({group.neighbour(i).pool, static_cast<uint64_t>(call.input),
-                                     static_cast<uint64_t>(call.block), part(i)}, bytes);
-  }
+// Whether every rank gathers into the same shared output.
+bool all_share(Group &group, int number) {
+  for (int i = 0; i < group.ranks_here(); ++i)
+    if (group.call_of(i).shared != number) return false;
+  return number >= 0;
 }
 
 }  // namespace
@@ -74,22 +57,29 @@ void local_all_gather(Group &group, const nlc_call &call, const char *input, con
     group.path = "staged";
     return staged(group, input, part, bytes, stream, true);
   }
+  const int shared = group.outputs() ? group.outputs()->number_of(call.output, bytes) : -1;
   const char *own = input;
-  if (input != part(me) && Arena::of_this_process().place_of(part(me), bytes).offset >= 0) {
+  if (input != part(me) &&
+      (shared >= 0 || Arena::of_this_process().offset_of(part(me), bytes) >= 0)) {
     copy(part(me), input, bytes, false);  // needed there anyway, and neighbours can read it there
     own = part(me);
   }
   const uint32_t step = group.take_steps(kInputs, 1);
-  group.publish_places(own, bytes, static_cast<const char *>(call.output),
-                       bytes * static_cast<size_t>(group.size()));
+  group.publish_input(own, bytes);
+  if (shared >= 0) {
+    group.publish_shared(shared);
+    group.outputs()->publish_edges(shared);
+  }
   meet(group, step);
+  if (all_share(group, shared)) {
+    group.path = "shared";
+    group.outputs()->fetch_edges(shared);
+    return group.consume(kInputs, step);
+  }
+  if (shared >= 0) group.outputs()->make_private(shared);
   bool readable = true;
   for (int i = 0; i < here; ++i) readable = readable && group.call_of(i).input >= 0;
-  const bool borrows = group.place().node_count() == 1 && can_borrow(group, bytes);
-  if (borrows) {
-    group.path = "borrowed";
-    borrow(group, part, bytes);
-  } else if (readable) {
+  if (readable) {
     group.path = "pulled";
     for (int i = 1; i < here; ++i) {
       const int other = (me + i) % here;
@@ -98,7 +88,7 @@ void local_all_gather(Group &group, const nlc_call &call, const char *input, con
     if (own != part(me)) copy(part(me), own, bytes, stream);
   }
   group.consume(kInputs, step);
-  if (borrows || readable) return group.await_all(kInputs, step);
+  if (readable) return group.await_all(kInputs, step);
   group.path = "staged";
   staged(group, own, part, bytes, stream, false);
 }

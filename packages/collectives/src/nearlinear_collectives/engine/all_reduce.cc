@@ -130,7 +130,7 @@ void local_all_reduce(Group &group, const nlc_call &call) {
     return one_shot(group, call, element);
   }
   const uint32_t step = group.take_steps(kInputs, 1);
-  group.publish_places(static_cast<const char *>(call.output), bytes, nullptr, 0);
+  group.publish_input(call.output, bytes);
   meet(group, step);
   bool readable = true;
   for (int i = 0; i < group.ranks_here(); ++i) readable = readable && group.call_of(i).input >= 0;

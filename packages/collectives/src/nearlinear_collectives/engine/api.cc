@@ -67,6 +67,7 @@ int32_t nlc_group_connect(nlc_group *group, const unsigned char *cards, int64_t 
 void nlc_group_abort(nlc_group *group, const char *reason) { group->group->abort(reason); }
 
 void nlc_group_close(nlc_group *group) {
+  if (group->group->forked()) return;  // it is the parent's; a child that ends must not leave it
   if (!group->queue->idle()) group->group->abort("the group is being closed");
   group->queue->wait_idle();
   delete group;
@@ -115,6 +116,16 @@ void nlc_pool_free(void *memory) {
 
 int32_t nlc_pool_contains(const void *memory) {
   return Arena::of_this_process().contains(memory);
+}
+
+void *nlc_shared_allocate(nlc_group *group, size_t bytes_per_rank) {
+  void *memory = nullptr;
+  guarded([&] { memory = group->group->allocate_shared(bytes_per_rank); });
+  return memory;
+}
+
+void nlc_shared_free(void *memory) {
+  guarded([&] { SharedOutputs::free(memory); });
 }
 
 size_t nlc_describe(nlc_group *group, char *text, size_t capacity) {

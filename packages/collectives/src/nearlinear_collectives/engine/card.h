@@ -20,8 +20,8 @@ struct Card {
   uint64_t nonce;        // of this group on this rank
   int32_t segment_fd;
   int32_t arena_fd;      // the pool of the process
-  uint64_t arena_bytes;
-  int32_t loans_fd;
+  uint64_t arena_bytes;   // and of the shared outputs' memory
+  int32_t output_fd;     // of this group's shared outputs
   int32_t cores;
   char host[64];
   char address[200];     // of the transport; empty if none

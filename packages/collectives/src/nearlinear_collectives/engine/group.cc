@@ -45,10 +45,11 @@ Group::Group(const nlc_options &options, unsigned char *card)
   card_.rank = options.rank;
   card_.size = options.size;
   card_.arena_fd = arena.fd();
-  card_.loans_fd = arena.loans_fd();
   card_.arena_bytes = arena.bytes();
   segment_fd_ = make_memory("nearlinear-group", sizeof(Segment));
   card_.segment_fd = segment_fd_.get();
+  output_fd_ = make_memory("nearlinear-outputs", arena.bytes());
+  card_.output_fd = output_fd_.get();
   own_mapping_ = std::make_shared<Mapping>(map_memory(segment_fd_.get(), sizeof(Segment), true));
   own_ = new (own_mapping_->base()) Segment;
   own_->nonce.store(card_.nonce, std::memory_order_release);
@@ -97,7 +98,7 @@ void Group::connect(const unsigned char *cards, int64_t timeout_ms) {
         throw Failure(failure.status, rank_text(rank) + ": " + failure.what());
       }
     }
-    neighbour.memory = neighbour.pool ? neighbour.pool->pages.base()
+    neighbour.memory = neighbour.pool ? neighbour.pool->base()
                                       : Arena::of_this_process().base();
     neighbour.segment = reinterpret_cast<Segment *>(neighbour.mapping->base());
     if (neighbour.segment->nonce.load(std::memory_order_acquire) != card.nonce)
@@ -112,7 +113,7 @@ void Group::connect(const unsigned char *cards, int64_t timeout_ms) {
   most = std::max(most, here);
   patience_ = patience(most, card_.cores);
   chunk_bytes_ = static_cast<size_t>(
-      setting_number("CHUNK_KIB", most <= card_.cores ? 128 : 1024)) << 10;
+      setting_number("CHUNK_KIB", most <= card_.cores ? 128 : 512)) << 10;
   chunk_bytes_ = std::clamp(chunk_bytes_, size_t{4096}, kSlotBytes);
   stream_bytes_ = stream_threshold(here);
 
@@ -174,7 +175,12 @@ void Group::await_consumed_by(int local, RingName ring, uint32_t step) {
 
 void Group::await_counter(Counter &counter, uint32_t target, int local) {
   if (counter.reached(target)) return;
-  for (int i = 0; i < patience_.spins; ++i) {
+  // Spinning on the core that the awaited rank needs only keeps it from arriving.
+  const int core = sched_getcpu();
+  own_->core.store(core, std::memory_order_relaxed);
+  const bool shared = neighbour(local).segment->core.load(std::memory_order_relaxed) == core;
+  spread_over_cores(core);
+  for (int i = shared ? patience_.spins : 0; i < patience_.spins; ++i) {
     pause_cpu();
     if (counter.reached(target)) return;
     if (net_ && (i & 63) == 63) poll_net(0);
@@ -227,9 +233,11 @@ CallCard Group::describe_call(const nlc_call &call) const {
   card.dtype = call.dtype;
   card.reduce = call.reduce;
   card.root = call.root;
-  card.input = card.output = card.block = -1;
+  card.input = card.shared = -1;
   return card;
 }
+
+bool Group::forked() const { return getpid() != pid_; }
 
 void Group::check(const nlc_call &call) const {
   if (call.kind < NLC_ALL_GATHER || call.kind > NLC_BARRIER)
@@ -246,7 +254,7 @@ void Group::check(const nlc_call &call) const {
 
 void Group::run(const nlc_call &call) {
   check(call);
-  if (getpid() != pid_)
+  if (forked())
     throw Failure(NLC_ABORTED, format("group '%s' belongs to process %d and cannot be used after a "
                                       "fork: make a new group in the child", name_.c_str(), pid_));
   if (aborted_.load()) fail(NLC_ABORTED, abort_reason_);
@@ -260,7 +268,9 @@ void Group::run(const nlc_call &call) {
   current_ = describe_call(call);
   path = "alone";
   own_->calls[sequence_ % kCalls] = current_;
+  own_->core.store(sched_getcpu(), std::memory_order_relaxed);
   own_->entered.store(sequence_, std::memory_order_release);
+  if (outputs_ && call.kind != NLC_ALL_GATHER) outputs_->number_of(call.output, 0);
   Trace trace(name_, current_);
   try {
     switch (call.kind) {
@@ -278,16 +288,11 @@ void Group::run(const nlc_call &call) {
   own_->finished.store(sequence_, std::memory_order_release);
 }
 
-void Group::publish_places(const void *input, size_t input_bytes, const void *output,
-                           size_t output_bytes) {
-  Arena &arena = Arena::of_this_process();
-  CallCard &card = own_->calls[sequence_ % kCalls];
-  card.input = arena.place_of(input, input_bytes).offset;
-  if (!output) return;
-  const Arena::Place place = arena.place_of(output, output_bytes);
-  card.output = place.offset;
-  card.block = place.block;
+void Group::publish_input(const void *input, size_t bytes) {
+  own_->calls[sequence_ % kCalls].input = Arena::of_this_process().offset_of(input, bytes);
 }
+
+void Group::publish_shared(int number) { own_->calls[sequence_ % kCalls].shared = number; }
 
 const CallCard &Group::call_of(int local) {
   return neighbour(local).segment->calls[sequence_ % kCalls];

@@ -13,6 +13,7 @@
 #include "liveness.h"
 #include "memory.h"
 #include "segment.h"
+#include "shared_output.h"
 #include "topology.h"
 #include "transport.h"
 
@@ -22,8 +23,8 @@ struct Neighbour {
   int rank = 0;
   Segment *segment = nullptr;
   std::shared_ptr<Mapping> mapping;     // of the segment
-  std::shared_ptr<LentArena> pool;      // of its process; nullptr if that is this one
-  const char *memory = nullptr;         // where that pool's offset 0 is, for reading
+  std::shared_ptr<Mapping> pool;        // of its process; nullptr if that is this one
+  const char *memory = nullptr;         // where that pool begins, for reading
 };
 
 class Group {
@@ -35,6 +36,10 @@ class Group {
   void abort(const char *reason);
   void check(const nlc_call &call) const;  // throws NLC_BAD_ARGUMENT
   std::string describe() const;
+  // Memory for an all_gather of `bytes` per rank that is shared by the ranks of the node, or
+  // nullptr: on several nodes, for small gathers, or when ranks do not agree.
+  void *allocate_shared(size_t bytes);
+  bool forked() const;  // this process is a child of the one that made the group
 
   // --- for the collectives -------------------------------------------------------------------
   const Topology &place() const { return place_; }
@@ -65,8 +70,10 @@ class Group {
   const CallCard &call_of(int local);
   const CallCard &current() const { return current_; }
 
-  // Tells the neighbours where this call's memory lies in the pool, if it does. Before post().
-  void publish_places(const void *input, size_t input_bytes, const void *output, size_t output_bytes);
+  // Tells the neighbours where this call's input lies in the pool, if it does. Before post().
+  void publish_input(const void *input, size_t bytes);
+  void publish_shared(int number);
+  SharedOutputs *outputs() { return outputs_.get(); }  // nullptr before the first was allocated
 
   // Waits for a request on the network, keeping the links going. Leader only.
   void await(const Request &request);
@@ -86,11 +93,13 @@ class Group {
  private:
   void await_counter(Counter &counter, uint32_t target, int local);
   bool poll_net(int timeout_us);
+  void spread_over_cores(int core);
   void look_around(int awaited);  // slow path of every wait: throws if the wait is in vain
   [[noreturn]] void fail(nlc_status status, const std::string &reason);
   [[noreturn]] void fail_with(nlc_status status, const std::string &text);
   [[noreturn]] void time_out(int awaited);
   int slowest_neighbour();
+  bool all_released(int number, uint32_t times);
   std::string call_text(const CallCard &call) const;
   std::string rank_text(int rank) const;
   CallCard describe_call(const nlc_call &call) const;
@@ -107,6 +116,9 @@ class Group {
   std::vector<Neighbour> neighbours_;
   std::unique_ptr<Liveness> liveness_;
   std::unique_ptr<Transport> net_;
+  Fd output_fd_;
+  std::shared_ptr<SharedOutputs> outputs_;
+  std::mutex outputs_mutex_;
   Fd doorbell_;
   Patience patience_{2000, 20};
   size_t chunk_bytes_ = 128 << 10;
@@ -118,6 +130,7 @@ class Group {
   int64_t call_timeout_ms_ = 0;
   Clock::time_point deadline_;
   Clock::time_point last_look_;
+  Clock::time_point last_move_;
   std::string broken_;  // why the group cannot be used any more
   nlc_status broken_status_ = NLC_OK;
   std::atomic<bool> aborted_{false};

@@ -8,6 +8,19 @@
 
 namespace nlc {
 
+// The scheduler wakes a rank on the core of the one that woke it and can leave several there for
+// long. When more ranks than its share are on a core, the last of them go.
+void Group::spread_over_cores(int core) {
+  const Clock::time_point now = Clock::now();
+  if (now - last_move_ < std::chrono::milliseconds(2)) return;
+  last_move_ = now;
+  const int share = (ranks_here() + card_.cores - 1) / card_.cores;
+  int before_me = 0;
+  for (int i = 0; i < place_.local; ++i)
+    before_me += neighbour(i).segment->core.load(std::memory_order_relaxed) == core;
+  if (before_me >= share) leave_core(core);
+}
+
 void Group::look_around(int awaited) {
   const Clock::time_point now = Clock::now();
   if (now - last_look_ < std::chrono::milliseconds(2)) return;

@@ -4,7 +4,7 @@
 // Three ways to move bytes, chosen alike by all ranks after the first step of a call:
 //   staged   through slots of shared memory, in chunks that stay in the cache; any memory
 //   pulled   read from the neighbour's pool straight into the output, one copy
-//   borrowed all_gather only: the neighbour's pages appear in the output, no copy
+//   shared   all_gather into a shared output only: the parts are there already, no copy
 #pragma once
 
 #include <functional>

@@ -96,6 +96,13 @@ void *nlc_pool_allocate(size_t bytes);
 void nlc_pool_free(void *memory);
 int32_t nlc_pool_contains(const void *memory);
 
+/* Memory for the output of an all_gather of `bytes_per_rank` in place, which exists once on the node:
+ * a rank writes its own part and may only read the others'. All ranks allocate the same outputs in
+ * the same order. NULL where that cannot be had (several nodes, small gathers, ranks that do not
+ * agree): any other memory does as well. */
+void *nlc_shared_allocate(nlc_group *group, size_t bytes_per_rank);
+void nlc_shared_free(void *memory);
+
 /* What is known, for people: JSON text into the buffer (cut to capacity), its full length back. */
 size_t nlc_describe(nlc_group *group, char *text, size_t capacity); /* topology, transport, paths */
 size_t nlc_trace(char *text, size_t capacity);                      /* last operations, all groups */

@@ -6,6 +6,10 @@
 
 namespace nlc {
 
+namespace {
+thread_local const Queue *served = nullptr;
+}
+
 class Workers {
  public:
   static Workers &all() {
@@ -52,6 +56,7 @@ class Workers {
 
   static void drain(Queue &queue) {
     std::unique_lock<std::mutex> lock(queue.mutex_);
+    served = &queue;
     while (!queue.calls_.empty()) {
       const std::function<void()> call = std::move(queue.calls_.front());
       queue.calls_.pop_front();
@@ -59,6 +64,7 @@ class Workers {
       call();
       lock.lock();
     }
+    served = nullptr;
     queue.scheduled_ = false;
     queue.changed_.notify_all();
   }
@@ -86,6 +92,7 @@ bool Queue::idle() {
 }
 
 void Queue::wait_idle() {
+  if (served == this) return;
   std::unique_lock<std::mutex> lock(mutex_);
   changed_.wait(lock, [this] { return !scheduled_; });
 }

@@ -1,3 +1,7 @@
+// Which loop runs a reduction, and what every loop keeps to beyond reduce.h:
+//   integers wrap; any non-zero bool is true: sum and maximum are "or", product and minimum "and";
+//   minimum and maximum return NaN if any source is NaN, and of equal values (0 and -0) the first;
+//   a result that is NaN is always the same quiet NaN, whatever its sign and payload were.
 #include "reduce.h"
 
 #include <cstdint>
@@ -64,8 +68,9 @@ constexpr Dtype kDtypes[NLC_DTYPES] = {
     {"float16", 2}, {"bfloat16", 2}, {"float32", 4}, {"float64", 8}, {"bool", 1},
 };
 
-constexpr const char *kReduces[NLC_REDUCES] = {"sum",     "average",    "product",    "minimum",
-                                               "maximum", "bitwise and", "bitwise or", "bitwise xor"};
+constexpr const char *kReduces[NLC_REDUCES] = {
+    "sum", "average", "product", "minimum", "maximum", "bitwise and", "bitwise or", "bitwise xor",
+};
 
 bool is_dtype(int dtype) { return dtype >= 0 && dtype < NLC_DTYPES; }
 bool is_reduce(int reduce) { return reduce >= 0 && reduce < NLC_REDUCES; }
@@ -74,7 +79,9 @@ bool is_reduce(int reduce) { return reduce >= 0 && reduce < NLC_REDUCES; }
 
 size_t element_bytes(int dtype) { return is_dtype(dtype) ? kDtypes[dtype].bytes : 0; }
 
-const char *dtype_name(int dtype) { return is_dtype(dtype) ? kDtypes[dtype].name : "unknown dtype"; }
+const char *dtype_name(int dtype) {
+  return is_dtype(dtype) ? kDtypes[dtype].name : "unknown dtype";
+}
 
 const char *reduce_name(int reduce) {
   return is_reduce(reduce) ? kReduces[reduce] : "unknown reduction";

@@ -14,6 +14,7 @@ namespace nlc {
 
 constexpr int kSlots = 4;                       // staging slots per ring
 constexpr size_t kSlotBytes = size_t{1} << 20;  // bytes per slot
+constexpr int kSharedOutputs = 256;             // per group
 constexpr int kCalls = 16;                      // calls remembered for comparison; > kSlots
 
 // One call as others see it: enough to notice that ranks called different things, and where the
@@ -24,8 +25,7 @@ struct CallCard {
   double scale;
   int32_t kind, dtype, reduce, root;
   int64_t input;   // offset in the caller's arena, or -1
-  int64_t output;  // the same; all_gather into a list of tensors has none
-  int64_t block;   // of the output's block in the arena
+  int64_t shared;  // number of the shared output that an all_gather is made into, or -1
 };
 
 // Staged data flows through a ring: in step s a rank fills slot s % kSlots of its own, raises
@@ -44,11 +44,13 @@ struct Segment {
   Counter doorbell;                     // leader only: asks for a wake-up while it waits for the net
   alignas(64) std::atomic<uint64_t> entered;  // sequence number of the last call begun
   std::atomic<uint64_t> finished;       // and of the last call done
+  std::atomic<int32_t> core;            // where the owner last ran
   std::atomic<uint32_t> closed;         // the owner has left the group in order
   std::atomic<uint32_t> failed;         // nlc_status, set after `reason` is written
   char reason[1024];
   alignas(64) CallCard calls[kCalls];
   RingCounters rings[kRings];
+  Counter released[kSharedOutputs];     // how often the owner has freed each shared output
   alignas(4096) unsigned char slots[kRings][kSlots][kSlotBytes];
 
   unsigned char *slot(RingName ring, uint32_t step) { return slots[ring][step % kSlots]; }

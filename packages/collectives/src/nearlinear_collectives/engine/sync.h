@@ -33,6 +33,9 @@ Patience patience(int ranks_on_node, int cores);
 
 int cores_of_this_process();
 
+// Moves this thread to another core, if it may run on one.
+void leave_core(int core);
+
 inline void pause_cpu() {
 #if defined(__x86_64__)
   __builtin_ia32_pause();

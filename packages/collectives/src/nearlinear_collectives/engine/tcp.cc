@@ -30,7 +30,7 @@ struct Message {
   int node;
 };
 
-// Takes moved bytes off a queue's front; finished messages, empty ones too, leave it.
+// Takes moved bytes off a queue's front; finished messages leave it.
 void advance(std::deque<Message> &queue, size_t moved) {
   while (!queue.empty() && queue.front().bytes <= moved) {
     moved -= queue.front().bytes;
@@ -60,11 +60,10 @@ struct Pieces {
 struct Link {
   tcp::Socket socket{};
   std::deque<Message> receives{};
-  int unsent = 0;  // sends that stand in the queue
   bool readable = false, writable = false;
   bool hung_up = false;  // the other side sends no more: what is here is all there is
   bool ended = false;
-  int window = kFirstWindow;
+  int window = 0;
   size_t sent_since = 0;  // the window was looked at
 };
 
@@ -100,23 +99,22 @@ class TcpTransport : public Transport {
       if (!sockets[node]) continue;
       Link &link = links_[node];
       link.socket = std::move(sockets[node]);
-      set_window(link, fixed_window_ ? fixed_window_ : kFirstWindow);
+      set_window(link, first_window());
       control_.watch_data(static_cast<int>(node), link.socket.get());
     }
   }
 
   void post_send(int node, const void *data, size_t bytes, Request *request) override {
-    Link &link = link_to(node);
-    *request = Request();
-    if ((request->done = bytes == 0 && sends_.empty())) return;
-    ++link.unsent;
+    link_to(node);
+    *request = Request{bytes == 0};
+    if (bytes == 0) return;
     sends_.push_back({const_cast<char *>(static_cast<const char *>(data)), bytes, request, node});
   }
 
   void post_receive(int node, void *data, size_t bytes, Request *request) override {
     Link &link = link_to(node);
-    *request = Request();
-    if ((request->done = bytes == 0 && link.receives.empty())) return;
+    *request = Request{bytes == 0};
+    if (bytes == 0) return;
     link.receives.push_back({static_cast<char *>(data), bytes, request, node});
     link.readable |= link.hung_up;
   }
@@ -141,10 +139,11 @@ class TcpTransport : public Transport {
     } catch (const std::exception &) {
       // Best effort: the others notice the closed connections.
     }
+    if (!failure_) failure_.emplace(control_.my_node(), reason);
   }
 
   std::string describe() const override {
-    int window = fixed_window_ ? fixed_window_ : kFirstWindow;
+    int window = first_window();
     for (const Link &link : links_) window = std::max(window, link.window);
     return format("tcp, window %s, %s (%s)", bytes_text(static_cast<uint64_t>(window)).c_str(),
                   control_.interface().name.c_str(),
@@ -154,6 +153,8 @@ class TcpTransport : public Transport {
   uint64_t bytes_sent() const override { return bytes_sent_; }
 
  private:
+  int first_window() const { return fixed_window_ ? fixed_window_ : kFirstWindow; }
+
   Link &link_to(int node) {
     if (node < 0 || static_cast<size_t>(node) >= links_.size() ||
         !links_[static_cast<size_t>(node)].socket)
@@ -177,8 +178,9 @@ class TcpTransport : public Transport {
     }
     try {
       control_.check([this](int node) {
-        const Link &link = links_[static_cast<size_t>(node)];
-        return link.unsent > 0 || !link.receives.empty();
+        return !links_[static_cast<size_t>(node)].receives.empty() ||
+               std::any_of(sends_.begin(), sends_.end(),
+                           [node](const Message &m) { return m.node == node; });
       });
     } catch (const LinkFailure &failure) {
       failure_ = failure;
@@ -204,9 +206,8 @@ class TcpTransport : public Transport {
         if (errno != EAGAIN) end(node, link, errno);
         break;
       }
-      const size_t bytes = static_cast<size_t>(n), standing = sends_.size();
+      const size_t bytes = static_cast<size_t>(n);
       advance(sends_, bytes);
-      link.unsent -= static_cast<int>(standing - sends_.size());
       bytes_sent_ += bytes;
       turn += bytes;
       moved = true;
@@ -250,7 +251,7 @@ class TcpTransport : public Transport {
   void end(int node, Link &link, int error) {
     link.readable = link.writable = false;
     link.ended = true;
-    control_.data_ended(node, error);
+    control_.data_ended(node, tcp::Control::error_text(error));
   }
 
   // Twice what the path holds: enough to keep it full while acknowledgements travel.

@@ -121,12 +121,19 @@ class Control {
 
   // --- ends ------------------------------------------------------------------------------------
 
-  // The data connection of a node ended, all it had has been read; error 0 for an orderly end.
-  void data_ended(int node, int error) {
+  // No more data can move between this node and that one, and what came has been read. `why` is
+  // empty if the other side just closed.
+  void data_ended(int node, const std::string &why) {
     Peer &lost = peer(node);
     if (lost.data_ended) return;
     lost.data_ended = true;
-    note(lost, error);
+    note(lost, why);
+  }
+
+  bool has_left(int node) const { return peers_[static_cast<size_t>(node)].left; }
+  bool others_stay() const {
+    return std::any_of(peers_.begin(), peers_.end(),
+                       [](const Peer &one) { return one.fd && !one.left && !one.closed; });
   }
 
   // Bytes of a node arrived: as long as they do, one that vanished is not given up.
@@ -140,24 +147,28 @@ class Control {
   template <class Needed>
   void check(Needed needed) {
     if (!troubled_) return;
-    for (const Peer &one : peers_)
-      if (one.gave_up) throw LinkFailure(index_of(one), one.text);
     const Clock::time_point now = Clock::now();
     const Peer *first = nullptr;
     for (const Peer &one : peers_) {
       if (one.since == Clock::time_point{}) continue;
       const bool missed = one.data_ended && (one.left || one.closed) && needed(index_of(one));
       const bool late = now - one.since >= std::chrono::milliseconds(kPatienceMs);
-      if (!missed && (one.left || !late)) continue;
-      if (!first || one.since < first->since) first = &one;
+      if (!one.gave_up && !missed && (one.left || !late)) continue;
+      // A reason is better than none, the first better than what followed from it.
+      if (!first || std::pair(!one.gave_up, one.since) < std::pair(!first->gave_up, first->since))
+        first = &one;
     }
     if (!first) return;
+    if (first->gave_up) throw LinkFailure(index_of(*first), first->text);
     const int node = index_of(*first);
-    const bool closed = first->error == 0 || first->error == ECONNRESET || first->error == EPIPE;
-    throw LinkFailure(node, closed ? format("connection closed by node %d (%s)", node,
-                                            first->address.c_str())
-                                   : format("connection with node %d (%s) lost: %s", node,
-                                            first->address.c_str(), std::strerror(first->error)));
+    const std::string who = format("node %d (%s)", node, first->address.c_str());
+    throw LinkFailure(node, first->why.empty() ? "connection closed by " + who
+                                               : "connection with " + who + " lost: " + first->why);
+  }
+
+  // Empty for errors that mean no more than that the other side closed.
+  static std::string error_text(int error) {
+    return error == 0 || error == ECONNRESET || error == EPIPE ? "" : std::strerror(error);
   }
 
   // How long one may wait before check() has to be asked again.
@@ -209,7 +220,7 @@ class Control {
     std::string in{}, out{};
     std::string text{};           // why it gave up
     bool gave_up = false, left = false, closed = false, data_ended = false;
-    int error = 0;
+    std::string why{};          // the connection broke; empty if it was closed
     Clock::time_point since{};  // of the first sign of an end
   };
 
@@ -247,8 +258,8 @@ class Control {
     return ::epoll_wait(epoll_.get(), events, 64, static_cast<int>((timeout_us + 999) / 1000));
   }
 
-  void note(Peer &one, int error) {
-    if (one.error == 0) one.error = error;
+  void note(Peer &one, const std::string &why) {
+    if (one.why.empty() && !one.closed) one.why = why;
     if (one.since == Clock::time_point{}) one.since = Clock::now();
     troubled_ = true;
   }
@@ -264,8 +275,9 @@ class Control {
         read_words(from);
         continue;
       }
+      from.why = n < 0 ? error_text(errno) : "";  // this end says more than that of the data
       from.closed = true;
-      note(from, n < 0 ? errno : 0);
+      note(from, "");
     }
   }
 
@@ -280,7 +292,7 @@ class Control {
         from.text = from.in.substr(sizeof frame, frame.bytes);
       }
       from.in.erase(0, sizeof frame + frame.bytes);
-      note(from, 0);
+      note(from, "");
     }
   }
 

@@ -115,9 +115,10 @@ inline Address parse_address(const std::string &text) {
   if (v6) host = host.substr(1, host.size() - 2);
   Address address;
   address.storage.ss_family = v6 ? AF_INET6 : AF_INET;
+  const std::string digits = colon == std::string::npos ? "" : text.substr(colon + 1);
   char *end = nullptr;
-  const long port = colon == std::string::npos ? -1 : std::strtol(&text[colon + 1], &end, 10);
-  if (port < 0 || port > 65535 || *end != '\0' ||
+  const long port = std::strtol(digits.c_str(), &end, 10);
+  if (digits.empty() || *end != '\0' || port < 0 || port > 65535 ||
       inet_pton(address.family(), host.c_str(), const_cast<void *>(address.host_bytes())) != 1)
     throw Failure(NLC_BAD_ARGUMENT, "'" + text + "' is no address of a TCP transport");
   address.port() = htons(static_cast<uint16_t>(port));
