@@ -25,6 +25,7 @@ PYTHON = BIN / "python"
 LOG = VENV / "setup.log"
 STAMP = VENV / "setup.json"
 EXTRAS = "data,notebooks,monitor,dev"
+GLUE = "nearlinear_collectives.build"  # compiles what the first import would otherwise
 
 # What an installer's log says, and what to tell the person who reads it.
 REMEDIES = [
@@ -152,6 +153,7 @@ def build(lab: bool) -> None:
                 install_step(f"build tools of {package.name}", [*pip, *tools], env)
             isolation = ["--no-build-isolation"]
         install_step(target, [*pip, *isolation, "--editable", target], env)
+    install_step("the collectives' torch glue", [str(PYTHON), "-m", GLUE], env)
     stamp = {"fingerprint": fingerprint(), "built_with": built_with, "lab": lab}
     STAMP.write_text(json.dumps(stamp))
     say(f"Ready in {time.monotonic() - start:.0f} s.\n")

@@ -9,8 +9,17 @@ everything else goes to gloo (CPU) or NCCL (CUDA).
 
 from nearlinear_collectives.backend import register
 from nearlinear_collectives.build import BuildError
+from nearlinear_collectives.doctor import doctor
 from nearlinear_collectives.engine_library import trace
 
-__all__ = ["BuildError", "trace"]
+__all__ = ["AllGather", "BuildError", "doctor", "trace"]
 
 register()
+
+
+def __getattr__(name: str):
+    if name == "AllGather":  # FSDP2 takes a second to import
+        from nearlinear_collectives.fsdp import AllGather
+
+        return AllGather
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

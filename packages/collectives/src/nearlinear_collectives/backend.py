@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from nearlinear_collectives import engine_library as engine
 from nearlinear_collectives.build import BuildError, glue_library
-from nearlinear_collectives.fallback import Fallbacks
+from nearlinear_collectives.fallback import Fallbacks, say
 from nearlinear_collectives.group import Group
 
 log = logging.getLogger("nearlinear_collectives")
@@ -39,10 +39,13 @@ def create(options, pg_options=None):
     )
     try:
         fallbacks = Fallbacks(options.store, rank, size, timeout)
-        native = glue()
+        native, why = glue()
         if native is None:
             from nearlinear_collectives.process_group import EngineProcessGroup
 
+            if why:
+                say(f"calls go through Python, tens of microseconds slower each, for the torch glue "
+                    f"is missing: {why} (python -m nearlinear_collectives.build tells all)", rank)
             return EngineProcessGroup(rank, size, group, fallbacks)
         return native.Backend(rank, size, group.release(), fallbacks.make)
     except BaseException:
@@ -52,21 +55,22 @@ def create(options, pg_options=None):
 
 @functools.cache
 def glue():
-    """The compiled glue, or ``None`` where the pure-Python process group has to do."""
+    """(the compiled glue, "") or (``None``, why the pure-Python process group has to do)."""
     wanted = os.environ.get("NEARLINEAR_COLLECTIVES_GLUE", "")
     if wanted == "python":
-        return None
-    engine.library()  # its symbols must be there before the glue is loaded
+        return None, ""
     try:
-        path = glue_library()
-    except BuildError as error:
+        return load_glue(), ""
+    except (BuildError, ImportError) as error:
         if wanted == "compiled":
             raise
-        log.warning("the torch glue could not be compiled, so calls go through Python (some tens of "
-                    "microseconds more each). %s", error)
-        return None
-    loader = importlib.machinery.ExtensionFileLoader("nearlinear_glue", str(path))
-    spec = importlib.util.spec_from_loader("nearlinear_glue", loader)
-    module = importlib.util.module_from_spec(spec)
+        return None, str(error).splitlines()[0]
+
+
+def load_glue():
+    engine.library()  # its symbols must be there before the glue is loaded
+    path = str(glue_library())
+    loader = importlib.machinery.ExtensionFileLoader("nearlinear_glue", path)
+    module = importlib.util.module_from_spec(importlib.util.spec_from_loader(loader.name, loader))
     loader.exec_module(module)
     return module

@@ -5,8 +5,11 @@ from __future__ import annotations
 import ctypes
 import functools
 import json
+import logging
 
-from nearlinear_collectives.build import engine_library
+from nearlinear_collectives.build import SHIPPED, engine_library
+
+log = logging.getLogger("nearlinear_collectives")
 
 ABI_VERSION = 1
 CARD_BYTES = 512
@@ -44,10 +47,13 @@ class Call(ctypes.Structure):
     ]
 
 
+Done = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int32, ctypes.c_char_p)
+
+
 @functools.cache
 def library() -> ctypes.CDLL:
     """The loaded engine. Its symbols are global, for the glue links against nothing else."""
-    engine = ctypes.CDLL(str(engine_library()), mode=ctypes.RTLD_GLOBAL)
+    engine = load()
     card = ctypes.c_char_p
     group, text, size = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t
     signatures = {
@@ -60,8 +66,11 @@ def library() -> ctypes.CDLL:
         "nlc_group_set_timeout": ([group, ctypes.c_int64], None),
         "nlc_card_is_dead": ([card], ctypes.c_int32),
         "nlc_run": ([group, ctypes.POINTER(Call)], ctypes.c_int32),
+        "nlc_start": ([group, ctypes.POINTER(Call), Done, ctypes.c_void_p], ctypes.c_int32),
         "nlc_pool_allocate": ([size], ctypes.c_void_p),
         "nlc_pool_free": ([ctypes.c_void_p], None),
+        "nlc_shared_allocate": ([group, size], ctypes.c_void_p),
+        "nlc_shared_free": ([ctypes.c_void_p], None),
         "nlc_describe": ([group, text, size], size),
         "nlc_trace": ([text, size], size),
     }
@@ -72,6 +81,22 @@ def library() -> ctypes.CDLL:
         raise ImportError("the engine's library belongs to another version of nearlinear_collectives: "
                           "reinstall the package")
     return engine
+
+
+def load() -> ctypes.CDLL:
+    path = engine_library()
+    try:
+        return ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+    except OSError as error:
+        if path != SHIPPED:
+            raise ImportError(
+                f"the engine's library cannot be loaded: {error}. If that file system does not allow "
+                "programs, name a folder on another one in NEARLINEAR_COLLECTIVES_CACHE"
+            ) from error
+        # Made on a machine with a newer C library, say: one made here fits.
+        log.warning("the engine's library of this installation cannot be loaded (%s): compiling it "
+                    "here, once", error)
+        return ctypes.CDLL(str(engine_library(shipped=False)), mode=ctypes.RTLD_GLOBAL)
 
 
 def read_json(function, *arguments):

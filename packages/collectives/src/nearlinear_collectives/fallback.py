@@ -8,6 +8,7 @@ first call on a CUDA tensor.
 from __future__ import annotations
 
 import logging
+import os
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -15,6 +16,14 @@ import torch.distributed as dist
 log = logging.getLogger("nearlinear_collectives")
 
 told: set[str] = set()
+
+
+def say(line: str, rank: int) -> None:
+    """One line per node, not one per rank and group."""
+    first = line not in told
+    told.add(line)
+    speaks = os.environ.get("LOCAL_RANK", str(rank)) == "0"
+    log.log(logging.WARNING if first and speaks else logging.DEBUG, line)
 
 
 class Fallbacks:
@@ -31,8 +40,8 @@ class Fallbacks:
     def make(self, device: str):
         """The backend for ``device`` ("cpu", "cuda"); told once per group."""
         if device == "cpu":
-            self.say("what nearlinear does not do itself (point to point, gather, scatter, "
-                     "all-to-all, reduce) goes to gloo")
+            say("what nearlinear does not do itself (point to point, gather, scatter, "
+                "all-to-all, reduce) goes to gloo", self.rank)
             if self.gloo is None and not self.why_no_gloo:
                 self.gloo = self.make_gloo()
             if self.gloo is None:
@@ -40,16 +49,10 @@ class Fallbacks:
                                    f"{self.why_no_gloo}")
             return self.gloo
         if device == "cuda":
-            self.say("CUDA tensors go to NCCL")
+            say("CUDA tensors go to NCCL", self.rank)
             return self.make_nccl()
         raise RuntimeError(f"the nearlinear backend has no fallback for {device} tensors: name one, "
                            f'as in init_process_group("cpu:nearlinear,{device}:...")')
-
-    def say(self, line: str) -> None:
-        """One line per job, not one per rank and group."""
-        first = line not in told
-        told.add(line)
-        log.log(logging.WARNING if first and self.rank == 0 else logging.DEBUG, line)
 
     def make_gloo(self):
         options = dist.ProcessGroupGloo._Options()
@@ -63,5 +66,18 @@ class Fallbacks:
             raise RuntimeError("CUDA tensors need NCCL, which this torch was built without")
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = self.timeout
+        use_copy_engines(options)
         store = dist.PrefixStore("nccl", self.store)
         return dist.ProcessGroupNCCL(store, self.rank, self.size, options)
+
+
+def use_copy_engines(options) -> None:
+    """Let NCCL gather without occupying a multiprocessor, where it can; a variable of NCCL rules.
+
+    It can since 2.28 for tensors in symmetric memory (FSDP2's set_symm_mem_for_comm) and does as
+    ever for others. Older builds of torch have no such policy.
+    """
+    policy = getattr(dist.ProcessGroupNCCL, "NCCL_CTA_POLICY_ZERO", None)
+    config = getattr(options, "config", None)
+    if policy is not None and hasattr(config, "cta_policy") and "NCCL_CTA_POLICY" not in os.environ:
+        config.cta_policy = policy

@@ -8,9 +8,11 @@ put its card has died meanwhile.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import logging
+import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 from nearlinear_collectives import engine_library as engine
@@ -44,6 +46,7 @@ class Group:
         handle = ctypes.c_void_p()
         checked(lib.nlc_group_open(ctypes.byref(options), card, ctypes.byref(handle)))
         self.handle: ctypes.c_void_p | None = handle
+        self.process = os.getpid()
         try:
             deadline = time.monotonic() + timeout.total_seconds()
             cards = exchange(store, card.raw, rank, size, timeout, list(ranks), name)
@@ -54,10 +57,33 @@ class Group:
             raise
 
     def run(self, call: engine.Call) -> None:
-        checked(engine.library().nlc_run(self.handle, ctypes.byref(call)))
+        """One collective on this thread, behind those that were started."""
+        checked(engine.library().nlc_run(self._open(), ctypes.byref(call)))
+
+    def start(self, call: engine.Call, done: Callable[[Exception | None], None]) -> None:
+        """One collective on a thread of the engine, which calls ``done`` with its failure or None."""
+        key = next(numbers)
+        under_way[key] = done
+        try:
+            checked(engine.library().nlc_start(self._open(), ctypes.byref(call), ended, key))
+        except BaseException:
+            del under_way[key]
+            raise
+
+    def allocate_shared(self, bytes_per_rank: int) -> int | None:
+        """See nlc_shared_allocate; nlc_shared_free gives it back."""
+        return engine.library().nlc_shared_allocate(self._open(), bytes_per_rank)
 
     def describe(self) -> dict:
-        return engine.read_json(engine.library().nlc_describe, self.handle)
+        return engine.read_json(engine.library().nlc_describe, self._open())
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        engine.library().nlc_group_set_timeout(self._open(), milliseconds(timeout))
+
+    def abort(self, reason: str) -> None:
+        """Make the calls of this group fail, those that wait included."""
+        if self.handle is not None:
+            engine.library().nlc_group_abort(self.handle, reason.encode())
 
     def release(self) -> int:
         """Hand the group over; whoever takes the number closes it."""
@@ -66,9 +92,25 @@ class Group:
         return handle.value
 
     def close(self) -> None:
-        if self.handle is not None:
-            engine.library().nlc_group_close(self.handle)
-            self.handle = None
+        handle, self.handle = self.handle, None
+        if handle is not None and os.getpid() == self.process:  # a forked child leaves it alone
+            engine.library().nlc_group_close(handle)
+
+    def _open(self) -> ctypes.c_void_p:
+        if self.handle is None:
+            raise RuntimeError("the process group has been destroyed")
+        return self.handle
+
+
+# The engine is given a number for each call that was started, and calls back with it.
+numbers = itertools.count(1)
+under_way: dict[int, Callable[[Exception | None], None]] = {}
+
+
+@engine.Done
+def ended(key: int, status: int, text: bytes) -> None:
+    done = under_way.pop(key)
+    done(None if status == engine.OK else error_for(status, text.decode(errors="replace")))
 
 
 def milliseconds(span: timedelta) -> int:

@@ -109,10 +109,7 @@ class NearlinearBackend : public Backend {
   }
   bool supportsTensorAlloc(c10::DeviceIndex index) override { return index < 0; }
   at::Tensor allocateTensor(long count, at::TensorOptions options) override {
-    const size_t bytes = static_cast<size_t>(count) * options.dtype().itemsize();
-    void* memory = options.device().is_cpu() && bytes ? nlc_pool_allocate(bytes) : nullptr;
-    if (!memory) return at::empty({count}, options);
-    return at::for_blob(memory, {count}).deleter(nlc_pool_free).options(options).make_tensor();
+    return allocate_pooled(count, options);
   }
   void abort() override {
     if (group_) nlc_group_abort(group_, "the process group was aborted");
@@ -120,6 +117,17 @@ class NearlinearBackend : public Backend {
   }
   void shutdown() override { close(); }
 #endif
+  // Memory for an all-gather's output that exists once per node (see nlc_shared_allocate); from the
+  // pool where that cannot be had.
+  at::Tensor allocate_shared(int64_t count, at::ScalarType type) {
+    const auto options = at::TensorOptions().dtype(type);
+    const int64_t parts = getSize();
+    if (count % parts == 0)
+      if (void* memory = nlc_shared_allocate(engine(), count / parts * options.dtype().itemsize()))
+        return at::for_blob(memory, {count}).deleter(nlc_shared_free).options(options).make_tensor();
+    return allocate_pooled(count, options);
+  }
+
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override { return sequence_; }
 
@@ -308,6 +316,13 @@ class NearlinearBackend : public Backend {
     return group_;
   }
 
+  static at::Tensor allocate_pooled(int64_t count, at::TensorOptions options) {
+    const size_t bytes = static_cast<size_t>(count) * options.dtype().itemsize();
+    void* memory = options.device().is_cpu() && bytes ? nlc_pool_allocate(bytes) : nullptr;
+    if (!memory) return at::empty({count}, options);
+    return at::for_blob(memory, {count}).deleter(nlc_pool_free).options(options).make_tensor();
+  }
+
   static bool foreign(const at::Tensor& tensor) { return !tensor.device().is_cpu() || tensor.is_sparse(); }
 
   std::optional<Reduction> reducible(const at::Tensor& tensor, const ReduceOp& op) {
@@ -392,5 +407,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.attr("abi_version") = NLC_ABI_VERSION;
   pybind11::class_<NearlinearBackend, c10::intrusive_ptr<NearlinearBackend>, c10d::Backend>(module, "Backend")
       .def(pybind11::init<int, int, uintptr_t, NearlinearBackend::MakeFallback>(), pybind11::arg("rank"),
-           pybind11::arg("size"), pybind11::arg("group"), pybind11::arg("make_fallback"));
+           pybind11::arg("size"), pybind11::arg("group"), pybind11::arg("make_fallback"))
+      .def("allocate_shared", &NearlinearBackend::allocate_shared, pybind11::arg("count"),
+           pybind11::arg("dtype"), pybind11::call_guard<pybind11::gil_scoped_release>());
 }
