@@ -1,0 +1,64 @@
+// Copies of any size between any addresses, plain and streamed.
+//
+//   cd tests/collectives/engine && ENGINE=../../../packages/collectives/src/nearlinear_collectives/engine
+//   g++ -std=c++20 -g -O1 -Wall -Wextra -fsanitize=address,undefined -fno-sanitize-recover=all
+//       -I$ENGINE copy_test.cc $ENGINE/copy.cc -o copy_test && ./copy_test
+#include "copy.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <memory>
+#include <random>
+
+#define CHECK(condition)                                                   \
+  do {                                                                     \
+    if (!(condition)) {                                                    \
+      std::fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #condition); \
+      std::exit(1);                                                        \
+    }                                                                      \
+  } while (0)
+
+namespace {
+
+constexpr size_t kGuard = 200;
+std::mt19937_64 random_bits(20240229);
+
+void test_copy(size_t bytes, bool stream) {
+  const size_t from_offset = random_bits() % 130, to_offset = random_bits() % 130;
+  // Blocks end where the source ends, and a little after the output: a sanitizer sees the rest.
+  std::unique_ptr<unsigned char[]> from(new unsigned char[from_offset + bytes]);
+  std::unique_ptr<unsigned char[]> to(new unsigned char[to_offset + bytes + kGuard]);
+  std::generate_n(from.get(), from_offset + bytes, [] { return random_bits() & 0x7f; });
+  std::fill_n(to.get(), to_offset + bytes + kGuard, 0xa5);
+  nlc::copy(to.get() + to_offset, from.get() + from_offset, bytes, stream);
+  auto untouched = [](unsigned char byte) { return byte == 0xa5; };
+  unsigned char *end = to.get() + to_offset + bytes;
+  CHECK(std::equal(to.get() + to_offset, end, from.get() + from_offset));
+  CHECK(std::all_of(to.get(), to.get() + to_offset, untouched));
+  CHECK(std::all_of(end, end + kGuard, untouched));
+}
+
+void test_threshold() {
+  size_t last = nlc::stream_threshold(1);
+  for (int ranks = 2; ranks <= 1024; ranks *= 2) {
+    const size_t threshold = nlc::stream_threshold(ranks);
+    CHECK(threshold <= last && threshold > 0);
+    last = threshold;
+  }
+  CHECK(nlc::stream_threshold(1) >= (256 << 10) && nlc::stream_threshold(1) <= (1 << 30));
+  CHECK(last < nlc::stream_threshold(1));
+}
+
+}  // namespace
+
+int main() {
+  test_threshold();
+  for (const bool stream : {false, true}) {
+    for (size_t bytes = 0; bytes < 300; ++bytes) test_copy(bytes, stream);
+    for (size_t bytes = 4000; bytes < 4400; ++bytes) test_copy(bytes, stream);
+    for (int i = 0; i < 500; ++i) test_copy(random_bits() % 100000, stream);
+    nlc::copy(nullptr, nullptr, 0, stream);
+  }
+  std::printf("copy: ok\n");
+}

@@ -1,0 +1,204 @@
+"""Random programs of collectives: what is run, and what must come out.
+
+Every input is drawn from (seed, step, rank), so that each rank can compute the true result of each
+step alone, floats in float64: no second implementation has to be trusted.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import random
+
+import torch
+
+FLOATS = ("float32", "float64", "bfloat16", "float16")
+INTEGERS = ("uint8", "int8", "int16", "int32", "int64")
+DTYPES = (*FLOATS, *INTEGERS, "bool")
+ARITHMETIC = ("SUM", "PRODUCT", "MIN", "MAX")
+BITWISE = ("BAND", "BOR", "BXOR")
+
+GATHERS = ("all_gather", "all_gather_list", "all_gather_views", "all_gather_coalesced")
+SCATTERS = ("reduce_scatter", "reduce_scatter_list", "reduce_scatter_coalesced")
+REDUCES = ("all_reduce", "all_reduce_coalesced")
+COALESCED = ("all_gather_coalesced", "reduce_scatter_coalesced", "all_reduce_coalesced")
+NATIVE = (*GATHERS, *SCATTERS, *REDUCES, "broadcast", "barrier")
+FALLBACKS = ("reduce", "gather", "scatter", "all_to_all")  # run by a gloo group of the backend
+TABLE = 3_000_017  # elements of the table of random numbers; more than any one tensor
+SHARED = (*GATHERS, *REDUCES, "broadcast")  # every rank has the same result
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One collective; ``sizes`` are elements per rank, one per tensor of a coalesced call."""
+
+    kind: str
+    group: int = 0
+    dtype: str = "float32"
+    reduce: str = "SUM"
+    sizes: tuple[int, ...] = (5,)
+    root: int = 0  # modulo the size of the group
+    in_place: bool = False
+    layout: str = "contiguous"  # or offset, strided, transposed, mixed (another on every rank)
+    pooled: bool = False  # tensors from the backend's allocate_tensor
+    overlap: int = 0  # 0: synchronous; k: asynchronous, waited for k steps later
+    jitter: bool = False  # ranks arrive up to 2 ms apart
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """Steps over groups; every rank of a group runs the group's steps in the same order."""
+
+    groups: tuple[tuple[int, ...], ...]
+    steps: tuple[Step, ...]
+    seed: int = 0
+
+
+def reductions(dtype: str) -> tuple[str, ...]:
+    """What every backend must be able to reduce: not bits of floats, nor means of integers."""
+    return (*ARITHMETIC, "AVG") if dtype in FLOATS else (*ARITHMETIC, *BITWISE)
+
+
+def values(program: Program, step: int, rank: int, count: int, part: int = 0) -> torch.Tensor:
+    """What ``rank`` puts into tensor ``part`` of a step: (count,), contiguous, not to be changed.
+
+    A window of one long table: large tensors cost nothing to draw, on any rank.
+    """
+    numbers = table(program.steps[step].dtype, program.steps[step].reduce == "PRODUCT")
+    place = random.Random(hash((program.seed, step, rank, part)))
+    start = place.randrange(len(numbers) - count)
+    return numbers[start : start + count]
+
+
+@functools.cache
+def table(dtype_name: str, near_one: bool) -> torch.Tensor:
+    dtype, source = getattr(torch, dtype_name), torch.Generator().manual_seed(5)
+    if dtype.is_floating_point:
+        if near_one:  # products of many stay in range
+            return (torch.rand(TABLE, generator=source) + 0.5).to(dtype)
+        return torch.randn(TABLE, generator=source).to(dtype)
+    if dtype == torch.bool:
+        return torch.randint(0, 2, (TABLE,), generator=source).bool()
+    limits = torch.iinfo(dtype)
+    return torch.randint(limits.min, limits.max, (TABLE,), generator=source).to(dtype)
+
+
+def combine(
+    parts: list[torch.Tensor], reduce: str, wide: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The exact reduction of equal tensors, and how far a right answer may be from it.
+
+    Floats come back in float64. Their bound allows one rounding to the dtype at the end and one of
+    the accumulator per source; with ``wide`` the 16-bit dtypes have an accumulator of 32 bits.
+    """
+    dtype, n, exactly = parts[0].dtype, len(parts), torch.zeros(())
+    if dtype == torch.bool:
+        count = torch.stack(parts).sum(0)
+        if reduce == "BXOR":
+            return count % 2 == 1, exactly
+        return (count == n if reduce in ("PRODUCT", "MIN", "BAND") else count > 0), exactly
+    if not dtype.is_floating_point:
+        combine_two = {
+            "SUM": torch.add,
+            "PRODUCT": torch.mul,
+            "MIN": torch.minimum,
+            "MAX": torch.maximum,
+            "BAND": torch.bitwise_and,
+            "BOR": torch.bitwise_or,
+            "BXOR": torch.bitwise_xor,
+        }[reduce]
+        total = parts[0].long()
+        for part in parts[1:]:
+            total = combine_two(total, part.long())
+        return total.to(dtype), exactly  # wraps around, as the machine's integers do
+    stacked = torch.stack(parts).double()
+    if reduce in ("MIN", "MAX"):
+        return (stacked.amin(0) if reduce == "MIN" else stacked.amax(0)), exactly
+    rounding = torch.finfo(dtype).eps / 2
+    each = torch.finfo(torch.float32 if wide and dtype.itemsize == 2 else dtype).eps
+    smallest = torch.finfo(dtype).smallest_normal
+    if reduce == "PRODUCT":
+        exact = stacked.prod(0)
+        return exact, exact.abs() * (rounding + n * each) + smallest
+    scale = 1 / n if reduce == "AVG" else 1.0
+    exact, magnitude = stacked.sum(0) * scale, stacked.abs().sum(0) * scale
+    return exact, exact.abs() * rounding + magnitude * n * each + smallest
+
+
+def expected(
+    program: Program, index: int, rank: int, wide: bool
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Per output of ``rank``: the exact values (flat), and the allowed distance from them."""
+    step = program.steps[index]
+    members = program.groups[step.group]
+    n, me, root = len(members), members.index(rank), step.root % len(members)
+    if step.kind == "barrier" or (step.kind in ("reduce", "gather") and me != root):
+        return []
+
+    def result(part: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        def of(member: int) -> torch.Tensor:
+            return values(program, index, member, count, part)
+
+        def mine_of(member: int) -> torch.Tensor:
+            whole = values(program, index, member, n * count, part)
+            return whole[me * count : (me + 1) * count]
+
+        if step.kind in SCATTERS:
+            return combine([mine_of(member) for member in members], step.reduce, wide)
+        if step.kind in (*REDUCES, "reduce"):
+            return combine([of(member) for member in members], step.reduce, wide)
+        if step.kind in (*GATHERS, "gather"):
+            exact = torch.cat([of(member) for member in members])
+        elif step.kind == "all_to_all":
+            exact = torch.cat([mine_of(member) for member in members])
+        elif step.kind == "scatter":
+            exact = mine_of(members[root])
+        else:
+            exact = of(members[root])
+        return exact, torch.zeros(())
+
+    return [result(part, count) for part, count in enumerate(step.sizes)]
+
+
+def flat(outputs: list[torch.Tensor], step: Step) -> list[torch.Tensor]:
+    """Outputs as flat contiguous tensors, the lists of a gather joined into one."""
+    parts = [torch.cat([output.reshape(-1)]) for output in outputs]
+    joined = step.kind in ("all_gather_list", "all_gather_views", "gather")
+    return [torch.cat(parts)] if joined and parts else parts
+
+
+def differences(
+    program: Program, rank: int, outputs: list[list[torch.Tensor]], wide: bool
+) -> list[str]:
+    """A line for every output of ``rank`` that is not what it must be (``wide``: see combine)."""
+    lines = []
+    for index, step in enumerate(program.steps):
+        if rank not in program.groups[step.group]:
+            continue
+        found = flat(outputs[index], step)
+        wanted = expected(program, index, rank, wide and step.kind not in FALLBACKS)
+        for part, (have, (exact, bound)) in enumerate(zip(found, wanted, strict=True)):
+            if have.dtype == torch.bool:  # true is any byte but 0: compare what it means
+                have = have.view(torch.uint8) != 0
+            right = have == exact
+            if bound.dim() and not right.all():
+                right |= (have.double() - exact).abs() <= bound
+            if not right.all():
+                where = (~right).nonzero().flatten().tolist()
+                lines.append(
+                    f"step {index} {step} output {part}: {len(where)} of {have.numel()} elements "
+                    f"are wrong, at {where[:3]}...{where[-1]}: {have[where[:3]].tolist()} "
+                    f"instead of {exact[where[:3]].tolist()}"
+                )
+    return lines
+
+
+def fingerprints(program: Program, outputs: list[list[torch.Tensor]]) -> dict[int, str]:
+    """For each step whose result is the same on all ranks: a digest of its bits here."""
+    found = {}
+    for index, step in enumerate(program.steps):
+        if outputs[index] and step.kind in SHARED:
+            digest = hashlib.blake2b(digest_size=8)
+            for part in flat(outputs[index], step):
+                digest.update(part.view(torch.uint8).numpy().tobytes())
+            found[index] = digest.hexdigest()
+    return found

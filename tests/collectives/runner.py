@@ -1,0 +1,246 @@
+"""Runs the programs of `programs` through torch.distributed, on groups of any backend.
+
+A runner keeps calls in flight on several groups and overwrites every input as soon as its call is
+complete. Half of the ranks then copy the outputs and overwrite them too, the other half look at
+theirs only at the program's end: memory that a peer still reads or writes, or shares for good, is
+found out.
+"""
+
+import dataclasses
+import random
+import time
+import warnings
+
+import torch
+import torch.distributed as dist
+
+from tests.collectives.programs import (
+    COALESCED,
+    FALLBACKS,
+    SCATTERS,
+    Program,
+    Step,
+    differences,
+    fingerprints,
+    values,
+)
+
+CPU = torch.device("cpu")
+SHAPED = ("all_reduce", "broadcast", "all_gather_list", "reduce_scatter_list")  # may be 2-D
+
+# Their names before torch 2.13.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@dataclasses.dataclass
+class Issued:
+    """A call that has been made: its outputs, the inputs it may still read, its work or None."""
+
+    outputs: list[torch.Tensor]
+    inputs: list[torch.Tensor]
+    work: object
+
+
+class Runner:
+    """One rank's way through a program. ``plain``: contiguous memory of torch's own only."""
+
+    def __init__(self, program: Program, rank: int, groups: list, plain: bool = False):
+        self.program, self.rank, self.groups, self.plain = program, rank, groups, plain
+        self.random = random.Random(hash((program.seed, rank)))
+
+    def run(self) -> list[list[torch.Tensor]]:
+        """Per step the outputs of this rank; none where it takes no part."""
+        outputs, pending = [], {}
+        for index, step in enumerate(self.program.steps):
+            outputs.append([])
+            if self.rank in self.program.groups[step.group]:
+                if step.jitter:
+                    time.sleep(self.random.random() * 0.002)
+                pending[index] = self.issue(index, step)
+            for earlier in list(pending):
+                if earlier + self.program.steps[earlier].overlap <= index:
+                    outputs[earlier] = self.complete(earlier, pending.pop(earlier))
+        for earlier, issued in pending.items():
+            outputs[earlier] = self.complete(earlier, issued)
+        return outputs
+
+    def issue(self, index: int, step: Step) -> Issued:
+        members = self.program.groups[step.group]
+        call = Call(self, index, step, members)
+        if step.kind in COALESCED:
+            return call.coalesced()
+        return getattr(call, step.kind)()
+
+    def complete(self, index: int, issued: Issued) -> list[torch.Tensor]:
+        if issued.work is not None:
+            issued.work.wait()
+        for tensor in issued.inputs:
+            tensor.fill_(77)
+        if (index + self.rank) % 2:
+            return issued.outputs
+        copies = [output.clone() for output in issued.outputs]
+        for output in issued.outputs:
+            output.fill_(99)
+        return copies
+
+
+class Call:
+    """How each kind of step is called."""
+
+    def __init__(self, runner: Runner, index: int, step: Step, members: tuple[int, ...]):
+        self.runner, self.index, self.step = runner, index, step
+        self.n, self.me = len(members), members.index(runner.rank)
+        self.root = members[step.root % self.n]
+        self.is_root = self.root == runner.rank
+        self.group = runner.groups[step.group]
+        self.op = getattr(dist.ReduceOp, step.reduce)
+        self.count = step.sizes[0]
+        self.options = {"group": self.group, "async_op": step.overlap > 0}
+
+    def empty(self, count: int) -> torch.Tensor:
+        """A new tensor of ``count`` elements in the step's layout."""
+        step, runner = self.step, self.runner
+        dtype, layout = getattr(torch, step.dtype), step.layout
+        if runner.plain or step.kind in FALLBACKS:
+            return torch.empty(count, dtype=dtype)
+        if layout == "mixed":
+            layout = ("strided", "contiguous", "offset")[runner.rank % 3]
+        room = {"strided": 2 * count, "offset": count + 1}.get(layout, count)
+        if step.pooled:
+            backend = self.group._get_backend(CPU)
+            memory = backend.allocate_tensor(room, dtype=dtype, device=CPU)
+        else:
+            memory = torch.empty(room, dtype=dtype)
+        if layout == "strided":
+            return memory[::2]
+        if layout == "offset":
+            return memory[1:]
+        if layout == "transposed" and step.kind in SHAPED and count % 3 == 0:
+            return memory.view(count // 3, 3).t()
+        return memory
+
+    def filled(self, content: torch.Tensor) -> torch.Tensor:
+        tensor = self.empty(content.numel())
+        tensor.copy_(content.view(tensor.shape))
+        return tensor
+
+    def own(self, chunks: int = 1, part: int = 0) -> torch.Tensor:
+        """What this rank puts in, ``chunks`` times the step's size."""
+        count = chunks * self.step.sizes[part]
+        return values(self.runner.program, self.index, self.runner.rank, count, part)
+
+    def barrier(self) -> Issued:
+        return Issued([], [], dist.barrier(**self.options))
+
+    def all_reduce(self) -> Issued:
+        tensor = self.filled(self.own())
+        return Issued([tensor], [], dist.all_reduce(tensor, self.op, **self.options))
+
+    def broadcast(self) -> Issued:
+        tensor = self.filled(self.own())
+        return Issued([tensor], [], dist.broadcast(tensor, self.root, **self.options))
+
+    def reduce(self) -> Issued:
+        tensor = self.filled(self.own())
+        work = dist.reduce(tensor, self.root, self.op, **self.options)
+        return Issued([tensor] if self.is_root else [], [], work)
+
+    def all_gather(self) -> Issued:
+        output = self.empty(self.n * self.count)
+        if self.step.in_place:
+            source = output[self.me * self.count : (self.me + 1) * self.count]
+            source.copy_(self.own())
+        else:
+            source = self.filled(self.own())
+        work = all_gather_single(output, source, **self.options)
+        return Issued([output], [] if self.step.in_place else [source], work)
+
+    def all_gather_list(self) -> Issued:
+        outputs, source = [self.empty(self.count) for _ in range(self.n)], self.filled(self.own())
+        return Issued(outputs, [source], dist.all_gather(outputs, source, **self.options))
+
+    def all_gather_views(self) -> Issued:
+        whole, source = self.empty(self.n * self.count), self.filled(self.own())
+        outputs = [whole[i * self.count : (i + 1) * self.count] for i in range(self.n)]
+        if self.step.in_place:
+            outputs[self.me].copy_(source)
+            source = outputs[self.me]
+        work = dist.all_gather(outputs, source, **self.options)
+        return Issued(outputs, [] if self.step.in_place else [source], work)
+
+    def gather(self) -> Issued:
+        outputs = [self.empty(self.count) for _ in range(self.n)] if self.is_root else None
+        source = self.filled(self.own())
+        work = dist.gather(source, outputs, self.root, **self.options)
+        return Issued(outputs or [], [source], work)
+
+    def reduce_scatter(self) -> Issued:
+        source = self.filled(self.own(chunks=self.n))
+        if self.step.in_place:
+            output = source[self.me * self.count : (self.me + 1) * self.count]
+        else:
+            output = self.empty(self.count)
+        work = reduce_scatter_single(output, source, self.op, **self.options)
+        return Issued([output], [] if self.step.in_place else [source], work)
+
+    def reduce_scatter_list(self) -> Issued:
+        chunks = self.own(chunks=self.n).view(self.n, self.count)
+        sources, output = [self.filled(chunk) for chunk in chunks], self.empty(self.count)
+        work = dist.reduce_scatter(output, sources, self.op, **self.options)
+        return Issued([output], sources, work)
+
+    def scatter(self) -> Issued:
+        chunks, output = self.own(chunks=self.n).view(self.n, self.count), self.empty(self.count)
+        sources = [self.filled(chunk) for chunk in chunks] if self.is_root else None
+        work = dist.scatter(output, sources, self.root, **self.options)
+        return Issued([output], sources or [], work)
+
+    def all_to_all(self) -> Issued:
+        source, output = self.filled(self.own(chunks=self.n)), self.empty(self.n * self.count)
+        work = dist.all_to_all_single(output, source, **self.options)
+        return Issued([output], [source], work)
+
+    def coalesced(self) -> Issued:
+        kind, parts = self.step.kind, range(len(self.step.sizes))
+        inputs = [self.filled(self.own(self.n if kind in SCATTERS else 1, p)) for p in parts]
+        if kind == "all_reduce_coalesced":
+            outputs, spent = inputs, []
+        else:
+            times = self.n if kind == "all_gather_coalesced" else 1
+            outputs, spent = [self.empty(times * count) for count in self.step.sizes], inputs
+        asynchronous = self.step.overlap > 0
+        with dist._coalescing_manager(group=self.group, async_ops=asynchronous) as manager:
+            for output, source in zip(outputs, inputs, strict=True):
+                if kind == "all_reduce_coalesced":
+                    dist.all_reduce(source, self.op, group=self.group)
+                elif kind == "all_gather_coalesced":
+                    all_gather_single(output, source, group=self.group)
+                else:
+                    reduce_scatter_single(output, source, self.op, group=self.group)
+        return Issued(outputs, spent, manager if asynchronous else None)
+
+
+def run(rank: int, program: Program, backend: str):
+    """On one rank: (differences from the truth, fingerprints) of a program over fresh groups.
+
+    The first group has all ranks: where it is to run the default group's backend, it is that.
+    gloo is given contiguous memory only, for it reduces strided tensors wrongly, and is allowed to
+    round 16-bit floats after every addition.
+    """
+    warnings.simplefilter("ignore")
+    default = dist.group.WORLD
+    groups = [
+        default
+        if number == 0 and backend == dist.get_backend()
+        else dist.new_group(list(members), backend=backend)
+        for number, members in enumerate(program.groups)
+    ]
+    gloo = backend == "gloo"
+    outputs = Runner(program, rank, groups, plain=gloo).run()
+    wrong = differences(program, rank, outputs, wide=not gloo)
+    for group in groups:
+        if group is not default and group is not dist.GroupMember.NON_GROUP_MEMBER:
+            dist.barrier(group=group)
+            dist.destroy_process_group(group)
+    return wrong, fingerprints(program, outputs)

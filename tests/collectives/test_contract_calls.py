@@ -1,0 +1,314 @@
+"""Single calls at the edges of the API: odd dtypes, shapes, wrong arguments, what gloo still does."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.collectives.ranks import BACKEND
+from tests.collectives.runner import all_gather_single, reduce_scatter_single
+
+
+def still_works() -> bool:
+    tensor = torch.ones(3)
+    dist.all_reduce(tensor)
+    return tensor.tolist() == [float(dist.get_world_size())] * 3
+
+
+def wrong_calls(size: int) -> dict:
+    """Calls that no rank may get away with, in a group of ``size``."""
+    f, i = torch.ones(4), torch.ones(4, dtype=torch.int32)
+    return {
+        "gather: output too small": lambda: all_gather_single(torch.empty(4 * size - 1), f),
+        "gather: output too big": lambda: all_gather_single(torch.empty(4 * size + 1), f),
+        "gather: another dtype": lambda: all_gather_single(torch.empty(4 * size).int(), f),
+        "list: too short": lambda: dist.all_gather([torch.empty(4)] * (size - 1), f),
+        "list: another dtype": lambda: dist.all_gather([i.clone() for _ in range(size)], f),
+        "list: another size": lambda: dist.all_gather([torch.empty(5)] * size, f),
+        "scatter: input too small": lambda: reduce_scatter_single(f, torch.ones(4 * size - 1)),
+        "scatter: another dtype": lambda: reduce_scatter_single(f, torch.ones(4 * size).int()),
+        "scatter list: too short": lambda: dist.reduce_scatter(f, [f] * (size - 1)),
+        "reduce: mean of integers": lambda: dist.all_reduce(i, dist.ReduceOp.AVG),
+        "reduce: bits of floats": lambda: dist.all_reduce(f, dist.ReduceOp.BXOR),
+        "broadcast: no such rank": lambda: dist.broadcast(f, src=size),
+    }
+
+
+def call_wrongly(rank, alone):
+    """With ``alone`` only rank 0 does, and the others never hear of it."""
+    for name, call in wrong_calls(dist.get_world_size()).items():
+        if rank == 0 or not alone:
+            try:
+                call()
+            except (RuntimeError, ValueError, TypeError) as error:
+                assert str(error), name
+            else:
+                raise AssertionError(f"{name}: no error")
+        assert still_works(), name
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_wrong_call_fails_before_it_communicates(pool, alone):
+    if BACKEND == "gloo" and alone:
+        pytest.skip("gloo notices some of them too late")
+    pool.run(call_wrongly, alone, ranks=3)
+
+
+def byte_dtypes(rank):
+    size, found = dist.get_world_size(), {}
+    for dtype in (torch.float8_e4m3fn, torch.uint16, torch.complex64, torch.int16, torch.bool):
+        mine = torch.full((5,), rank + 1).to(dtype)
+        output = torch.zeros(5 * size).to(dtype)
+        all_gather_single(output, mine)
+        listed = [torch.zeros(5).to(dtype) for _ in range(size)]
+        dist.all_gather(listed, mine)
+        sent = mine.clone()
+        dist.broadcast(sent, 1)
+        parts = [output, torch.cat([part.view(-1) for part in listed]), sent]
+        found[str(dtype)] = [part.to(torch.complex64).real.int().tolist() for part in parts]
+    return found
+
+
+def test_gathers_and_broadcast_take_any_dtype(pool):
+    for found in pool.run(byte_dtypes, ranks=2):
+        for dtype, (single, listed, sent) in found.items():
+            second = 1 if dtype == "torch.bool" else 2
+            assert single == listed == [1] * 5 + [second] * 5, dtype
+            assert sent == [second] * 5, dtype
+
+
+def strided_fallbacks(rank):
+    """Reductions that the backend leaves to others, of tensors that are not contiguous."""
+    found = []
+    for op in (dist.ReduceOp.BAND, dist.ReduceOp.BOR, dist.ReduceOp.BXOR):
+        flags = torch.tensor([True, rank == 0, False, rank == 1] * 3).view(3, 4)[:, :2]
+        dist.all_reduce(flags, op)
+        found.append(flags.tolist())
+    column = torch.full((5, 3), rank + 1.0)[:, 0]
+    dist.reduce(column, 0)
+    return found, column.tolist()
+
+
+def test_strided_tensors_that_others_reduce(pool):
+    if BACKEND == "gloo":
+        pytest.skip("gloo reduces the first elements of the storage")
+    (found, column), (other, _) = pool.run(strided_fallbacks, ranks=2)
+    assert found == other == [[row] * 3 for row in ([True, False], [True, True], [False, True])]
+    assert column == [3.0] * 5
+
+
+def complex_numbers(rank):
+    tensor = torch.tensor([1 + 2j, 3 - 1j]) * (rank + 1)
+    for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+        dist.all_reduce(tensor, op)
+    scattered = torch.empty(1, dtype=torch.complex64)
+    reduce_scatter_single(scattered, torch.tensor([1 + 1j, 2 - 2j]))
+    with pytest.raises(ValueError, match="complex"):
+        dist.all_reduce(tensor, dist.ReduceOp.MAX)
+    return tensor.tolist(), scattered.item()
+
+
+def test_complex_numbers(pool):
+    reduced = [3 + 6j, 9 - 3j]
+    assert pool.run(complex_numbers, ranks=2) == [(reduced, 2 + 2j), (reduced, 4 - 4j)]
+
+
+def sparse(rank):
+    tensor = torch.sparse_coo_tensor([[rank, 3]], [1.0, 10.0], (4,))
+    dist.all_reduce(tensor)
+    return tensor.to_dense().tolist()
+
+
+def test_sparse_tensors_are_summed_as_by_gloo(pool):
+    assert pool.run(sparse, ranks=2) == [[1.0, 1.0, 0.0, 20.0]] * 2
+
+
+def premultiplied(rank):
+    op = dist._make_nccl_premul_sum(0.25)
+    tensor, scattered = torch.full((5,), rank + 1.0), torch.empty(2)
+    dist.all_reduce(tensor, op)
+    reduce_scatter_single(scattered, torch.full((4,), rank + 1.0), op)
+    return tensor.tolist(), scattered.tolist()
+
+
+def test_premultiplied_sums(pool):
+    """What FSDP2 calls for a gradient divide factor; gloo has none."""
+    if BACKEND == "gloo":
+        pytest.skip("gloo cannot")
+    assert pool.run(premultiplied, ranks=2) == [([0.75] * 5, [0.75] * 2)] * 2
+
+
+def infinities(rank):
+    tensor = torch.tensor([float("inf"), float("nan"), -0.0, 1e38], dtype=torch.float32)
+    if rank == 1:
+        tensor = torch.tensor([1.0, 2.0, -0.0, 3e38])
+    results = []
+    for dtype in (torch.float32, torch.bfloat16):
+        for op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX):
+            reduced = tensor.to(dtype)
+            dist.all_reduce(reduced, op)
+            results.append(reduced.float())
+    return results
+
+
+def test_infinity_and_nan_spread(pool):
+    for found in pool.run(infinities, ranks=2):
+        for summed in found[0::2]:
+            assert summed[0] == float("inf") and summed[1].isnan() and summed[3] == float("inf")
+            assert summed[2] == 0 and summed[2].signbit()
+        for largest in found[1::2]:
+            assert largest[0] == float("inf")
+
+
+def shapes(rank):
+    size = dist.get_world_size()
+    mine = torch.full((2, 3), float(rank))
+    stacked, joined = torch.empty(size, 2, 3), torch.empty(2 * size, 3)
+    all_gather_single(stacked, mine)
+    all_gather_single(joined, mine)
+    scalar, gathered = torch.tensor(float(rank)), torch.empty(size)
+    all_gather_single(gathered, scalar)
+    dist.all_reduce(scalar)
+    reduced = torch.empty(2, 3)
+    reduce_scatter_single(reduced, torch.ones(size, 2, 3))
+    graph = torch.ones(3, requires_grad=True)
+    with torch.no_grad():
+        dist.all_reduce(graph)
+    uneven = torch.empty(1 + rank)
+    dist.reduce_scatter(uneven, [torch.ones(1 + r) for r in range(size)])
+    return (
+        torch.equal(stacked.view(-1), joined.view(-1)),
+        [stacked[r].unique().tolist() for r in range(size)],
+        gathered.tolist(),
+        scalar.item(),
+        reduced.unique().tolist(),
+        graph.tolist(),
+        uneven.tolist(),
+    )
+
+
+def test_shapes_and_uneven_lists(pool):
+    if BACKEND == "gloo":
+        pytest.skip("gloo does not take the stacked form")
+    for rank, found in enumerate(pool.run(shapes, ranks=3)):
+        steps = [0.0, 1.0, 2.0]
+        last = [3.0] * (1 + rank)
+        assert found == (True, [[s] for s in steps], steps, 3.0, [3.0], [3.0] * 3, last)
+
+
+def objects(rank):
+    size = dist.get_world_size()
+    gathered, collected = [None] * size, [None] * size if rank == 1 else None
+    dist.all_gather_object(gathered, {"rank": rank, "text": "x" * (1 + 1000 * rank)})
+    dist.gather_object(("from", rank), collected, dst=1)
+    shared = [{"of": 2}, 3.5] if rank == 2 else [None, None]
+    dist.broadcast_object_list(shared, src=2)
+    mine = [None]
+    dist.scatter_object_list(mine, [f"for {r}" for r in range(size)] if rank == 0 else None, src=0)
+    lengths = [(entry["rank"], len(entry["text"])) for entry in gathered]
+    return lengths, collected, shared, mine
+
+
+def test_object_collectives(pool):
+    lengths = [(rank, 1 + 1000 * rank) for rank in range(3)]
+    for rank, found in enumerate(pool.run(objects, ranks=3)):
+        collected = [("from", r) for r in range(3)] if rank == 1 else None
+        assert found == (lengths, collected, [{"of": 2}, 3.5], [f"for {rank}"])
+
+
+def point_to_point(rank):
+    size = dist.get_world_size()
+    after, before = (rank + 1) % size, (rank - 1) % size
+    received = torch.empty(4)
+    works = [dist.isend(torch.full((4,), float(rank)), after), dist.irecv(received, before)]
+    for work in works:
+        work.wait()
+    tagged = torch.empty(2)
+    if rank == 0:
+        sends = [dist.isend(torch.tensor([1.0, 2.0]) * tag, 1, tag=tag) for tag in (5, 6)]
+        source = dist.recv(tagged, tag=7)  # from anyone
+        for work in sends:
+            work.wait()
+    elif rank == 1:
+        dist.recv(tagged, 0, tag=6)
+        other = torch.empty(2)
+        dist.recv(other, 0, tag=5)
+        tagged += other
+        dist.send(tagged, 0, tag=7)
+        source = 0
+    batch = torch.empty(1)
+    operations = [
+        dist.P2POp(dist.isend, torch.tensor([float(rank)]), after),
+        dist.P2POp(dist.irecv, batch, before),
+    ]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+    if rank > 1:
+        return received.tolist(), batch.item(), None, None
+    return received.tolist(), batch.item(), tagged.tolist(), source
+
+
+def test_point_to_point(pool):
+    found = pool.run(point_to_point, ranks=3)
+    assert found == [
+        ([2.0] * 4, 2.0, [11.0, 22.0], 1),
+        ([0.0] * 4, 0.0, [11.0, 22.0], 0),
+        ([1.0] * 4, 1.0, None, None),
+    ]
+
+
+def exchanges(rank):
+    size = dist.get_world_size()
+    received = [torch.empty(2) for _ in range(size)]
+    dist.all_to_all(received, [torch.full((2,), 10.0 * rank + r) for r in range(size)])
+    output = torch.empty(size * (1 + rank))
+    source = torch.cat([torch.full((1 + r,), float(rank)) for r in range(size)])
+    splits = [1 + r for r in range(size)]
+    dist.all_to_all_single(output, source, [1 + rank] * size, splits)
+    tensor = torch.full((3,), float(rank))
+    dist.reduce(tensor, 1, dist.ReduceOp.MAX)
+    return [part.tolist() for part in received], output.tolist(), tensor.tolist()
+
+
+def test_all_to_all_and_reduce(pool):
+    for rank, (listed, single, reduced) in enumerate(pool.run(exchanges, ranks=3)):
+        assert listed == [[10.0 * r + rank] * 2 for r in range(3)]
+        assert single == [float(r) for r in range(3) for _ in range(1 + rank)]
+        assert rank != 1 or reduced == [2.0] * 3
+
+
+def barriers(rank):
+    for arguments in ({}, {"device_ids": None}, {"async_op": True}):
+        work = dist.barrier(**arguments)
+        if work is not None:
+            work.wait()
+    if BACKEND != "gloo":
+        with pytest.raises(ValueError, match="monitored_barrier"):
+            dist.monitored_barrier()
+    return still_works()
+
+
+def test_barriers(pool):
+    assert pool.run(barriers, ranks=3) == [True] * 3
+
+
+def native_and_fallback_mixed(rank):
+    """Both move through the same group, in flight at the same time."""
+    size, works, checks = dist.get_world_size(), [], []
+    for step in range(30):
+        count = 1 + 997 * (step % 4)
+        reduced, exchanged = torch.full((count,), 1.0 + step), torch.empty(size)
+        works.append(dist.all_reduce(reduced, async_op=True))
+        source = torch.full((size,), 100.0 * step + rank)
+        works.append(dist.all_to_all_single(exchanged, source, async_op=True))
+        sent = torch.full((2,), 7.0 * step if rank == 0 else 0.0)
+        works.append(dist.broadcast(sent, 0, async_op=True))
+        checks.append((step, reduced, exchanged, sent))
+    for work in works:
+        work.wait()
+    for step, reduced, exchanged, sent in checks:
+        assert (reduced == size * (1.0 + step)).all() and (sent == 7.0 * step).all()
+        assert exchanged.tolist() == [100.0 * step + r for r in range(size)]
+
+
+def test_native_and_fallback_calls_side_by_side(pool):
+    pool.run(native_and_fallback_mixed, ranks=3)

@@ -1,0 +1,360 @@
+"""From making a group to leaving it: leaks, forks, threads, timeouts, debug mode, launchers."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.collectives.ranks import BACKEND
+from tests.collectives.runner import all_gather_single
+from tests.collectives.worker import join, store
+
+CPU = torch.device("cpu")
+
+
+def total(group=None) -> float:
+    tensor = torch.ones(3)
+    dist.all_reduce(tensor, group=group)
+    return tensor[0].item()
+
+
+def held() -> dict[str, int]:
+    """What this process holds of what the system hands out."""
+    return {
+        "files": len(os.listdir("/proc/self/fd")),
+        "threads": len(os.listdir("/proc/self/task")),
+        "mappings": len(Path("/proc/self/maps").read_text().splitlines()),
+    }
+
+
+def use_everything(round_: int) -> None:
+    """One life of the default group, with every kind of thing it may leave behind."""
+    join(BACKEND, name=f"round {round_}")
+    pair = dist.new_group([0, 1])
+    backend = dist.group.WORLD._get_backend(CPU)
+    pooled = torch.empty(600_000)
+    if BACKEND != "gloo":
+        pooled = backend.allocate_tensor(600_000, dtype=torch.float32, device=CPU)
+    for size in (3, 100_000, 600_000):
+        dist.all_reduce(pooled[:size])
+        dist.all_reduce(pooled[:size], async_op=True).wait()
+    all_gather_single(pooled, pooled[: 600_000 // 2][:300_000].clone())
+    if pair is not dist.GroupMember.NON_GROUP_MEMBER:
+        total(pair)
+    if round_ % 10 == 0:  # a fallback group too, now and then
+        dist.all_to_all_single(torch.empty(2), torch.ones(2))
+    dist.destroy_process_group()
+
+
+def live_many_times(rank, rounds):
+    for number in range(10):
+        use_everything(number)
+    before = held()
+    for number in range(10, 10 + rounds):
+        use_everything(number)
+    return before, held()
+
+
+def test_a_hundred_lives_leak_nothing(pool):
+    for before, after in pool.run(live_many_times, 100, ranks=2, backend=None, limit=180):
+        assert after["files"] <= before["files"] + 2, (before, after)
+        assert after["threads"] <= before["threads"] + 1, (before, after)
+        assert after["mappings"] <= before["mappings"] + 20, (before, after)
+
+
+def pooled_tensors(rank):
+    backend = dist.group.WORLD._get_backend(CPU)
+    assert backend.supports_tensor_alloc(CPU)
+    tensors = {
+        dtype: backend.allocate_tensor(1000, dtype=dtype, device=CPU).fill_(1)
+        for dtype in (torch.float32, torch.bfloat16, torch.uint8, torch.int64, torch.bool)
+    }
+    for dtype, tensor in tensors.items():
+        assert tensor.shape == (1000,) and tensor.dtype == dtype and tensor.device == CPU
+        assert tensor.is_contiguous() and tensor.data_ptr() % 64 == 0
+    assert backend.allocate_tensor(0, dtype=torch.float32, device=CPU).numel() == 0
+    size = dist.get_world_size()
+    gathered = backend.allocate_tensor(size * 400_000, dtype=torch.float32, device=CPU)
+    own = gathered[rank * 400_000 : (rank + 1) * 400_000]
+    own.fill_(rank + 1.0)
+    all_gather_single(gathered, own)
+    before = held()["mappings"]
+    for _ in range(200):  # freed memory is used again, with content of its own
+        again = backend.allocate_tensor(300_000, dtype=torch.float32, device=CPU)
+        again.fill_(-5)
+        del again
+    grown = held()["mappings"] - before
+    dist.destroy_process_group()
+    # Tensors outlive the group they came from.
+    parts = [part.unique().tolist() for part in gathered.view(size, -1)]
+    gathered.add_(1)
+    return parts, gathered[-1].item(), tensors[torch.int64].sum().item(), grown
+
+
+def test_pool_tensors_are_ordinary_tensors(pool):
+    if BACKEND == "gloo":
+        pytest.skip("gloo has no tensor allocation")
+    for found in pool.run(pooled_tensors, ranks=3):
+        parts, last, ones, grown = found
+        assert (parts, last, ones) == ([[1.0], [2.0], [3.0]], 4.0, 1000)
+        assert grown <= 2
+
+
+def leave_early(rank):
+    """A rank leaves as soon as its own calls are done, while slower ones are still reading."""
+    size = dist.get_world_size()
+    source, output = torch.full((500_000,), float(rank)), torch.empty(size * 500_000)
+    if rank:
+        time.sleep(0.02 * rank)
+    all_gather_single(output, source)
+    source.fill_(-1)
+    last = torch.full((5_000,), 1.0)
+    dist.broadcast(last, 0)
+    dist.destroy_process_group()
+    return [part.unique().tolist() for part in output.view(size, -1)], last.sum().item()
+
+
+def test_leaving_a_group_harms_no_slower_rank(pool):
+    if BACKEND == "gloo":
+        pytest.skip("gloo needs a barrier first")
+    expected = ([[0.0], [1.0], [2.0], [3.0]], 5_000.0)
+    for _ in range(10):
+        assert pool.run(leave_early, ranks=4) == [expected] * 4
+
+
+def destroy_with_calls_in_flight(rank):
+    """Rank 1 never joins the call: leaving ends it, in bounded time, and says so."""
+    work = dist.all_reduce(torch.ones(4), async_op=True) if rank == 0 else None
+    store("gate").set(f"ready {rank}", b"")
+    store("gate").wait(["ready 0", "ready 1"])
+    begun = time.monotonic()
+    dist.destroy_process_group()
+    assert time.monotonic() - begun < 10
+    if work is not None:
+        with pytest.raises(RuntimeError):
+            work.wait()
+    return True
+
+
+def test_leaving_ends_calls_in_flight(pool):
+    assert pool.run(destroy_with_calls_in_flight, ranks=2, limit=30) == [True, True]
+
+
+def use_after_destroy(rank):
+    group = dist.new_group()
+    backend = group._get_backend(CPU)
+    total(group)
+    dist.destroy_process_group(group)
+    with pytest.raises((RuntimeError, ValueError)):
+        backend.allreduce([torch.ones(1)]).wait()
+    return total()
+
+
+def test_a_destroyed_group_says_so(pool):
+    if BACKEND == "gloo":
+        pytest.skip("gloo's groups can be used after shutdown")
+    assert pool.run(use_after_destroy, ranks=2) == [2.0, 2.0]
+
+
+def fork_and_touch(rank):
+    """A forked child that uses its parent's group is told; the parent never notices."""
+    before, tensor = total(), torch.ones(2)
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(15)
+        answer = "no error"
+        try:
+            dist.all_reduce(tensor)
+        except Exception as error:
+            answer = f"{type(error).__name__}: {error}"
+        os.write(writer, answer.encode())
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as pipe:
+        answer = pipe.read()
+    _, status = os.waitpid(child, 0)
+    asynchronous = dist.all_reduce(tensor, async_op=True)
+    asynchronous.wait()
+    return before, answer, status, total(), tensor.tolist()
+
+
+def test_a_forked_child_cannot_use_the_group(pool):
+    if BACKEND == "gloo":
+        pytest.skip("gloo hangs")
+    for before, answer, status, after, tensor in pool.run(fork_and_touch, ranks=2, limit=30):
+        assert before == after == 2.0 and status == 0 and tensor == [2.0, 2.0]
+        assert "fork" in answer and "no error" not in answer
+
+
+def start_anew_in_a_child(rank):
+    """The child leaves the group it inherited and makes one of its own, with its own pool."""
+    dist.all_reduce(torch.ones(200_000), async_op=True).wait()  # the engine has a thread by now
+    allocate = dist.group.WORLD._get_backend(CPU).allocate_tensor
+    old = allocate(300_000, dtype=torch.float32, device=CPU).fill_(1)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(15)
+        code = 1
+        try:
+            dist.destroy_process_group()
+            dist.init_process_group(BACKEND, store=dist.HashStore(), rank=0, world_size=1)
+            allocate = dist.group.WORLD._get_backend(CPU).allocate_tensor
+            mine = allocate(300_000, dtype=torch.float32, device=CPU).fill_(2)
+            dist.all_reduce(mine, async_op=True).wait()
+            code = 0 if total() == 1.0 and (mine == 2).all() else 2
+        finally:
+            os._exit(code)
+    new = allocate(300_000, dtype=torch.float32, device=CPU).fill_(3)
+    _, status = os.waitpid(child, 0)
+    return os.waitstatus_to_exitcode(status), old.unique().tolist(), new.unique().tolist(), total()
+
+
+def test_a_forked_child_may_start_anew(pool):
+    if BACKEND == "gloo":
+        pytest.skip("gloo's threads do not survive a fork")
+    for found in pool.run(start_anew_in_a_child, ranks=2, limit=30):
+        assert found == (0, [1.0], [3.0], 2.0)
+
+
+def two_threads(rank):
+    groups, sums = [dist.new_group(), dist.new_group()], [0.0, 0.0]
+
+    def work(which: int) -> None:
+        for step in range(100):
+            tensor = torch.full((1 + 1500 * (step % 5),), 1.0 + which)
+            dist.all_reduce(tensor, group=groups[which])
+            sums[which] += tensor[-1].item()
+
+    threads = [threading.Thread(target=work, args=(which,)) for which in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return sums
+
+
+def test_two_threads_use_two_groups(pool):
+    assert pool.run(two_threads, ranks=3, limit=60) == [[300.0, 600.0]] * 3
+
+
+def respect_timeouts(rank):
+    """The group's timeout, a later change of it, and a group with its own."""
+    own = dist.new_group(timeout=timedelta(seconds=1.5))
+    gate = store("gate")
+    if rank == 1:
+        gate.wait(["over"])
+        return None
+    took = []
+    for group in (dist.group.WORLD, own):
+        if group is dist.group.WORLD:
+            group.set_timeout(timedelta(seconds=1))
+        begun = time.monotonic()
+        with pytest.raises(RuntimeError):
+            dist.all_reduce(torch.ones(1), group=group)
+        took.append(time.monotonic() - begun)
+    gate.set("over", b"")
+    return took
+
+
+def test_timeouts_of_groups(pool):
+    first, second = pool.run(respect_timeouts, ranks=2, limit=40)[0]
+    assert 0.9 <= first <= 10 and 1.4 <= second <= 10
+
+
+def debug_mode(rank):
+    level = dist.get_debug_level()
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    try:
+        join(BACKEND)
+        group = dist.new_group([0, 1])
+        tensor, gathered = torch.ones(3), torch.empty(6)
+        dist.all_reduce(tensor, async_op=True).wait()
+        all_gather_single(gathered, tensor)
+        total(group)
+        dist.barrier()
+        objects = [None, None]
+        dist.all_gather_object(objects, rank)
+        mismatch = ""
+        try:
+            dist.all_reduce(torch.ones(3 + rank))
+        except RuntimeError as error:
+            mismatch = str(error)
+        return tensor.tolist(), gathered.tolist(), objects, mismatch
+    finally:
+        dist.set_debug_level(level)
+
+
+def test_the_debug_wrapper(pool):
+    """TORCH_DISTRIBUTED_DEBUG=DETAIL puts c10d's own checking group around the backend."""
+    for tensor, gathered, objects, mismatch in pool.run(debug_mode, ranks=2, backend=None):
+        assert (tensor, gathered, objects) == ([2.0] * 3, [2.0] * 6, [0, 1])
+        assert "mismatch" in mismatch.lower()
+
+
+SCRIPT = """
+import sys, torch, torch.distributed as dist
+{imports}
+dist.init_process_group("{backend}")
+tensor = torch.ones(3)
+dist.all_reduce(tensor)
+work = dist.all_reduce(tensor, async_op=True)
+work.wait()
+assert tensor.tolist() == [float(dist.get_world_size() ** 2)] * 3
+sys.stdout.write("saw " + str(tensor.tolist()) + "\\n")
+{leave}
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("leave", ["dist.destroy_process_group()", "", "sys.exit(3)"])
+def test_a_script_under_torchrun(tmp_path, compiled, leave):
+    """Fresh interpreters, the launcher's own store, and an end in order, without, or in error."""
+    imports = "import nearlinear_collectives" if BACKEND != "gloo" else ""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.format(imports=imports, backend=BACKEND, leave=leave))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    ended = subprocess.run(
+        [*command, str(script)], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert ended.stdout.count("saw [4.0, 4.0, 4.0]\n") == 2, ended.stderr[-3000:]
+    assert (ended.returncode == 0) == ("exit" not in leave), ended.stderr[-3000:]
+    assert "signal" not in ended.stderr.lower(), ended.stderr[-3000:]
+
+
+def look_at_trace(rank):
+    import nearlinear_collectives
+
+    group = dist.new_group()
+    dist.all_reduce(torch.ones(1000, dtype=torch.bfloat16))
+    all_gather_single(torch.empty(14), torch.ones(7), group=group)
+    dist.all_reduce(torch.ones(2), async_op=True).wait()
+    dist.broadcast(torch.ones(5, dtype=torch.int64), 0)
+    names = [dist.group.WORLD.group_name, group.group_name]
+    return names, nearlinear_collectives.trace()
+
+
+def test_the_trace_lists_the_last_operations(pool):
+    if BACKEND == "gloo":
+        pytest.skip("the trace is nearlinear's")
+    for (world, second), trace in pool.run(look_at_trace, ranks=2):
+        last = [entry for entry in trace if entry["group"] in (world, second)][-4:]
+        keys = ("group", "operation", "bytes", "dtype", "state")
+        assert [tuple(entry[key] for key in keys) for entry in last] == [
+            (world, "all_reduce", 2000, "bfloat16", "done"),
+            (second, "all_gather", 28, "float32", "done"),
+            (world, "all_reduce", 8, "float32", "done"),
+            (world, "broadcast", 40, "int64", "done"),
+        ]
+        numbers = [entry["sequence"] for entry in last if entry["group"] == world]
+        assert numbers == list(range(numbers[0], numbers[0] + 3))

@@ -1,0 +1,315 @@
+"""Ranks that die, stop or never come: the others raise in time, and say who and where.
+
+Victims, calls and moments are random but seeded. NEARLINEAR_SOAK=n runs n times as many trials.
+The bounds are the backend's own promises: 2 s after a death, the timeout after a stall.
+"""
+
+import itertools
+import os
+import random
+import re
+import signal
+import socket
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.collectives import worker
+from tests.collectives.programs import NATIVE, Program, Step
+from tests.collectives.ranks import BACKEND
+from tests.collectives.runner import Runner
+
+SOAK = int(os.environ.get("NEARLINEAR_SOAK", "1"))
+DEATH = 2.0  # seconds from a death to the error of every survivor
+LATE = 2.0  # seconds a loaded machine may add to a timeout
+OPERATIONS = "all_gather|reduce_scatter|all_reduce|broadcast|barrier"
+
+pytestmark = pytest.mark.skipif(BACKEND == "gloo", reason="gloo names no rank")
+
+
+def random_program(seed: int, ranks: int) -> Program:
+    """40 calls of all kinds and sizes, some in flight together."""
+    draw = random.Random(seed)
+    steps = [
+        Step(
+            draw.choice(NATIVE),
+            sizes=(draw.choice((1, 1000, 9000, 70_000, 400_000)),),
+            root=draw.randrange(ranks),
+            in_place=draw.random() < 0.5,
+            pooled=draw.random() < 0.5,
+            overlap=draw.choice((0, 0, 1, 3)),
+        )
+        for _ in range(40)
+    ]
+    return Program((tuple(range(ranks)),), tuple(steps), seed)
+
+
+def aftermath(error: Exception, group=None) -> dict:
+    """What a rank reports once a call has failed: when, how, and how the group behaves after."""
+    report = {"when": time.monotonic(), "error": str(error)}
+    begun = time.monotonic()
+    try:
+        dist.all_reduce(torch.ones(1), group=group)
+        report["again"] = ""
+    except RuntimeError as second:
+        report["again"] = str(second)
+    report["again_took"] = time.monotonic() - begun
+    begun = time.monotonic()
+    dist.destroy_process_group()
+    report["leaving_took"] = time.monotonic() - begun
+    return report
+
+
+def call_for_ever(rank, seed, busy):
+    """Random collectives until one fails; with ``busy``, mostly computing in between."""
+    program, own = random_program(seed, dist.get_world_size()), random.Random(rank)
+    worker.announce("joined")
+    try:
+        while True:
+            if busy:
+                time.sleep(own.random() * 0.2)
+                dist.all_reduce(torch.ones(5))
+            else:
+                Runner(program, rank, [dist.group.WORLD]).run()
+    except RuntimeError as error:
+        return aftermath(error)
+
+
+def check_report(report: dict, victim: int, what: str) -> None:
+    error = report["error"]
+    assert re.search(rf"\brank {victim} \(host {re.escape(socket.gethostname())}\b", error), error
+    assert re.search(what, error), error
+    operation = re.search(rf"\b({OPERATIONS}) #\d+", error)
+    assert operation, error
+    assert "barrier" in operation[0] or re.search(r" of [\d.]+ ([KM]i)?B\b", error), error
+    assert report["again_took"] < 1 and f"rank {victim}" in report["again"], report
+    assert report["leaving_took"] < 5, report
+
+
+def end_abruptly(pool, seed, number, busy):
+    draw = random.Random(seed)
+    ranks = draw.choice((2, 3, 4, 6))
+    victim = draw.randrange(ranks)
+    timeout = 60 if number == signal.SIGKILL else 3
+    case = pool.start(call_for_ever, seed, busy, ranks=ranks, timeout=timeout)
+    survivors = [rank for rank in range(ranks) if rank != victim]
+    try:
+        case.heard("joined")
+        time.sleep(draw.random() * 0.4)
+        reap = number == signal.SIGKILL and draw.random() < 0.5
+        moment = case.kill(victim, number, reap=reap)
+        assert case.collect(20, ranks=survivors), case.stacks()
+        reports = [case.outcomes[rank].value for rank in survivors]
+        assert all(reports), case.stacks()
+        if number == signal.SIGSTOP:
+            case.kill(victim, signal.SIGCONT)  # late, it is told what happened
+            assert case.collect(10) and case.outcomes[victim].value, case.stacks()
+    finally:
+        case.close(replace=True)
+    return moment, victim, reports
+
+
+@pytest.mark.parametrize("busy", [False, True], ids=["calling", "computing"])
+@pytest.mark.parametrize("seed", range(10 * SOAK))
+def test_a_killed_rank_is_named_by_all_survivors(pool, seed, busy):
+    moment, victim, reports = end_abruptly(pool, seed, signal.SIGKILL, busy)
+    for report in reports:
+        check_report(report, victim, "died")
+        assert report["when"] - moment < DEATH
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("busy", [False, True], ids=["calling", "computing"])
+@pytest.mark.parametrize("seed", range(2 * SOAK))
+def test_a_stopped_rank_is_named_after_the_timeout(pool, seed, busy):
+    moment, victim, reports = end_abruptly(pool, 1000 + seed, signal.SIGSTOP, busy)
+    for report in reports:
+        check_report(report, victim, "no progress for 3 s")
+        assert report["when"] - moment < 3 + LATE
+
+
+def wait_in_vain(rank, operation):
+    """The victim dies while computing, and everybody else is already waiting in one call."""
+    steps = {
+        "all_gather": Step("all_gather", sizes=(300_000,), pooled=True, in_place=True),
+        "reduce_scatter": Step("reduce_scatter", sizes=(50_000,)),
+        "all_reduce": Step("all_reduce", sizes=(3,)),
+        "broadcast": Step("broadcast", sizes=(90_000,), root=1),
+        "barrier": Step("barrier"),
+        "asynchronous": Step("all_reduce", sizes=(100_000,), overlap=1),
+    }
+    dist.barrier()
+    worker.announce("joined")
+    if rank == 1:
+        time.sleep(60)
+    program = Program((tuple(range(dist.get_world_size())),), (steps[operation],))
+    try:
+        Runner(program, rank, [dist.group.WORLD]).run()
+    except RuntimeError as error:
+        return aftermath(error)
+
+
+@pytest.mark.parametrize(
+    "operation",
+    ["all_gather", "reduce_scatter", "all_reduce", "broadcast", "barrier", "asynchronous"],
+)
+def test_a_death_ends_the_calls_that_wait_for_it(pool, operation):
+    case = pool.start(wait_in_vain, operation, ranks=3)
+    try:
+        case.heard("joined")
+        time.sleep(0.2)
+        moment = case.kill(1)
+        assert case.collect(10, ranks=(0, 2)), case.stacks()
+        for rank in (0, 2):
+            report = case.outcomes[rank].value
+            check_report(report, 1, "died")
+            assert report["when"] - moment < DEATH
+            assert operation in report["error"] or operation == "asynchronous"
+    finally:
+        case.close(replace=True)
+
+
+def start_up(rank, absent, timeout):
+    worker.announce("here")
+    if rank == absent:
+        time.sleep(60)
+    begun = time.monotonic()
+    try:
+        worker.join(BACKEND, timeout=timeout)
+        for _ in range(1000):
+            dist.all_reduce(torch.ones(10))
+            time.sleep(0.001)
+    except RuntimeError as error:
+        return {"when": time.monotonic(), "took": time.monotonic() - begun, "error": str(error)}
+
+
+def test_a_rank_that_never_joins_is_named(pool):
+    case = pool.start(start_up, 2, 2.0, ranks=4, backend=None)
+    try:
+        assert case.collect(20, ranks=(0, 1, 3)), case.stacks()
+        for rank in (0, 1, 3):
+            report = case.outcomes[rank].value
+            assert "rank(s) 2 did not join" in report["error"], report
+            assert report["took"] < 2 + LATE
+    finally:
+        case.close(replace=True)
+
+
+@pytest.mark.parametrize("seed", range(6 * SOAK))
+def test_a_death_during_start_up(pool, seed):
+    """Before its card is in the store nobody can know; from then on it is a death like any other."""
+    draw = random.Random(seed)
+    victim, ranks, timeout = draw.randrange(3), 3, 2.0
+    case = pool.start(start_up, None, timeout, ranks=ranks, backend=None)
+    try:
+        case.heard("here")
+        time.sleep(draw.random() * 0.05)
+        moment = case.kill(victim, reap=draw.random() < 0.5)
+        survivors = [rank for rank in range(ranks) if rank != victim]
+        assert case.collect(20, ranks=survivors), case.stacks()
+        for rank in survivors:
+            assert not case.outcomes[rank].failed, case.stacks()
+            report = case.outcomes[rank].value
+            assert re.search(rf"\b(rank|rank\(s\)) {victim}\b", report["error"]), report
+            assert report["when"] - moment < timeout + LATE
+    finally:
+        case.close(replace=True)
+
+
+def use_what_is_left(rank):
+    """Groups without the dead rank go on, and new ones can be made."""
+    trio = dist.new_group([0, 1, 2])
+    worker.announce("joined")
+    if rank == 3:
+        time.sleep(60)
+    try:
+        dist.all_reduce(torch.ones(1))
+    except RuntimeError as error:
+        first = str(error)
+    sums = []
+    for group in (trio, dist.new_group([0, 1, 2], use_local_synchronization=True)):
+        for count in (5, 200_000):
+            tensor = torch.ones(count)
+            dist.all_reduce(tensor, group=group)
+            sums.append(tensor[-1].item())
+    return "rank 3" in first, sums
+
+
+def test_groups_without_the_dead_rank_go_on(pool):
+    case = pool.start(use_what_is_left, ranks=4)
+    try:
+        case.heard("joined")
+        case.kill(3)
+        assert case.collect(20, ranks=(0, 1, 2)), case.stacks()
+        for rank in (0, 1, 2):
+            assert case.outcomes[rank].value == (True, [3.0] * 4), case.stacks()
+    finally:
+        case.close(replace=True)
+
+
+def leave_in_order(rank):
+    dist.all_reduce(torch.ones(1))
+    if rank == 1:
+        dist.destroy_process_group()
+        return None
+    try:
+        dist.all_reduce(torch.ones(1))
+    except RuntimeError as error:
+        return aftermath(error)
+
+
+def test_waiting_for_a_rank_that_has_left(pool):
+    case = pool.start(leave_in_order, ranks=2)
+    try:
+        assert case.collect(10), case.stacks()
+        check_report(case.outcomes[0].value, 1, "left the group")
+    finally:
+        case.close(replace=True)
+
+
+def abort_from_another_thread(rank):
+    dist.barrier()
+    if rank == 1:
+        time.sleep(60)
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+    threading.Timer(0.3, backend.abort).start()
+    begun = time.monotonic()
+    try:
+        dist.all_reduce(torch.ones(1))
+    except RuntimeError as error:
+        return time.monotonic() - begun, str(error)
+
+
+def test_abort_wakes_a_waiting_call(pool):
+    case = pool.start(abort_from_another_thread, ranks=2)
+    try:
+        assert case.collect(10, ranks=(0,)), case.stacks()
+        took, error = case.outcomes[0].value
+        assert took < 5 and "aborted" in error
+    finally:
+        case.close(replace=True)
+
+
+def test_nothing_stays_behind_when_all_ranks_are_killed(pool):
+    before = set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
+    case = pool.start(call_for_ever, 7, False, ranks=4)
+    try:
+        case.heard("joined")
+        time.sleep(0.2)
+        pids = [rank.pid for rank in case.ranks]
+        for rank in range(4):
+            case.kill(rank)
+    finally:
+        case.close(replace=True)
+    left = {name for name in os.listdir("/dev/shm") if name not in before} if before else set()
+    ours = [name for name in left if "nearlinear" in name or any(str(pid) in name for pid in pids)]
+    assert not ours
+
+
+def test_trials_differ():
+    """The seeds give different programs; a trial that always fails alike would prove little."""
+    assert len({random_program(seed, 4) for seed in range(10)}) == 10
+    assert len(set(itertools.chain(*[random_program(s, 4).steps for s in range(10)]))) > 100

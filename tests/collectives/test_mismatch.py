@@ -1,0 +1,150 @@
+"""Ranks that call different things: every rank is told both calls, at once, and nobody hangs."""
+
+import re
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.collectives.ranks import BACKEND
+from tests.collectives.runner import all_gather_single, reduce_scatter_single
+from tests.collectives.test_failures import aftermath
+
+pytestmark = pytest.mark.skipif(BACKEND == "gloo", reason="gloo hangs or gives garbage")
+
+SMALL, LARGE = 1000, 150_000  # elements: the engine moves them by different ways
+
+
+def make_call(name: str, asynchronous: bool):
+    """A call by its name: operation, elements, and what is special about it."""
+    size, options = dist.get_world_size(), {"async_op": asynchronous}
+    operation, count, *special = name.split()
+    count = SMALL if count == "small" else LARGE if count == "large" else int(count)
+    dtype = torch.float64 if "float64" in special else torch.float32
+    op = dist.ReduceOp.MAX if "max" in special else dist.ReduceOp.SUM
+    if "premultiplied" in special:
+        op = dist._make_nccl_premul_sum(0.5)
+    tensor = torch.ones(count, dtype=dtype)
+    if operation == "all_reduce":
+        return dist.all_reduce(tensor, op, **options)
+    if operation == "all_gather":
+        return all_gather_single(torch.empty(size * count, dtype=dtype), tensor, **options)
+    if operation == "reduce_scatter":
+        source = torch.ones(size * count, dtype=dtype)
+        return reduce_scatter_single(tensor, source, op, **options)
+    if operation == "broadcast":
+        return dist.broadcast(tensor, 1 if "root1" in special else 0, **options)
+    return dist.barrier(**options)
+
+
+def differ(rank, odd, theirs, its, asynchronous):
+    """Rank ``odd`` makes the call ``its``, all others make ``theirs``, after two equal ones."""
+    dist.all_reduce(torch.ones(10))
+    dist.barrier()
+    begun = time.monotonic()
+    try:
+        work = make_call(its if rank == odd else theirs, asynchronous)
+        if asynchronous:
+            work.wait()
+        dist.barrier()  # a rank that had all it needed learns of it here
+    except RuntimeError as error:
+        report = aftermath(error)
+        report["took"] = report["when"] - begun
+        return report
+
+
+# What the odd rank calls, what the others call, and what must be said of the two.
+DIFFERENT = {
+    "operation": ("all_gather 1000", "all_reduce 1000", ("all_gather", "all_reduce")),
+    "operation, large": ("reduce_scatter large", "all_gather large", ("reduce_scatter", "all_gather")),
+    "barrier": ("barrier 0", "all_reduce small", ("barrier", "all_reduce")),
+    "barrier, large": ("barrier 0", "broadcast large", ("barrier", "broadcast")),
+    "size": ("all_reduce 1001", "all_reduce 1000", ("all_reduce", "all_reduce")),
+    "size, on another way": ("all_gather large", "all_gather small", ("KiB", "KiB")),
+    "size, large": ("reduce_scatter 150001", "reduce_scatter large", ("KiB", "KiB")),
+    "size, nothing": ("all_reduce 0", "all_reduce large", (r"\b0 B", "KiB")),
+    "size, broadcast": ("broadcast 1001", "broadcast large", ("KiB|B", "KiB")),
+    "dtype": ("all_reduce 500 float64", "all_reduce 1000", ("float64", "float32")),
+    "dtype, large": ("all_gather 75000 float64", "all_gather large", ("float64", "float32")),
+    "reduction": ("all_reduce small max", "all_reduce small", ("max", "sum")),
+    "reduction, large": ("reduce_scatter large max", "reduce_scatter large", ("max", "sum")),
+    "factor": ("all_reduce small premultiplied", "all_reduce small", ("all_reduce", "all_reduce")),
+    "root": ("broadcast small root1", "broadcast small", ("root 1", "root 0")),
+    "root, large": ("broadcast large root1", "broadcast large", ("root 1", "root 0")),
+}
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("what", DIFFERENT)
+def test_both_calls_are_named_on_every_rank(pool, what, ranks, asynchronous):
+    its, theirs, words = DIFFERENT[what]
+    odd = (len(what) + ranks) % ranks
+    case = pool.start(differ, odd, theirs, its, asynchronous, ranks=ranks, timeout=30)
+    try:
+        assert case.collect(20, grace=5), case.stacks()
+        for rank in range(ranks):
+            report = case.outcomes[rank].value
+            assert report, f"rank {rank} noticed nothing, or failed otherwise\n{case.stacks()}"
+            check_report(report, odd, words)
+    finally:
+        case.close(replace=True)
+
+
+def check_report(report: dict, odd: int, words: tuple[str, str]) -> None:
+    error = report["error"]
+    called = re.findall(r"rank (\d+) called (.*?)(?=, rank \d+ called|$)", error)
+    assert len(called) == 2 and len({rank for rank, _ in called}) == 2, error
+    by_odd = [text for rank, text in called if int(rank) == odd]
+    by_other = [text for rank, text in called if int(rank) != odd]
+    assert len(by_odd) == 1 and re.search(words[0], by_odd[0]), error
+    assert re.search(words[1], by_other[0]), error
+    assert by_odd != by_other, f"two equal calls are said to differ: {error}"
+    assert all("#3" in text for _, text in called), error
+    assert report["took"] < 10 and report["again_took"] < 1 and report["leaving_took"] < 5, report
+    assert "called" in report["again"], report
+
+
+def one_call_more(rank):
+    """Rank 0 makes a call that nobody else makes: their next one meets it."""
+    dist.barrier()
+    try:
+        if rank == 0:
+            dist.broadcast(torch.ones(70_000), 0)
+        dist.all_reduce(torch.ones(5))
+        dist.all_reduce(torch.ones(5))
+    except RuntimeError as error:
+        return str(error)
+
+
+def test_one_call_too_many(pool):
+    case = pool.start(one_call_more, ranks=3, timeout=30)
+    try:
+        assert case.collect(20, grace=5), case.stacks()
+        for rank in range(3):
+            error = case.outcomes[rank].value
+            assert error and "broadcast #2" in error and "all_reduce #2" in error, case.stacks()
+    finally:
+        case.close(replace=True)
+
+
+def sub_group_mismatch(rank):
+    """In a sub-group: ranks are named as in the default group, and that one goes on."""
+    group = dist.new_group([1, 3])
+    error = ""
+    if rank in (1, 3):
+        try:
+            dist.all_reduce(torch.ones(10 + rank), group=group)
+        except RuntimeError as failure:
+            error = str(failure)
+    tensor = torch.ones(1)
+    dist.all_reduce(tensor)
+    return error, tensor.item()
+
+
+def test_ranks_of_sub_groups_have_their_global_names(pool):
+    found = pool.run(sub_group_mismatch, ranks=4)
+    for rank, (error, total) in enumerate(found):
+        assert total == 4
+        assert rank in (0, 2) or ("rank 1 called" in error and "rank 3 called" in error), error
