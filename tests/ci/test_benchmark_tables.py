@@ -1,0 +1,127 @@
+"""The collectives' README shows what was measured: tables in step with files, files with commands.
+
+The files themselves are held to their form: relative paths, and not one wrong element.
+"""
+
+import json
+import re
+import shutil
+
+import pytest
+
+from ci.benchmarks import tables
+
+FILES = sorted(tables.FOLDER.glob("*.json"))
+
+
+def test_the_readme_is_in_step_with_the_files():
+    assert FILES
+    assert tables.main(["--check"]) == 0
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_a_file_says_how_it_was_made_and_holds_no_wrong_data(path):
+    record = json.loads(path.read_text())
+    command = record["command"].split()
+    assert command[:2] == ["python", "-m"] and not any(word.startswith("/") for word in command)
+    assert {"cpu", "cores"} <= record["machine"].keys() and "python" in record["versions"]
+    assert not sum(entry.get("wrong", 0) for entry in record["results"])
+
+
+@pytest.fixture
+def copy(tmp_path, monkeypatch):
+    """A README and files of our own to change."""
+    shutil.copytree(tables.FOLDER, tmp_path / "benchmarks")
+    shutil.copy(tables.README, tmp_path / "README.md")
+    for name, path in (("ROOT", ""), ("FOLDER", "benchmarks"), ("README", "README.md")):
+        monkeypatch.setattr(tables, name, tmp_path / path)
+    return tmp_path
+
+
+def test_a_new_measurement_is_noticed_and_rendered(copy):
+    path = copy / "benchmarks" / "node_2.json"
+    text = path.read_text()
+    path.write_text(re.sub(r'"median_us": [\d.]+', '"median_us": 123456.0', text, count=1))
+    assert tables.main(["--check"]) == 1
+    assert tables.main([]) == 0
+    assert "123,456" in tables.README.read_text()
+    assert tables.main(["--check"]) == 0
+    path.write_text(text)
+    assert tables.main([]) == 0
+    assert "123,456" not in tables.README.read_text()  # nothing of the old tables stays
+
+
+def test_files_and_blocks_must_match(copy, capsys):
+    (copy / "benchmarks" / "other.json").write_text("{}")
+    assert tables.main([]) == 1
+    assert "other.json" in capsys.readouterr().err
+    (copy / "benchmarks" / "other.json").unlink()
+    (copy / "benchmarks" / "mpi.json").unlink()
+    assert tables.main(["--check"]) == 1
+    assert "mpi.json" in capsys.readouterr().err
+
+
+def test_a_file_of_another_command_is_refused(copy, capsys):
+    shutil.copy(copy / "benchmarks" / "node_2.json", copy / "benchmarks" / "node_4.json")
+    assert tables.main([]) == 1
+    assert "node_4.json: its command must say" in capsys.readouterr().err
+
+
+def rows(markdown: str) -> list[list[str]]:
+    """The cells of a table's rows, below its head."""
+    lines = [line for line in markdown.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[2:]]
+
+
+def results(key: str, numbers: dict, **place) -> list[dict]:
+    return [{"contender": name, key: number, **place} for name, number in numbers.items()]
+
+
+def test_collectives_are_compared_with_the_last_backend():
+    place = {"operation": "all_gather", "pattern": "plain", "ranks": 2}
+    times = results("median_us", {"nearlinear": 10.0, "gloo": 90.0}, bytes=65536, **place)
+    times += results("median_us", {"nearlinear": 2500.0, "gloo": 10000.0}, bytes=1 << 20, **place)
+    assert rows(tables.collectives({"results": times})) == [
+        ["64 KiB", "10.0 / 90.0 (9.0x)"],
+        ["1 MiB", "2,500 / 10,000 (4.0x)"],
+        ["geometric mean", "**6.0x**"],
+    ]
+
+
+def test_steps_are_compared_with_gloo():
+    place = {"model": "34M", "ranks": 2, "min_ms": 90.0, "last_loss": 0.5}
+    times = results("median_ms", {"nearlinear": 100.0, "gloo": 450.0}, **place)
+    assert rows(tables.steps({"results": times})) == [
+        ["34M", "nearlinear", "100.0", "90.0", "4.50x", "0.500000"],
+        ["34M", "gloo", "450.0", "90.0", "1.00x", "0.500000"],
+    ]
+
+
+def test_the_engine_is_compared_with_the_fastest_mpi_of_each_size():
+    place = {"operation": "all_reduce", "ranks": 4}
+    own = {"engine": 20.0, "engine:pool": 5.0, "memcpy": 1.0}
+    times = results("median_us", {**own, "mpich": 30.0, "impi": 25.0}, bytes=65536, **place)
+    times += results("median_us", {**own, "mpich": 10.0, "impi": 25.0}, bytes=1 << 20, **place)
+    assert rows(tables.mpi({"results": times})) == [
+        ["64 KiB", "20.0 / 25.0 (1.2x) impi"],
+        ["1 MiB", "20.0 / 10.0 (0.5x) mpich"],
+    ]
+
+
+def test_the_network_table_has_a_column_per_ranks_per_node():
+    found = []
+    for count in (1, 8):
+        for size, used in ((65536, 0.9), (1 << 20, 0.95)):
+            place = {"operation": "all_gather", "ranks_per_node": count, "bytes_per_node": size}
+            shares = results("link_used", {"nearlinear": used, "gloo": used / count}, **place)
+            for entry in shares:
+                entry["sent_over_necessary"] = 1 + size / (1 << 22)
+            found += shares
+    record = {"settings": {"nodes": 4, "rate_bits_per_second": 10**9}, "results": found}
+    text = tables.network(record)
+    assert "4 nodes, 1000 Mbit/s each" in text and "nearlinear / gloo" in text
+    assert rows(text) == [
+        ["64 KiB", "90.0 / 90.0", "90.0 / 11.2"],
+        ["1 MiB", "95.0 / 95.0", "95.0 / 11.9"],
+        ["bytes sent / necessary, at most", "1.25 / 1.25", "1.25 / 1.25"],
+    ]
