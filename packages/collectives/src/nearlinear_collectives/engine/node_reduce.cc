@@ -221,7 +221,6 @@ void node_all_reduce(Group &group, const nlc_call &call) {
   };
   reduce_between_nodes(group, opening,
                        {call.dtype, call.reduce, call.scale, element, span, span(group.rank()).data});
-  share_in_node(group, span, false);
   share_between_nodes(group, opening, span, false);
 }
 

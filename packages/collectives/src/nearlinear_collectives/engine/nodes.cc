@@ -121,15 +121,29 @@ void share_between_nodes(Group &group, Opening &opening, const SpanOf &span, boo
   std::vector<Request> sent;
   std::vector<std::vector<std::vector<Request>>> received(static_cast<size_t>(nodes));
   if (leads) {
+    // The leader's own span comes first in its node's pieces: it is on its way to the next node
+    // while the neighbours still hand in theirs.
     const Pieces own(group, group.place().node, span, piece);
     size_t messages = 0;
     for (size_t c = 0; c < own.count(); ++c) own.at(c, [&](size_t, Span) { ++messages; });
     sent.resize(messages * static_cast<size_t>(nodes - 1));
-    size_t next = 0;
+    size_t next = 0, skip = 0;
+    const auto send_pieces = [&](int shift, size_t c, size_t most) {
+      own.at(c, [&](size_t, Span s) {
+        if (skip > 0) {
+          --skip;
+        } else if (most > 0) {
+          --most;
+          group.net().post_send(node_at(group, shift), s.data, s.bytes, &sent[next++]);
+        }
+      });
+    };
+    if (messages > 0 && !alone && span(group.rank()).bytes > 0) send_pieces(1, 0, 1);
+    share_in_node(group, span, stream);
+    skip = next;
     for (int shift = 1; shift < nodes; ++shift) {
-      const int to = node_at(group, shift), from = node_at(group, -shift);
-      for (size_t c = 0; c < own.count(); ++c)
-        own.at(c, [&](size_t, Span s) { group.net().post_send(to, s.data, s.bytes, &sent[next++]); });
+      const int from = node_at(group, -shift);
+      for (size_t c = 0; c < own.count(); ++c) send_pieces(shift, c, messages);
       const Pieces theirs(group, from, span, piece);
       auto &requests = received[static_cast<size_t>(shift)];
       requests.resize(theirs.count());
@@ -144,6 +158,8 @@ void share_between_nodes(Group &group, Opening &opening, const SpanOf &span, boo
       }
     }
     opening.confirm();
+  } else {
+    share_in_node(group, span, stream);
   }
   for (int shift = 1; shift < nodes; ++shift) {
     const Pieces theirs(group, node_at(group, -shift), span, piece);
@@ -173,7 +189,6 @@ void node_all_gather(Group &group, const nlc_call &call, const std::function<cha
   Opening opening(group);
   if (part(group.rank()) != call.input) copy(part(group.rank()), call.input, bytes, stream);
   const SpanOf span = [&](int rank) { return Span{part(rank), bytes}; };
-  share_in_node(group, span, stream);
   share_between_nodes(group, opening, span, stream);
 }
 

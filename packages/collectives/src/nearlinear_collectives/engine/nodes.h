@@ -48,7 +48,7 @@ int node_at(const Group &group, int shift);
 // Every rank's span, already in place on the rank itself, appears on its neighbours.
 void share_in_node(Group &group, const SpanOf &span, bool stream);
 
-// Every node's spans, in place on its leader, appear on all ranks of all other nodes.
+// Every rank's span, already in place on the rank itself, appears on all ranks of all nodes.
 void share_between_nodes(Group &group, Opening &opening, const SpanOf &span, bool stream);
 
 // Bytes of each rank's span that are sent, staged and shared at a time, for a block of `ranks`
