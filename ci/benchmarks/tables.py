@@ -4,7 +4,7 @@
     python -m ci.benchmarks.tables --check    exit 1 if the README is not in step with the files
 
 A table stands between ``<!-- benchmark FILE.json -->`` and ``<!-- end -->``, below the command that
-wrote the file. Standard library only; no number is typed by hand.
+wrote the file. No number is typed by hand.
 """
 
 from __future__ import annotations
@@ -17,11 +17,15 @@ import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from ci.benchmarks.network.plan import show_rate
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = Path("packages/collectives")
 README = ROOT / PACKAGE / "README.md"
 FOLDER = ROOT / PACKAGE / "benchmarks"
 BLOCK = re.compile(r"(<!-- benchmark (?P<name>\S+\.json) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+WIDTH = 96  # of a command's lines
 
 Row = list[str]
 
@@ -74,12 +78,20 @@ def render(text: str, folder: Path) -> str:
 
 def _origin(record: dict) -> str:
     """The command, and what a reader must know of the machine and of that hour."""
-    facts = {**record["machine"], **record["versions"]}
-    versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
-    line = f"{facts['cpu']}, {facts['cores']} cores, {facts['memory_gib']} GiB; {versions}"
+    lines = [""]
+    for option in re.split(r" (?=--)", record["command"]):
+        if lines[-1] and len(lines[-1]) + len(option) > WIDTH:
+            lines.append("   ")
+        lines[-1] += f" {option}"
+    command = " \\\n".join(lines).removeprefix(" ")
+    facts = record["machine"]
+    parts = [
+        f"{facts['cpu']}, {facts['cores']} cores, {facts['memory_gib']} GiB",
+        ", ".join(f"{name} {version}" for name, version in record["versions"].items()),
+    ]
     if record.get("cores_used_by_others") is not None:
-        line += f"; other programs kept {record['cores_used_by_others']:.2f} cores busy"
-    return f"```sh\n{record['command']}\n```\n\n{line}."
+        parts.append(f"other programs kept {record['cores_used_by_others']:.2f} cores busy")
+    return f"```sh\n{command}\n```\n\n{'; '.join(filter(None, parts))}."
 
 
 def _body(record: dict) -> str:
@@ -128,9 +140,8 @@ def steps(record: dict) -> str:
         table.append([
             entry["model"], entry["contender"], f"{entry['median_ms']:.1f}",
             f"{entry['min_ms']:.1f}", f"{base / entry['median_ms']:.2f}x",
-            f"{entry['last_loss']:.6f}",
         ])  # fmt: skip
-    head = ["parameters", "backend", "median ms", "fastest ms", "against gloo", "loss at the end"]
+    head = ["parameters", "backend", "median ms", "fastest ms", "against gloo"]
     return f"{record['results'][0]['ranks']} ranks.\n\n{_markdown(head, table)}"
 
 
@@ -150,12 +161,21 @@ def mpi(record: dict) -> str:
                 best = min(peers, key=peers.get) if peers else None
                 cell = _pair(of.get("engine"), peers.get(best))
                 row.append(f"{cell} {best}" if best else cell)
-            table.append(row)
+            floor = _floor(chosen, size)
+            table.append([*row, f"{100 * floor:.0f} %" if floor else "-"])
         parts.append(
             f"{ranks} ranks: median microseconds per call, the engine / the fastest MPI (ratio), "
-            "and which that is.\n\n" + _markdown(["size", *operations], table)
+            "and which that is.\n\n" + _markdown(["size", *operations, "of the copy limit"], table)
         )
     return "\n\n".join(parts)
+
+
+def _floor(results: list[dict], size: int) -> float | None:
+    """An all-gather's fastest copies over the engine's time; None where they were not measured."""
+    of = {e["contender"]: e["median_us"] for e in results
+          if (e["bytes"], e["operation"]) == (size, "all_gather")}  # fmt: skip
+    copies = [us for name, us in of.items() if name.partition(":")[0] == "memcpy"]
+    return min(copies) / of["engine"] if copies and "engine" in of else None
 
 
 def network(record: dict) -> str:
@@ -182,10 +202,10 @@ def network(record: dict) -> str:
         row = cells(lambda label, count, sent=sent: f"{sent[label, count]:.2f}")
         table.append(["bytes sent / necessary, at most", *row])
         head = ["bytes per node", *(f"{n} rank{'s' * (n > 1)} per node" for n in counts)]
+        rate = show_rate(settings["rate_bits_per_second"])
         parts.append(
-            f"{operation}, {settings['nodes']} nodes, {settings['rate_bits_per_second'] / 1e6:g} "
-            f"Mbit/s each: % of the link used, median, {' / '.join(labels)}.\n\n"
-            + _markdown(head, table)
+            f"{operation}, {settings['nodes']} nodes, {rate} each: % of the link used, median, "
+            f"{' / '.join(labels)}.\n\n{_markdown(head, table)}"
         )
     return "\n\n".join(parts)
 

@@ -27,7 +27,9 @@ class CompileEngine(BuildHookInterface):
             build_data["force_include"][str(file)] = f"{PACKAGE}/lib/{file.name}"
         # The library has a plain C interface: one wheel serves every Python on this platform.
         build_data["pure_python"] = False
-        build_data["tag"] = f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"
+        build_data["tag"] = (
+            f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"
+        )
 
     def finalize(self, version, build_data, artifact_path):
         if version != "editable":

@@ -1,4 +1,4 @@
-"""Single calls at the edges of the API: odd dtypes, shapes, wrong arguments, what gloo still does."""
+"""Single calls at the edges of the API: dtypes, shapes, wrong arguments, what is left to gloo."""
 
 import pytest
 import torch

@@ -20,7 +20,8 @@ def coalesce(rank, device, asynchronous, kind):
     each = {"all_gather": (1, size), "reduce_scatter": (size, 1), "all_reduce": (1, 1)}[kind]
     sources = [torch.full((each[0] * count,), rank + 1.0) for count in COUNTS]
     outputs = [torch.empty(each[1] * count) for count in COUNTS]
-    with dist._coalescing_manager(device=CPU if device else None, async_ops=asynchronous) as manager:
+    place = CPU if device else None
+    with dist._coalescing_manager(device=place, async_ops=asynchronous) as manager:
         for output, source in zip(outputs, sources, strict=True):
             if kind == "all_gather":
                 all_gather_single(output, source)
@@ -85,7 +86,8 @@ def functional(rank):
     scattered = funcol.reduce_scatter_tensor(torch.ones(4), "sum", 0, group)
     sent = funcol.broadcast(tensor, 1, group)
     many = funcol.all_gather_into_tensor_coalesced([tensor, tensor[:1]], group)
-    fewer = funcol.reduce_scatter_tensor_coalesced([torch.ones(4), torch.ones(2)], "sum", [0, 0], group)
+    ones = [torch.ones(4), torch.ones(2)]
+    fewer = funcol.reduce_scatter_tensor_coalesced(ones, "sum", [0, 0], group)
     permuted = funcol.permute_tensor(tensor, [1, 0], group)
     results = [summed, mean, gathered, columns, scattered, sent, *many, *fewer, permuted]
     return tensor.tolist(), [result.flatten().tolist() for result in results]

@@ -26,7 +26,8 @@ def use_subgroups(rank):
     found = {}
     for pair, group in zip(pairs, groups, strict=True):
         if rank in pair:
-            assert dist.get_backend(group) == BACKEND and dist.get_process_group_ranks(group) == [*pair]
+            assert dist.get_backend(group) == BACKEND
+            assert tuple(dist.get_process_group_ranks(group)) == pair
             found[pair] = total(group, 10.0**rank)
         else:
             assert group is dist.GroupMember.NON_GROUP_MEMBER

@@ -19,7 +19,6 @@ from tests.collectives.programs import (
     FALLBACKS,
     NATIVE,
     REDUCES,
-    SCATTERS,
     Program,
     Step,
     reductions,

@@ -1,4 +1,4 @@
-"""Distributed checkpoints and full state dicts: saved on the backend, read back at another layout."""
+"""Distributed checkpoints and full state dicts: saved, and read back at another layout."""
 
 import pytest
 import torch

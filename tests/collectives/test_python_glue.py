@@ -1,4 +1,4 @@
-"""The pure-Python process group: the contract of the compiled one holds for it, and training too."""
+"""The pure-Python process group: what holds for the compiled one holds for it, training too."""
 
 import pytest
 import torch
@@ -112,7 +112,9 @@ def train(net, rank) -> list[float]:
 
 def train_sharded(rank, pooled=False, replicas=1):
     size = dist.get_world_size()
-    mesh = init_device_mesh("cpu", (replicas, size // replicas), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(
+        "cpu", (replicas, size // replicas), mesh_dim_names=("replicate", "shard")
+    )
     mesh, net = mesh if replicas > 1 else mesh["shard"], model()
     for layer in (*net, net):
         if any(True for _ in layer.parameters()):

@@ -196,4 +196,3 @@ def main(handle: int) -> None:
         with contextlib.suppress(ModuleNotFoundError):
             importlib.import_module(module)
     serve_forks(socket.socket(fileno=handle))
-

@@ -178,7 +178,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--timeout", type=float, default=300, metavar="S",
         help="seconds after which a collective has failed (default: 300)")  # fmt: skip
     add("--json", type=Path, metavar="FILE", help="all numbers, with the command and the machine")
-    add("--plot", type=Path, metavar="FILE", help="link used over output size, .svg or .png")
+    add("--plot", type=Path, metavar="FILE",
+        help="link used over output size, .svg or .png; more operations beside it")  # fmt: skip
     return parser
 
 

@@ -25,6 +25,18 @@ def register() -> None:
     """Make ``init_process_group("nearlinear")`` known to torch."""
     if NAME not in dist.Backend.backend_list:
         dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu", "cuda"])
+    if torchcomms_takes_over():
+        log.warning(
+            "TORCH_DISTRIBUTED_USE_TORCHCOMMS is set and torchcomms is installed: torch will "
+            "look for the backend %s there, not here. Unset the variable to use it",
+            NAME,
+        )
+
+
+def torchcomms_takes_over() -> bool:
+    """With this switch torch looks all backends up in torchcomms and never asks a plugin."""
+    switch = os.environ.get("TORCH_DISTRIBUTED_USE_TORCHCOMMS", "0").lower()
+    return switch not in ("", "0", "false") and importlib.util.find_spec("torchcomms") is not None
 
 
 def create(options, pg_options=None):
@@ -34,7 +46,11 @@ def create(options, pg_options=None):
     if not isinstance(timeout, timedelta):
         timeout = timedelta(seconds=float(timeout))
     group = Group(
-        options.store, rank, size, timeout=timeout, name=options.group_id or "default",
+        options.store,
+        rank,
+        size,
+        timeout=timeout,
+        name=options.group_id or "default",
         global_ranks=list(options.global_ranks_in_group) or None,
     )
     try:
@@ -44,8 +60,11 @@ def create(options, pg_options=None):
             from nearlinear_collectives.process_group import EngineProcessGroup
 
             if why:
-                say(f"calls go through Python, tens of microseconds slower each, for the torch glue "
-                    f"is missing: {why} (python -m nearlinear_collectives.build tells all)", rank)
+                say(
+                    "calls go through Python, some tens of microseconds slower, for the torch glue "
+                    f"is missing: {why} (python -m nearlinear_collectives.build tells all)",
+                    rank,
+                )
             return EngineProcessGroup(rank, size, group, fallbacks)
         return native.Backend(rank, size, group.release(), fallbacks.make)
     except BaseException:

@@ -18,7 +18,7 @@ OWN_TIMEOUT = -1
 OK, BAD_ARGUMENT, PEER_DIED, TIMEOUT, MISMATCH, ABORTED, SYSTEM = range(7)
 ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, BROADCAST, BARRIER = range(1, 6)
 DTYPES = ("uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64",
-          "bool")
+          "bool")  # fmt: skip
 REDUCTIONS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
 
 
@@ -78,8 +78,10 @@ def library() -> ctypes.CDLL:
         function = getattr(engine, name)
         function.argtypes, function.restype = arguments, result
     if engine.nlc_abi_version() != ABI_VERSION:
-        raise ImportError("the engine's library belongs to another version of nearlinear_collectives: "
-                          "reinstall the package")
+        raise ImportError(
+            "the engine's library belongs to another version of nearlinear_collectives: "
+            "reinstall the package"
+        )
     return engine
 
 
@@ -90,12 +92,15 @@ def load() -> ctypes.CDLL:
     except OSError as error:
         if path != SHIPPED:
             raise ImportError(
-                f"the engine's library cannot be loaded: {error}. If that file system does not allow "
-                "programs, name a folder on another one in NEARLINEAR_COLLECTIVES_CACHE"
+                f"the engine's library cannot be loaded: {error}. If that file system does not "
+                "allow programs, name a folder on another one in NEARLINEAR_COLLECTIVES_CACHE"
             ) from error
         # Made on a machine with a newer C library, say: one made here fits.
-        log.warning("the engine's library of this installation cannot be loaded (%s): compiling it "
-                    "here, once", error)
+        log.warning(
+            "the engine's library of this installation cannot be loaded (%s): compiling it "
+            "here, once",
+            error,
+        )
         return ctypes.CDLL(str(engine_library(shipped=False)), mode=ctypes.RTLD_GLOBAL)
 
 

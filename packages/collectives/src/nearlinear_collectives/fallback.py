@@ -40,19 +40,25 @@ class Fallbacks:
     def make(self, device: str):
         """The backend for ``device`` ("cpu", "cuda"); told once per group."""
         if device == "cpu":
-            say("what nearlinear does not do itself (point to point, gather, scatter, "
-                "all-to-all, reduce) goes to gloo", self.rank)
+            say(
+                "what nearlinear does not do itself (point to point, gather, scatter, "
+                "all-to-all, reduce) goes to gloo",
+                self.rank,
+            )
             if self.gloo is None and not self.why_no_gloo:
                 self.gloo = self.make_gloo()
             if self.gloo is None:
-                raise RuntimeError("this operation needs gloo, which could not be set up: "
-                                   f"{self.why_no_gloo}")
+                raise RuntimeError(
+                    f"this operation needs gloo, which could not be set up: {self.why_no_gloo}"
+                )
             return self.gloo
         if device == "cuda":
             say("CUDA tensors go to NCCL", self.rank)
             return self.make_nccl()
-        raise RuntimeError(f"the nearlinear backend has no fallback for {device} tensors: name one, "
-                           f'as in init_process_group("cpu:nearlinear,{device}:...")')
+        raise RuntimeError(
+            f"the nearlinear backend has no fallback for {device} tensors: name one, "
+            f'as in init_process_group("cpu:nearlinear,{device}:...")'
+        )
 
     def make_gloo(self):
         options = dist.ProcessGroupGloo._Options()

@@ -37,8 +37,16 @@ def checked(status: int) -> None:
 class Group:
     """Owns the engine's group ``handle`` until :meth:`close` or :meth:`release`."""
 
-    def __init__(self, store, rank: int, size: int, *, timeout: timedelta, name: str = "group",
-                 global_ranks: Sequence[int] | None = None) -> None:
+    def __init__(
+        self,
+        store,
+        rank: int,
+        size: int,
+        *,
+        timeout: timedelta,
+        name: str = "group",
+        global_ranks: Sequence[int] | None = None,
+    ) -> None:
         lib = engine.library()
         ranks = (ctypes.c_int64 * size)(*(global_ranks or range(size)))
         options = engine.Options(rank, size, milliseconds(timeout), name.encode(), ranks)
@@ -61,7 +69,7 @@ class Group:
         checked(engine.library().nlc_run(self._open(), ctypes.byref(call)))
 
     def start(self, call: engine.Call, done: Callable[[Exception | None], None]) -> None:
-        """One collective on a thread of the engine, which calls ``done`` with its failure or None."""
+        """One collective on a thread of the engine; ``done`` is called with its failure or None."""
         key = next(numbers)
         under_way[key] = done
         try:
@@ -117,8 +125,15 @@ def milliseconds(span: timedelta) -> int:
     return max(1, int(span.total_seconds() * 1000))
 
 
-def exchange(store, card: bytes, rank: int, size: int, timeout: timedelta,
-             global_ranks: Sequence[int], name: str) -> list[bytes]:
+def exchange(
+    store,
+    card: bytes,
+    rank: int,
+    size: int,
+    timeout: timedelta,
+    global_ranks: Sequence[int],
+    name: str,
+) -> list[bytes]:
     """All ranks' cards, in rank order."""
     keys = [f"card/{r}" for r in range(size)]
     store.set(keys[rank], card)
@@ -132,14 +147,18 @@ def exchange(store, card: bytes, rank: int, size: int, timeout: timedelta,
         missing = [r for r in range(size) if not store.check([keys[r]])]
         for r in set(range(size)) - set(missing):
             if engine.library().nlc_card_is_dead(bytes(store.get(keys[r]))):
-                raise error_for(engine.PEER_DIED,
-                                f"rank {global_ranks[r]} died while group '{name}' was being formed")
+                raise error_for(
+                    engine.PEER_DIED,
+                    f"rank {global_ranks[r]} died while group '{name}' was being formed",
+                )
         if time.monotonic() > deadline:
-            raise error_for(engine.TIMEOUT, (
+            raise error_for(
+                engine.TIMEOUT,
                 f"group '{name}' could not be formed: rank(s) "
                 f"{', '.join(str(global_ranks[r]) for r in missing)} did not join within "
                 f"{timeout.total_seconds():g} s. Do they all call the same init_process_group or "
-                "new_group, and did any end with an error before?"))
+                "new_group, and did any end with an error before?",
+            )
     read = getattr(store, "multi_get", None)
     try:
         return [bytes(card) for card in read(keys)]

@@ -6,7 +6,7 @@ The counterpart of glue/work.h. Futures hold a list of tensors, as DDP and its h
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch
@@ -150,7 +150,7 @@ class ManyWorks(dist.Work):
 
 
 class CopiedBack(ManyWorks):
-    """A fallback's call on a stand-in: whoever waits for it first copies the result to its place."""
+    """A fallback's call on a stand-in: who waits for it first copies the result to its place."""
 
     def __init__(self, work: dist.Work, tensor: torch.Tensor, stand_in: torch.Tensor) -> None:
         super().__init__([work], [tensor])
@@ -175,6 +175,19 @@ class CopiedBack(ManyWorks):
             if self.stand_in is not None:
                 self.outputs[0].detach().copy_(self.stand_in)
                 self.stand_in = None
+
+
+def on_contiguous(call: Callable[..., dist.Work], output: torch.Tensor, *inputs: torch.Tensor):
+    """A fallback's reduction on stand-ins for strided tensors, which gloo reduces wrongly."""
+    if output.is_sparse or all(tensor.is_contiguous() for tensor in (output, *inputs)):
+        return call(output, *inputs)
+    stand_in = output.contiguous()
+    work = call(stand_in, *(tensor.contiguous() for tensor in inputs))
+    return work if stand_in is output else CopiedBack(work, output, stand_in)
+
+
+def together(works: list[dist.Work], outputs: list[torch.Tensor]) -> dist.Work:
+    return works[0] if len(works) == 1 else ManyWorks(works, outputs)
 
 
 def seconds(timeout: timedelta | None) -> float | None:

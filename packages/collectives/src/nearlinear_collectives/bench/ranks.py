@@ -51,8 +51,9 @@ def start(module: str, arguments: list[str], ranks: int) -> int:
         try:
             return _wait(children)
         finally:
-            for child in children:
+            for child in children:  # all before any is waited for: who outlives others complains
                 child.kill()
+            for child in children:
                 child.wait()
 
 

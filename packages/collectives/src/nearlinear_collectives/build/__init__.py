@@ -9,7 +9,6 @@ Standard library only: the package's build backend loads this file before anythi
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import os
 import platform
@@ -49,8 +48,9 @@ def compiler() -> str:
     )
 
 
-def compile_library(target: Path, sources: Sequence[Path], flags: Sequence[str] = (),
-                    link: Sequence[str] = ()) -> None:
+def compile_library(
+    target: Path, sources: Sequence[Path], flags: Sequence[str] = (), link: Sequence[str] = ()
+) -> None:
     """Compile sources side by side, link them, and put the library in place in one step."""
     command = shlex.split(compiler())
     with tempfile.TemporaryDirectory(prefix="nearlinear-build-") as scratch:
@@ -121,8 +121,8 @@ def cached(name: str, make: Callable[[Path], None] | None) -> Path | None:
     folder = next(filter(writable, cache_folders()), None)
     if folder is None:
         raise BuildError(
-            f"compiled libraries can be kept neither in {' nor in '.join(map(str, cache_folders()))}:"
-            " name a folder that can be written to in NEARLINEAR_COLLECTIVES_CACHE"
+            "no folder for compiled libraries can be written to, of "
+            f"{', '.join(map(str, cache_folders()))}: name one in NEARLINEAR_COLLECTIVES_CACHE"
         )
     target = folder / name
     with only_one(target):
@@ -159,6 +159,8 @@ def intact(library: Path) -> bool:
 @contextlib.contextmanager
 def only_one(target: Path) -> Iterator[None]:
     """Of many ranks that start at once, one compiles and the others wait for it."""
+    import fcntl  # not on every platform that should be told it is the wrong one
+
     with open(target.with_suffix(".lock"), "w") as lock:
         with contextlib.suppress(OSError):  # a file system without locks: each compiles its own
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -196,7 +198,9 @@ def engine_library(shipped: bool = True, build: bool = True) -> Path | None:
 
 def build_engine(target: Path) -> None:
     headers = ENGINE / "third_party" / "libfabric"  # the library itself is loaded where it is used
-    compile_library(target, sorted(ENGINE.glob("*.cc")), [f"-isystem{headers}"], ["-lpthread", "-ldl"])
+    compile_library(
+        target, sorted(ENGINE.glob("*.cc")), [f"-isystem{headers}"], ["-lpthread", "-ldl"]
+    )
 
 
 # --- the glue ------------------------------------------------------------------------------------
@@ -207,12 +211,16 @@ def glue_sources() -> list[Path]:
 
 
 def glue_library(build: bool = True) -> Path | None:
-    """The glue for the torch and Python at hand; ``None`` if it is not there and may not be built."""
+    """The glue for the torch and Python at hand; ``None``: not there, and not to be built."""
     import torch
 
     kind = f"{torch.version.git_version} {int(torch._C._GLIBCXX_USE_CXX11_ABI)}"
-    parts = [f"torch{torch.__version__}", str(sysconfig.get_config_var("SOABI")),
-             hashlib.sha256(kind.encode()).hexdigest()[:6], sources_hash(glue_sources())]
+    parts = [
+        f"torch{torch.__version__}",
+        str(sysconfig.get_config_var("SOABI")),
+        hashlib.sha256(kind.encode()).hexdigest()[:6],
+        sources_hash(glue_sources()),
+    ]
     return cached(f"nearlinear_glue-{'-'.join(parts)}.so", build_glue if build else None)
 
 
@@ -222,11 +230,17 @@ def build_glue(target: Path) -> None:
 
     include = sysconfig.get_paths()["include"]
     if not Path(include, "Python.h").exists():
-        raise BuildError(f"Python's headers are not in {include}: install them (Debian, Ubuntu: "
-                         "apt-get install python3-dev; Red Hat, Amazon Linux: yum install python3-devel)")
+        raise BuildError(
+            f"Python's headers are not in {include}: install them (Debian, Ubuntu: "
+            "apt-get install python3-dev; Red Hat, Amazon Linux: yum install python3-devel)"
+        )
     compiler()  # says what is missing before the line below promises something
-    print(f"nearlinear_collectives: compiling its torch glue for torch {torch.__version__}, "
-          "once (about half a minute)", file=sys.stderr, flush=True)
+    print(
+        f"nearlinear_collectives: compiling its torch glue for torch {torch.__version__}, "
+        "once (about half a minute)",
+        file=sys.stderr,
+        flush=True,
+    )
     major, minor = (int(part) for part in torch.__version__.split(".")[:2])
     flags = [
         "-DTORCH_EXTENSION_NAME=nearlinear_glue",

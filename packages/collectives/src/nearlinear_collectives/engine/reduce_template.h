@@ -30,16 +30,15 @@ inline Float scaled(Float value, const Scale &scale) {
 }
 
 // Scales the sums, and writes all NaNs as one: which of two NaNs an addition returns differs
-// between processors, and with the order in which a compiler puts the operands. To look for them,
-// one sum of all the sums is enough: it is NaN if any is (or if infinities meet; no harm done).
+// between processors, and with the order in which a compiler puts the operands.
 template <class Part, int parts>
 inline void finish(Part (&sum)[parts], const Scale &scale) {
   if (scale.wide != 1) {
     for (int p = 0; p < parts; ++p) sum[p] = scaled(sum[p], scale);
   }
-  Part probe = sum[0];
-  for (int p = 1; p < parts; ++p) probe += sum[p];
-  if (__builtin_expect(any((Bytes)(probe != probe)), false)) {
+  Bytes nans = either_nan(sum[0], sum[parts - 1]);
+  for (int p = 1; p + 1 < parts; p += 2) nans |= either_nan(sum[p], sum[p + 1]);
+  if (__builtin_expect(any(nans), false)) {
     const Part nan = Part{} + __builtin_nanf("");
     for (int p = 0; p < parts; ++p) sum[p] = sum[p] == sum[p] ? sum[p] : nan;
   }
