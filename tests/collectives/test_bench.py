@@ -188,14 +188,16 @@ def test_blocks_are_interleaved_and_the_slowest_rank_counts(monkeypatch):
     monkeypatch.setattr(
         measure.dist, "all_reduce", lambda t, op=None: t.mul_(3) if op == largest else t
     )
+    took = {"a": 0.01, "b": 0.02}
     monkeypatch.setattr(
-        measure, "_block", lambda p, contender, calls: order.append(contender.label) or 0.01
+        measure, "_block", lambda p, c, calls: order.append(c.label) or took[c.label]
     )
     Pattern.rest = lambda self: None
     two = [Contender("a", "gloo", None), Contender("b", "gloo", None)]
     samples = measure.measure("plain", Pattern(), two, measure.Blocks(3, 0.03))
     assert order == ["a", "b"] * 4  # the first pair finds the number of calls
     assert samples[0].seconds == pytest.approx([0.03] * 3)  # three times what this rank took
+    assert samples[1].seconds == pytest.approx([0.06] * 3)
 
 
 # Requests that cannot be carried out

@@ -1,4 +1,4 @@
-"""Gather outputs that exist once per node: right data, once in memory, and never while still read."""
+"""Gather outputs that exist once per node: right data, once in memory, not reused while read."""
 
 import random
 import time

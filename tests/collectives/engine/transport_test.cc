@@ -439,6 +439,38 @@ void leaving_in_order(int nodes) {
   meet(nodes);
 }
 
+// A node that leaves in the middle of something has not left in order: all hear of it.
+void leaving_in_the_middle(int nodes) {
+  std::unique_ptr<Transport> net = join_together(nodes);
+  if (me == 1) {
+    char byte;
+    Request request;
+    net->post_receive(0, &byte, 1, &request);
+    net.reset();
+  } else {
+    const LinkFailure failure = await_failure(*net);
+    CHECK(failure.node == 1 && says(failure, "connection closed by node 1"));
+  }
+  meet(nodes);
+}
+
+// The sender leaves, in order as it believes, after a part of what the receiver waits for.
+void part_of_a_message(int nodes) {
+  std::unique_ptr<Transport> net = join_together(nodes);
+  Bytes bytes(2);
+  Request request;
+  if (me == 0) {
+    net->post_send(1, bytes.data(), 1, &request);
+    await(*net, request);
+    net.reset();
+  } else {
+    sleep_ms(200);
+    net->post_receive(0, bytes.data(), 2, &request);
+    CHECK(await_failure(*net).node == 0 && !request.done);
+  }
+  meet(nodes);
+}
+
 // Bytes that are done arrive although their sender is gone before they are asked for.
 void last_words_arrive(int nodes) {
   std::unique_ptr<Transport> net = join_together(nodes);
@@ -575,6 +607,8 @@ const std::vector<Scenario> scenarios = {
     {"a_failed_start_is_told", a_failed_start_is_told, {3}},
     {"strangers_are_ignored", strangers_are_ignored, {3}},
     {"leaving_in_order", leaving_in_order, {3}},
+    {"leaving_in_the_middle", leaving_in_the_middle, {3}},
+    {"part_of_a_message", part_of_a_message, {2}},
     {"last_words_arrive", last_words_arrive, {2}},
     {"nothing_leaks", nothing_leaks, {3}},
     {"wakes_up", wakes_up, {2}},

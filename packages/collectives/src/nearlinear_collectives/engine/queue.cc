@@ -62,6 +62,7 @@ class Workers {
       queue.calls_.pop_front();
       lock.unlock();
       call();
+      if (served != &queue) return;  // the call's own callback has started another: see add()
       lock.lock();
     }
     served = nullptr;
@@ -80,7 +81,13 @@ void Queue::add(std::function<void()> call) {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     calls_.push_back(std::move(call));
-    if (scheduled_) return;
+    if (served == this) {
+      // From a callback of the call that this thread has just run. The callback may wait for this
+      // one, so another thread goes on with the queue.
+      served = nullptr;
+    } else if (scheduled_) {
+      return;
+    }
     scheduled_ = true;
   }
   Workers::all().serve(shared_from_this());

@@ -11,6 +11,7 @@
 #include <torch/csrc/utils/pybind.h>
 #include <torch/extension.h>
 
+#include <algorithm>
 #include <atomic>
 #include <map>
 #include <optional>
@@ -51,6 +52,12 @@ struct Reduction {
   double scale;
 };
 
+// Said before anything is sent: gloo would communicate before it finds out.
+void needs_floating(const char* reduction, at::ScalarType type) {
+  TORCH_CHECK_VALUE(at::isFloatingType(type), reduction, " needs a floating dtype, not ", type,
+                    ": reduce with SUM, then scale");
+}
+
 // What the engine makes of a c10d reduction of this dtype; nothing if it leaves it to others.
 std::optional<Reduction> engine_reduction(const ReduceOp& op, at::ScalarType type, int size) {
   const bool floating = at::isFloatingType(type), boolean = type == at::kBool;
@@ -60,10 +67,10 @@ std::optional<Reduction> engine_reduction(const ReduceOp& op, at::ScalarType typ
     case ReduceOp::MIN: return Reduction{NLC_MIN, 1.0};
     case ReduceOp::MAX: return Reduction{NLC_MAX, 1.0};
     case ReduceOp::AVG:
-      if (!floating) return std::nullopt;
+      needs_floating("AVG", type);
       return Reduction{NLC_AVG, 1.0 / size};
     case ReduceOp::PREMUL_SUM: {
-      if (!floating) return std::nullopt;
+      needs_floating("PREMUL_SUM", type);
       const auto* factor = dynamic_cast<const c10d::PreMulSumSupplement*>(op.supplement_.get());
       if (!factor) return std::nullopt;
       const bool tensor = factor->tensor_factor.defined();
@@ -143,7 +150,11 @@ class NearlinearBackend : public Backend {
   intrusive_ptr<Work> allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
     at::Tensor& tensor = tensors[0];
     const auto reduction = reducible(tensor, options.reduceOp);
-    if (!reduction) return fallback(tensor)->allreduce(tensors, options);
+    if (!reduction)
+      return on_contiguous(tensor, [&](at::Tensor& whole) {
+        Tensors one{whole};
+        return fallback(tensor)->allreduce(one, options);
+      });
     nlc_call call = reduce_call(NLC_ALL_REDUCE, tensor, *reduction);
     Staging staging;
     call.output = staging.in_place(tensor);
@@ -231,7 +242,11 @@ class NearlinearBackend : public Backend {
                       input.numel(), " elements, but ", getSize(), " ranks x ", output.numel(),
                       " elements of output make ", output.numel() * getSize());
     const auto reduction = reducible(input, options.reduceOp);
-    if (!reduction) return fallback(input)->_reduce_scatter_base(output, input, options);
+    if (!reduction)
+      return on_contiguous(output, [&](at::Tensor& whole) {
+        at::Tensor contiguous = input.contiguous();
+        return fallback(input)->_reduce_scatter_base(whole, contiguous, options);
+      });
     nlc_call call = reduce_call(NLC_REDUCE_SCATTER, output, *reduction);
     Staging staging;
     call.input = staging.input(input);
@@ -246,7 +261,10 @@ class NearlinearBackend : public Backend {
     at::Tensor& output = outputs[0];
     TORCH_CHECK_VALUE(static_cast<int>(parts.size()) == getSize(), "reduce_scatter: ", parts.size(),
                       " input tensors for ", getSize(), " ranks");
-    if (!reducible(output, options.reduceOp))
+    const bool even = std::all_of(parts.begin(), parts.end(), [&](const at::Tensor& part) {
+      return part.numel() == output.numel();
+    });
+    if (!even || !reducible(output, options.reduceOp))
       return fallback(output)->reduce_scatter(outputs, inputs, options);
     Tensors flat;
     for (const at::Tensor& part : parts) flat.push_back(part.reshape({-1}));
@@ -321,6 +339,16 @@ class NearlinearBackend : public Backend {
     void* memory = options.device().is_cpu() && bytes ? nlc_pool_allocate(bytes) : nullptr;
     if (!memory) return at::empty({count}, options);
     return at::for_blob(memory, {count}).deleter(nlc_pool_free).options(options).make_tensor();
+  }
+
+  // Fallbacks take contiguous tensors only. Others are reduced in a copy, and waited for.
+  template <typename Call>
+  intrusive_ptr<Work> on_contiguous(at::Tensor& tensor, Call call) {
+    if (foreign(tensor) || tensor.is_contiguous()) return call(tensor);
+    at::Tensor whole = tensor.contiguous();
+    call(whole)->wait();
+    tensor.copy_(whole);
+    return c10::make_intrusive<DoneWork>(getRank(), Tensors{tensor});
   }
 
   static bool foreign(const at::Tensor& tensor) { return !tensor.device().is_cpu() || tensor.is_sparse(); }

@@ -74,6 +74,12 @@ class EngineWork : public Work {
     self.release();  // done() takes it back
   }
 
+  bool wait(std::chrono::milliseconds timeout) override {
+    const bool done = Work::wait(timeout);
+    if (future_) future_->wait();  // whoever has waited may read the future
+    return done;
+  }
+
   std::vector<at::Tensor> result() override { return outputs_; }
 
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
@@ -105,6 +111,24 @@ class EngineWork : public Work {
   std::vector<at::Tensor> outputs_;
   Staging staging_;
   c10::intrusive_ptr<c10::ivalue::Future> future_;
+};
+
+// A work that was done before it was made.
+class DoneWork : public Work {
+ public:
+  DoneWork(int rank, std::vector<at::Tensor> outputs)
+      : Work(rank, c10d::OpType::UNKNOWN), outputs_(std::move(outputs)) {
+    finish();
+  }
+  std::vector<at::Tensor> result() override { return outputs_; }
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
+    auto future = tensor_list_future();
+    future->markCompleted(c10::IValue(outputs_));
+    return future;
+  }
+
+ private:
+  std::vector<at::Tensor> outputs_;
 };
 
 // Several works as one: the calls of a coalescing block, or of a coalesced collective.

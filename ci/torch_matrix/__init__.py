@@ -1,0 +1,1 @@
+"""The collectives on other releases of torch: download them, compile the glue, run every operation."""

@@ -1,0 +1,77 @@
+"""``python -m ci.torch_matrix 2.12.1 2.14.1``: the collectives on these releases, as a table."""
+
+import argparse
+import json
+import platform
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from ci.torch_matrix import environments
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+COLUMNS = ("torch", "glue", "compiled", "python")
+TITLES = ("torch", "glue compiled in", "compiled glue", "without a compiler")
+LIMIT = 1800  # seconds for one release, on a slow machine
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m ci.torch_matrix",
+        description="Install releases of torch from the package index into throw-away environments "
+        "(about 3 GB each), compile the collectives' glue for them, and run every operation and "
+        "FSDP2 on 2 ranks beside gloo.",
+    )
+    parser.add_argument("versions", nargs="+", metavar="VERSION", help="2.14.1, say")
+    parser.add_argument(
+        "--keep", type=Path, metavar="FOLDER", help="keep the environments there, and reuse them"
+    )
+    args = parser.parse_args(argv)
+    rows, failures = [], []
+    with tempfile.TemporaryDirectory(prefix="torch-matrix-") as cache:  # one engine for all
+        for version in args.versions:
+            row = check(version, args.keep, Path(cache))
+            rows.append([row.get(column, "-") for column in COLUMNS])
+            if row["failed"]:
+                failures.append(f"torch {version}: {row['failed']}")
+    print(table(rows))
+    print("\n".join(failures), file=sys.stderr)
+    return 1 if failures else 0
+
+
+def check(version: str, keep: Path | None, cache: Path) -> dict[str, str]:
+    print(f"torch {version}: installing ...", file=sys.stderr, flush=True)
+    try:
+        with environments.environment(version, keep) as python:
+            print(f"torch {version}: checking ...", file=sys.stderr, flush=True)
+            return run_checks(python, cache)
+    except environments.InstallError as error:
+        return {"torch": version, "failed": f"cannot be installed: {error}"}
+
+
+def run_checks(python: Path, cache: Path) -> dict[str, str]:
+    done = subprocess.run(
+        [str(python), "-m", "ci.torch_matrix.checks"],
+        env=environments.inside(python, ROOT, cache),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+    )
+    *_, last = done.stdout.strip().splitlines() or [""]
+    try:
+        return json.loads(last)
+    except json.JSONDecodeError:
+        return {"torch": "?", "failed": f"ended with {done.returncode}: {done.stderr[-4000:]}"}
+
+
+def table(rows: list[list[str]]) -> str:
+    """Markdown, for the package's README."""
+    lines = [TITLES, [":--"] * len(TITLES), *rows]
+    text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return f"{text}\n\nPython {platform.python_version()}, 2 ranks on one machine."
+
+
+if __name__ == "__main__":
+    sys.exit(main())

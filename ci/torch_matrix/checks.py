@@ -1,0 +1,105 @@
+"""What is run on each release: every operation against gloo, both glues, and FSDP2.
+
+``python -m ci.torch_matrix.checks`` in an environment with that torch; it needs nothing but numpy
+beside it. Prints one line of JSON: what was checked, and what went wrong.
+"""
+
+import contextlib
+import json
+import os
+import sys
+import time
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from tests.collectives import runner, training
+from tests.collectives.programs import DTYPES, FALLBACKS, NATIVE, Program, Step, reductions
+from tests.collectives.ranks import Pool, RanksFailed
+
+RANKS = 2
+LAYOUTS = ("contiguous", "offset", "strided", "transposed")
+GLUES = ("compiled", "python")
+
+
+def every_operation(ranks: int) -> Program:
+    """All operations on all dtypes they take: synchronous and not, on the pool and beside it."""
+    steps = []
+    for kind in (*NATIVE, *FALLBACKS):
+        for dtype in DTYPES:
+            for op in reductions(dtype) if "reduce" in kind else ["SUM"]:
+                number = len(steps)
+                step = Step(
+                    kind,
+                    dtype=dtype,
+                    reduce=op,
+                    sizes=(3 * (1 + 41 * (number % 3)),),
+                    root=number,
+                    in_place=number % 5 == 0,
+                    layout=LAYOUTS[number % 4],
+                    pooled=number % 2 == 0,
+                    overlap=number % 3,
+                )
+                steps.append(step)
+    return Program((tuple(range(ranks)),), tuple(steps), seed=ranks)
+
+
+def train_sharded(rank: int, pooled: bool) -> list[float]:
+    """FSDP2, optionally in the backend's memory: losses, and what the parameters have become."""
+    model = training.make_model(blocks=2, width=144)
+    mesh = init_device_mesh("cpu", (RANKS,))
+    for part in (*model.blocks, model):
+        fully_shard(part, mesh=mesh)
+    for module in model.modules():
+        if pooled and training.on_nearlinear() and isinstance(module, FSDPModule):
+            switch = getattr(module, "set_allocate_memory_from_process_group_for_comm", None)
+            if switch is not None:
+                switch(True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    return training.train(model, optimizer, rank) + training.summary(model)
+
+
+def check_operations(pool: Pool) -> str:
+    """How many calls gave the truth on our backend, and, as the reference's own test, on gloo."""
+    program = every_operation(RANKS)
+    for backend in ("nearlinear", "gloo"):
+        for wrong, _ in pool.run(runner.run, program, backend, ranks=RANKS, backend=backend):
+            if wrong:
+                raise AssertionError(f"{backend}: {len(wrong)} results are wrong, first {wrong[0]}")
+    return f"{len(program.steps)} calls"
+
+
+def check_training(pool: Pool) -> str:
+    for pooled in (False, True):
+        training.same_as_gloo(pool, train_sharded, pooled, ranks=RANKS)
+    return f"FSDP2 {training.STEPS} steps"
+
+
+def compile_glue() -> str:
+    from nearlinear_collectives import backend, build
+
+    begin = time.monotonic()
+    build.engine_library()
+    middle = time.monotonic()
+    build.glue_library()
+    backend.load_glue()
+    return f"{time.monotonic() - middle:.0f} s (engine {middle - begin:.0f} s)"
+
+
+def main() -> int:
+    found = {"torch": torch.__version__, "failed": ""}
+    try:
+        found["glue"] = compile_glue()
+        for glue in GLUES:
+            os.environ["NEARLINEAR_COLLECTIVES_GLUE"] = glue
+            with contextlib.closing(Pool()) as pool:
+                found[glue] = f"{check_operations(pool)}, {check_training(pool)}"
+    except (AssertionError, RanksFailed, ImportError, RuntimeError) as error:
+        found["failed"] = f"{type(error).__name__}: {error}"
+    print(json.dumps(found))
+    return 1 if found["failed"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
