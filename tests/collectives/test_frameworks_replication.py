@@ -72,7 +72,9 @@ FEATURES = ("", "buckets", "views", "unused", "static", "hook", "gathering hook"
 @both
 @pytest.mark.parametrize("feature", [*FEATURES, "powerSGD"])
 def test_ddp(pool, feature, ranks):
-    same_as_gloo(pool, ddp, feature, ranks=ranks, tolerance=1e-2 if "fp16" in feature else 1e-5)
+    # PowerSGD orthogonalises its factors, which magnifies the last bits of a sum of four.
+    tolerance = {"fp16 hook": 1e-2, "powerSGD": 1e-3}.get(feature, 1e-5)
+    same_as_gloo(pool, ddp, feature, ranks=ranks, tolerance=tolerance)
 
 
 def uneven(rank):

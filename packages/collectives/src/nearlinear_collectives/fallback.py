@@ -7,8 +7,10 @@ first call on a CUDA tensor.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
+import weakref
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -16,6 +18,16 @@ import torch.distributed as dist
 log = logging.getLogger("nearlinear_collectives")
 
 told: set[str] = set()
+gloos: weakref.WeakSet = weakref.WeakSet()
+
+
+def keep_for_good() -> None:
+    """In a forked child: gloo's destructor would wait for threads that only the parent has."""
+    for gloo in gloos:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(gloo))
+
+
+os.register_at_fork(after_in_child=keep_for_good)
 
 
 def say(line: str, rank: int) -> None:
@@ -65,7 +77,9 @@ class Fallbacks:
         options._timeout = self.timeout
         options._devices = [dist.ProcessGroupGloo.create_default_device(lazy_init=True)]
         store = dist.PrefixStore("gloo", self.store)
-        return dist.ProcessGroupGloo(store, self.rank, self.size, options)
+        gloo = dist.ProcessGroupGloo(store, self.rank, self.size, options)
+        gloos.add(gloo)
+        return gloo
 
     def make_nccl(self):
         if not dist.is_nccl_available():

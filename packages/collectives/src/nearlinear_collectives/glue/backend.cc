@@ -293,7 +293,10 @@ class NearlinearBackend : public Backend {
     return fallback(tensors[0])->allreduce(tensors, options);
   }
   intrusive_ptr<Work> reduce(Tensors& tensors, const c10d::ReduceOptions& options) override {
-    return fallback(tensors[0])->reduce(tensors, options);
+    return on_contiguous(tensors[0], [&](at::Tensor& whole) {
+      Tensors one{whole};
+      return fallback(whole)->reduce(one, options);
+    });
   }
   intrusive_ptr<Work> gather(Lists& outputs, Tensors& inputs, const c10d::GatherOptions& options) override {
     return fallback(inputs[0])->gather(outputs, inputs, options);
