@@ -1,1 +1,1 @@
-"""The collectives on other releases of torch: download them, compile the glue, run every operation."""
+"""The collectives on other releases of torch: download, compile the glue, run every operation."""

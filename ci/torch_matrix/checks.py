@@ -15,34 +15,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from tests.collectives import runner, training
-from tests.collectives.programs import DTYPES, FALLBACKS, NATIVE, Program, Step, reductions
+from tests.collectives.every_operation import every_operation
 from tests.collectives.ranks import Pool, RanksFailed
 
 RANKS = 2
-LAYOUTS = ("contiguous", "offset", "strided", "transposed")
 GLUES = ("compiled", "python")
-
-
-def every_operation(ranks: int) -> Program:
-    """All operations on all dtypes they take: synchronous and not, on the pool and beside it."""
-    steps = []
-    for kind in (*NATIVE, *FALLBACKS):
-        for dtype in DTYPES:
-            for op in reductions(dtype) if "reduce" in kind else ["SUM"]:
-                number = len(steps)
-                step = Step(
-                    kind,
-                    dtype=dtype,
-                    reduce=op,
-                    sizes=(3 * (1 + 41 * (number % 3)),),
-                    root=number,
-                    in_place=number % 5 == 0,
-                    layout=LAYOUTS[number % 4],
-                    pooled=number % 2 == 0,
-                    overlap=number % 3,
-                )
-                steps.append(step)
-    return Program((tuple(range(ranks)),), tuple(steps), seed=ranks)
 
 
 def train_sharded(rank: int, pooled: bool) -> list[float]:

@@ -8,7 +8,6 @@ import contextlib
 import json
 import os
 import subprocess
-import sys
 import tempfile
 import venv
 from collections.abc import Iterator
@@ -80,7 +79,3 @@ def inside(python: Path, root: Path, cache: Path) -> dict[str, str]:
         "NEARLINEAR_COLLECTIVES_CACHE": str(cache),
         "OMP_NUM_THREADS": "1",
     }
-
-
-def python_version() -> str:
-    return f"{sys.version_info.major}.{sys.version_info.minor}"

@@ -1,0 +1,27 @@
+"""One program that holds every operation once per dtype and reduction; quick, and nothing drawn."""
+
+from tests.collectives.programs import DTYPES, FALLBACKS, NATIVE, Program, Step, reductions
+
+LAYOUTS = ("contiguous", "offset", "strided", "transposed")
+
+
+def every_operation(ranks: int, kinds: tuple[str, ...] = (*NATIVE, *FALLBACKS)) -> Program:
+    """In turn synchronous and not, in place, of several layouts and sizes, on the pool."""
+    steps = []
+    for kind in kinds:
+        for dtype in DTYPES:
+            for op in reductions(dtype) if "reduce" in kind else ["SUM"]:
+                number = len(steps)
+                step = Step(
+                    kind,
+                    dtype=dtype,
+                    reduce=op,
+                    sizes=(3 * (1 + 41 * (number % 3)),),
+                    root=number,
+                    in_place=number % 5 == 0,
+                    layout=LAYOUTS[number % 4],
+                    pooled=number % 2 == 0,
+                    overlap=number % 3,
+                )
+                steps.append(step)
+    return Program((tuple(range(ranks)),), tuple(steps), seed=ranks)
