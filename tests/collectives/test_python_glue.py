@@ -1,27 +1,20 @@
 """The pure-Python process group: what holds for the compiled one holds for it, training too."""
 
-import os
-import signal
-
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 from tests.collectives import (
     runner,
     test_contract_calls,
     test_contract_coalescing,
     test_contract_groups,
-    test_contract_lifecycle,
-    test_contract_processes,
     test_contract_work,
-    test_frameworks_parallelism,
-    test_frameworks_replication,
-    test_frameworks_sharding,
-    test_mismatch,
-    test_shared_output,
 )
-from tests.collectives.every_operation import every_operation
+from tests.collectives.programs import DTYPES, NATIVE, Program, Step, reductions
 from tests.collectives.ranks import BACKEND, Pool
 
 if BACKEND != "nearlinear":
@@ -29,24 +22,14 @@ if BACKEND != "nearlinear":
 
 CPU = torch.device("cpu")
 
-# Every test of these once more, with this module's pool.
-AGAIN = (
+# Every test of the contract once more, with this module's pool.
+for module in (
     test_contract_calls,
     test_contract_coalescing,
     test_contract_groups,
-    test_contract_lifecycle,
-    test_contract_processes,
     test_contract_work,
-    test_frameworks_parallelism,
-    test_frameworks_replication,
-    test_frameworks_sharding,
-    test_mismatch,
-    test_shared_output,
-)
-for module in AGAIN:
+):
     globals().update({name: it for name, it in vars(module).items() if name.startswith("test_")})
-del globals()["test_a_script_under_torchrun"]  # brings its own processes
-del globals()["test_the_debug_wrapper"]  # torch puts it around compiled backends only
 
 
 @pytest.fixture(scope="module")
@@ -72,10 +55,90 @@ def test_torch_takes_the_group_as_it_is(pool):
     assert pair == same and pair != "" and none is False
 
 
+LAYOUTS = ("contiguous", "offset", "strided", "transposed")
+
+
+def program(ranks: int) -> Program:
+    """Every native operation on every dtype it takes, in turn synchronous, not, and on the pool."""
+    steps = []
+    for kind in NATIVE:
+        for dtype in DTYPES:
+            for op in reductions(dtype) if "reduce" in kind else ["SUM"]:
+                number = len(steps)
+                steps.append(
+                    Step(
+                        kind,
+                        dtype=dtype,
+                        reduce=op,
+                        sizes=(3 * (1 + 41 * (number % 3)),),
+                        root=number,
+                        in_place=number % 5 == 0,
+                        layout=LAYOUTS[number % 4],
+                        pooled=number % 2 == 0,
+                        overlap=number % 3,
+                    )
+                )
+    return Program((tuple(range(ranks)),), tuple(steps), seed=ranks)
+
+
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_every_operation_and_dtype_gives_the_truth(pool, ranks):
-    for wrong, _ in pool.run(runner.run, every_operation(ranks), BACKEND, ranks=ranks):
+    for wrong, _ in pool.run(runner.run, program(ranks), BACKEND, ranks=ranks):
         assert not wrong, "\n".join(wrong[:5])
+
+
+def model() -> torch.nn.Sequential:
+    torch.manual_seed(3)
+    return torch.nn.Sequential(
+        torch.nn.Linear(8, 33), torch.nn.ReLU(), torch.nn.Linear(33, 31), torch.nn.Linear(31, 4)
+    )
+
+
+def train(net, rank) -> list[float]:
+    """Losses of five steps, of all ranks together."""
+    optimizer, losses = torch.optim.AdamW(net.parameters(), lr=1e-2), []
+    source = torch.Generator().manual_seed(rank)
+    for _ in range(5):
+        batch = torch.randn(16, 8, generator=source)
+        loss = (net(batch) - batch[:, :4]).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        total = loss.detach()
+        dist.all_reduce(total)
+        losses.append(total.item())
+    return losses
+
+
+def train_sharded(rank, pooled=False, replicas=1):
+    size = dist.get_world_size()
+    mesh = init_device_mesh(
+        "cpu", (replicas, size // replicas), mesh_dim_names=("replicate", "shard")
+    )
+    mesh, net = mesh if replicas > 1 else mesh["shard"], model()
+    for layer in (*net, net):
+        if any(True for _ in layer.parameters()):
+            fully_shard(layer, mesh=mesh)
+    for layer in net.modules():
+        if isinstance(layer, FSDPModule) and pooled:
+            layer.set_allocate_memory_from_process_group_for_comm(True)
+    return train(net, rank)
+
+
+def train_replicated(rank):
+    return train(DistributedDataParallel(model(), bucket_cap_mb=0.001), rank)
+
+
+@pytest.mark.parametrize("ranks, options", [(2, ()), (2, (True,)), (4, (False, 2))])
+def test_fsdp2_trains_as_on_gloo(pool, ranks, options):
+    reference = pool.run(train_sharded, False, *options[1:], ranks=ranks, backend="gloo")
+    found = pool.run(train_sharded, *options, ranks=ranks)
+    assert found == [pytest.approx(losses, rel=1e-5) for losses in reference]
+
+
+def test_ddp_trains_as_on_gloo(pool):
+    reference = pool.run(train_replicated, ranks=2, backend="gloo")
+    assert pool.run(train_replicated, ranks=2) == [pytest.approx(ls, rel=1e-5) for ls in reference]
 
 
 def fill_the_pool(rank):
@@ -99,6 +162,9 @@ def test_memory_of_the_pool_is_given_back(pool):
 
 def start_and_fail(rank):
     if rank == 1:
+        import os
+        import signal
+
         dist.barrier()
         os.kill(os.getpid(), signal.SIGKILL)
     dist.barrier()
@@ -121,3 +187,17 @@ def test_a_call_under_way_ends_with_an_error_when_a_rank_dies(pool):
         assert [case.outcomes[rank].value for rank in (0, 2)] == [True, True], case.stacks()
     finally:
         case.close()
+
+
+def use_after_the_end(rank):
+    group = dist.group.WORLD
+    dist.barrier()
+    dist.destroy_process_group()
+    with pytest.raises(RuntimeError, match="has been destroyed"):
+        group.allreduce([torch.ones(1)])
+    group.abort()  # harmless by now
+    group.shutdown()
+
+
+def test_a_destroyed_group_says_so(pool):
+    pool.run(use_after_the_end, ranks=2)
