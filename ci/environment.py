@@ -153,7 +153,8 @@ def build(lab: bool) -> None:
                 install_step(f"build tools of {package.name}", [*pip, *tools], env)
             isolation = ["--no-build-isolation"]
         install_step(target, [*pip, *isolation, "--editable", target], env)
-    install_step("the collectives' torch glue", [str(PYTHON), "-m", GLUE], env)
+    if any(package.name == "collectives" for package in packages()):
+        install_step("the collectives' torch glue", [str(PYTHON), "-m", GLUE], env)
     stamp = {"fingerprint": fingerprint(), "built_with": built_with, "lab": lab}
     STAMP.write_text(json.dumps(stamp))
     say(f"Ready in {time.monotonic() - start:.0f} s.\n")
