@@ -275,7 +275,8 @@ N = record["settings"]["nodes"]
 B = record["settings"]["rate_bits_per_second"] / 8
 counts = sorted({entry["ranks_per_node"] for entry in record["results"]})
 fits = {}
-fig, axes = plt.subplots(1, len(counts), figsize=(4.4 * len(counts), 3), sharey=True,
+width = min(4.4 * len(counts), 11)
+fig, axes = plt.subplots(1, len(counts), figsize=(width, 3), sharey=True,
                          squeeze=False, layout="constrained")  # fmt: skip
 print("ranks per node   backend      a, ms    at best    half of it from")
 for M, ax in zip(counts, axes[0], strict=True):
@@ -288,7 +289,9 @@ for M, ax in zip(counts, axes[0], strict=True):
         best = used_share(1, b)
         print(f"{M:>14}   {contender:<10} {1e3 * a:>7.2f}   {best:>6.1f} %    {show(int(a / b))}")
     ax.set_xscale("log", base=2)
-    ax.set_xticks(s, [show(int(size)) for size in s])
+    ticks = s[:: -(-len(s) // 3)]
+    ax.set_xticks(ticks, [show(int(size)) for size in ticks])
+    ax.set_xticks([], minor=True)
     ax.set(title=f"{M} per node", xlabel="bytes per node", ylim=(0, 104))
     bare(ax)
 axes[0, 0].set_ylabel("share of the link used, %")

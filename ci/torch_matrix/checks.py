@@ -11,6 +11,7 @@ import sys
 import time
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
@@ -20,6 +21,23 @@ from tests.collectives.ranks import Pool, RanksFailed
 
 RANKS = 2
 GLUES = ("compiled", "python")
+
+
+def gather_into_one(rank: int) -> list[float] | None:
+    gathered = torch.empty(2 * RANKS) if rank == 1 else None
+    dist.gather_single(torch.full((2,), rank + 1.0), gathered, dst=1)
+    return None if gathered is None else gathered.tolist()
+
+
+def check_newer_operations(pool: Pool) -> str:
+    """What c10d has gained since torch 2.13."""
+    if not hasattr(dist, "gather_single"):
+        return ""
+    for backend in ("gloo", "nearlinear"):
+        found = pool.run(gather_into_one, ranks=RANKS, backend=backend)
+        if found != [None, [1.0, 1.0, 2.0, 2.0]]:
+            raise AssertionError(f"{backend}: gather_single gave {found}")
+    return "gather_single, "
 
 
 def train_sharded(rank: int, pooled: bool) -> list[float]:
@@ -71,7 +89,8 @@ def main() -> int:
         for glue in GLUES:
             os.environ["NEARLINEAR_COLLECTIVES_GLUE"] = glue
             with contextlib.closing(Pool()) as pool:
-                found[glue] = f"{check_operations(pool)}, {check_training(pool)}"
+                newer = check_newer_operations(pool)
+                found[glue] = f"{check_operations(pool)}, {newer}{check_training(pool)}"
     except (AssertionError, RanksFailed, ImportError, RuntimeError) as error:
         found["failed"] = f"{type(error).__name__}: {error}"
     print(json.dumps(found))

@@ -53,8 +53,7 @@ class Program:
 PROGRAMS = {
     "copy_test": Program(sources=("copy",)),
     "reduce_test": Program(sources=("reduce", "reduce_[ab]*")),
-    # The libfabric transport ("ofi") is not ready: its run takes minutes and does not always end.
-    "transport_test": Program(sources=("transport", "tcp", "ofi", "base"), calls=("tcp",)),
+    "transport_test": Program(sources=("transport", "tcp", "ofi", "base"), calls=("tcp", "ofi")),
     "ranks_as_threads_test": Program(
         flavours=("plain", "address", "thread"), calls=("1 20", "2 60 1", "3 60 2", "5 40 3")
     ),

@@ -1,6 +1,7 @@
 // Transports between processes: every node is a forked process, on this machine's loopback.
 //
-//   cd tests/collectives/engine && ENGINE=../../../packages/collectives/src/nearlinear_collectives/engine
+//   ENGINE=packages/collectives/src/nearlinear_collectives/engine; cd tests/collectives/engine
+//   ENGINE=../../../$ENGINE
 //   g++ -std=c++20 -g -O1 -Wall -Wextra -fsanitize=address,undefined -fno-sanitize-recover=all
 //       -I$ENGINE -I$ENGINE/third_party/libfabric transport_test.cc
 //       $ENGINE/{transport,tcp,ofi,base}.cc -ldl -pthread -o transport_test
@@ -170,7 +171,8 @@ void random_schedules(int nodes) {
     std::list<Item> items;
     for (uint64_t id = 0; id < 150; ++id) {
       const int from = static_cast<int>(random() % static_cast<uint64_t>(nodes));
-      const int to = static_cast<int>((static_cast<uint64_t>(from) + 1 + random() % static_cast<uint64_t>(nodes - 1)) % static_cast<uint64_t>(nodes));
+      const int shift = 1 + static_cast<int>(random() % static_cast<uint64_t>(nodes - 1));
+      const int to = (from + shift) % nodes;
       const size_t bytes = random_size(random);
       if (me != from && me != to) continue;
       items.push_back({id, me == from ? to : from, me == from, Bytes(bytes)});
@@ -194,7 +196,9 @@ void all_to_all(int nodes) {
     for (int k = 1; k < nodes; ++k) {
       const int to = (me + k) % nodes, from = (me - k + nodes) % nodes;
       for (uint64_t piece = 0; piece < 3; ++piece) {
-        auto id = [=](int a, int b) { return ((round * 8 + piece) * 8 + static_cast<uint64_t>(a)) * 8 + static_cast<uint64_t>(b); };
+        auto id = [=](int a, int b) {
+          return ((round * 8 + piece) * 8 + static_cast<uint64_t>(a)) * 8 + static_cast<uint64_t>(b);
+        };
         items.push_back({id(me, to), to, true, Bytes(bytes + piece)});
         post(*net, items.back());
         items.push_back({id(from, me), from, false, Bytes(bytes + piece)});

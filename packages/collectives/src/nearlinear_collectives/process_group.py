@@ -179,6 +179,9 @@ class EngineProcessGroup(dist.ProcessGroup):
     def gather(self, outputs: list[Tensors], inputs: Tensors, opts) -> dist.Work:
         return self._fallback(inputs[0]).gather(outputs, inputs, opts)
 
+    def gather_single(self, output, input, opts) -> dist.Work:  # since torch 2.14
+        return self._fallback(input).gather_single(output, input, opts)
+
     def scatter(self, outputs: Tensors, inputs: list[Tensors], opts) -> dist.Work:
         return self._fallback(outputs[0]).scatter(outputs, inputs, opts)
 
@@ -221,9 +224,11 @@ class EngineProcessGroup(dist.ProcessGroup):
     def _device_types(self) -> list[torch.device]:
         return [CPU, *([torch.device("cuda")] if torch.cuda.is_available() else [])]
 
-    def _get_backend(self, device: torch.device):
-        """The group is its own backend: FSDP2 asks it for memory."""
-        return self if device.type == "cpu" else self._fallback_for(device.type)
+    def _get_backend(self, device: torch.device) -> EngineProcessGroup:
+        """The group is its own backend, of all devices: FSDP2 asks it for memory."""
+        return self
+
+    get_backend = _get_backend  # its name since torch 2.14
 
     supports_coalescing = True
     supports_splitting = False
@@ -289,9 +294,7 @@ class EngineProcessGroup(dist.ProcessGroup):
         return work
 
     def _fallback(self, tensor: torch.Tensor) -> dist.Backend:
-        return self._fallback_for(tensor.device.type)
-
-    def _fallback_for(self, device: str) -> dist.Backend:
+        device = tensor.device.type
         if device not in self._fallbacks:
             self._fallbacks[device] = self._make_fallback(device)
         return self._fallbacks[device]

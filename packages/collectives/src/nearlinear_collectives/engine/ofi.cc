@@ -23,7 +23,7 @@ std::unique_ptr<Transport> make_ofi_transport() {
 #include <deque>
 #include <optional>
 
-#include "ofi_library.h"
+#include "ofi_endpoint.h"
 #include "tcp_control.h"
 
 namespace nlc {
@@ -68,25 +68,24 @@ class OfiTransport : public Transport {
   OfiTransport() : window_(setting_number("WINDOW", kWindow)) {
     const std::string wish = setting("PROVIDER");
     const std::string host = tcp::host_text(control_.interface().address);
-    if (!wish.empty()) {
-      info_ = ofi::find_provider(wish, host);
-    } else {
-      info_ = ofi::find_provider("efa", host);
-      if (!info_) info_ = ofi::find_provider("tcp", host);
-    }
-    if (!info_)
+    ofi::Info info = ofi::find_provider(wish.empty() ? "efa" : wish, host);
+    if (!info && wish.empty()) info = ofi::find_provider("tcp", host);
+    if (!info)
       throw Failure(NLC_SYSTEM, "libfabric has no provider '" + (wish.empty() ? "tcp" : wish) +
                                     "' with reliable tagged messages here (see fi_info -l): set "
                                     "NEARLINEAR_COLLECTIVES_PROVIDER to another, or "
                                     "NEARLINEAR_COLLECTIVES_TRANSPORT=tcp");
-    open();
+    endpoint_ = ofi::Endpoint(std::move(info));
+    address_ = control_.address() + ' ' + hex_text(endpoint_.name());
+    if (address_.size() > 200)
+      throw Failure(NLC_SYSTEM, format("libfabric's %s has addresses of %zu letters, too long for "
+                                       "this transport", endpoint_.provider(), address_.size()));
   }
 
   ~OfiTransport() override {
     if (::getpid() != pid_) {  // a fork's child must not end the parent's connections
       for (Operation &operation : operations_) (void)operation.memory.release();
-      (void)(endpoint_.release(), completions_.release(), addresses_.release(), domain_.release(),
-             fabric_.release());
+      endpoint_.abandon();
       return;
     }
     bool idle = control_.connected() && !failure_ && unsent_.empty() && unposted_.empty();
@@ -117,12 +116,14 @@ class OfiTransport : public Transport {
     }
     control_.connect(doors, my_node, cookie, timeout_ms);
     links_.resize(addresses.size());
-    for (size_t node = 0; node < links_.size(); ++node)
-      if (static_cast<int>(node) != my_node &&
-          ::fi_av_insert(addresses_.get(), names[node].data(), 1, &links_[node].address, 0,
-                         nullptr) != 1)
-        throw std::runtime_error(format("libfabric does not accept the address of node %zu: do all "
-                                        "nodes use the provider %s?", node, provider()));
+    for (size_t node = 0; node < links_.size(); ++node) {
+      if (static_cast<int>(node) == my_node) continue;
+      links_[node].address = endpoint_.find(names[node]);
+      if (links_[node].address == FI_ADDR_UNSPEC)
+        throw Failure(NLC_SYSTEM, format("libfabric does not accept the address of node %zu: do "
+                                         "all nodes use the provider %s?", node,
+                                         endpoint_.provider()));
+    }
     group_tag_ = (cookie & 0x7fff) << 48;
   }
 
@@ -174,56 +175,18 @@ class OfiTransport : public Transport {
   std::string describe() const override {
     const uint32_t version = ofi::Library::get().version();
     return format("libfabric %u.%u (%s on %s), window %s", FI_MAJOR(version), FI_MINOR(version),
-                  provider(), info_->domain_attr->name,
+                  endpoint_.provider(), endpoint_.info().domain_attr->name,
                   bytes_text(static_cast<uint64_t>(window_)).c_str());
   }
 
   uint64_t bytes_sent() const override { return bytes_sent_; }
 
  private:
-  const char *provider() const { return info_->fabric_attr->prov_name; }
-
-  void open() {
-    const ofi::Library &library = ofi::Library::get();
-    fid_fabric *fabric;
-    library.check(library.fabric(info_->fabric_attr, &fabric, nullptr), "fabric");
-    fabric_.reset(fabric);
-    fid_domain *domain;
-    library.check(::fi_domain(fabric, info_.get(), &domain, nullptr), "domain");
-    domain_.reset(domain);
-    fi_av_attr table{};
-    table.type = FI_AV_UNSPEC;
-    fid_av *addresses;
-    library.check(::fi_av_open(domain, &table, &addresses, nullptr), "address vector");
-    addresses_.reset(addresses);
-    fi_cq_attr queue{};
-    queue.format = FI_CQ_FORMAT_MSG;
-    fid_cq *completions;
-    library.check(::fi_cq_open(domain, &queue, &completions, nullptr), "completion queue");
-    completions_.reset(completions);
-    fid_ep *endpoint;
-    library.check(::fi_endpoint(domain, info_.get(), &endpoint, nullptr), "endpoint");
-    endpoint_.reset(endpoint);
-    library.check(::fi_ep_bind(endpoint, &addresses->fid, 0), "endpoint");
-    library.check(::fi_ep_bind(endpoint, &completions->fid, FI_TRANSMIT | FI_RECV), "endpoint");
-    library.check(::fi_enable(endpoint), "endpoint");
-    char name[256];
-    size_t bytes = sizeof name;
-    library.check(::fi_getname(&endpoint->fid, name, &bytes), "name of the endpoint");
-    address_ = control_.address() + ' ' + hex_text(std::string(name, bytes));
-    if (address_.size() > 200)
-      throw Failure(NLC_SYSTEM, format("libfabric's %s has addresses of %zu bytes, which is too long",
-                                       provider(), bytes));
-  }
-
   // From here on the adapter touches no memory of ours.
   void close() noexcept {
-    endpoint_.reset();
-    operations_.clear();
-    completions_.reset();
-    addresses_.reset();
-    domain_.reset();
-    fabric_.reset();
+    endpoint_.stop();
+    operations_.clear();  // their registrations go before the domain
+    endpoint_.close();
   }
 
   Link &link_to(int node) {
@@ -239,10 +202,10 @@ class OfiTransport : public Transport {
   }
 
   Operation *make_operation(int node, void *data, size_t bytes, Request *request, bool send) {
-    if (bytes > info_->ep_attr->max_msg_size)
-      throw Failure(NLC_BAD_ARGUMENT, format("libfabric's %s carries messages of at most %s",
-                                             provider(),
-                                             bytes_text(info_->ep_attr->max_msg_size).c_str()));
+    if (bytes > endpoint_.info().ep_attr->max_msg_size)
+      throw Failure(NLC_BAD_ARGUMENT,
+                    format("libfabric's %s carries messages of at most %s", endpoint_.provider(),
+                           bytes_text(endpoint_.info().ep_attr->max_msg_size).c_str()));
     if (free_.empty()) free_.push_back(&operations_.emplace_back());
     Operation *operation = free_.back();
     free_.pop_back();
@@ -258,13 +221,13 @@ class OfiTransport : public Transport {
   }
 
   void *describe_memory(Operation &operation) {
-    if (!(info_->domain_attr->mr_mode & FI_MR_LOCAL)) return nullptr;
+    if (!(endpoint_.info().domain_attr->mr_mode & FI_MR_LOCAL)) return nullptr;
     if (!operation.memory) {
       // For this transfer alone: memory may be given back and mapped anew between two of them,
       // and nobody would tell us.
       fid_mr *memory;
       ofi::Library::get().check(
-          ::fi_mr_reg(domain_.get(), operation.data, operation.bytes,
+          ::fi_mr_reg(endpoint_.domain(), operation.data, operation.bytes,
                       operation.send ? FI_SEND : FI_RECV, 0, ++keys_, 0, &memory, nullptr),
           "cannot register memory (see ulimit -l)");
       operation.memory.reset(memory);
@@ -275,7 +238,7 @@ class OfiTransport : public Transport {
   void post_receives() {
     for (; !unposted_.empty(); unposted_.pop_front()) {
       Operation &one = *unposted_.front();
-      if (!accepted(one, ::fi_trecv(endpoint_.get(), one.data, one.bytes, describe_memory(one),
+      if (!accepted(one, ::fi_trecv(endpoint_.messages(), one.data, one.bytes, describe_memory(one),
                                     FI_ADDR_UNSPEC, one.tag, 0, &one.context)))
         return;
     }
@@ -286,7 +249,7 @@ class OfiTransport : public Transport {
       Operation &one = *unsent_.front();
       const auto in_flight = in_flight_ + static_cast<int64_t>(one.bytes);
       if (in_flight_ > 0 && in_flight > window_) return;
-      if (!accepted(one, ::fi_tsend(endpoint_.get(), one.data, one.bytes, describe_memory(one),
+      if (!accepted(one, ::fi_tsend(endpoint_.messages(), one.data, one.bytes, describe_memory(one),
                                     links_[static_cast<size_t>(one.node)].address, one.tag,
                                     &one.context)))
         return;
@@ -297,7 +260,7 @@ class OfiTransport : public Transport {
   bool accepted(const Operation &operation, ssize_t code) {
     if (code == 0) return true;
     if (code != -FI_EAGAIN)
-      control_.data_ended(operation.node, ofi::Library::get().error(code));
+      fail(operation, "libfabric: " + ofi::Library::get().error(code));
     return false;
   }
 
@@ -325,7 +288,7 @@ class OfiTransport : public Transport {
     bool moved = false;
     fi_cq_msg_entry entries[32];
     for (;;) {
-      const ssize_t n = ::fi_cq_read(completions_.get(), entries, 32);
+      const ssize_t n = ::fi_cq_read(endpoint_.completions(), entries, 32);
       for (ssize_t i = 0; i < n; ++i)
         complete(*static_cast<Operation *>(entries[i].op_context), entries[i].len);
       moved |= n > 0;
@@ -336,46 +299,41 @@ class OfiTransport : public Transport {
 
   void complete(Operation &operation, size_t bytes) {
     if (!operation.send && bytes != operation.bytes)
-      control_.data_ended(operation.node, format("it sent %zu bytes where %zu were expected", bytes,
-                                                 operation.bytes));
-    else
-      operation.request->done = true;
-    if (operation.send) bytes_sent_ += operation.bytes;
-    recycle(operation);
-  }
-
-  void take_error() {
-    fi_cq_err_entry error{};
-    if (::fi_cq_readerr(completions_.get(), &error, 0) < 1 || !error.op_context) return;
-    Operation &operation = *static_cast<Operation *>(error.op_context);
-    char detail[128] = "";
-    const char *text = ::fi_cq_strerror(completions_.get(), error.prov_errno, error.err_data,
-                                        detail, sizeof detail);
-    control_.data_ended(operation.node, format("libfabric: %s (%s)",
-                                               ofi::Library::get().error(error.err).c_str(),
-                                               text ? text : detail));
-    recycle(operation);
-  }
-
-  void recycle(Operation &operation) {
+      return fail(operation, format("it sent %zu bytes where %zu were expected", bytes,
+                                    operation.bytes));
+    operation.request->done = true;
     Link &link = links_[static_cast<size_t>(operation.node)];
     --link.pending;
     link.active = Clock::now();
     control_.heard_from(operation.node);
-    if (operation.send) in_flight_ -= static_cast<int64_t>(operation.bytes);
+    if (operation.send) {
+      bytes_sent_ += operation.bytes;
+      in_flight_ -= static_cast<int64_t>(operation.bytes);
+    }
     operation.memory.reset();
     free_.push_back(&operation);
+  }
+
+  void take_error() {
+    fi_cq_err_entry error{};
+    if (::fi_cq_readerr(endpoint_.completions(), &error, 0) < 1 || !error.op_context) return;
+    char detail[128] = "";
+    const char *text = ::fi_cq_strerror(endpoint_.completions(), error.prov_errno, error.err_data,
+                                        detail, sizeof detail);
+    fail(*static_cast<Operation *>(error.op_context),
+         format("libfabric: %s (%s)", ofi::Library::get().error(error.err).c_str(),
+                text ? text : detail));
+  }
+
+  // The operation stays pending: whatever its node does next, it is still missed.
+  void fail(const Operation &operation, const std::string &why) {
+    control_.data_ended(operation.node, why);
   }
 
   const int64_t window_;
   const int pid_ = ::getpid();
   tcp::Control control_;
-  ofi::Info info_;
-  ofi::Owned<fid_fabric> fabric_;
-  ofi::Owned<fid_domain> domain_;
-  ofi::Owned<fid_av> addresses_;
-  ofi::Owned<fid_cq> completions_;
-  ofi::Owned<fid_ep> endpoint_;
+  ofi::Endpoint endpoint_;
   std::string address_;
   std::vector<Link> links_;
   std::deque<Operation> operations_;  // all there ever were at once: their addresses must hold

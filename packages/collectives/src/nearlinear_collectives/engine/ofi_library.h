@@ -6,12 +6,7 @@
 
 #include <dlfcn.h>
 #include <rdma/fabric.h>
-#include <rdma/fi_cm.h>
-#include <rdma/fi_domain.h>
-#include <rdma/fi_endpoint.h>
-#include <rdma/fi_tagged.h>
 
-#include <memory>
 #include <string>
 #include <vector>
 
@@ -78,51 +73,5 @@ struct Library {
     if (!*function) throw Failure(NLC_SYSTEM, std::string("this libfabric has no ") + name);
   }
 };
-
-struct Close {
-  template <class Object>
-  void operator()(Object *object) const {
-    ::fi_close(&object->fid);
-  }
-};
-template <class Object>
-using Owned = std::unique_ptr<Object, Close>;
-
-struct FreeInfo {
-  void operator()(fi_info *info) const { Library::get().freeinfo(info); }
-};
-using Info = std::unique_ptr<fi_info, FreeInfo>;
-
-// Reliable, tagged messages between any two endpoints, by one provider; nullptr if it has none.
-// Sockets of a provider that uses IP go to `host`.
-inline Info find_provider(const std::string &provider, const std::string &host) {
-  const Library &library = Library::get();
-  // Providers that can look after their registrations themselves are left to it: they hear of
-  // memory that is given back, which a user of theirs does not.
-  for (const int mr_mode : {0, FI_MR_LOCAL | FI_MR_ALLOCATED}) {
-    Info hints(library.dupinfo(nullptr));
-    if (!hints) throw Failure(NLC_SYSTEM, "libfabric: out of memory");
-    hints->caps = FI_TAGGED;
-    hints->mode = FI_CONTEXT | FI_CONTEXT2;
-    hints->ep_attr->type = FI_EP_RDM;
-    hints->domain_attr->mr_mode = mr_mode;
-    hints->domain_attr->threading = FI_THREAD_DOMAIN;
-    hints->domain_attr->control_progress = FI_PROGRESS_MANUAL;
-    hints->domain_attr->data_progress = FI_PROGRESS_MANUAL;
-    hints->fabric_attr->prov_name = ::strdup(provider.c_str());
-    auto ask = [&](const char *node, uint64_t flags) {
-      fi_info *found = nullptr;
-      library.getinfo(kVersion, node, nullptr, flags, hints.get(), &found);
-      return Info(found);
-    };
-    Info found = ask(nullptr, 0);
-    if (!found) continue;
-    const uint32_t format = found->addr_format;
-    if (format == FI_SOCKADDR || format == FI_SOCKADDR_IN || format == FI_SOCKADDR_IN6)
-      if (Info local = ask(host.c_str(), FI_SOURCE)) return local;
-    return found;
-  }
-  return nullptr;
-}
 
 }  // namespace nlc::ofi

@@ -7,8 +7,9 @@ namespace nlc {
 namespace {
 
 constexpr size_t kVector = NLC_VECTOR_BYTES;
-constexpr size_t kLine = 64;  // streaming stores write whole cache lines
-constexpr int kTile = kVector >= kLine ? 2 : 4;  // vectors of each source at a time
+constexpr size_t kLine = 64;    // streaming stores write whole cache lines
+constexpr size_t kAhead = 512;  // how far sources are prefetched, where that helps
+constexpr int kSums = 8;        // vectors of sums at a time: half the registers of SSE2 and AVX2
 
 template <class Lane, size_t bytes = kVector>
 struct VectorOf {

@@ -3,7 +3,8 @@
 // All sends of a node stand in one queue and only its head is on the wire, so a node fills one
 // destination at a time. The kernel's send buffer bounds what is in flight: it starts small and
 // follows the measured bandwidth-delay product, because what a fabric cannot hold it drops, and
-// TCP takes 200 ms to notice.
+// TCP takes 200 ms to notice. It never holds less than two segments: a receiver may take 40 ms to
+// acknowledge a single one.
 #include <sys/uio.h>
 
 #include <deque>
@@ -63,6 +64,7 @@ struct Link {
   bool readable = false, writable = false;
   bool hung_up = false;  // the other side sends no more: what is here is all there is
   bool ended = false;
+  int smallest_window = kFirstWindow;
   int window = 0;
   size_t sent_since = 0;  // the window was looked at
 };
@@ -99,7 +101,8 @@ class TcpTransport : public Transport {
       if (!sockets[node]) continue;
       Link &link = links_[node];
       link.socket = std::move(sockets[node]);
-      set_window(link, first_window());
+      link.smallest_window = std::max(kFirstWindow, 2 * tcp::segment_bytes(link.socket.get()));
+      set_window(link, fixed_window_ ? fixed_window_ : link.smallest_window);
       control_.watch_data(static_cast<int>(node), link.socket.get());
     }
   }
@@ -143,7 +146,7 @@ class TcpTransport : public Transport {
   }
 
   std::string describe() const override {
-    int window = first_window();
+    int window = fixed_window_ ? fixed_window_ : kFirstWindow;
     for (const Link &link : links_) window = std::max(window, link.window);
     return format("tcp, window %s, %s (%s)", bytes_text(static_cast<uint64_t>(window)).c_str(),
                   control_.interface().name.c_str(),
@@ -153,8 +156,6 @@ class TcpTransport : public Transport {
   uint64_t bytes_sent() const override { return bytes_sent_; }
 
  private:
-  int first_window() const { return fixed_window_ ? fixed_window_ : kFirstWindow; }
-
   Link &link_to(int node) {
     if (node < 0 || static_cast<size_t>(node) >= links_.size() ||
         !links_[static_cast<size_t>(node)].socket)
@@ -266,7 +267,7 @@ class TcpTransport : public Transport {
     // By steps: one sample says little.
     const int wanted = static_cast<int>(
         std::clamp(2 * held, 0.5 * link.window, 2.0 * link.window));
-    const int window = std::clamp(wanted, kFirstWindow, kLastWindow);
+    const int window = std::clamp(wanted, link.smallest_window, kLastWindow);
     if (window > link.window * 5 / 4 || window < link.window * 3 / 4) set_window(link, window);
   }
 

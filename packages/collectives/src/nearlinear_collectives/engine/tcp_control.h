@@ -43,8 +43,8 @@ class Control {
   int my_node() const { return me_; }
 
   // Returns the data connections, by node.
-  std::vector<Socket> connect(const std::vector<std::string> &addresses, int my_node, uint64_t cookie,
-                          int64_t timeout_ms) {
+  std::vector<Socket> connect(const std::vector<std::string> &addresses, int my_node,
+                              uint64_t cookie, int64_t timeout_ms) {
     const Clock::time_point deadline = after_ms(timeout_ms);
     me_ = my_node;
     peers_.resize(addresses.size());
@@ -250,7 +250,8 @@ class Control {
 #ifdef SYS_epoll_pwait2
     if (fine_waits_ && timeout_us > 0) {
       const timespec limit{timeout_us / 1'000'000, timeout_us % 1'000'000 * 1000};
-      n = static_cast<int>(::syscall(SYS_epoll_pwait2, epoll_.get(), events, 64, &limit, nullptr, 0));
+      n = static_cast<int>(
+          ::syscall(SYS_epoll_pwait2, epoll_.get(), events, 64, &limit, nullptr, 0));
       if (n >= 0 || errno == EINTR) return n;
       fine_waits_ = false;  // before Linux 5.11, or forbidden
     }

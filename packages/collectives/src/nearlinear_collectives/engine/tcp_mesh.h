@@ -47,7 +47,7 @@ class Mesh {
   }
 
   bool complete() const {
-    return calls_.empty() && std::find(answered_.begin(), answered_.end(), false) == answered_.end();
+    return calls_.empty() && std::count(answered_.begin(), answered_.end(), false) == 0;
   }
 
   // Waits up to timeout_ms for something to happen; the connections that are now made. Throws

@@ -190,7 +190,8 @@ inline Interface choose_interface() {
   if (!wish.empty()) {
     std::string names;
     for (const Interface &one : all)
-      if (names.find(one.name) == std::string::npos) names += (names.empty() ? "" : ", ") + one.name;
+      if (names.find(one.name) == std::string::npos)
+        names += (names.empty() ? "" : ", ") + one.name;
     throw Failure(NLC_BAD_ARGUMENT,
                   format("%s: no interface '%s' with an address is up here; there are: %s",
                          ours.empty() ? "GLOO_SOCKET_IFNAME" : "NEARLINEAR_COLLECTIVES_INTERFACE",
@@ -210,6 +211,13 @@ inline Interface choose_interface() {
 
 inline void set_option(int fd, int level, int option, int value) {
   ::setsockopt(fd, level, option, &value, sizeof value);  // best effort: none is vital
+}
+
+// The largest segment of a connection, or 0 if it is not told.
+inline int segment_bytes(int fd) {
+  int bytes = 0;
+  socklen_t size = sizeof bytes;
+  return ::getsockopt(fd, IPPROTO_TCP, TCP_MAXSEG, &bytes, &size) == 0 ? bytes : 0;
 }
 
 inline Socket open_socket(int family) {

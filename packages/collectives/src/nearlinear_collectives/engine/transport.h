@@ -5,7 +5,10 @@
 // Sends are put on the wire in the order they were posted over all links, one destination at a
 // time, with few bytes in flight: many senders that hit one receiver at once overflow its queue
 // and collapse (incast). Nothing blocks but poll(), and only for as long as it is told to.
-// A transport is used by one thread at a time.
+// A transport is used by one thread at a time. Destroying one that is idle leaves in order, in at
+// most a second: what is done arrives, and only those who still wait for this node are told. Once
+// poll() has thrown or give_up() was called, no posted memory is touched any more, and poll()
+// throws the same again.
 #pragma once
 
 #include <cstddef>
@@ -40,6 +43,7 @@ class Transport {
   virtual void connect(const std::vector<std::string> &addresses, int my_node, uint64_t cookie,
                        int64_t timeout_ms) = 0;
 
+  // Empty messages are done at once: nothing travels for them.
   virtual void post_send(int node, const void *data, size_t bytes, Request *request) = 0;
   virtual void post_receive(int node, void *data, size_t bytes, Request *request) = 0;
 
