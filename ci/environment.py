@@ -26,6 +26,9 @@ LOG = VENV / "setup.log"
 STAMP = VENV / "setup.json"
 EXTRAS = "data,notebooks,monitor,dev"
 GLUE = "nearlinear_collectives.build"  # compiles what the first import would otherwise
+# What tests compare with, made from source: it needs the torch of this environment and no kernels.
+PEERS = ["deepspeed"]
+PEERS_SETTINGS = {"DS_BUILD_OPS": "0", "DS_ACCELERATOR": "cpu"}
 
 # What an installer's log says, and what to tell the person who reads it.
 REMEDIES = [
@@ -92,25 +95,29 @@ def works(python: Path) -> bool:
         return False
 
 
-def ensure(lab: bool = False) -> None:
-    """Make .venv match constraints.txt and the packages; at once when it already does."""
+def ensure(lab: bool = False, peers: bool = False) -> None:
+    """Make .venv match constraints.txt and the packages; at once when it already does.
+
+    ``lab`` adds Jupyter Lab, ``peers`` the libraries that tests compare with; both stay.
+    """
+    wanted = {name for name, asked in (("lab", lab), ("peers", peers)) if asked}
 
     def ready() -> bool:
         stamp = read_stamp()
         same = stamp.get("fingerprint") == fingerprint() and works(PYTHON)
-        return same and (stamp.get("lab", False) or not lab)
+        return same and wanted <= set(stamp.get("additions", []))
 
     if ready():
         return
     with only_one(ROOT / ".venv.lock"):
         if not ready():  # another ./run may have built it while this one waited
-            build(lab)
+            build(wanted)
 
 
-def build(lab: bool) -> None:
+def build(wanted: set[str]) -> None:
     uv = shutil.which("uv")
     old = read_stamp()
-    lab = lab or old.get("lab", False)
+    additions = wanted | set(old.get("additions", []))
     root_and_python = [str(ROOT), list(sys.version_info[:2])]
     # An update goes on top of a finished environment made by the same Python and installer;
     # anything else (interrupted, moved, damaged) is rebuilt from nothing.
@@ -142,7 +149,7 @@ def build(lab: bool) -> None:
     for package in packages():
         target = f"packages/{package.name}"
         if package.name == "core":
-            target += f"[{EXTRAS}{',lab' if lab else ''}]"
+            target += f"[{EXTRAS}{',lab' if 'lab' in additions else ''}]"
         isolation = []
         tools = build_requirements(package)
         if any(
@@ -155,9 +162,27 @@ def build(lab: bool) -> None:
         install_step(target, [*pip, *isolation, "--editable", target], env)
     if any(package.name == "collectives" for package in packages()):
         install_step("the collectives' torch glue", [str(PYTHON), "-m", GLUE], env)
-    stamp = {"fingerprint": fingerprint(), "built_with": built_with, "lab": lab}
+    if "peers" in additions and not install_peers(pip, env):
+        additions.remove("peers")
+    stamp = {
+        "fingerprint": fingerprint(),
+        "built_with": built_with,
+        "additions": sorted(additions),
+    }
     STAMP.write_text(json.dumps(stamp))
     say(f"Ready in {time.monotonic() - start:.0f} s.\n")
+
+
+def install_peers(pip: list[str], env) -> bool:
+    """Whether it worked: tests run without them too, and skip what compares with them."""
+    try:
+        install_step("build tools of peers", [*pip, "setuptools", "wheel"], env)
+        command = [*pip, "--no-build-isolation", *PEERS]
+        install_step(", ".join(PEERS), command, {**env, **PEERS_SETTINGS})
+    except SetupError as error:
+        say(f"{error}\nGoing on without: tests that compare with {', '.join(PEERS)} are skipped.")
+        return False
+    return True
 
 
 def build_requirements(package: Path) -> list[str]:

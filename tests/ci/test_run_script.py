@@ -86,7 +86,7 @@ def test_an_unknown_command_is_refused(run, capsys):
 
 def test_test_passes_arguments_and_exit_code_on(run, monkeypatch):
     seen = []
-    monkeypatch.setattr(environment, "ensure", lambda lab=False: None)
+    monkeypatch.setattr(environment, "ensure", lambda **additions: None)
     monkeypatch.setattr(run, "job", lambda command, **settings: seen.append(command) or 5)
     assert run.main(["test", "tests/core", "-k", "a"]) == 5
     assert run.main(["test"]) == 5
@@ -96,7 +96,7 @@ def test_test_passes_arguments_and_exit_code_on(run, monkeypatch):
 
 def test_the_tutorial_stops_at_a_failing_step(run, monkeypatch, capsys):
     codes = iter([0, 3])
-    monkeypatch.setattr(environment, "ensure", lambda lab=False: None)
+    monkeypatch.setattr(environment, "ensure", lambda **additions: None)
     monkeypatch.setattr(run, "job", lambda command, **settings: next(codes))
     assert run.main(["tutorial"]) == 3
     last = capsys.readouterr().out.splitlines()[-1]
@@ -109,7 +109,7 @@ def test_the_tutorial_says_where_to_look(run, monkeypatch, capsys, tmp_path):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
     monkeypatch.setattr(run, "ROOT", tmp_path)
-    monkeypatch.setattr(environment, "ensure", lambda lab=False: None)
+    monkeypatch.setattr(environment, "ensure", lambda **additions: None)
     monkeypatch.setattr(run, "job", lambda command, **settings: 0)
     assert run.main(["tutorial"]) == 0
     out = capsys.readouterr().out
@@ -209,6 +209,33 @@ def test_lab_is_added_once_and_kept(workspace, installs):
     environment.ensure()
     environment.ensure(lab=True)
     assert not installs
+
+
+def test_peers_are_built_for_the_torch_at_hand(workspace, installs):
+    environment.ensure(peers=True)
+    last = installs[", ".join(environment.PEERS)]
+    assert "--no-build-isolation" in last and "constraints.txt" in last
+    assert list(installs)[-1] == ", ".join(environment.PEERS)
+    installs.clear()
+    environment.ensure(peers=True)
+    environment.ensure()
+    assert not installs
+
+
+def test_tests_go_on_without_peers(workspace, installs, monkeypatch, capsys):
+    def fail(what, command, env):
+        if what in environment.PEERS:
+            raise environment.SetupError("no compiler")
+        install(what, command, env)
+
+    install = environment.install_step
+    monkeypatch.setattr(environment, "install_step", fail)
+    environment.ensure(peers=True)
+    said = capsys.readouterr().out
+    assert "no compiler" in said and "deepspeed are skipped" in said
+    monkeypatch.setattr(environment, "install_step", install)
+    environment.ensure(peers=True)  # tried again
+    assert "deepspeed" in installs
 
 
 def test_a_venv_of_someone_else_is_left_alone(workspace, installs):

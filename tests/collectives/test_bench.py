@@ -306,7 +306,7 @@ def test_training_steps_have_equal_losses(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "losses agree" in done.stdout
     results = json.loads((tmp_path / "step.json").read_text())["results"]
-    assert [r["contender"] for r in results] == ["nearlinear", "nearlinear+pool", "gloo"]
+    assert [r["contender"] for r in results] == ["nearlinear", "nearlinear+pool", "nearlinear+shared", "gloo"]
     assert {r["parameters"] for r in results} == {1_048_576}
 
 

@@ -21,11 +21,11 @@ struct collective {
 
 struct contender {
   int rank, ranks;
-  int moves_data;                              /* 0: only the time counts, nothing to check */
+  int moves_data; /* 0: only the time counts, nothing to check */
   void (*barrier)(void);
-  void (*maximum)(double *values, int count);  /* over ranks, element by element, on all */
-  void (*run)(const struct collective *);      /* ends the process on an error */
-  void *(*allocate)(size_t bytes);             /* NULL: page-aligned private memory */
+  void (*maximum)(double *values, int count); /* over ranks, element by element, on all */
+  void (*run)(const struct collective *);     /* ends the process on an error */
+  void *(*allocate)(size_t bytes);            /* NULL: page-aligned private memory */
   void (*release)(void *memory);
 };
 

@@ -13,15 +13,13 @@ static void run(const struct collective *call) { /* MPI's default is to abort on
   const int count = (int)call->count;
   switch (call->operation) {
     case ALL_GATHER:
-      MPI_Allgather(call->input, count, MPI_FLOAT, call->output, count, MPI_FLOAT,
-                    MPI_COMM_WORLD);
+      MPI_Allgather(call->input, count, MPI_FLOAT, call->output, count, MPI_FLOAT, MPI_COMM_WORLD);
       break;
     case REDUCE_SCATTER:
       MPI_Reduce_scatter_block(call->input, call->output, count, MPI_FLOAT, MPI_SUM,
                                MPI_COMM_WORLD);
       break;
-    default:
-      MPI_Allreduce(MPI_IN_PLACE, call->output, count, MPI_FLOAT, MPI_SUM, MPI_COMM_WORLD);
+    default: MPI_Allreduce(MPI_IN_PLACE, call->output, count, MPI_FLOAT, MPI_SUM, MPI_COMM_WORLD);
   }
 }
 

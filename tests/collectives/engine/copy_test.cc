@@ -1,7 +1,8 @@
 // Copies of any size between any addresses, plain and streamed.
 //
-//   cd tests/collectives/engine && ENGINE=../../../packages/collectives/src/nearlinear_collectives/engine
-//   g++ -std=c++20 -g -O1 -Wall -Wextra -fsanitize=address,undefined -fno-sanitize-recover=all
+//   cd tests/collectives/engine &&
+//   ENGINE=../../../packages/collectives/src/nearlinear_collectives/engine g++ -std=c++20 -g -O1
+//   -Wall -Wextra -fsanitize=address,undefined -fno-sanitize-recover=all
 //       -I$ENGINE copy_test.cc $ENGINE/copy.cc -o copy_test && ./copy_test
 #include "copy.h"
 

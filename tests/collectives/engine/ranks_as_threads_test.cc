@@ -24,7 +24,8 @@ std::atomic<int> failures{0};
 
 void expect(bool truth, const char *what, int rank, int round) {
   if (truth) return;
-  if (failures.fetch_add(1) < 10) std::fprintf(stderr, "rank %d, round %d: wrong %s\n", rank, round, what);
+  if (failures.fetch_add(1) < 10)
+    std::fprintf(stderr, "rank %d, round %d: wrong %s\n", rank, round, what);
 }
 
 void must(int32_t status, const char *what) {
@@ -36,7 +37,8 @@ void must(int32_t status, const char *what) {
 // The value of element i of the contribution of `rank` for a round: small whole numbers, so that
 // sums are exact in any order.
 int32_t value(int rank, int round, size_t i) {
-  return static_cast<int32_t>((static_cast<size_t>(rank) * 31 + static_cast<size_t>(round) * 7 + i) % 101);
+  return static_cast<int32_t>(
+      (static_cast<size_t>(rank) * 31 + static_cast<size_t>(round) * 7 + i) % 101);
 }
 
 struct Buffer {
@@ -54,7 +56,8 @@ struct Buffer {
 struct Waited {
   std::atomic<int> done{0};
   static void mark(void *context, int32_t status, const char *error) {
-    if (status != NLC_OK) std::fprintf(stderr, "asynchronous call: %s\n", error), failures.fetch_add(1);
+    if (status != NLC_OK)
+      std::fprintf(stderr, "asynchronous call: %s\n", error), failures.fetch_add(1);
     static_cast<Waited *>(context)->done.store(1, std::memory_order_release);
   }
   void wait() {
@@ -73,7 +76,8 @@ void rank_main(int rank, int size, int rounds, unsigned seed, nlc_group *group) 
     const bool background = random() % 4 == 0;
     const int root = static_cast<int>(random() % n);
     const bool gathers = kind == NLC_ALL_GATHER, scatters = kind == NLC_REDUCE_SCATTER;
-    Buffer input(scatters ? n * count : count, pooled_input), output(gathers ? n * count : count, pooled_output);
+    Buffer input(scatters ? n * count : count, pooled_input),
+        output(gathers ? n * count : count, pooled_output);
     int32_t *in = input.data;
     if (gathers && in_place) in = output.data + static_cast<size_t>(rank) * count;
     for (size_t i = 0; i < (scatters ? n * count : count); ++i) in[i] = value(rank, round, i);
@@ -102,13 +106,15 @@ void rank_main(int rank, int size, int rounds, unsigned seed, nlc_group *group) 
       for (int r = 0; r < size; ++r) {
         sum += value(r, round, i);
         sum_of_mine += value(r, round, static_cast<size_t>(rank) * count + i);
-        if (gathers) right = right && output.data[static_cast<size_t>(r) * count + i] == value(r, round, i);
+        if (gathers)
+          right = right && output.data[static_cast<size_t>(r) * count + i] == value(r, round, i);
       }
       if (scatters) right = output.data[i] == sum_of_mine;
       if (kind == NLC_ALL_REDUCE) right = output.data[i] == sum;
       if (kind == NLC_BROADCAST) right = output.data[i] == value(root, round, i);
     }
-    const char *names[] = {"", "all_gather", "reduce_scatter", "all_reduce", "broadcast", "barrier"};
+    const char *names[] = {"",           "all_gather", "reduce_scatter",
+                           "all_reduce", "broadcast",  "barrier"};
     expect(right, names[kind], rank, round);
   }
 }
@@ -123,7 +129,9 @@ int main(int argc, char **argv) {
   std::vector<nlc_group *> groups(n);
   for (int r = 0; r < size; ++r) {
     const nlc_options options{r, size, 60000, "threads", nullptr};
-    must(nlc_group_open(&options, cards.data() + static_cast<size_t>(r) * NLC_CARD_BYTES, &groups[static_cast<size_t>(r)]), "open");
+    must(nlc_group_open(&options, cards.data() + static_cast<size_t>(r) * NLC_CARD_BYTES,
+                        &groups[static_cast<size_t>(r)]),
+         "open");
   }
   std::vector<std::thread> ranks;
   for (int r = 0; r < size; ++r)

@@ -1,8 +1,9 @@
 // Reductions against a reference that takes one element at a time: every loop this machine can
 // run, every dtype and operation, to the bit.
 //
-//   cd tests/collectives/engine && ENGINE=../../../packages/collectives/src/nearlinear_collectives/engine
-//   g++ -std=c++20 -g -O1 -Wall -Wextra -fsanitize=address,undefined -fno-sanitize-recover=all
+//   cd tests/collectives/engine &&
+//   ENGINE=../../../packages/collectives/src/nearlinear_collectives/engine g++ -std=c++20 -g -O1
+//   -Wall -Wextra -fsanitize=address,undefined -fno-sanitize-recover=all
 //       -I$ENGINE reduce_test.cc $ENGINE/reduce{,_baseline,_avx2,_avx512}.cc -o reduce_test
 //   ./reduce_test [random cases per loop]
 #include <algorithm>
@@ -24,12 +25,12 @@
 #include "reduce.h"
 #include "reduce_kernels.h"
 
-#define CHECK(condition)                                                        \
-  do {                                                                          \
-    if (!(condition)) {                                                         \
-      std::fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #condition);      \
-      std::exit(1);                                                             \
-    }                                                                           \
+#define CHECK(condition)                                                   \
+  do {                                                                     \
+    if (!(condition)) {                                                    \
+      std::fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #condition); \
+      std::exit(1);                                                        \
+    }                                                                      \
   } while (0)
 
 namespace {
@@ -43,7 +44,8 @@ bool is_float(int dtype) { return dtype >= NLC_FLOAT16 && dtype <= NLC_FLOAT64; 
 
 constexpr size_t kBytes[NLC_DTYPES] = {1, 1, 2, 4, 8, 2, 2, 4, 8, 1};
 constexpr Raw kNan[NLC_DTYPES] = {0, 0, 0, 0, 0, 0x7e00, 0x7fc0, 0x7fc00000, 0x7ff8ull << 48, 0};
-constexpr Raw kInfinity[NLC_DTYPES] = {0, 0, 0, 0, 0, 0x7c00, 0x7f80, 0x7f800000, 0x7ff0ull << 48, 0};
+constexpr Raw kInfinity[NLC_DTYPES] = {0, 0, 0, 0, 0, 0x7c00, 0x7f80, 0x7f800000, 0x7ff0ull << 48,
+                                       0};
 
 bool is_finite(int dtype, Raw raw) { return (raw & kInfinity[dtype]) != kInfinity[dtype]; }
 
@@ -55,9 +57,9 @@ struct Format16 {
     for (Raw pattern = 0; pattern <= infinity; ++pattern) {
       const int exponent = static_cast<int>(pattern >> mantissa_bits);
       const Raw mantissa = pattern & ((1u << mantissa_bits) - 1);
-      values.push_back(std::ldexp(
-          static_cast<double>(exponent ? mantissa + (1u << mantissa_bits) : mantissa),
-          std::max(exponent, 1) - bias - mantissa_bits));
+      values.push_back(
+          std::ldexp(static_cast<double>(exponent ? mantissa + (1u << mantissa_bits) : mantissa),
+                     std::max(exponent, 1) - bias - mantissa_bits));
     }
   }
 
@@ -101,7 +103,8 @@ Raw raw_of(T value) {
 template <class T>
 T combine(int op, T a, T b) {
   switch (op) {
-    case NLC_SUM: case NLC_AVG: return a + b;
+    case NLC_SUM:
+    case NLC_AVG: return a + b;
     case NLC_PRODUCT: return a * b;
     case NLC_MIN: return std::isnan(a) || std::isnan(b) ? a + b : b < a ? b : a;
     default: return std::isnan(a) || std::isnan(b) ? a + b : b > a ? b : a;
@@ -130,7 +133,8 @@ float scaled(float value, double scale) {
 Raw expected(int dtype, int op, const std::vector<Raw> &elements, double scale) {
   if (dtype == NLC_FLOAT64) {
     double sum = value_of<double>(elements[0]);
-    for (size_t s = 1; s < elements.size(); ++s) sum = combine(op, sum, value_of<double>(elements[s]));
+    for (size_t s = 1; s < elements.size(); ++s)
+      sum = combine(op, sum, value_of<double>(elements[s]));
     sum *= scale;
     return std::isnan(sum) ? kNan[dtype] : raw_of(sum);
   }
@@ -154,7 +158,8 @@ Raw expected(int dtype, int op, const std::vector<Raw> &elements, double scale) 
   }
   const int unused = 64 - 8 * static_cast<int>(kBytes[dtype]);
   auto extended = [&](Raw raw) {
-    return dtype == NLC_UINT8 ? raw : static_cast<Raw>(static_cast<int64_t>(raw << unused) >> unused);
+    return dtype == NLC_UINT8 ? raw
+                              : static_cast<Raw>(static_cast<int64_t>(raw << unused) >> unused);
   };
   Raw value = extended(elements[0]);
   for (size_t s = 1; s < elements.size(); ++s) {
@@ -179,11 +184,15 @@ Raw random_element(int dtype) {
     case 1: return sign;
     case 2: return sign | kInfinity[dtype];
     case 3: return any | kInfinity[dtype];  // most often NaN
-    case 4: case 5: case 6: case 7: return any;
+    case 4:
+    case 5:
+    case 6:
+    case 7: return any;
     default:
-      return dtype == NLC_FLOAT64   ? raw_of(near_one)
-             : dtype == NLC_FLOAT32 ? raw_of(static_cast<float>(near_one))
-                                    : (dtype == NLC_FLOAT16 ? kFloat16 : kBfloat16).encode(near_one);
+      return dtype == NLC_FLOAT64 ? raw_of(near_one)
+             : dtype == NLC_FLOAT32
+                 ? raw_of(static_cast<float>(near_one))
+                 : (dtype == NLC_FLOAT16 ? kFloat16 : kBfloat16).encode(near_one);
   }
 }
 
@@ -191,7 +200,10 @@ Raw random_element(int dtype) {
 // outside, and without one the bytes before and after still tell of writes.
 struct Array {
   Array(int dtype, size_t count, size_t offset, bool guarded)
-      : element(kBytes[dtype]), count(count), before(offset), after(guarded ? 80 : 0),
+      : element(kBytes[dtype]),
+        count(count),
+        before(offset),
+        after(guarded ? 80 : 0),
         block(new unsigned char[offset + count * element + after]) {
     std::fill_n(block.get(), before + count * element + after, kGuard);
   }
@@ -294,11 +306,13 @@ void test_average_is_division() {
   for (int n = 2; n <= 64; ++n) {
     std::vector<float> values(1000), results(values.size());
     for (float &value : values) {
-      value = std::ldexp(static_cast<float>(random_bits() >> 40), static_cast<int>(random_below(100)) - 50);
+      value = std::ldexp(static_cast<float>(random_bits() >> 40),
+                         static_cast<int>(random_below(100)) - 50);
     }
     const void *source = values.data();
     nlc::reduce(NLC_FLOAT32, NLC_AVG, &source, 1, results.data(), values.size(), 1.0 / n, false);
-    for (size_t i = 0; i < values.size(); ++i) CHECK(results[i] == values[i] / static_cast<float>(n));
+    for (size_t i = 0; i < values.size(); ++i)
+      CHECK(results[i] == values[i] / static_cast<float>(n));
   }
 }
 
@@ -350,7 +364,8 @@ int main(int count, char **words) {
   test_names();
   test_average_is_division();
   test_floating_point_settings();
-  for (const nlc::Kernels *set : {&nlc::baseline_kernels(), nlc::avx2_kernels(), nlc::avx512_kernels()}) {
+  for (const nlc::Kernels *set :
+       {&nlc::baseline_kernels(), nlc::avx2_kernels(), nlc::avx512_kernels()}) {
     if (set == nullptr) continue;
     for (int dtype = 0; dtype < NLC_DTYPES; ++dtype) {
       for (int op = 0; op < NLC_REDUCES; ++op) {

@@ -39,6 +39,17 @@ class Contender:
             return self.group._get_backend(CPU).allocate_tensor(count, dtype=dtype, device=CPU)
         return torch.empty(count, dtype=dtype)
 
+    @property
+    def shares_outputs(self) -> bool:
+        """Whether it gathers into memory that exists once per node."""
+        return self.has_pool and hasattr(self.group._get_backend(CPU), "allocate_shared")
+
+    def allocate_gathered(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """An all-gather's output as ``nearlinear_collectives.AllGather`` takes it for FSDP2."""
+        if self.shares_outputs:
+            return self.group._get_backend(CPU).allocate_shared(count, dtype)
+        return self.allocate(count, dtype)
+
 
 def parse(words: list[str]) -> list[tuple[str, str]]:
     """(label, backend) of each word; labels must differ."""

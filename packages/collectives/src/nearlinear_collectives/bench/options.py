@@ -8,7 +8,7 @@ from .errors import UsageError
 from .sizes import parse_sizes
 
 OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce")
-PATTERNS = ("plain", "in_place", "fsdp", "fsdp_empty", "fsdp_read")
+PATTERNS = ("plain", "in_place", "fsdp", "fsdp_pool", "fsdp_empty", "fsdp_read")
 DTYPES = ("float32", "float64", "bfloat16", "float16", "int8", "uint8", "int32", "int64")
 MODELS = ("34M", "1M")
 EXAMPLES = """\
@@ -30,9 +30,11 @@ patterns:
   plain       out of place, buffers reused
   in_place    the input is the own part of the output (reduce_scatter: the other way round)
   fsdp        what FSDP2 does per layer: allocate, copy the own shard in, gather in place, free;
-              memory comes from the backend where it allocates tensors, else from torch.empty
-  fsdp_empty  the same with torch.empty for all: FSDP2 before anyone calls
+              memory is the best that the backend has: outputs shared by the ranks of a node, as
+              nearlinear_collectives.AllGather takes them, else its pool, else torch.empty
+  fsdp_pool   the same without shared outputs: FSDP2 after
               set_allocate_memory_from_process_group_for_comm(True)
+  fsdp_empty  the same with torch.empty for all: FSDP2 as it is
   fsdp_read   fsdp, and then the whole output is copied out once, as FSDP2 does
 
 Sizes and bandwidths are nccl-tests': size is all_gather's whole output, reduce_scatter's whole

@@ -131,7 +131,7 @@ class InPlace(Plain):
 
 
 class Fsdp:
-    """FSDP2's calls for one layer, with memory from the backend where it gives some.
+    """FSDP2's calls for one layer, with the best memory that the backend has for each.
 
     all_gather: allocate the output, copy the own shard into its place, gather in place, free.
     reduce_scatter: allocate the input, copy the gradients in, allocate the output, reduce, free.
@@ -153,14 +153,18 @@ class Fsdp:
     def allocate(self, contender: Contender, count: int) -> torch.Tensor:
         return contender.allocate(count, self.job.dtype)
 
+    def allocate_gathered(self, contender: Contender, count: int) -> torch.Tensor:
+        return contender.allocate_gathered(count, self.job.dtype)
+
     def call(self, contender: Contender) -> torch.Tensor:
         job = self.job
-        whole = self.allocate(contender, job.total)
         if job.operation == "all_gather":
+            whole = self.allocate_gathered(contender, job.total)
             own = job.own(whole)
             own.copy_(self.source)
             job.run(whole, own, contender.group)
             return whole
+        whole = self.allocate(contender, job.total)
         whole.copy_(self.source)
         output = self.allocate(contender, job.count)
         job.run(output, whole, contender.group)
@@ -171,7 +175,14 @@ class Fsdp:
         return 2 * job.bytes + job.bytes // job.ranks
 
 
-class FsdpEmpty(Fsdp):
+class FsdpPool(Fsdp):
+    """The same with the pool alone, which is what FSDP2 itself can be told to use."""
+
+    def allocate_gathered(self, contender: Contender, count: int) -> torch.Tensor:
+        return self.allocate(contender, count)
+
+
+class FsdpEmpty(FsdpPool):
     """The same with torch.empty for every backend: FSDP2 as long as nobody tells it otherwise."""
 
     def allocate(self, contender: Contender, count: int) -> torch.Tensor:
@@ -204,6 +215,7 @@ PATTERNS = {
     "plain": Plain,
     "in_place": InPlace,
     "fsdp": Fsdp,
+    "fsdp_pool": FsdpPool,
     "fsdp_empty": FsdpEmpty,
     "fsdp_read": FsdpRead,
 }

@@ -2,7 +2,8 @@
 
 Few tokens on purpose: a step of these models on CPUs is mostly communication. Every contender
 trains a model of its own from the same numbers, so the losses must agree. A backend that
-allocates tensors comes twice, the second time (``+pool``) with FSDP2 told to ask it for memory.
+allocates tensors comes again with FSDP2 told to ask it for memory (``+pool``), and one that shares
+outputs with ``AllGather`` in place of FSDP2's own (``+shared``).
 """
 
 import math
@@ -79,12 +80,13 @@ class Run:
 
 
 def runs_of(shape: Shape, contenders: list[Contender]) -> list[Run]:
-    """A model for every contender, with and without its pool."""
+    """A model for every contender and every kind of memory that it has for gathers."""
     found = []
     for contender in contenders:
-        for pool in (False, True) if contender.has_pool else (False,):
-            label = contender.label + ("+pool" if pool else "")
-            found.append(Run(label, shape, _training_step(shape, contender.group, pool)))
+        memories = [""] + ["+pool"] * contender.has_pool + ["+shared"] * contender.shares_outputs
+        for memory in memories:
+            step = _training_step(shape, contender.group, memory)
+            found.append(Run(contender.label + memory, shape, step))
     return found
 
 
@@ -151,10 +153,12 @@ def entry(run: Run) -> dict:
     }
 
 
-def _training_step(shape: Shape, group, pool: bool):
+def _training_step(shape: Shape, group, memory: str):
     """A function that makes one step of SGD and returns the loss."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import FSDPModule, fully_shard
+
+    from ..fsdp import AllGather
 
     torch.manual_seed(0)
     model = nn.Sequential(*(Block(shape.width) for _ in range(shape.layers)))
@@ -162,9 +166,11 @@ def _training_step(shape: Shape, group, pool: bool):
     for block in model:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    if pool:
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            if memory == "+shared":
+                module.set_custom_all_gather(AllGather(group))
+            elif memory == "+pool":
                 if not hasattr(module, "set_allocate_memory_from_process_group_for_comm"):
                     raise UsageError(f"torch {torch.__version__} cannot be told to take memory "
                                      "from a process group; torch 2.9 or newer can")  # fmt: skip

@@ -17,12 +17,15 @@ void staged(Group &group, const char *input, const PartOf &part, size_t bytes, b
   const size_t chunk = group.chunk_bytes();
   const uint32_t steps = static_cast<uint32_t>(std::max<size_t>(1, (bytes + chunk - 1) / chunk));
   const uint32_t first = group.take_steps(kInputs, steps);
-  const auto size_of = [&](uint32_t s) { return std::min(chunk, bytes - std::min(bytes, s * chunk)); };
+  const auto size_of = [&](uint32_t s) {
+    return std::min(chunk, bytes - std::min(bytes, s * chunk));
+  };
   uint32_t posted = 0;
   for (uint32_t s = 0; s < steps; ++s) {
     for (; posted < std::min(steps, s + 2); ++posted) {  // one ahead of what is read
       group.await_free(kInputs, first + posted);
-      copy(group.mine().slot(kInputs, first + posted), input + posted * chunk, size_of(posted), false);
+      copy(group.mine().slot(kInputs, first + posted), input + posted * chunk, size_of(posted),
+           false);
       group.post(kInputs, first + posted);
     }
     const size_t offset = s * chunk, n = size_of(s);
@@ -31,7 +34,8 @@ void staged(Group &group, const char *input, const PartOf &part, size_t bytes, b
       const int other = (me + i) % here;
       group.await_post(kInputs, first + s, other);
       if (compare && s == 0) group.compare_call(other);
-      copy(part(other) + offset, group.neighbour(other).segment->slot(kInputs, first + s), n, stream);
+      copy(part(other) + offset, group.neighbour(other).segment->slot(kInputs, first + s), n,
+           stream);
     }
     group.consume(kInputs, first + s);
   }
@@ -102,8 +106,9 @@ void all_gather(Group &group, const nlc_call &call) {
   const bool stream = bytes * static_cast<size_t>(group.size()) >= group.stream_bytes();
   if (group.place().node_count() > 1) return node_all_gather(group, call, part, bytes, stream);
   const auto &ranks = group.place().neighbours();
-  local_all_gather(group, call, static_cast<const char *>(call.input),
-                   [&](int local) { return part(ranks[static_cast<size_t>(local)]); }, bytes, stream);
+  local_all_gather(
+      group, call, static_cast<const char *>(call.input),
+      [&](int local) { return part(ranks[static_cast<size_t>(local)]); }, bytes, stream);
 }
 
 }  // namespace nlc

@@ -16,7 +16,9 @@ constexpr size_t kOneShot = 16 << 10;  // up to here everybody reduces everythin
 struct Slices {  // the elements [0, count) dealt out to the ranks of the node
   size_t count, each;
   Slices(size_t count, int ranks)
-      : count(count), each(((count + static_cast<size_t>(ranks) - 1) / static_cast<size_t>(ranks) + 63) & ~size_t{63}) {}
+      : count(count),
+        each(((count + static_cast<size_t>(ranks) - 1) / static_cast<size_t>(ranks) + 63) &
+             ~size_t{63}) {}
   size_t begin(int i) const { return std::min(count, static_cast<size_t>(i) * each); }
   size_t size(int i) const { return begin(i + 1) - begin(i); }
 };
@@ -45,7 +47,9 @@ void staged(Group &group, const nlc_call &call, size_t element) {
   const uint32_t first_out = group.take_steps(kResults, steps);
   char *data = static_cast<char *>(call.output);
   std::vector<const void *> sources(static_cast<size_t>(here));
-  const auto slices_of = [&](uint32_t s) { return Slices(std::min(chunk, call.count - s * chunk), here); };
+  const auto slices_of = [&](uint32_t s) {
+    return Slices(std::min(chunk, call.count - s * chunk), here);
+  };
 
   const auto put = [&](uint32_t s) {  // everything but my own slice
     const Slices slices = slices_of(s);
@@ -64,12 +68,15 @@ void staged(Group &group, const nlc_call &call, size_t element) {
     for (int i = 0; i < here; ++i) {
       if (i != me) group.await_post(kInputs, first_in + s, i);
       sources[static_cast<size_t>(i)] =
-          i == me ? own
-                  : reinterpret_cast<char *>(group.neighbour(i).segment->slot(kInputs, first_in + s)) + begin;
+          i == me
+              ? own
+              : reinterpret_cast<char *>(group.neighbour(i).segment->slot(kInputs, first_in + s)) +
+                    begin;
     }
     group.await_free(kResults, first_out + s);
     unsigned char *result = group.mine().slot(kResults, first_out + s);
-    reduce(call.dtype, call.reduce, sources.data(), here, result, slices.size(me), call.scale, false);
+    reduce(call.dtype, call.reduce, sources.data(), here, result, slices.size(me), call.scale,
+           false);
     group.post(kResults, first_out + s);
     group.consume(kInputs, first_in + s);
     copy(own, result, slices.size(me) * element, false);
@@ -80,7 +87,8 @@ void staged(Group &group, const nlc_call &call, size_t element) {
       const int i = (me + k) % here;
       group.await_post(kResults, first_out + s, i);
       copy(data + (s * chunk + slices.begin(i)) * element,
-           group.neighbour(i).segment->slot(kResults, first_out + s), slices.size(i) * element, false);
+           group.neighbour(i).segment->slot(kResults, first_out + s), slices.size(i) * element,
+           false);
     }
     group.consume(kResults, first_out + s);
   };

@@ -114,9 +114,7 @@ void nlc_pool_free(void *memory) {
   guarded([&] { Arena::of_this_process().free(memory); });
 }
 
-int32_t nlc_pool_contains(const void *memory) {
-  return Arena::of_this_process().contains(memory);
-}
+int32_t nlc_pool_contains(const void *memory) { return Arena::of_this_process().contains(memory); }
 
 void *nlc_shared_allocate(nlc_group *group, size_t bytes_per_rank) {
   void *memory = nullptr;

@@ -17,8 +17,8 @@ uint64_t round_up(uint64_t value, uint64_t to) { return (value + to - 1) / to * 
 uint64_t arena_size() {
   const int64_t wanted = setting_number("POOL_MIB", 0);
   if (wanted > 0) return round_up(static_cast<uint64_t>(wanted) << 20, kHuge);
-  const uint64_t memory = static_cast<uint64_t>(sysconf(_SC_PHYS_PAGES)) *
-                          static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
+  const uint64_t memory =
+      static_cast<uint64_t>(sysconf(_SC_PHYS_PAGES)) * static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
   return round_up(memory, kHuge);
 }
 
@@ -77,8 +77,8 @@ Arena &Arena::of_this_process() {
   static std::mutex mutex;
   static Arena *arena = nullptr;
   static int owner = 0;
-  static const int registered = pthread_atfork([] { mutex.lock(); }, [] { mutex.unlock(); },
-                                               [] { mutex.unlock(); });
+  static const int registered =
+      pthread_atfork([] { mutex.lock(); }, [] { mutex.unlock(); }, [] { mutex.unlock(); });
   (void)registered;
   const std::lock_guard<std::mutex> lock(mutex);
   if (owner != getpid()) arena = new Arena(), owner = getpid();
@@ -98,7 +98,8 @@ void *Arena::allocate(size_t bytes) {
 void Arena::free(void *memory) {
   if (!contains(memory)) return;  // nothing, or a parent's
   const std::lock_guard<std::mutex> lock(mutex_);
-  const auto found = blocks_.find(static_cast<uint64_t>(static_cast<char *>(memory) - pages_.base()));
+  const auto found =
+      blocks_.find(static_cast<uint64_t>(static_cast<char *>(memory) - pages_.base()));
   if (found == blocks_.end()) return;
   const auto [offset, bytes] = *found;
   blocks_.erase(found);

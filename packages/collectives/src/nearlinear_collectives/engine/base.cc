@@ -60,8 +60,9 @@ int64_t setting_number(const char *name, int64_t otherwise) {
   char *end = nullptr;
   const long long number = std::strtoll(value.c_str(), &end, 10);
   if (*end != '\0')
-    throw Failure(NLC_BAD_ARGUMENT, format("NEARLINEAR_COLLECTIVES_%s must be a whole number, not '%s'",
-                                           name, value.c_str()));
+    throw Failure(
+        NLC_BAD_ARGUMENT,
+        format("NEARLINEAR_COLLECTIVES_%s must be a whole number, not '%s'", name, value.c_str()));
   return number;
 }
 

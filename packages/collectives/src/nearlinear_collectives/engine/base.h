@@ -20,9 +20,9 @@ struct Failure : std::runtime_error {
 };
 
 std::string format(const char *pattern, ...) __attribute__((format(printf, 1, 2)));
-std::string bytes_text(uint64_t bytes);             // "4 MiB", "1.5 KiB", "12 B"
-std::string json_text(const std::string &text);     // with quotes, escaped
-Failure system_failure(const std::string &what);    // NLC_SYSTEM with errno's text
+std::string bytes_text(uint64_t bytes);           // "4 MiB", "1.5 KiB", "12 B"
+std::string json_text(const std::string &text);   // with quotes, escaped
+Failure system_failure(const std::string &what);  // NLC_SYSTEM with errno's text
 
 // An environment variable of the project, NEARLINEAR_COLLECTIVES_<name>, or "".
 std::string setting(const char *name);
@@ -47,6 +47,8 @@ class Fd {
 };
 
 using Clock = std::chrono::steady_clock;
-inline Clock::time_point after_ms(int64_t ms) { return Clock::now() + std::chrono::milliseconds(ms); }
+inline Clock::time_point after_ms(int64_t ms) {
+  return Clock::now() + std::chrono::milliseconds(ms);
+}
 
 }  // namespace nlc

@@ -45,7 +45,8 @@ void spread(Group &group, int from_local, char *data, size_t bytes) {
 
 void local_broadcast(Group &group, const nlc_call &call) {
   const auto &ranks = group.place().neighbours();
-  const int root = static_cast<int>(std::find(ranks.begin(), ranks.end(), call.root) - ranks.begin());
+  const int root =
+      static_cast<int>(std::find(ranks.begin(), ranks.end(), call.root) - ranks.begin());
   local_barrier(group);
   group.path = "staged";
   spread(group, root, static_cast<char *>(call.output), call.count * element_bytes(call.dtype));

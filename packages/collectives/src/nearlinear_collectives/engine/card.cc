@@ -27,7 +27,7 @@ std::string first_line(const char *path) {
 }
 
 uint64_t namespace_of(const char *kind) {
-  struct stat info {};
+  struct stat info{};
   return stat(format("/proc/self/ns/%s", kind).c_str(), &info) == 0 ? info.st_ino : 0;
 }
 
@@ -74,8 +74,9 @@ void describe_this_process(Card *card) {
 const Card &read_card(const unsigned char *bytes) {
   const Card &card = *reinterpret_cast<const Card *>(bytes);
   if (card.magic != kCardMagic || card.abi != NLC_ABI_VERSION)
-    throw Failure(NLC_BAD_ARGUMENT,
-                  "a rank runs another version of nearlinear_collectives: install the same on all nodes");
+    throw Failure(
+        NLC_BAD_ARGUMENT,
+        "a rank runs another version of nearlinear_collectives: install the same on all nodes");
   return card;
 }
 

@@ -15,16 +15,17 @@ struct Card {
   int32_t rank;
   int32_t size;
   int32_t pid;
-  uint64_t started;      // the process's start time, so that a reused pid is not taken for it
-  uint64_t node[2];      // equal on ranks that can share memory
-  uint64_t nonce;        // of this group on this rank
+  uint64_t started;  // the process's start time, so that a reused pid is not taken for it
+  uint64_t node[2];  // equal on ranks that can share memory
+  uint64_t nonce;    // of this group on this rank
   int32_t segment_fd;
   int32_t arena_fd;      // the pool of the process
-  uint64_t arena_bytes;   // and of the shared outputs' memory
+  uint64_t arena_bytes;  // and of the shared outputs' memory
   int32_t output_fd;     // of this group's shared outputs
+  int32_t doorbell_fd;   // of this rank, should it lead its node
   int32_t cores;
   char host[64];
-  char address[200];     // of the transport; empty if none
+  char address[200];  // of the transport; empty if none
 };
 static_assert(sizeof(Card) <= NLC_CARD_BYTES);
 

@@ -63,8 +63,8 @@ Cache last_level_cache() {
 
 constexpr size_t kLine = 64;
 constexpr size_t kStep = 2 * kLine;
-constexpr size_t kAhead = 1024;   // how far sources of streaming copies are prefetched
-constexpr size_t kSmall = 4096;   // below, memcpy is as good
+constexpr size_t kAhead = 1024;  // how far sources of streaming copies are prefetched
+constexpr size_t kSmall = 4096;  // below, memcpy is as good
 
 // Whole steps; `to` is aligned to a line. 16-byte vectors fill the same lines as wider ones and
 // are as fast (measured), given the prefetch: narrow loads alone look less far ahead.

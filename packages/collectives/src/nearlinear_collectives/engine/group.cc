@@ -1,7 +1,6 @@
 #include "group.h"
 
 #include <sched.h>
-#include <sys/eventfd.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -35,7 +34,9 @@ std::atomic<int> most_ranks_here{1};  // of any group so far: what the cores are
 }  // namespace
 
 Group::Group(const nlc_options &options, unsigned char *card)
-    : name_(options.name ? options.name : "group"), timeout_ms_(options.timeout_ms), pid_(getpid()) {
+    : name_(options.name ? options.name : "group"),
+      timeout_ms_(options.timeout_ms),
+      pid_(getpid()) {
   if (options.size < 1 || options.rank < 0 || options.rank >= options.size)
     throw Failure(NLC_BAD_ARGUMENT, format("rank %d of %d ranks", options.rank, options.size));
   for (int r = 0; r < options.size; ++r)
@@ -60,6 +61,8 @@ Group::Group(const nlc_options &options, unsigned char *card)
   if (options.size > 1) {
     const std::string transport = setting("TRANSPORT");
     net_ = make_transport(transport.empty() ? "tcp" : transport);
+    doorbell_.hang();
+    card_.doorbell_fd = doorbell_.ringing();
     std::strncpy(card_.address, net_->address().c_str(), sizeof card_.address - 1);
   }
   std::memset(card, 0, NLC_CARD_BYTES);
@@ -76,8 +79,8 @@ void Group::connect(const unsigned char *cards, int64_t timeout_ms) {
   for (int r = 0; r < card_.size; ++r) {
     const Card &card = read_card(cards + static_cast<size_t>(r) * NLC_CARD_BYTES);
     if (card.rank != r || card.size != card_.size)
-      throw Failure(NLC_BAD_ARGUMENT, format("the card of rank %d says rank %d of %d", r, card.rank,
-                                             card.size));
+      throw Failure(NLC_BAD_ARGUMENT,
+                    format("the card of rank %d says rank %d of %d", r, card.rank, card.size));
     cards_.push_back(card);
   }
   place_ = find_topology(cards_, card_.rank);
@@ -98,8 +101,7 @@ void Group::connect(const unsigned char *cards, int64_t timeout_ms) {
         throw Failure(failure.status, rank_text(rank) + ": " + failure.what());
       }
     }
-    neighbour.memory = neighbour.pool ? neighbour.pool->base()
-                                      : Arena::of_this_process().base();
+    neighbour.memory = neighbour.pool ? neighbour.pool->base() : Arena::of_this_process().base();
     neighbour.segment = reinterpret_cast<Segment *>(neighbour.mapping->base());
     if (neighbour.segment->nonce.load(std::memory_order_acquire) != card.nonce)
       throw Failure(NLC_PEER_DIED, rank_text(rank) + " ended while the group was being formed");
@@ -112,13 +114,14 @@ void Group::connect(const unsigned char *cards, int64_t timeout_ms) {
   }
   most = std::max(most, here);
   patience_ = patience(most, card_.cores);
-  chunk_bytes_ = static_cast<size_t>(
-      setting_number("CHUNK_KIB", most <= card_.cores ? 128 : 512)) << 10;
+  chunk_bytes_ = static_cast<size_t>(setting_number("CHUNK_KIB", most <= card_.cores ? 128 : 512))
+                 << 10;
   chunk_bytes_ = std::clamp(chunk_bytes_, size_t{4096}, kSlotBytes);
   stream_bytes_ = stream_threshold(here);
 
   if (place_.node_count() == 1) {
     net_.reset();
+    doorbell_ = Doorbell();
   } else if (place_.leads()) {
     std::vector<std::string> addresses;
     for (const auto &ranks : place_.nodes)
@@ -133,24 +136,21 @@ void Group::connect(const unsigned char *cards, int64_t timeout_ms) {
     } catch (const std::runtime_error &failure) {
       fail(NLC_TIMEOUT, std::string("the nodes could not be connected: ") + failure.what());
     }
-    doorbell_ = Fd(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC));
-    net_->wake_on(doorbell_.get());
+    net_->wake_on(doorbell_.hearing());
   } else {
     net_.reset();
+    const Card &leader = cards_[static_cast<size_t>(place_.neighbours()[0])];
+    doorbell_.find(leader.pid, leader.doorbell_fd);
   }
-  own_->ready.raise(1);  // everything of mine is there, and I have everything of theirs
+  raise(own_->ready, 1);  // everything of mine is there, and I have everything of theirs
   for (int i = 0; i < here; ++i) await_counter(neighbour(i).segment->ready, 1, i);
 }
 
 // --- ring steps --------------------------------------------------------------------------------
 
-void Group::post(RingName ring, uint32_t step) {
-  own_->rings[ring].posted.raise(step + 1);
-}
+void Group::post(RingName ring, uint32_t step) { raise(own_->rings[ring].posted, step + 1); }
 
-void Group::consume(RingName ring, uint32_t step) {
-  own_->rings[ring].consumed.raise(step + 1);
-}
+void Group::consume(RingName ring, uint32_t step) { raise(own_->rings[ring].consumed, step + 1); }
 
 void Group::await_post(RingName ring, uint32_t step, int local) {
   await_counter(neighbour(local).segment->rings[ring].posted, step + 1, local);
@@ -173,6 +173,11 @@ void Group::await_consumed_by(int local, RingName ring, uint32_t step) {
 
 // --- waiting -----------------------------------------------------------------------------------
 
+void Group::raise(Counter &counter, uint32_t to) {
+  counter.raise(to);
+  if (!net_) doorbell_.ring(leader().listening);
+}
+
 void Group::await_counter(Counter &counter, uint32_t target, int local) {
   if (counter.reached(target)) return;
   // Spinning on the core that the awaited rank needs only keeps it from arriving.
@@ -193,9 +198,11 @@ void Group::await_counter(Counter &counter, uint32_t target, int local) {
     const uint32_t seen = counter.load();
     if (static_cast<int32_t>(seen - target) >= 0) return;
     if (net_) {
-      // Asleep on the sockets, the leader misses the neighbours' counters: they are looked at
-      // every so often instead.
-      poll_net(200);
+      // The order matters: the flag is up before the counter is looked at for the last time, and
+      // neighbours look at the flag after they have raised the counter.
+      own_->listening.store(1, std::memory_order_seq_cst);
+      if (counter.value.load(std::memory_order_seq_cst) == seen) poll_net(2000);
+      own_->listening.store(0, std::memory_order_relaxed);
     } else {
       counter.sleep(seen, 20);
     }
@@ -207,7 +214,7 @@ void Group::await_counter(Counter &counter, uint32_t target, int local) {
 void Group::await(const Request &request) {
   int idle = 0;
   while (!request.done) {
-    const bool moved = poll_net(idle < patience_.spins / 8 ? 0 : 2000);
+    const bool moved = poll_net(idle < 4 ? 0 : 2000);
     idle = moved ? 0 : idle + 1;
     if (!moved) look_around(-1);
   }
@@ -256,7 +263,8 @@ void Group::run(const nlc_call &call) {
   check(call);
   if (forked())
     throw Failure(NLC_ABORTED, format("group '%s' belongs to process %d and cannot be used after a "
-                                      "fork: make a new group in the child", name_.c_str(), pid_));
+                                      "fork: make a new group in the child",
+                                      name_.c_str(), pid_));
   if (aborted_.load()) fail(NLC_ABORTED, abort_reason_);
   if (broken_status_ != NLC_OK)
     throw Failure(NLC_ABORTED, format("group '%s' failed before and cannot be used any more: %s",
@@ -311,7 +319,8 @@ void Group::compare_with(const CallCard &theirs, int rank) {
   fail(NLC_MISMATCH,
        format("ranks called different operations: rank %lld called %s, rank %lld called %s",
               static_cast<long long>(global_ranks_[static_cast<size_t>(this->rank())]),
-              call_text(mine).c_str(), static_cast<long long>(global_ranks_[static_cast<size_t>(rank)]),
+              call_text(mine).c_str(),
+              static_cast<long long>(global_ranks_[static_cast<size_t>(rank)]),
               call_text(theirs).c_str()));
 }
 
@@ -322,10 +331,11 @@ std::string Group::describe() const {
     for (size_t i = 0; i < ranks.size(); ++i) nodes += format(i ? ", %d" : "%d", ranks[i]);
     nodes += "]";
   }
-  return format("{\"name\": %s, \"rank\": %d, \"size\": %d, \"nodes\": [%s], \"cores\": %d, "
-                "\"chunk_bytes\": %zu, \"stream_bytes\": %zu, \"network\": %s}",
-                json_text(name_).c_str(), rank(), size(), nodes.c_str(), card_.cores, chunk_bytes_,
-                stream_bytes_, json_text(net_ ? net_->describe() : "").c_str());
+  return format(
+      "{\"name\": %s, \"rank\": %d, \"size\": %d, \"nodes\": [%s], \"cores\": %d, "
+      "\"chunk_bytes\": %zu, \"stream_bytes\": %zu, \"network\": %s}",
+      json_text(name_).c_str(), rank(), size(), nodes.c_str(), card_.cores, chunk_bytes_,
+      stream_bytes_, json_text(net_ ? net_->describe() : "").c_str());
 }
 
 }  // namespace nlc

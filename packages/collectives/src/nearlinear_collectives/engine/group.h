@@ -10,6 +10,7 @@
 
 #include "arena.h"
 #include "card.h"
+#include "doorbell.h"
 #include "liveness.h"
 #include "memory.h"
 #include "segment.h"
@@ -22,9 +23,9 @@ namespace nlc {
 struct Neighbour {
   int rank = 0;
   Segment *segment = nullptr;
-  std::shared_ptr<Mapping> mapping;     // of the segment
-  std::shared_ptr<Mapping> pool;        // of its process; nullptr if that is this one
-  const char *memory = nullptr;         // where that pool begins, for reading
+  std::shared_ptr<Mapping> mapping;  // of the segment
+  std::shared_ptr<Mapping> pool;     // of its process; nullptr if that is this one
+  const char *memory = nullptr;      // where that pool begins, for reading
 };
 
 class Group {
@@ -57,11 +58,11 @@ class Group {
     steps_[ring] += steps;
     return first;
   }
-  void await_free(RingName ring, uint32_t step);            // my slot may be filled
-  void post(RingName ring, uint32_t step);                  // my slot is filled
+  void await_free(RingName ring, uint32_t step);             // my slot may be filled
+  void post(RingName ring, uint32_t step);                   // my slot is filled
   void await_post(RingName ring, uint32_t step, int local);  // a neighbour's slot is filled
-  void consume(RingName ring, uint32_t step);               // I have read my neighbours' slots
-  void await_all(RingName ring, uint32_t step);             // all neighbours have consumed a step
+  void consume(RingName ring, uint32_t step);                // I have read my neighbours' slots
+  void await_all(RingName ring, uint32_t step);              // all neighbours have consumed a step
   void await_consumed_by(int local, RingName ring, uint32_t step);
 
   // Compares a neighbour's call with mine; throws NLC_MISMATCH naming both.
@@ -91,6 +92,7 @@ class Group {
   std::mutex turn;  // held while a collective runs
 
  private:
+  void raise(Counter &counter, uint32_t to);
   void await_counter(Counter &counter, uint32_t target, int local);
   bool poll_net(int timeout_us);
   void spread_over_cores(int core);
@@ -119,10 +121,10 @@ class Group {
   Fd output_fd_;
   std::shared_ptr<SharedOutputs> outputs_;
   std::mutex outputs_mutex_;
-  Fd doorbell_;
+  Doorbell doorbell_;
   Patience patience_{2000, 20};
   size_t chunk_bytes_ = 128 << 10;
-  size_t node_chunk_bytes_ = 256 << 10;
+  size_t node_chunk_bytes_ = 128 << 10;
   size_t stream_bytes_ = 16 << 20;
   uint32_t steps_[kRings] = {0, 0, 0};
   uint64_t sequence_ = 0;

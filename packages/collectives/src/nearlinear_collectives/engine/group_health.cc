@@ -36,9 +36,9 @@ void Group::look_around(int awaited) {
   }
   const int dead = liveness_->first_dead();
   if (dead >= 0) {
-    const int local = static_cast<int>(
-        std::find(place_.neighbours().begin(), place_.neighbours().end(), dead) -
-        place_.neighbours().begin());
+    const int local =
+        static_cast<int>(std::find(place_.neighbours().begin(), place_.neighbours().end(), dead) -
+                         place_.neighbours().begin());
     // A rank that closed the group and ended is missed only by those who wait for it.
     if (!neighbour(local).segment->closed.load(std::memory_order_acquire))
       fail(NLC_PEER_DIED, rank_text(dead) + " died");
@@ -88,9 +88,10 @@ void Group::fail_with(nlc_status status, const std::string &text) {
   std::strncpy(own_->reason, text.c_str(), sizeof own_->reason - 1);
   own_->failed.store(static_cast<uint32_t>(status), std::memory_order_release);
   if (net_) net_->give_up(text);
-  throw Failure(status, format("nearlinear group '%s', rank %lld: %s", name_.c_str(),
-                               static_cast<long long>(global_ranks_[static_cast<size_t>(card_.rank)]),
-                               text.c_str()));
+  throw Failure(
+      status,
+      format("nearlinear group '%s', rank %lld: %s", name_.c_str(),
+             static_cast<long long>(global_ranks_[static_cast<size_t>(card_.rank)]), text.c_str()));
 }
 
 void Group::abort(const char *reason) {
@@ -99,8 +100,8 @@ void Group::abort(const char *reason) {
 }
 
 std::string Group::call_text(const CallCard &call) const {
-  std::string text = format("%s #%llu", kind_name(call.kind),
-                            static_cast<unsigned long long>(call.sequence));
+  std::string text =
+      format("%s #%llu", kind_name(call.kind), static_cast<unsigned long long>(call.sequence));
   if (call.kind == NLC_BARRIER) return text;
   const bool per_rank = call.kind == NLC_ALL_GATHER || call.kind == NLC_REDUCE_SCATTER;
   text += format(" of %s%s (%llu x %s", bytes_text(call.count * element_bytes(call.dtype)).c_str(),
@@ -116,7 +117,8 @@ std::string Group::call_text(const CallCard &call) const {
 std::string Group::rank_text(int rank) const {
   const Card &card = cards_[static_cast<size_t>(rank)];
   return format("rank %lld (host %s, pid %d)",
-                static_cast<long long>(global_ranks_[static_cast<size_t>(rank)]), card.host, card.pid);
+                static_cast<long long>(global_ranks_[static_cast<size_t>(rank)]), card.host,
+                card.pid);
 }
 
 }  // namespace nlc

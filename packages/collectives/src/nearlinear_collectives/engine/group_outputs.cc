@@ -11,8 +11,7 @@ void *Group::allocate_shared(size_t bytes) {
       std::vector<Fd> memories;
       for (const Card &card : cards_) memories.push_back(open_memory_of(card.pid, card.output_fd));
       outputs_ = std::make_shared<SharedOutputs>(
-          rank(), std::move(memories), card_.arena_bytes,
-          [segment = own_mapping_](int number) {
+          rank(), std::move(memories), card_.arena_bytes, [segment = own_mapping_](int number) {
             Counter &released = reinterpret_cast<Segment *>(segment->base())->released[number];
             released.raise(released.load() + 1);
           });
@@ -30,8 +29,8 @@ bool Group::all_released(int number, uint32_t times) {
     for (int tries = 0; !released.reached(times); ++tries) {
       // A neighbour that waits for me in a later call will not let go before: we do not agree on
       // the order of things. (Nor will one that has failed, or left.)
-      if (other.entered.load(std::memory_order_acquire) > own_->entered.load() || other.failed.load() ||
-          other.closed.load() || aborted_.load() || Clock::now() >= deadline)
+      if (other.entered.load(std::memory_order_acquire) > own_->entered.load() ||
+          other.failed.load() || other.closed.load() || aborted_.load() || Clock::now() >= deadline)
         return released.reached(times);
       if (tries < patience_.spins)
         pause_cpu();

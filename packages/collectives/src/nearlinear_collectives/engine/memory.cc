@@ -25,14 +25,15 @@ Fd make_memory(const char *name, size_t bytes) {
 Mapping map_memory(int fd, size_t bytes, bool writable) {
   // Reserve a bit more than needed, keep the part that starts on a huge page.
   const size_t reserve = bytes + kHugePage;
-  void *room = mmap(nullptr, reserve, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  void *room =
+      mmap(nullptr, reserve, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (room == MAP_FAILED) throw system_failure("cannot reserve address space for shared memory");
   char *start = static_cast<char *>(room);
   char *base = start + (kHugePage - reinterpret_cast<uintptr_t>(start) % kHugePage) % kHugePage;
   const int protection = writable ? PROT_READ | PROT_WRITE : PROT_READ;
   if (mmap(base, bytes, protection, MAP_SHARED | MAP_FIXED, fd, 0) == MAP_FAILED) {
-    const Failure failure = system_failure(format("cannot map %s of shared memory",
-                                                  bytes_text(bytes).c_str()));
+    const Failure failure =
+        system_failure(format("cannot map %s of shared memory", bytes_text(bytes).c_str()));
     munmap(room, reserve);
     throw failure;
   }
@@ -50,8 +51,10 @@ Fd open_memory_of(int pid, int fd) {
   if (opened) return opened;
   if (errno == ENOENT || errno == ESRCH)
     throw Failure(NLC_PEER_DIED, format("process %d ended while the group was being formed", pid));
-  throw system_failure(format("cannot open the shared memory of process %d: ranks on one node must run "
-                              "as the same user, with the same capabilities", pid));
+  throw system_failure(
+      format("cannot open the shared memory of process %d: ranks on one node must run "
+             "as the same user, with the same capabilities",
+             pid));
 }
 
 }  // namespace nlc

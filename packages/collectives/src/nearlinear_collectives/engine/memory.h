@@ -37,7 +37,8 @@ Fd make_memory(const char *name, size_t bytes);
 // huge pages where the system has them.
 Mapping map_memory(int fd, size_t bytes, bool writable);
 
-// The memory `fd` of another process of this user on this node. Throws NLC_PEER_DIED if it is gone.
+// The memory or pipe `fd` of another process of this user on this node. Throws NLC_PEER_DIED if it
+// is gone.
 Fd open_memory_of(int pid, int fd);
 
 }  // namespace nlc

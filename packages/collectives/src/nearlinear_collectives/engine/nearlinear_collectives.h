@@ -26,12 +26,12 @@ extern "C" {
 
 typedef enum {
   NLC_OK = 0,
-  NLC_BAD_ARGUMENT = 1,  /* the call itself is wrong; the group is unharmed */
-  NLC_PEER_DIED = 2,     /* a rank's process ended or its connection closed */
-  NLC_TIMEOUT = 3,       /* a rank made no progress in time */
-  NLC_MISMATCH = 4,      /* ranks called different operations, sizes or dtypes */
-  NLC_ABORTED = 5,       /* nlc_group_abort() here, or an earlier error of this group */
-  NLC_SYSTEM = 6         /* the operating system refused something */
+  NLC_BAD_ARGUMENT = 1, /* the call itself is wrong; the group is unharmed */
+  NLC_PEER_DIED = 2,    /* a rank's process ended or its connection closed */
+  NLC_TIMEOUT = 3,      /* a rank made no progress in time */
+  NLC_MISMATCH = 4,     /* ranks called different operations, sizes or dtypes */
+  NLC_ABORTED = 5,      /* nlc_group_abort() here, or an earlier error of this group */
+  NLC_SYSTEM = 6        /* the operating system refused something */
 } nlc_status;
 
 typedef enum {
@@ -43,26 +43,44 @@ typedef enum {
 } nlc_kind;
 
 typedef enum {
-  NLC_UINT8 = 0, NLC_INT8, NLC_INT16, NLC_INT32, NLC_INT64,
-  NLC_FLOAT16, NLC_BFLOAT16, NLC_FLOAT32, NLC_FLOAT64, NLC_BOOL, NLC_DTYPES
+  NLC_UINT8 = 0,
+  NLC_INT8,
+  NLC_INT16,
+  NLC_INT32,
+  NLC_INT64,
+  NLC_FLOAT16,
+  NLC_BFLOAT16,
+  NLC_FLOAT32,
+  NLC_FLOAT64,
+  NLC_BOOL,
+  NLC_DTYPES
 } nlc_dtype;
 
-typedef enum { NLC_SUM = 0, NLC_AVG, NLC_PRODUCT, NLC_MIN, NLC_MAX, NLC_BAND, NLC_BOR, NLC_BXOR,
-               NLC_REDUCES } nlc_reduce;
+typedef enum {
+  NLC_SUM = 0,
+  NLC_AVG,
+  NLC_PRODUCT,
+  NLC_MIN,
+  NLC_MAX,
+  NLC_BAND,
+  NLC_BOR,
+  NLC_BXOR,
+  NLC_REDUCES
+} nlc_reduce;
 
 /* One collective. Bytes are only moved by all_gather and broadcast: dtype is then used for
  * nothing but the size of an element and the check that all ranks agree. */
 typedef struct {
-  int32_t kind;       /* nlc_kind */
-  int32_t dtype;      /* nlc_dtype */
-  int32_t reduce;     /* nlc_reduce */
-  int32_t root;       /* broadcast only, a rank of the group */
-  uint64_t count;     /* elements: per rank for all_gather and reduce_scatter, in all otherwise */
-  double scale;       /* the reduced value is multiplied by this (floating dtypes; 1.0 = not) */
-  const void *input;  /* all_gather: count; reduce_scatter: size * count; all_reduce: count */
-  void *output;       /* all_gather: size * count; reduce_scatter: count; else count, in place */
+  int32_t kind;         /* nlc_kind */
+  int32_t dtype;        /* nlc_dtype */
+  int32_t reduce;       /* nlc_reduce */
+  int32_t root;         /* broadcast only, a rank of the group */
+  uint64_t count;       /* elements: per rank for all_gather and reduce_scatter, in all otherwise */
+  double scale;         /* the reduced value is multiplied by this (floating dtypes; 1.0 = not) */
+  const void *input;    /* all_gather: count; reduce_scatter: size * count; all_reduce: count */
+  void *output;         /* all_gather: size * count; reduce_scatter: count; else count, in place */
   void *const *outputs; /* all_gather only: if not NULL, one pointer per rank replaces output */
-  int64_t timeout_ms; /* NLC_ANY_TIMEOUT or this call's own */
+  int64_t timeout_ms;   /* NLC_ANY_TIMEOUT or this call's own */
 } nlc_call;
 
 typedef struct nlc_group nlc_group;
@@ -70,7 +88,7 @@ typedef struct nlc_group nlc_group;
 typedef struct {
   int32_t rank, size;
   int64_t timeout_ms;
-  const char *name;      /* shown in errors and traces */
+  const char *name;            /* shown in errors and traces */
   const int64_t *global_ranks; /* size entries for error texts, or NULL: rank i is rank i */
 } nlc_options;
 
@@ -96,16 +114,16 @@ void *nlc_pool_allocate(size_t bytes);
 void nlc_pool_free(void *memory);
 int32_t nlc_pool_contains(const void *memory);
 
-/* Memory for the output of an all_gather of `bytes_per_rank` in place, which exists once on the node:
- * a rank writes its own part and may only read the others'. All ranks allocate the same outputs in
- * the same order. NULL where that cannot be had (several nodes, small gathers, ranks that do not
- * agree): any other memory does as well. */
+/* Memory for the output of an all_gather of `bytes_per_rank` in place, which exists once on the
+ * node: a rank writes its own part and may only read the others'. All ranks allocate the same
+ * outputs in the same order. NULL where that cannot be had (several nodes, small gathers, ranks
+ * that do not agree): any other memory does as well. */
 void *nlc_shared_allocate(nlc_group *group, size_t bytes_per_rank);
 void nlc_shared_free(void *memory);
 
 /* What is known, for people: JSON text into the buffer (cut to capacity), its full length back. */
 size_t nlc_describe(nlc_group *group, char *text, size_t capacity); /* topology, transport, paths */
-size_t nlc_trace(char *text, size_t capacity);                      /* last operations, all groups */
+size_t nlc_trace(char *text, size_t capacity); /* last operations, all groups */
 
 const char *nlc_error(void);
 int32_t nlc_abi_version(void);

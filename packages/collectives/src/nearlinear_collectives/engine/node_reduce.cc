@@ -26,16 +26,23 @@ Piece piece_of(size_t whole, size_t piece, size_t index) {
 class Stages {
  public:
   Stages(Group &group, Opening &opening, const NodeReduction &work)
-      : group_(group), opening_(opening), work_(work),
-        nodes_(group.place().node_count()), here_(group.ranks_here()), me_(group.place().local),
+      : group_(group),
+        opening_(opening),
+        work_(work),
+        nodes_(group.place().node_count()),
+        here_(group.ranks_here()),
+        me_(group.place().local),
         leads_(group.place().leads()),
         piece_(piece_bytes(group, static_cast<size_t>(nodes_)) / 8 * 8) {
     size_t longest = 0;
     for (int r = 0; r < group.size(); ++r) longest = std::max(longest, work.input(r).bytes);
     pieces_ = (longest + piece_ - 1) / piece_;
-    const auto steps = [this](size_t per_piece) { return static_cast<uint32_t>(pieces_ * per_piece); };
+    const auto steps = [this](size_t per_piece) {
+      return static_cast<uint32_t>(pieces_ * per_piece);
+    };
     first_input_ = here_ > 1 ? group.take_steps(kInputs, steps(static_cast<size_t>(nodes_))) : 0;
-    first_outbox_ = here_ > 1 ? group.take_steps(kResults, steps(static_cast<size_t>(nodes_ - 1))) : 0;
+    first_outbox_ =
+        here_ > 1 ? group.take_steps(kResults, steps(static_cast<size_t>(nodes_ - 1))) : 0;
     first_landing_ = group.take_steps(kFromLeader, steps(1));
     sent_.resize(pieces_ * static_cast<size_t>(nodes_ - 1));
     received_.resize(pieces_);
@@ -58,16 +65,21 @@ class Stages {
   }
 
  private:
-  const std::vector<int> &ranks_of(int node) const { return group_.place().nodes[static_cast<size_t>(node)]; }
+  const std::vector<int> &ranks_of(int node) const {
+    return group_.place().nodes[static_cast<size_t>(node)];
+  }
   uint32_t landing_step(size_t c) const { return first_landing_ + static_cast<uint32_t>(c); }
   uint32_t input_step(size_t c, int shift) const {  // shift 0, my own node, comes last
     const int order = shift == 0 ? nodes_ - 1 : shift - 1;
-    return first_input_ + static_cast<uint32_t>(c) * static_cast<uint32_t>(nodes_) + static_cast<uint32_t>(order);
+    return first_input_ + static_cast<uint32_t>(c) * static_cast<uint32_t>(nodes_) +
+           static_cast<uint32_t>(order);
   }
   // Where the sum of another node for one of my node's ranks lands.
   unsigned char *landing(size_t c, int shift, int local) {
     return group_.leader().slot(kFromLeader, landing_step(c)) +
-           (static_cast<size_t>(shift - 1) * static_cast<size_t>(here_) + static_cast<size_t>(local)) * piece_;
+           (static_cast<size_t>(shift - 1) * static_cast<size_t>(here_) +
+            static_cast<size_t>(local)) *
+               piece_;
   }
 
   void receive(size_t c) {
@@ -80,7 +92,8 @@ class Stages {
         const Piece part = piece_of(work_.input(group_.neighbour(i).rank).bytes, piece_, c);
         Request &request = requests[next++];
         if (part.bytes)
-          group_.net().post_receive(node_at(group_, -shift), landing(c, shift, i), part.bytes, &request);
+          group_.net().post_receive(node_at(group_, -shift), landing(c, shift, i), part.bytes,
+                                    &request);
         else
           request.done = true;
       }
@@ -94,11 +107,15 @@ class Stages {
     for (size_t i = 0; i < ranks.size(); ++i) {
       const Span span = work_.input(ranks[i]);
       const Piece part = piece_of(span.bytes, piece_, c);
-      copy(group_.mine().slot(kInputs, step) + i * piece_, span.data + part.begin, part.bytes, false);
+      copy(group_.mine().slot(kInputs, step) + i * piece_, span.data + part.begin, part.bytes,
+           false);
     }
     group_.post(kInputs, step);
-    for (int i = 0; i < here_; ++i)
-      if (i != me_) group_.await_post(kInputs, step, i);
+    for (int i = 0; i < here_; ++i) {
+      if (i == me_) continue;
+      group_.await_post(kInputs, step, i);
+      if (step == first_input_) group_.compare_call(i);
+    }
   }
 
   void reduce_staged(uint32_t step, size_t offset, size_t bytes, void *to) {
@@ -122,7 +139,8 @@ class Stages {
       }
       return;
     }
-    if (leads_ && index >= kSlots) {  // the outbox slot of this step is free once its last send left
+    if (leads_ &&
+        index >= kSlots) {  // the outbox slot of this step is free once its last send left
       for (const Request &request : sent_[index - kSlots]) group_.await(request);
       group_.consume(kResults, outbox - kSlots);
     }
@@ -131,10 +149,13 @@ class Stages {
     unsigned char *slot = group_.leader().slot(kResults, outbox);
     for (size_t i = 0; i < ranks.size(); ++i) {  // my share of each piece
       const Piece part = piece_of(work_.input(ranks[i]).bytes, piece_, c);
-      const size_t share = ((part.bytes + static_cast<size_t>(here_) - 1) / static_cast<size_t>(here_) + 63) & ~size_t{63};
+      const size_t share =
+          ((part.bytes + static_cast<size_t>(here_) - 1) / static_cast<size_t>(here_) + 63) &
+          ~size_t{63};
       const Piece mine = piece_of(part.bytes, share, static_cast<size_t>(me_));
       if (mine.bytes)
-        reduce_staged(input_step(c, shift), i * piece_ + mine.begin, mine.bytes, slot + i * piece_ + mine.begin);
+        reduce_staged(input_step(c, shift), i * piece_ + mine.begin, mine.bytes,
+                      slot + i * piece_ + mine.begin);
     }
     group_.post(kResults, outbox);
     group_.consume(kInputs, input_step(c, shift));
@@ -142,8 +163,8 @@ class Stages {
     for (int i = 1; i < here_; ++i) group_.await_post(kResults, outbox, i);
     requests.resize(ranks.size());
     for (size_t i = 0; i < ranks.size(); ++i)
-      post(to, reinterpret_cast<char *>(slot) + i * piece_, piece_of(work_.input(ranks[i]).bytes, piece_, c),
-           requests[i], 0);
+      post(to, reinterpret_cast<char *>(slot) + i * piece_,
+           piece_of(work_.input(ranks[i]).bytes, piece_, c), requests[i], 0);
   }
 
   void post(int to, const char *data, const Piece &part, Request &request, int offset_too) {
@@ -156,7 +177,8 @@ class Stages {
   void reduce_own(size_t c) {
     stage(c, 0);
     const Piece part = piece_of(work_.input(group_.rank()).bytes, piece_, c);
-    reduce_staged(input_step(c, 0), static_cast<size_t>(me_) * piece_, part.bytes, work_.output + part.begin);
+    reduce_staged(input_step(c, 0), static_cast<size_t>(me_) * piece_, part.bytes,
+                  work_.output + part.begin);
     group_.consume(kInputs, input_step(c, 0));
   }
 
@@ -171,7 +193,8 @@ class Stages {
     const Piece part = piece_of(own.bytes, piece_, c);
     std::vector<const void *> sources;
     for (int node = 0; node < nodes_; ++node) {
-      const int shift = (group_.place().node - node + nodes_) % nodes_;  // it is at -shift from here
+      const int shift =
+          (group_.place().node - node + nodes_) % nodes_;  // it is at -shift from here
       sources.push_back(shift ? static_cast<const void *>(landing(c, shift, me_))
                               : (here_ > 1 ? work_.output : own.data) + part.begin);
     }
@@ -199,18 +222,19 @@ void reduce_between_nodes(Group &group, Opening &opening, const NodeReduction &r
 
 void node_reduce_scatter(Group &group, const nlc_call &call) {
   group.path = "nodes";
-  Opening opening(group);
+  Opening opening(group, call.count == 0);
   const size_t element = element_bytes(call.dtype), bytes = call.count * element;
   char *input = static_cast<char *>(const_cast<void *>(call.input));
-  reduce_between_nodes(group, opening,
-                       {call.dtype, call.reduce, call.scale, element,
-                        [=](int rank) { return Span{input + static_cast<size_t>(rank) * bytes, bytes}; },
-                        static_cast<char *>(call.output)});
+  reduce_between_nodes(
+      group, opening,
+      {call.dtype, call.reduce, call.scale, element,
+       [=](int rank) { return Span{input + static_cast<size_t>(rank) * bytes, bytes}; },
+       static_cast<char *>(call.output)});
 }
 
 void node_all_reduce(Group &group, const nlc_call &call) {
   group.path = "nodes";
-  Opening opening(group);
+  Opening opening(group, call.count == 0);
   const size_t element = element_bytes(call.dtype), size = static_cast<size_t>(group.size());
   const size_t each = (call.count + size - 1) / size;
   char *data = static_cast<char *>(call.output);
@@ -219,8 +243,9 @@ void node_all_reduce(Group &group, const nlc_call &call) {
     const size_t end = std::min<size_t>(call.count, begin + each);
     return Span{data + begin * element, (end - begin) * element};
   };
-  reduce_between_nodes(group, opening,
-                       {call.dtype, call.reduce, call.scale, element, span, span(group.rank()).data});
+  reduce_between_nodes(
+      group, opening,
+      {call.dtype, call.reduce, call.scale, element, span, span(group.rank()).data});
   share_between_nodes(group, opening, span, false);
 }
 

@@ -1,6 +1,7 @@
 #include "nodes.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "copy.h"
 #include "local.h"
@@ -22,7 +23,7 @@ size_t piece_bytes(const Group &group, size_t blocks_per_slot) {
 
 // --- opening -------------------------------------------------------------------------------------
 
-Opening::Opening(Group &group) : group_(group) {
+Opening::Opening(Group &group, bool meet_neighbours) : group_(group) {
   const int nodes = group.place().node_count();
   if (group.place().leads()) {
     theirs_.resize(static_cast<size_t>(nodes));
@@ -30,12 +31,13 @@ Opening::Opening(Group &group) : group_(group) {
     received_.resize(static_cast<size_t>(nodes));
     for (int shift = 1; shift < nodes; ++shift) {
       const int to = node_at(group, shift), from = node_at(group, -shift);
-      group.net().post_send(to, &group.current(), sizeof(CallCard), &sent_[static_cast<size_t>(to)]);
+      group.net().post_send(to, &group.current(), sizeof(CallCard),
+                            &sent_[static_cast<size_t>(to)]);
       group.net().post_receive(from, &theirs_[static_cast<size_t>(from)], sizeof(CallCard),
                                &received_[static_cast<size_t>(from)]);
     }
   }
-  if (group.ranks_here() > 1) local_barrier(group);
+  if (meet_neighbours && group.ranks_here() > 1) local_barrier(group);
 }
 
 void Opening::confirm() {
@@ -49,7 +51,8 @@ void Opening::confirm() {
   }
 }
 
-// --- all-gather ------------------------------------------------------------------------------------
+// --- all-gather
+// ------------------------------------------------------------------------------------
 
 void share_in_node(Group &group, const SpanOf &span, bool stream) {
   const int here = group.ranks_here(), me = group.place().local;
@@ -76,8 +79,10 @@ void share_in_node(Group &group, const SpanOf &span, bool stream) {
     for (int k = 1; k < here; ++k) {
       const int other = (me + k) % here;
       group.await_post(kInputs, first + s, other);
+      if (s == 0) group.compare_call(other);
       const Span theirs = piece(other, s);
-      copy(theirs.data, group.neighbour(other).segment->slot(kInputs, first + s), theirs.bytes, stream);
+      copy(theirs.data, group.neighbour(other).segment->slot(kInputs, first + s), theirs.bytes,
+           stream);
     }
     group.consume(kInputs, first + s);
   }
@@ -100,6 +105,11 @@ class Pieces {
       if (bytes) visit(i * piece_, Span{whole.data + begin, bytes});
     }
   }
+  size_t messages(size_t index) const {
+    size_t n = 0;
+    at(index, [&](size_t, Span) { ++n; });
+    return n;
+  }
   size_t count() const {
     size_t longest = 0;
     for (const int rank : ranks_) longest = std::max(longest, span_(rank).bytes);
@@ -118,42 +128,42 @@ void share_between_nodes(Group &group, Opening &opening, const SpanOf &span, boo
   const int nodes = group.place().node_count();
   const bool leads = group.place().leads(), alone = group.ranks_here() == 1;
   const size_t piece = piece_bytes(group, 1);
+  std::vector<Pieces> pieces;  // by shift; [0]: my own node's
+  size_t most = 0;
+  for (int shift = 0; shift < nodes; ++shift) {
+    pieces.emplace_back(group, node_at(group, -shift), span, piece);
+    most = std::max(most, pieces.back().count());
+  }
   std::vector<Request> sent;
-  std::vector<std::vector<std::vector<Request>>> received(static_cast<size_t>(nodes));
+  std::vector<std::vector<Request>> received(most * static_cast<size_t>(nodes));
+  const auto arrivals = [&](size_t c, int shift) -> std::vector<Request> & {
+    return received[c * static_cast<size_t>(nodes) + static_cast<size_t>(shift)];
+  };
   if (leads) {
+    size_t messages = 0;
+    for (size_t c = 0; c < most; ++c) messages += pieces[0].messages(c);
+    sent.resize(messages * static_cast<size_t>(nodes - 1));
+    size_t next = 0;
+    const auto send = [&](int shift, Span part) {
+      group.net().post_send(node_at(group, shift), part.data, part.bytes, &sent[next++]);
+    };
     // The leader's own span comes first in its node's pieces: it is on its way to the next node
     // while the neighbours still hand in theirs.
-    const Pieces own(group, group.place().node, span, piece);
-    size_t messages = 0;
-    for (size_t c = 0; c < own.count(); ++c) own.at(c, [&](size_t, Span) { ++messages; });
-    sent.resize(messages * static_cast<size_t>(nodes - 1));
-    size_t next = 0, skip = 0;
-    const auto send_pieces = [&](int shift, size_t c, size_t most) {
-      own.at(c, [&](size_t, Span s) {
-        if (skip > 0) {
-          --skip;
-        } else if (most > 0) {
-          --most;
-          group.net().post_send(node_at(group, shift), s.data, s.bytes, &sent[next++]);
-        }
-      });
-    };
-    if (messages > 0 && !alone && span(group.rank()).bytes > 0) send_pieces(1, 0, 1);
+    const Span own = span(group.rank());
+    const bool early = !alone && own.bytes > 0;
+    if (early) send(1, Span{own.data, std::min(piece, own.bytes)});
     share_in_node(group, span, stream);
-    skip = next;
-    for (int shift = 1; shift < nodes; ++shift) {
-      const int from = node_at(group, -shift);
-      for (size_t c = 0; c < own.count(); ++c) send_pieces(shift, c, messages);
-      const Pieces theirs(group, from, span, piece);
-      auto &requests = received[static_cast<size_t>(shift)];
-      requests.resize(theirs.count());
-      for (size_t c = 0; c < theirs.count(); ++c) {
+    for (size_t c = 0; c < most; ++c) {
+      for (int shift = 1; shift < nodes; ++shift) {
+        bool sent_before = early && c == 0 && shift == 1;
+        pieces[0].at(c, [&](size_t, Span part) {
+          if (!std::exchange(sent_before, false)) send(shift, part);
+        });
+        auto &requests = arrivals(c, shift);
+        requests.resize(pieces[static_cast<size_t>(shift)].messages(c));
         size_t n = 0;
-        theirs.at(c, [&](size_t, Span) { ++n; });
-        requests[c].resize(n);
-        n = 0;
-        theirs.at(c, [&](size_t, Span s) {
-          group.net().post_receive(from, s.data, s.bytes, &requests[c][n++]);
+        pieces[static_cast<size_t>(shift)].at(c, [&](size_t, Span part) {
+          group.net().post_receive(node_at(group, -shift), part.data, part.bytes, &requests[n++]);
         });
       }
     }
@@ -161,32 +171,33 @@ void share_between_nodes(Group &group, Opening &opening, const SpanOf &span, boo
   } else {
     share_in_node(group, span, stream);
   }
-  for (int shift = 1; shift < nodes; ++shift) {
-    const Pieces theirs(group, node_at(group, -shift), span, piece);
-    const uint32_t steps = static_cast<uint32_t>(theirs.count());
-    const uint32_t first = group.take_steps(kFromLeader, steps);
-    for (uint32_t s = 0; s < steps; ++s) {
-      unsigned char *slot = group.leader().slot(kFromLeader, first + s);
+  // All nodes send at once, so the pieces of all come in turn.
+  for (size_t c = 0; c < most; ++c) {
+    for (int shift = 1; shift < nodes; ++shift) {
+      const Pieces &theirs = pieces[static_cast<size_t>(shift)];
+      if (c >= theirs.count()) continue;
+      for (const Request &request : arrivals(c, shift)) group.await(request);
+      if (alone) continue;
+      const uint32_t step = group.take_steps(kFromLeader, 1);
+      unsigned char *slot = group.leader().slot(kFromLeader, step);
       if (leads) {
-        for (const Request &request : received[static_cast<size_t>(shift)][s]) group.await(request);
-        if (alone) continue;
-        group.await_free(kFromLeader, first + s);
-        theirs.at(s, [&](size_t at, Span part) { copy(slot + at, part.data, part.bytes, false); });
-        group.post(kFromLeader, first + s);
+        group.await_free(kFromLeader, step);
+        theirs.at(c, [&](size_t at, Span part) { copy(slot + at, part.data, part.bytes, false); });
+        group.post(kFromLeader, step);
       } else {
-        group.await_post(kFromLeader, first + s, 0);
-        theirs.at(s, [&](size_t at, Span part) { copy(part.data, slot + at, part.bytes, stream); });
-        group.consume(kFromLeader, first + s);
+        group.await_post(kFromLeader, step, 0);
+        theirs.at(c, [&](size_t at, Span part) { copy(part.data, slot + at, part.bytes, stream); });
+        group.consume(kFromLeader, step);
       }
     }
   }
   for (const Request &request : sent) group.await(request);
 }
 
-void node_all_gather(Group &group, const nlc_call &call, const std::function<char *(int rank)> &part,
-                     size_t bytes, bool stream) {
+void node_all_gather(Group &group, const nlc_call &call,
+                     const std::function<char *(int rank)> &part, size_t bytes, bool stream) {
   group.path = "nodes";
-  Opening opening(group);
+  Opening opening(group, bytes == 0);
   if (part(group.rank()) != call.input) copy(part(group.rank()), call.input, bytes, stream);
   const SpanOf span = [&](int rank) { return Span{part(rank), bytes}; };
   share_between_nodes(group, opening, span, stream);
@@ -196,7 +207,7 @@ void node_all_gather(Group &group, const nlc_call &call, const std::function<cha
 
 void node_broadcast(Group &group, const nlc_call &call) {
   group.path = "nodes";
-  Opening opening(group);
+  Opening opening(group, true);
   const Topology &place = group.place();
   char *data = static_cast<char *>(call.output);
   const size_t bytes = call.count * element_bytes(call.dtype);
@@ -243,7 +254,7 @@ void node_broadcast(Group &group, const nlc_call &call) {
 
 void node_barrier(Group &group) {
   group.path = "nodes";
-  Opening opening(group);
+  Opening opening(group, true);
   const uint32_t step = group.take_steps(kFromLeader, 1);
   if (group.place().leads()) {
     opening.confirm();

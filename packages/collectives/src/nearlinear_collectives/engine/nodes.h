@@ -2,8 +2,8 @@
 // leaders for all of its node: every remote byte crosses a node's network card once, and the
 // ranks of a node share it through their memory while more arrives.
 //
-// Leaders send to one node at a time, each beginning with the next one in the ring of nodes
-// (shift order), so that no node is the target of two senders at once.
+// Leaders send piece by piece, each piece to the next node in the ring of nodes first and to the
+// one before last (shift order), so that all nodes receive as much as they send at any time.
 #pragma once
 
 #include <functional>
@@ -13,8 +13,8 @@
 
 namespace nlc {
 
-void node_all_gather(Group &group, const nlc_call &call, const std::function<char *(int rank)> &part,
-                     size_t bytes, bool stream);
+void node_all_gather(Group &group, const nlc_call &call,
+                     const std::function<char *(int rank)> &part, size_t bytes, bool stream);
 void node_reduce_scatter(Group &group, const nlc_call &call);
 void node_all_reduce(Group &group, const nlc_call &call);
 void node_broadcast(Group &group, const nlc_call &call);
@@ -29,11 +29,12 @@ struct Span {
 };
 using SpanOf = std::function<Span(int rank)>;
 
-// The begin of every operation: neighbours' calls have been compared with mine when it returns,
-// the other nodes' when confirm() does. Leaders tell each other their calls by the way.
+// The begin of every operation: leaders tell each other their calls, and confirm() compares the
+// other nodes' with mine. The neighbours' have been compared when it returns if they meet here;
+// operations that exchange data in the node anyway compare them then and need no meeting.
 class Opening {
  public:
-  explicit Opening(Group &group);
+  Opening(Group &group, bool meet_neighbours);
   void confirm();  // leader only; waits for the other nodes' calls
 
  private:
@@ -45,7 +46,8 @@ class Opening {
 // Nodes in the order this one sends to them (+1) or hears from them (-1).
 int node_at(const Group &group, int shift);
 
-// Every rank's span, already in place on the rank itself, appears on its neighbours.
+// Every rank's span, already in place on the rank itself, appears on its neighbours, whose calls
+// are compared with mine if there is anything to share.
 void share_in_node(Group &group, const SpanOf &span, bool stream);
 
 // Every rank's span, already in place on the rank itself, appears on all ranks of all nodes.
@@ -60,8 +62,8 @@ struct NodeReduction {
   int dtype, reduce;
   double scale;
   size_t element;
-  SpanOf input;   // my contribution to a rank's span
-  char *output;   // my own span's result; may be my own span's input
+  SpanOf input;  // my contribution to a rank's span
+  char *output;  // my own span's result; may be my own span's input
 };
 void reduce_between_nodes(Group &group, Opening &opening, const NodeReduction &reduction);
 

@@ -29,7 +29,7 @@ std::unique_ptr<Transport> make_ofi_transport() {
 namespace nlc {
 namespace {
 
-constexpr int64_t kWindow = 4 << 20;
+constexpr int64_t kWindow = 4 << 20;  // bytes in flight to one node
 constexpr auto kPatience = std::chrono::milliseconds(500);
 
 struct Operation {
@@ -47,6 +47,8 @@ struct Link {
   fi_addr_t address = FI_ADDR_UNSPEC;
   uint32_t sent = 0, received = 0;  // messages posted so far: their tags
   int pending = 0;
+  int64_t in_flight = 0;       // bytes sent whose arrival is not known yet
+  bool full = false;           // takes nothing more for now
   Clock::time_point active{};  // last time something was posted or came
 };
 
@@ -79,7 +81,8 @@ class OfiTransport : public Transport {
     address_ = control_.address() + ' ' + hex_text(endpoint_.name());
     if (address_.size() > 200)
       throw Failure(NLC_SYSTEM, format("libfabric's %s has addresses of %zu letters, too long for "
-                                       "this transport", endpoint_.provider(), address_.size()));
+                                       "this transport",
+                                       endpoint_.provider(), address_.size()));
   }
 
   ~OfiTransport() override {
@@ -121,8 +124,8 @@ class OfiTransport : public Transport {
       links_[node].address = endpoint_.find(names[node]);
       if (links_[node].address == FI_ADDR_UNSPEC)
         throw Failure(NLC_SYSTEM, format("libfabric does not accept the address of node %zu: do "
-                                         "all nodes use the provider %s?", node,
-                                         endpoint_.provider()));
+                                         "all nodes use the provider %s?",
+                                         node, endpoint_.provider()));
     }
     group_tag_ = (cookie & 0x7fff) << 48;
   }
@@ -245,22 +248,28 @@ class OfiTransport : public Transport {
   }
 
   void post_sends() {
-    for (; !unsent_.empty(); unsent_.pop_front()) {
-      Operation &one = *unsent_.front();
-      const auto in_flight = in_flight_ + static_cast<int64_t>(one.bytes);
-      if (in_flight_ > 0 && in_flight > window_) return;
-      if (!accepted(one, ::fi_tsend(endpoint_.messages(), one.data, one.bytes, describe_memory(one),
-                                    links_[static_cast<size_t>(one.node)].address, one.tag,
-                                    &one.context)))
-        return;
-      in_flight_ = in_flight;
+    for (Link &link : links_) link.full = false;
+    for (auto next = unsent_.begin(); next != unsent_.end();) {
+      Operation &one = **next;
+      Link &link = links_[static_cast<size_t>(one.node)];
+      const auto in_flight = link.in_flight + static_cast<int64_t>(one.bytes);
+      link.full |= link.in_flight > 0 && in_flight > window_;
+      // A link that is still being made takes nothing either.
+      link.full |= !link.full && !accepted(one, ::fi_tsend(endpoint_.messages(), one.data,
+                                                           one.bytes, describe_memory(one),
+                                                           link.address, one.tag, &one.context));
+      if (link.full) {
+        ++next;
+      } else {
+        link.in_flight = in_flight;
+        next = unsent_.erase(next);
+      }
     }
   }
 
   bool accepted(const Operation &operation, ssize_t code) {
     if (code == 0) return true;
-    if (code != -FI_EAGAIN)
-      fail(operation, "libfabric: " + ofi::Library::get().error(code));
+    if (code != -FI_EAGAIN) fail(operation, "libfabric: " + ofi::Library::get().error(code));
     return false;
   }
 
@@ -292,15 +301,17 @@ class OfiTransport : public Transport {
       for (ssize_t i = 0; i < n; ++i)
         complete(*static_cast<Operation *>(entries[i].op_context), entries[i].len);
       moved |= n > 0;
-      if (n == -FI_EAVAIL) take_error();
-      else if (n < 32) return moved;
+      if (n == -FI_EAVAIL)
+        take_error();
+      else if (n < 32)
+        return moved;
     }
   }
 
   void complete(Operation &operation, size_t bytes) {
     if (!operation.send && bytes != operation.bytes)
-      return fail(operation, format("it sent %zu bytes where %zu were expected", bytes,
-                                    operation.bytes));
+      return fail(operation,
+                  format("it sent %zu bytes where %zu were expected", bytes, operation.bytes));
     operation.request->done = true;
     Link &link = links_[static_cast<size_t>(operation.node)];
     --link.pending;
@@ -308,7 +319,7 @@ class OfiTransport : public Transport {
     control_.heard_from(operation.node);
     if (operation.send) {
       bytes_sent_ += operation.bytes;
-      in_flight_ -= static_cast<int64_t>(operation.bytes);
+      link.in_flight -= static_cast<int64_t>(operation.bytes);
     }
     operation.memory.reset();
     free_.push_back(&operation);
@@ -341,7 +352,6 @@ class OfiTransport : public Transport {
   std::deque<Operation *> unsent_, unposted_;
   uint64_t group_tag_ = 0;
   uint64_t keys_ = 0;
-  int64_t in_flight_ = 0;
   uint64_t bytes_sent_ = 0;
   std::optional<LinkFailure> failure_;
   bool woken_ = false;

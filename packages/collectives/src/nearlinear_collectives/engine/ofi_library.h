@@ -53,9 +53,11 @@ struct Library {
       tried += (tried.empty() ? "" : "; ") + std::string(why ? why : path.c_str());
     }
     if (!handle)
-      throw Failure(NLC_SYSTEM,
-                    "libfabric cannot be loaded (" + tried + "): install it (Debian: libfabric1, "
-                    "AWS: the EFA installer) or set NEARLINEAR_COLLECTIVES_LIBFABRIC to its path");
+      throw Failure(
+          NLC_SYSTEM,
+          "libfabric cannot be loaded (" + tried +
+              "): install it (Debian: libfabric1, "
+              "AWS: the EFA installer) or set NEARLINEAR_COLLECTIVES_LIBFABRIC to its path");
     find(handle, "fi_getinfo", &getinfo);
     find(handle, "fi_freeinfo", &freeinfo);
     find(handle, "fi_dupinfo", &dupinfo);

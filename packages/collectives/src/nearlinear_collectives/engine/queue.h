@@ -15,8 +15,8 @@ namespace nlc {
 class Queue : public std::enable_shared_from_this<Queue> {
  public:
   void add(std::function<void()> call);
-  bool idle();         // nothing waits or runs
-  void wait_idle();    // at once on a thread that is serving this queue: in a call's own callback
+  bool idle();       // nothing waits or runs
+  void wait_idle();  // at once on a thread that is serving this queue: in a call's own callback
 
  private:
   friend class Workers;

@@ -12,15 +12,12 @@
 
 namespace {
 
-bool supported() {
-  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
-}
+bool supported() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c"); }
 
 }  // namespace
 
 #if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx2,f16c"))), \
-                             apply_to = function)
+#pragma clang attribute push(__attribute__((target("avx2,f16c"))), apply_to = function)
 #else
 #pragma GCC push_options
 #pragma GCC target("avx2,f16c")

@@ -32,23 +32,27 @@ void staged(const Parts &parts, bool compare) {
   Group &group = parts.group;
   const int here = group.ranks_here(), me = group.place().local;
   // A slot holds one slice for each of the others; slices start on cache lines.
-  const size_t slice_bytes = std::max<size_t>(group.chunk_bytes() / static_cast<size_t>(here - 1), 64) & ~size_t{63};
+  const size_t slice_bytes =
+      std::max<size_t>(group.chunk_bytes() / static_cast<size_t>(here - 1), 64) & ~size_t{63};
   const size_t slice = slice_bytes / parts.element;
   const auto place_in_slot = [&](int owner, int reader) {
     return static_cast<size_t>(reader < owner ? reader : reader - 1) * slice_bytes;
   };
-  const uint32_t steps = static_cast<uint32_t>(std::max<size_t>(1, (parts.count + slice - 1) / slice));
+  const uint32_t steps =
+      static_cast<uint32_t>(std::max<size_t>(1, (parts.count + slice - 1) / slice));
   const uint32_t first = group.take_steps(kInputs, steps);
   std::vector<const void *> sources(static_cast<size_t>(here));
   uint32_t posted = 0;
   for (uint32_t s = 0; s < steps; ++s) {
     for (; posted < std::min(steps, s + 2); ++posted) {
-      const size_t from = posted * slice, n = std::min(slice, parts.count - std::min(parts.count, from));
+      const size_t from = posted * slice,
+                   n = std::min(slice, parts.count - std::min(parts.count, from));
       group.await_free(kInputs, first + posted);
       unsigned char *slot = group.mine().slot(kInputs, first + posted);
       for (int i = 1; i < here; ++i) {
         const int other = (me + i) % here;
-        copy(slot + place_in_slot(me, other), parts.mine_for(other, from), n * parts.element, false);
+        copy(slot + place_in_slot(me, other), parts.mine_for(other, from), n * parts.element,
+             false);
       }
       group.post(kInputs, first + posted);
     }
@@ -63,8 +67,8 @@ void staged(const Parts &parts, bool compare) {
       sources[static_cast<size_t>(i)] =
           group.neighbour(i).segment->slot(kInputs, first + s) + place_in_slot(i, me);
     }
-    reduce(parts.dtype, parts.reduce_op, sources.data(), here, parts.output + from * parts.element, n,
-           parts.scale, parts.stream);
+    reduce(parts.dtype, parts.reduce_op, sources.data(), here, parts.output + from * parts.element,
+           n, parts.scale, parts.stream);
     group.consume(kInputs, first + s);
   }
 }
@@ -77,10 +81,10 @@ void pulled(const Parts &parts) {
   for (size_t from = 0; from < parts.count; from += block) {
     const size_t rank = static_cast<size_t>(group.rank());
     for (int i = 0; i < here; ++i)
-      sources[static_cast<size_t>(i)] =
-          i == me ? parts.mine_for(me, from)
-                  : group.neighbour(i).memory + group.call_of(i).input +
-                        (rank * parts.count + from) * parts.element;
+      sources[static_cast<size_t>(i)] = i == me
+                                            ? parts.mine_for(me, from)
+                                            : group.neighbour(i).memory + group.call_of(i).input +
+                                                  (rank * parts.count + from) * parts.element;
     reduce(parts.dtype, parts.reduce_op, sources.data(), here, parts.output + from * parts.element,
            std::min(block, parts.count - from), parts.scale, parts.stream);
   }
@@ -91,8 +95,14 @@ void pulled(const Parts &parts) {
 void local_reduce_scatter(Group &group, const nlc_call &call) {
   const int here = group.ranks_here();
   const size_t element = element_bytes(call.dtype), bytes = call.count * element;
-  const Parts parts{group, static_cast<const char *>(call.input), static_cast<char *>(call.output),
-                    element, call.count, call.dtype, call.reduce, call.scale,
+  const Parts parts{group,
+                    static_cast<const char *>(call.input),
+                    static_cast<char *>(call.output),
+                    element,
+                    call.count,
+                    call.dtype,
+                    call.reduce,
+                    call.scale,
                     bytes >= group.stream_bytes()};
   if (bytes * static_cast<size_t>(here) <= kSmall) {
     group.path = "staged";

@@ -48,31 +48,45 @@ inline void finish(Part (&sum)[parts], const Scale &scale) {
 
 struct Sum {
   template <class V>
-  static V of(V a, V b) { return a + b; }
+  static V of(V a, V b) {
+    return a + b;
+  }
 };
 struct Product {
   template <class V>
-  static V of(V a, V b) { return a * b; }
+  static V of(V a, V b) {
+    return a * b;
+  }
 };
 struct Min {  // of equal values (0 and -0) the first; a NaN stays
   template <class V>
-  static V of(V a, V b) { return ((b < a) | (b != b)) ? b : a; }
+  static V of(V a, V b) {
+    return ((b < a) | (b != b)) ? b : a;
+  }
 };
 struct Max {
   template <class V>
-  static V of(V a, V b) { return ((b > a) | (b != b)) ? b : a; }
+  static V of(V a, V b) {
+    return ((b > a) | (b != b)) ? b : a;
+  }
 };
 struct And {
   template <class V>
-  static V of(V a, V b) { return a & b; }
+  static V of(V a, V b) {
+    return a & b;
+  }
 };
 struct Or {
   template <class V>
-  static V of(V a, V b) { return a | b; }
+  static V of(V a, V b) {
+    return a | b;
+  }
 };
 struct Xor {
   template <class V>
-  static V of(V a, V b) { return a ^ b; }
+  static V of(V a, V b) {
+    return a ^ b;
+  }
 };
 
 template <class Part>

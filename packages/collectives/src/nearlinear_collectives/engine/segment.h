@@ -39,18 +39,18 @@ struct RingCounters {
 enum RingName { kInputs, kResults, kFromLeader, kRings };
 
 struct Segment {
-  std::atomic<uint64_t> nonce;          // as on the owner's card
-  Counter ready;                        // raised while the group is being formed
-  Counter doorbell;                     // leader only: asks for a wake-up while it waits for the net
-  alignas(64) std::atomic<uint64_t> entered;  // sequence number of the last call begun
-  std::atomic<uint64_t> finished;       // and of the last call done
-  std::atomic<int32_t> core;            // where the owner last ran
-  std::atomic<uint32_t> closed;         // the owner has left the group in order
-  std::atomic<uint32_t> failed;         // nlc_status, set after `reason` is written
+  std::atomic<uint64_t> nonce;                  // as on the owner's card
+  Counter ready;                                // raised while the group is being formed
+  alignas(64) std::atomic<uint32_t> listening;  // leader only: ring its doorbell (doorbell.h)
+  alignas(64) std::atomic<uint64_t> entered;    // sequence number of the last call begun
+  std::atomic<uint64_t> finished;               // and of the last call done
+  std::atomic<int32_t> core;                    // where the owner last ran
+  std::atomic<uint32_t> closed;                 // the owner has left the group in order
+  std::atomic<uint32_t> failed;                 // nlc_status, set after `reason` is written
   char reason[1024];
   alignas(64) CallCard calls[kCalls];
   RingCounters rings[kRings];
-  Counter released[kSharedOutputs];     // how often the owner has freed each shared output
+  Counter released[kSharedOutputs];  // how often the owner has freed each shared output
   alignas(4096) unsigned char slots[kRings][kSlots][kSlotBytes];
 
   unsigned char *slot(RingName ring, uint32_t step) { return slots[ring][step % kSlots]; }

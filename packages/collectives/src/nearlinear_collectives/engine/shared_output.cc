@@ -27,7 +27,10 @@ std::map<const void *, std::shared_ptr<SharedOutputs>> &in_use() {
 
 SharedOutputs::SharedOutputs(int rank, std::vector<Fd> memories, size_t capacity,
                              std::function<void(int)> released)
-    : rank_(rank), pid_(getpid()), memories_(std::move(memories)), capacity_(capacity),
+    : rank_(rank),
+      pid_(getpid()),
+      memories_(std::move(memories)),
+      capacity_(capacity),
       released_(std::move(released)) {
   for (size_t r = 0; r < memories_.size(); ++r)
     edges_.push_back(map_memory(memories_[r].get(), capacity, static_cast<int>(r) == rank));
@@ -130,9 +133,8 @@ void SharedOutputs::at_edges(const Part &part, Visit visit) const {
 void SharedOutputs::publish_edges(int number) {
   const Output &output = outputs_[static_cast<size_t>(number)];
   char *memory = edges_[static_cast<size_t>(rank_)].base() + output.offset;
-  at_edges(part(output, rank_), [&](size_t at, size_t bytes) {
-    std::memcpy(memory + at, output.base + at, bytes);
-  });
+  at_edges(part(output, rank_),
+           [&](size_t at, size_t bytes) { std::memcpy(memory + at, output.base + at, bytes); });
 }
 
 void SharedOutputs::fetch_edges(int number) {
@@ -140,9 +142,8 @@ void SharedOutputs::fetch_edges(int number) {
   for (size_t r = 0; r < memories_.size(); ++r) {
     if (static_cast<int>(r) == rank_) continue;
     const char *memory = edges_[r].base() + output.offset;
-    at_edges(part(output, static_cast<int>(r)), [&](size_t at, size_t bytes) {
-      std::memcpy(output.base + at, memory + at, bytes);
-    });
+    at_edges(part(output, static_cast<int>(r)),
+             [&](size_t at, size_t bytes) { std::memcpy(output.base + at, memory + at, bytes); });
   }
 }
 

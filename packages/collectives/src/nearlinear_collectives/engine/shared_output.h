@@ -1,6 +1,7 @@
 // Gather outputs that exist once per node: the part of rank j is rank j's own memory, mapped into
 // the outputs of all its neighbours for good. A rank writes its part in place, and an all-gather is
-// then a meeting: nothing is copied, and the gathered tensor takes its memory once, not once a rank.
+// then a meeting: nothing is copied, and the gathered tensor takes its memory once, not once a
+// rank.
 //
 // Outputs are handed out by number, the same number in the same order on all ranks (programs that
 // train do that; if ranks disagree, the gather notices and copies). One that was freed is handed
@@ -38,16 +39,16 @@ class SharedOutputs : public std::enable_shared_from_this<SharedOutputs> {
   // memory is about to be written by something else than its gather: it is made private.
   int number_of(const void *memory, size_t bytes);
 
-  void publish_edges(int number);              // my part's, before the meeting
-  void fetch_edges(int number);                // the others', after it
-  void make_private(int number);               // plain memory with the same content from now on
+  void publish_edges(int number);  // my part's, before the meeting
+  void fetch_edges(int number);    // the others', after it
+  void make_private(int number);   // plain memory with the same content from now on
 
  private:
   struct Output {
     char *base = nullptr;
-    size_t bytes = 0;      // of a part
-    uint64_t offset = 0;   // in every rank's memory
-    uint32_t times = 0;    // handed out
+    size_t bytes = 0;     // of a part
+    uint64_t offset = 0;  // in every rank's memory
+    uint32_t times = 0;   // handed out
     bool in_use = false;
     bool is_private = false;
     Mapping mapping;

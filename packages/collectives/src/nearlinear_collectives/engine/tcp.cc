@@ -1,10 +1,10 @@
 // Messages over TCP sockets: bytes go from the sender's memory to the receiver's, with no framing.
 //
-// All sends of a node stand in one queue and only its head is on the wire, so a node fills one
-// destination at a time. The kernel's send buffer bounds what is in flight: it starts small and
-// follows the measured bandwidth-delay product, because what a fabric cannot hold it drops, and
-// TCP takes 200 ms to notice. It never holds less than two segments: a receiver may take 40 ms to
-// acknowledge a single one.
+// A node fills its destinations in the order of its sends: while the first one's window is full it
+// fills the next, so that no receiver's full queue leaves its own link idle. The kernel's send
+// buffer bounds what is in flight: it starts small and follows the measured bandwidth-delay
+// product, because what a fabric cannot hold it drops, and TCP takes 200 ms to notice. It never
+// holds less than two segments: a receiver may take 40 ms to acknowledge a single one.
 #include <sys/uio.h>
 
 #include <deque>
@@ -19,8 +19,9 @@
 namespace nlc {
 namespace {
 
-constexpr int kFirstWindow = 32 << 10;
+constexpr int kFirstWindow = 12 << 10;
 constexpr int kLastWindow = 4 << 20;
+constexpr int kDestinations = 8;           // filled at once: so many windows may meet in one queue
 constexpr int kPieces = 16;                // messages given to the kernel in one call
 constexpr size_t kTurn = size_t{1} << 20;  // bytes of one call, so that all links get their turn
 
@@ -28,7 +29,7 @@ struct Message {
   char *data;
   size_t bytes;  // still to be moved
   Request *request;
-  int node;
+  uint64_t order;  // of the sends of this node
 };
 
 // Takes moved bytes off a queue's front; finished messages leave it.
@@ -48,10 +49,9 @@ struct Pieces {
   int count = 0;
   size_t bytes = 0;
 
-  // The queue's front, as far as it belongs to one node.
   explicit Pieces(const std::deque<Message> &queue) {
     for (const Message &message : queue) {
-      if (count == kPieces || bytes >= kTurn || message.node != queue.front().node) break;
+      if (count == kPieces || bytes >= kTurn) break;
       parts[count] = {message.data, std::min(message.bytes, kTurn - bytes)};
       bytes += parts[count++].iov_len;
     }
@@ -60,13 +60,14 @@ struct Pieces {
 
 struct Link {
   tcp::Socket socket{};
-  std::deque<Message> receives{};
+  std::deque<Message> sends{}, receives{};
   bool readable = false, writable = false;
   bool hung_up = false;  // the other side sends no more: what is here is all there is
   bool ended = false;
   int smallest_window = kFirstWindow;
   int window = 0;
-  size_t sent_since = 0;  // the window was looked at
+  Clock::time_point busy_since{};  // the window was looked at, or the link was idle
+  int64_t sent_since = 0;          // less what was in flight by then
 };
 
 class TcpTransport : public Transport {
@@ -78,10 +79,10 @@ class TcpTransport : public Transport {
   }
 
   ~TcpTransport() override {
-    bool idle = control_.connected() && !failure_ && sends_.empty();
+    bool idle = control_.connected() && !failure_;
     std::vector<int> open;
     for (const Link &link : links_) {
-      idle &= link.receives.empty();
+      idle &= link.sends.empty() && link.receives.empty();
       if (link.socket && !link.ended) open.push_back(link.socket.get());
     }
     try {
@@ -108,17 +109,22 @@ class TcpTransport : public Transport {
   }
 
   void post_send(int node, const void *data, size_t bytes, Request *request) override {
-    link_to(node);
+    Link &link = link_to(node);
     *request = Request{bytes == 0};
     if (bytes == 0) return;
-    sends_.push_back({const_cast<char *>(static_cast<const char *>(data)), bytes, request, node});
+    if (link.sends.empty()) {
+      link.busy_since = Clock::now();
+      link.sent_since = -link.window;
+    }
+    link.sends.push_back(
+        {const_cast<char *>(static_cast<const char *>(data)), bytes, request, ++posted_});
   }
 
   void post_receive(int node, void *data, size_t bytes, Request *request) override {
     Link &link = link_to(node);
     *request = Request{bytes == 0};
     if (bytes == 0) return;
-    link.receives.push_back({static_cast<char *>(data), bytes, request, node});
+    link.receives.push_back({static_cast<char *>(data), bytes, request, 0});
     link.readable |= link.hung_up;
   }
 
@@ -179,9 +185,8 @@ class TcpTransport : public Transport {
     }
     try {
       control_.check([this](int node) {
-        return !links_[static_cast<size_t>(node)].receives.empty() ||
-               std::any_of(sends_.begin(), sends_.end(),
-                           [node](const Message &m) { return m.node == node; });
+        const Link &link = links_[static_cast<size_t>(node)];
+        return !link.receives.empty() || !link.sends.empty();
       });
     } catch (const LinkFailure &failure) {
       failure_ = failure;
@@ -190,13 +195,33 @@ class TcpTransport : public Transport {
     return moved;
   }
 
+  // The link to send on now: the first in the order of sends, or the next while that one is full.
+  int next_to_send() const {
+    uint64_t after = 0;
+    for (int tried = 0; tried < kDestinations; ++tried) {
+      int first = -1;
+      for (size_t node = 0; node < links_.size(); ++node) {
+        const Link &link = links_[node];
+        if (link.sends.empty() || link.sends.front().order <= after) continue;
+        if (first < 0 || link.sends.front().order < order_of(first)) first = static_cast<int>(node);
+      }
+      if (first < 0 || links_[static_cast<size_t>(first)].writable) return first;
+      after = order_of(first);
+    }
+    return -1;
+  }
+
+  uint64_t order_of(int node) const {
+    return links_[static_cast<size_t>(node)].sends.front().order;
+  }
+
   bool send_some() {
     bool moved = false;
-    for (size_t turn = 0; turn < kTurn && !sends_.empty();) {
-      const int node = sends_.front().node;
+    for (size_t turn = 0; turn < kTurn;) {
+      const int node = next_to_send();
+      if (node < 0) break;
       Link &link = links_[static_cast<size_t>(node)];
-      if (!link.writable) break;
-      Pieces pieces(sends_);
+      Pieces pieces(link.sends);
       msghdr message{};
       message.msg_iov = pieces.parts;
       message.msg_iovlen = static_cast<size_t>(pieces.count);
@@ -204,19 +229,21 @@ class TcpTransport : public Transport {
       if (n < 0 && errno == EINTR) continue;
       if (n < 0) {
         link.writable = false;
-        if (errno != EAGAIN) end(node, link, errno);
-        break;
+        if (errno != EAGAIN) {
+          end(node, link, errno);
+          break;
+        }
+        continue;
       }
       const size_t bytes = static_cast<size_t>(n);
-      advance(sends_, bytes);
+      advance(link.sends, bytes);
       bytes_sent_ += bytes;
       turn += bytes;
       moved = true;
       // A short write means a full buffer; the kernel says when there is room again.
       if (bytes < pieces.bytes) link.writable = false;
-      link.sent_since += bytes;
-      if (!fixed_window_ && link.sent_since >= size_t{8} * static_cast<size_t>(link.window))
-        follow_the_path(link);
+      link.sent_since += n;
+      if (!fixed_window_ && link.sent_since >= 4 * link.window) follow_the_path(link);
     }
     return moved;
   }
@@ -255,18 +282,23 @@ class TcpTransport : public Transport {
     control_.data_ended(node, tcp::Control::error_text(error));
   }
 
-  // Twice what the path holds: enough to keep it full while acknowledgements travel.
+  // Twice what the path holds when its queues are empty: enough to keep it full while
+  // acknowledgements travel. What does arrive in a while, times the shortest round trip, is just
+  // that: a window that fills queues raises neither, so it stops growing.
   void follow_the_path(Link &link) {
+    const auto now = Clock::now();
+    const double seconds = std::chrono::duration<double>(now - link.busy_since).count();
+    const double rate = static_cast<double>(link.sent_since) / std::max(seconds, 1e-6);
+    link.busy_since = now;
     link.sent_since = 0;
     tcp_info info{};
     socklen_t bytes = sizeof info;
     if (::getsockopt(link.socket.get(), IPPROTO_TCP, TCP_INFO, &info, &bytes) != 0 ||
-        bytes < offsetof(tcp_info, tcpi_delivery_rate) + sizeof info.tcpi_delivery_rate)
+        bytes < offsetof(tcp_info, tcpi_min_rtt) + sizeof info.tcpi_min_rtt)
       return;
-    const double held = static_cast<double>(info.tcpi_delivery_rate) * info.tcpi_min_rtt * 1e-6;
+    const double held = rate * info.tcpi_min_rtt * 1e-6;
     // By steps: one sample says little.
-    const int wanted = static_cast<int>(
-        std::clamp(2 * held, 0.5 * link.window, 2.0 * link.window));
+    const int wanted = static_cast<int>(std::clamp(2 * held, 0.5 * link.window, 2.0 * link.window));
     const int window = std::clamp(wanted, link.smallest_window, kLastWindow);
     if (window > link.window * 5 / 4 || window < link.window * 3 / 4) set_window(link, window);
   }
@@ -287,7 +319,7 @@ class TcpTransport : public Transport {
 
   const int fixed_window_;
   std::vector<Link> links_;
-  std::deque<Message> sends_;
+  uint64_t posted_ = 0;  // sends
   std::optional<LinkFailure> failure_;
   uint64_t bytes_sent_ = 0;
   bool woken_ = false;

@@ -54,8 +54,10 @@ class Control {
     while (!mesh.complete()) {
       for (Mesh::Connection &made : mesh.step(50)) {
         set_liveness(made.fd.get());
-        if (made.kind == kControl) adopt(made.node, std::move(made.fd));
-        else data[static_cast<size_t>(made.node)] = std::move(made.fd);
+        if (made.kind == kControl)
+          adopt(made.node, std::move(made.fd));
+        else
+          data[static_cast<size_t>(made.node)] = std::move(made.fd);
       }
       wait(0, [](int, uint32_t) {});
       try {
@@ -218,7 +220,7 @@ class Control {
     std::string address;
     Socket fd{};
     std::string in{}, out{};
-    std::string text{};           // why it gave up
+    std::string text{};  // why it gave up
     bool gave_up = false, left = false, closed = false, data_ended = false;
     std::string why{};          // the connection broke; empty if it was closed
     Clock::time_point since{};  // of the first sign of an end

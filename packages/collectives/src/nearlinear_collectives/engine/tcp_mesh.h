@@ -39,7 +39,11 @@ class Mesh {
 
   Mesh(int listener, const Interface &from, const std::vector<std::string> &addresses, int my_node,
        uint64_t cookie)
-      : listener_(listener), from_(from), addresses_(addresses), me_(my_node), cookie_(cookie),
+      : listener_(listener),
+        from_(from),
+        addresses_(addresses),
+        me_(my_node),
+        cookie_(cookie),
         answered_(addresses.size(), false) {
     answered_[at(me_)] = true;
     for (int node = 0; node < nodes(); ++node)
@@ -77,8 +81,8 @@ class Mesh {
     for (auto guest = guests_.begin(); guest != guests_.end();) {
       const bool done = waits[i++].revents && listen_to(*guest);
       if (done && guest->fd)
-        made.push_back({guest->hello.node, static_cast<Kind>(guest->hello.kind),
-                        std::move(guest->fd)});
+        made.push_back(
+            {guest->hello.node, static_cast<Kind>(guest->hello.kind), std::move(guest->fd)});
       guest = done ? guests_.erase(guest) : std::next(guest);
     }
     if (waits[0].revents) accept_guests();
@@ -160,8 +164,10 @@ class Mesh {
     call.trouble = trouble;
     call.next = now + call.pause;
     call.pause = std::min(call.pause * 2, std::chrono::milliseconds(250));
-    if (error != ECONNREFUSED) call.refused_since = {};
-    else if (call.refused_since == Clock::time_point{}) call.refused_since = now;
+    if (error != ECONNREFUSED)
+      call.refused_since = {};
+    else if (call.refused_since == Clock::time_point{})
+      call.refused_since = now;
     else if (now - call.refused_since > std::chrono::seconds(1))
       throw LinkFailure(call.node, format("node %d is gone: nobody listens at %s any more",
                                           call.node, call.address.c_str()));

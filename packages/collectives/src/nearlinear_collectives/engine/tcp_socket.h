@@ -42,8 +42,8 @@ class Socket {
  private:
   struct Open {
     static void add(int fd) {
-      static const int registered = ::pthread_atfork([] { mutex().lock(); },
-                                                     [] { mutex().unlock(); }, drop_all);
+      static const int registered =
+          ::pthread_atfork([] { mutex().lock(); }, [] { mutex().unlock(); }, drop_all);
       (void)registered;
       const std::lock_guard<std::mutex> lock(mutex());
       fds().insert(fd);

@@ -2,13 +2,13 @@
 //
 // Each pair of nodes has one link: messages arrive in the order they were posted, and a receive
 // of n bytes matches a send of n bytes (both sides cut a transfer into the same messages).
-// Sends are put on the wire in the order they were posted over all links, one destination at a
-// time, with few bytes in flight: many senders that hit one receiver at once overflow its queue
-// and collapse (incast). Nothing blocks but poll(), and only for as long as it is told to.
-// A transport is used by one thread at a time. Destroying one that is idle leaves in order, in at
-// most a second: what is done arrives, and only those who still wait for this node are told. Once
-// poll() has thrown or give_up() was called, no posted memory is touched any more, and poll()
-// throws the same again.
+// Sends are put on the wire in the order they were posted over all links, with few bytes in flight
+// to each: many senders that fill one receiver's queue collapse (incast). A destination that takes
+// nothing for now does not hold up the others. Nothing blocks but poll(), and only for as long as
+// it is told to. A transport is used by one thread at a time. Destroying one that is idle leaves in
+// order, in at most a second: what is done arrives, and only those who still wait for this node are
+// told. Once poll() has thrown or give_up() was called, no posted memory is touched any more, and
+// poll() throws the same again.
 #pragma once
 
 #include <cstddef>

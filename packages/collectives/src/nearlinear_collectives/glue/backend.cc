@@ -7,9 +7,9 @@
 // hand and never loaded into another.
 #include <pybind11/chrono.h>
 #include <pybind11/functional.h>
-#include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/extension.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include <algorithm>
 #include <atomic>
@@ -53,42 +53,46 @@ struct Reduction {
 };
 
 // Said before anything is sent: gloo would communicate before it finds out.
-void needs_floating(const char* reduction, at::ScalarType type) {
+void needs_floating(const char *reduction, at::ScalarType type) {
   TORCH_CHECK_VALUE(at::isFloatingType(type), reduction, " needs a floating dtype, not ", type,
                     ": reduce with SUM, then scale");
 }
 
 // What the engine makes of a c10d reduction of this dtype; nothing if it leaves it to others.
-std::optional<Reduction> engine_reduction(const ReduceOp& op, at::ScalarType type, int size) {
+std::optional<Reduction> engine_reduction(const ReduceOp &op, at::ScalarType type, int size) {
   const bool floating = at::isFloatingType(type), boolean = type == at::kBool;
   switch (static_cast<ReduceOp::RedOpType>(op)) {
     case ReduceOp::SUM: return Reduction{NLC_SUM, 1.0};
     case ReduceOp::PRODUCT: return Reduction{NLC_PRODUCT, 1.0};
     case ReduceOp::MIN: return Reduction{NLC_MIN, 1.0};
     case ReduceOp::MAX: return Reduction{NLC_MAX, 1.0};
-    case ReduceOp::AVG:
-      needs_floating("AVG", type);
-      return Reduction{NLC_AVG, 1.0 / size};
+    case ReduceOp::AVG: needs_floating("AVG", type); return Reduction{NLC_AVG, 1.0 / size};
     case ReduceOp::PREMUL_SUM: {
       needs_floating("PREMUL_SUM", type);
-      const auto* factor = dynamic_cast<const c10d::PreMulSumSupplement*>(op.supplement_.get());
+      const auto *factor = dynamic_cast<const c10d::PreMulSumSupplement *>(op.supplement_.get());
       if (!factor) return std::nullopt;
       const bool tensor = factor->tensor_factor.defined();
-      return Reduction{NLC_SUM, tensor ? factor->tensor_factor.item<double>() : factor->double_factor};
+      return Reduction{NLC_SUM,
+                       tensor ? factor->tensor_factor.item<double>() : factor->double_factor};
     }
-    case ReduceOp::BAND: case ReduceOp::BOR: case ReduceOp::BXOR:
+    case ReduceOp::BAND:
+    case ReduceOp::BOR:
+    case ReduceOp::BXOR:
       if (floating || boolean) return std::nullopt;
-      return Reduction{op == ReduceOp::BAND ? NLC_BAND : op == ReduceOp::BOR ? NLC_BOR : NLC_BXOR, 1.0};
+      return Reduction{op == ReduceOp::BAND  ? NLC_BAND
+                       : op == ReduceOp::BOR ? NLC_BOR
+                                             : NLC_BXOR,
+                       1.0};
     default: return std::nullopt;
   }
 }
 
 // Tensors that lie one after the other in one memory, as chunk views do.
-bool adjacent(const Tensors& parts) {
-  const char* expected = nullptr;
-  for (const at::Tensor& part : parts) {
+bool adjacent(const Tensors &parts) {
+  const char *expected = nullptr;
+  for (const at::Tensor &part : parts) {
     if (!part.is_contiguous() || (expected && part.data_ptr() != expected)) return false;
-    expected = static_cast<const char*>(part.data_ptr()) + part.nbytes();
+    expected = static_cast<const char *>(part.data_ptr()) + part.nbytes();
   }
   return true;
 }
@@ -97,10 +101,11 @@ bool adjacent(const Tensors& parts) {
 
 class NearlinearBackend : public Backend {
  public:
-  using MakeFallback = std::function<intrusive_ptr<Backend>(const std::string& device)>;
+  using MakeFallback = std::function<intrusive_ptr<Backend>(const std::string &device)>;
 
   NearlinearBackend(int rank, int size, uintptr_t group, MakeFallback make_fallback)
-      : Backend(rank, size), group_(reinterpret_cast<nlc_group*>(group)),
+      : Backend(rank, size),
+        group_(reinterpret_cast<nlc_group *>(group)),
         make_fallback_(std::move(make_fallback)) {}
   ~NearlinearBackend() override { close(); }
 
@@ -112,7 +117,7 @@ class NearlinearBackend : public Backend {
   }
   void setTimeout(Milliseconds timeout) override {
     nlc_group_set_timeout(engine(), timeout.count());
-    for (auto& [device, backend] : fallbacks_) backend->setTimeout(timeout);
+    for (auto &[device, backend] : fallbacks_) backend->setTimeout(timeout);
   }
   bool supportsTensorAlloc(c10::DeviceIndex index) override { return index < 0; }
   at::Tensor allocateTensor(long count, at::TensorOptions options) override {
@@ -120,7 +125,7 @@ class NearlinearBackend : public Backend {
   }
   void abort() override {
     if (group_) nlc_group_abort(group_, "the process group was aborted");
-    for (auto& [device, backend] : fallbacks_) backend->abort();
+    for (auto &[device, backend] : fallbacks_) backend->abort();
   }
   void shutdown() override { close(); }
 #endif
@@ -130,49 +135,54 @@ class NearlinearBackend : public Backend {
     const auto options = at::TensorOptions().dtype(type);
     const int64_t parts = getSize();
     if (count % parts == 0)
-      if (void* memory = nlc_shared_allocate(engine(), count / parts * options.dtype().itemsize()))
-        return at::for_blob(memory, {count}).deleter(nlc_shared_free).options(options).make_tensor();
+      if (void *memory = nlc_shared_allocate(engine(), count / parts * options.dtype().itemsize()))
+        return at::for_blob(memory, {count})
+            .deleter(nlc_shared_free)
+            .options(options)
+            .make_tensor();
     return allocate_pooled(count, options);
   }
 
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override { return sequence_; }
 
-  intrusive_ptr<Work> broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
+  intrusive_ptr<Work> broadcast(Tensors &tensors, const c10d::BroadcastOptions &options) override {
     if (foreign(tensors[0])) return fallback(tensors[0])->broadcast(tensors, options);
     nlc_call call = bytes_call(NLC_BROADCAST, tensors[0]);
     call.root = static_cast<int32_t>(options.rootRank);
     Staging staging;
     call.output = staging.in_place(tensors[0]);
-    return launch(OpType::BROADCAST, call, tensors, std::move(staging), options.asyncOp, options.timeout);
+    return launch(OpType::BROADCAST, call, tensors, std::move(staging), options.asyncOp,
+                  options.timeout);
   }
 
-  intrusive_ptr<Work> allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
-    at::Tensor& tensor = tensors[0];
+  intrusive_ptr<Work> allreduce(Tensors &tensors, const c10d::AllreduceOptions &options) override {
+    at::Tensor &tensor = tensors[0];
     const auto reduction = reducible(tensor, options.reduceOp);
     if (!reduction)
-      return on_contiguous(tensor, [&](at::Tensor& whole) {
+      return on_contiguous(tensor, [&](at::Tensor &whole) {
         Tensors one{whole};
         return fallback(tensor)->allreduce(one, options);
       });
     nlc_call call = reduce_call(NLC_ALL_REDUCE, tensor, *reduction);
     Staging staging;
     call.output = staging.in_place(tensor);
-    return launch(OpType::ALLREDUCE, call, tensors, std::move(staging), options.asyncOp, options.timeout);
+    return launch(OpType::ALLREDUCE, call, tensors, std::move(staging), options.asyncOp,
+                  options.timeout);
   }
 
-  intrusive_ptr<Work> allreduce_coalesced(Tensors& tensors,
-                                          const c10d::AllreduceCoalescedOptions& options) override {
+  intrusive_ptr<Work> allreduce_coalesced(Tensors &tensors,
+                                          const c10d::AllreduceCoalescedOptions &options) override {
     std::vector<intrusive_ptr<Work>> works;
-    for (at::Tensor& tensor : tensors) {
+    for (at::Tensor &tensor : tensors) {
       Tensors one{tensor};
       works.push_back(allreduce(one, options));
     }
     return together(std::move(works), tensors);
   }
 
-  intrusive_ptr<Work> _allgather_base(at::Tensor& output, at::Tensor& input,
-                                      const c10d::AllgatherOptions& options) override {
+  intrusive_ptr<Work> _allgather_base(at::Tensor &output, at::Tensor &input,
+                                      const c10d::AllgatherOptions &options) override {
     if (foreign(input)) return fallback(input)->_allgather_base(output, input, options);
     TORCH_CHECK_VALUE(output.scalar_type() == input.scalar_type(), "all_gather: the output is ",
                       output.scalar_type(), ", the input ", input.scalar_type());
@@ -187,38 +197,39 @@ class NearlinearBackend : public Backend {
                   options.timeout);
   }
 
-  intrusive_ptr<Work> allgather(Lists& outputs, Tensors& inputs,
-                                const c10d::AllgatherOptions& options) override {
-    at::Tensor& input = inputs[0];
-    Tensors& parts = outputs[0];
+  intrusive_ptr<Work> allgather(Lists &outputs, Tensors &inputs,
+                                const c10d::AllgatherOptions &options) override {
+    at::Tensor &input = inputs[0];
+    Tensors &parts = outputs[0];
     if (foreign(input)) return fallback(input)->allgather(outputs, inputs, options);
     TORCH_CHECK_VALUE(static_cast<int>(parts.size()) == getSize(), "all_gather: ", parts.size(),
                       " output tensors for ", getSize(), " ranks");
-    for (const at::Tensor& part : parts)
+    for (const at::Tensor &part : parts)
       TORCH_CHECK_VALUE(part.numel() == input.numel() && part.scalar_type() == input.scalar_type(),
                         "all_gather: every output must have the input's dtype and ", input.numel(),
                         " elements; one is ", part.scalar_type(), " with ", part.numel());
     nlc_call call = bytes_call(NLC_ALL_GATHER, input);
     Staging staging;
     call.input = staging.input(input);
-    std::vector<void*> pointers;
+    std::vector<void *> pointers;
     if (adjacent(parts)) {
       call.output = parts[0].data_ptr();
     } else {
-      for (at::Tensor& part : parts) pointers.push_back(staging.output(part));
+      for (at::Tensor &part : parts) pointers.push_back(staging.output(part));
       call.outputs = pointers.data();
     }
-    return launch(OpType::ALLGATHER, call, parts, std::move(staging), options.asyncOp, options.timeout);
+    return launch(OpType::ALLGATHER, call, parts, std::move(staging), options.asyncOp,
+                  options.timeout);
   }
 
-  intrusive_ptr<Work> allgather_coalesced(Lists& outputs, Tensors& inputs,
-                                          const c10d::AllgatherOptions& options) override {
+  intrusive_ptr<Work> allgather_coalesced(Lists &outputs, Tensors &inputs,
+                                          const c10d::AllgatherOptions &options) override {
     // Here the lists run over ranks first: outputs[rank][tensor].
     std::vector<intrusive_ptr<Work>> works;
     Tensors all;
     for (size_t i = 0; i < inputs.size(); ++i) {
       Lists parts(1);
-      for (Tensors& of_rank : outputs) parts[0].push_back(of_rank[i]);
+      for (Tensors &of_rank : outputs) parts[0].push_back(of_rank[i]);
       Tensors one{inputs[i]};
       works.push_back(allgather(parts, one, options));
       all.insert(all.end(), parts[0].begin(), parts[0].end());
@@ -226,16 +237,16 @@ class NearlinearBackend : public Backend {
     return together(std::move(works), all);
   }
 
-  intrusive_ptr<Work> allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
-                                                      const c10d::AllgatherOptions& options) override {
+  intrusive_ptr<Work> allgather_into_tensor_coalesced(
+      Tensors &outputs, Tensors &inputs, const c10d::AllgatherOptions &options) override {
     std::vector<intrusive_ptr<Work>> works;
     for (size_t i = 0; i < inputs.size(); ++i)
       works.push_back(_allgather_base(outputs[i], inputs[i], options));
     return together(std::move(works), outputs);
   }
 
-  intrusive_ptr<Work> _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
-                                           const c10d::ReduceScatterOptions& options) override {
+  intrusive_ptr<Work> _reduce_scatter_base(at::Tensor &output, at::Tensor &input,
+                                           const c10d::ReduceScatterOptions &options) override {
     TORCH_CHECK_VALUE(output.scalar_type() == input.scalar_type(), "reduce_scatter: the output is ",
                       output.scalar_type(), ", the input ", input.scalar_type());
     TORCH_CHECK_VALUE(input.numel() == output.numel() * getSize(), "reduce_scatter: the input has ",
@@ -243,7 +254,7 @@ class NearlinearBackend : public Backend {
                       " elements of output make ", output.numel() * getSize());
     const auto reduction = reducible(input, options.reduceOp);
     if (!reduction)
-      return on_contiguous(output, [&](at::Tensor& whole) {
+      return on_contiguous(output, [&](at::Tensor &whole) {
         at::Tensor contiguous = input.contiguous();
         return fallback(input)->_reduce_scatter_base(whole, contiguous, options);
       });
@@ -255,32 +266,32 @@ class NearlinearBackend : public Backend {
                   options.timeout);
   }
 
-  intrusive_ptr<Work> reduce_scatter(Tensors& outputs, Lists& inputs,
-                                     const c10d::ReduceScatterOptions& options) override {
-    Tensors& parts = inputs[0];
-    at::Tensor& output = outputs[0];
+  intrusive_ptr<Work> reduce_scatter(Tensors &outputs, Lists &inputs,
+                                     const c10d::ReduceScatterOptions &options) override {
+    Tensors &parts = inputs[0];
+    at::Tensor &output = outputs[0];
     TORCH_CHECK_VALUE(static_cast<int>(parts.size()) == getSize(), "reduce_scatter: ", parts.size(),
                       " input tensors for ", getSize(), " ranks");
-    const bool even = std::all_of(parts.begin(), parts.end(), [&](const at::Tensor& part) {
+    const bool even = std::all_of(parts.begin(), parts.end(), [&](const at::Tensor &part) {
       return part.numel() == output.numel();
     });
     if (!even || !reducible(output, options.reduceOp))
       return fallback(output)->reduce_scatter(outputs, inputs, options);
     Tensors flat;
-    for (const at::Tensor& part : parts) flat.push_back(part.reshape({-1}));
+    for (const at::Tensor &part : parts) flat.push_back(part.reshape({-1}));
     at::Tensor input = at::cat(flat);
     return _reduce_scatter_base(output, input, options);
   }
 
   intrusive_ptr<Work> reduce_scatter_tensor_coalesced(
-      Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& options) override {
+      Tensors &outputs, Tensors &inputs, const c10d::ReduceScatterOptions &options) override {
     std::vector<intrusive_ptr<Work>> works;
     for (size_t i = 0; i < inputs.size(); ++i)
       works.push_back(_reduce_scatter_base(outputs[i], inputs[i], options));
     return together(std::move(works), outputs);
   }
 
-  intrusive_ptr<Work> barrier(const c10d::BarrierOptions& options) override {
+  intrusive_ptr<Work> barrier(const c10d::BarrierOptions &options) override {
     nlc_call call{};
     call.kind = NLC_BARRIER;
     call.scale = 1.0;
@@ -289,36 +300,41 @@ class NearlinearBackend : public Backend {
 
   // --- what the fallback does ------------------------------------------------------------------
 
-  intrusive_ptr<Work> allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& options) override {
+  intrusive_ptr<Work> allreduce_sparse(Tensors &tensors,
+                                       const c10d::AllreduceOptions &options) override {
     return fallback(tensors[0])->allreduce(tensors, options);
   }
-  intrusive_ptr<Work> reduce(Tensors& tensors, const c10d::ReduceOptions& options) override {
-    return on_contiguous(tensors[0], [&](at::Tensor& whole) {
+  intrusive_ptr<Work> reduce(Tensors &tensors, const c10d::ReduceOptions &options) override {
+    return on_contiguous(tensors[0], [&](at::Tensor &whole) {
       Tensors one{whole};
       return fallback(whole)->reduce(one, options);
     });
   }
-  intrusive_ptr<Work> gather(Lists& outputs, Tensors& inputs, const c10d::GatherOptions& options) override {
+  intrusive_ptr<Work> gather(Lists &outputs, Tensors &inputs,
+                             const c10d::GatherOptions &options) override {
     return fallback(inputs[0])->gather(outputs, inputs, options);
   }
-  intrusive_ptr<Work> scatter(Tensors& outputs, Lists& inputs, const c10d::ScatterOptions& options) override {
+  intrusive_ptr<Work> scatter(Tensors &outputs, Lists &inputs,
+                              const c10d::ScatterOptions &options) override {
     return fallback(outputs[0])->scatter(outputs, inputs, options);
   }
-  intrusive_ptr<Work> alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits,
-                                    std::vector<int64_t>& input_splits,
-                                    const c10d::AllToAllOptions& options) override {
+  intrusive_ptr<Work> alltoall_base(at::Tensor &output, at::Tensor &input,
+                                    std::vector<int64_t> &output_splits,
+                                    std::vector<int64_t> &input_splits,
+                                    const c10d::AllToAllOptions &options) override {
     return fallback(input)->alltoall_base(output, input, output_splits, input_splits, options);
   }
-  intrusive_ptr<Work> alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& options) override {
+  intrusive_ptr<Work> alltoall(Tensors &outputs, Tensors &inputs,
+                               const c10d::AllToAllOptions &options) override {
     return fallback(inputs[0])->alltoall(outputs, inputs, options);
   }
-  intrusive_ptr<Work> send(Tensors& tensors, int to, int tag) override {
+  intrusive_ptr<Work> send(Tensors &tensors, int to, int tag) override {
     return remember(fallback(tensors[0])->send(tensors, to, tag));
   }
-  intrusive_ptr<Work> recv(Tensors& tensors, int from, int tag) override {
+  intrusive_ptr<Work> recv(Tensors &tensors, int from, int tag) override {
     return remember(fallback(tensors[0])->recv(tensors, from, tag));
   }
-  intrusive_ptr<Work> recvAnysource(Tensors& tensors, int tag) override {
+  intrusive_ptr<Work> recvAnysource(Tensors &tensors, int tag) override {
     return remember(fallback(tensors[0])->recvAnysource(tensors, tag));
   }
 
@@ -332,21 +348,21 @@ class NearlinearBackend : public Backend {
   }
 
  private:
-  nlc_group* engine() {
+  nlc_group *engine() {
     TORCH_CHECK(group_, "the process group has been destroyed");
     return group_;
   }
 
   static at::Tensor allocate_pooled(int64_t count, at::TensorOptions options) {
     const size_t bytes = static_cast<size_t>(count) * options.dtype().itemsize();
-    void* memory = options.device().is_cpu() && bytes ? nlc_pool_allocate(bytes) : nullptr;
+    void *memory = options.device().is_cpu() && bytes ? nlc_pool_allocate(bytes) : nullptr;
     if (!memory) return at::empty({count}, options);
     return at::for_blob(memory, {count}).deleter(nlc_pool_free).options(options).make_tensor();
   }
 
   // Fallbacks take contiguous tensors only. Others are reduced in a copy, and waited for.
   template <typename Call>
-  intrusive_ptr<Work> on_contiguous(at::Tensor& tensor, Call call) {
+  intrusive_ptr<Work> on_contiguous(at::Tensor &tensor, Call call) {
     if (foreign(tensor) || tensor.is_contiguous()) return call(tensor);
     at::Tensor whole = tensor.contiguous();
     call(whole)->wait();
@@ -354,15 +370,17 @@ class NearlinearBackend : public Backend {
     return c10::make_intrusive<DoneWork>(getRank(), Tensors{tensor});
   }
 
-  static bool foreign(const at::Tensor& tensor) { return !tensor.device().is_cpu() || tensor.is_sparse(); }
+  static bool foreign(const at::Tensor &tensor) {
+    return !tensor.device().is_cpu() || tensor.is_sparse();
+  }
 
-  std::optional<Reduction> reducible(const at::Tensor& tensor, const ReduceOp& op) {
+  std::optional<Reduction> reducible(const at::Tensor &tensor, const ReduceOp &op) {
     if (foreign(tensor) || !engine_dtype(tensor.scalar_type())) return std::nullopt;
     return engine_reduction(op, tensor.scalar_type(), getSize());
   }
 
   // Moves bytes only: a dtype the engine does not know travels as bytes.
-  static nlc_call bytes_call(int kind, const at::Tensor& tensor) {
+  static nlc_call bytes_call(int kind, const at::Tensor &tensor) {
     nlc_call call{};
     call.kind = kind;
     call.scale = 1.0;
@@ -373,18 +391,19 @@ class NearlinearBackend : public Backend {
     return call;
   }
 
-  static nlc_call reduce_call(int kind, const at::Tensor& tensor, const Reduction& reduction) {
+  static nlc_call reduce_call(int kind, const at::Tensor &tensor, const Reduction &reduction) {
     nlc_call call = bytes_call(kind, tensor);
     call.reduce = reduction.reduce;
     call.scale = reduction.scale;
     return call;
   }
 
-  intrusive_ptr<Work> launch(OpType type, nlc_call call, Tensors outputs, Staging staging, bool async,
-                             Milliseconds timeout) {
+  intrusive_ptr<Work> launch(OpType type, nlc_call call, Tensors outputs, Staging staging,
+                             bool async, Milliseconds timeout) {
     ++sequence_;
     call.timeout_ms = timeout == c10d::kUnsetTimeout ? NLC_ANY_TIMEOUT : timeout.count();
-    auto work = c10::make_intrusive<EngineWork>(getRank(), type, std::move(outputs), std::move(staging));
+    auto work =
+        c10::make_intrusive<EngineWork>(getRank(), type, std::move(outputs), std::move(staging));
     if (async)
       work->start(engine(), call);
     else
@@ -402,26 +421,27 @@ class NearlinearBackend : public Backend {
     return c10::make_intrusive<ManyWorks>(getRank(), std::move(works), std::move(outputs));
   }
 
-  intrusive_ptr<Backend>& fallback(const at::Tensor& tensor) {
-    const std::string device = tensor.device().is_cpu() ? "cpu" : c10::DeviceTypeName(tensor.device().type(), true);
-    auto& backend = fallbacks_[device];
+  intrusive_ptr<Backend> &fallback(const at::Tensor &tensor) {
+    const std::string device =
+        tensor.device().is_cpu() ? "cpu" : c10::DeviceTypeName(tensor.device().type(), true);
+    auto &backend = fallbacks_[device];
     if (!backend) backend = make_fallback_(device);
     return backend;
   }
 
   void close() {
-    if (nlc_group* group = std::exchange(group_, nullptr)) nlc_group_close(group);
-    for (auto& [device, backend] : std::exchange(fallbacks_, {})) {
+    if (nlc_group *group = std::exchange(group_, nullptr)) nlc_group_close(group);
+    for (auto &[device, backend] : std::exchange(fallbacks_, {})) {
 #if NEARLINEAR_TORCH >= 209
       try {
         backend->shutdown();
-      } catch (const std::exception&) {  // some backends have nothing to shut down, and say so
+      } catch (const std::exception &) {  // some backends have nothing to shut down, and say so
       }
 #endif
     }
   }
 
-  nlc_group* group_;
+  nlc_group *group_;
   MakeFallback make_fallback_;
   std::map<std::string, intrusive_ptr<Backend>> fallbacks_;
   std::atomic<uint64_t> sequence_{0};
@@ -436,9 +456,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   pybind11::module::import("torch.distributed");  // registers the base class
   module.attr("torch_version") = TORCH_VERSION;
   module.attr("abi_version") = NLC_ABI_VERSION;
-  pybind11::class_<NearlinearBackend, c10::intrusive_ptr<NearlinearBackend>, c10d::Backend>(module, "Backend")
-      .def(pybind11::init<int, int, uintptr_t, NearlinearBackend::MakeFallback>(), pybind11::arg("rank"),
-           pybind11::arg("size"), pybind11::arg("group"), pybind11::arg("make_fallback"))
+  pybind11::class_<NearlinearBackend, c10::intrusive_ptr<NearlinearBackend>, c10d::Backend>(
+      module, "Backend")
+      .def(pybind11::init<int, int, uintptr_t, NearlinearBackend::MakeFallback>(),
+           pybind11::arg("rank"), pybind11::arg("size"), pybind11::arg("group"),
+           pybind11::arg("make_fallback"))
       .def("allocate_shared", &NearlinearBackend::allocate_shared, pybind11::arg("count"),
            pybind11::arg("dtype"), pybind11::call_guard<pybind11::gil_scoped_release>());
 }

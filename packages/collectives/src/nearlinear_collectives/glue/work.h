@@ -18,22 +18,22 @@ using c10d::Work;
 // Contiguous stand-ins for tensors that are not, and what keeps the memory of a call alive.
 class Staging {
  public:
-  void* input(const at::Tensor& tensor) {
+  void *input(const at::Tensor &tensor) {
     kept_.push_back(tensor.contiguous());
     return kept_.back().data_ptr();
   }
-  void* output(const at::Tensor& tensor) {
+  void *output(const at::Tensor &tensor) {
     kept_.push_back(tensor.is_contiguous() ? tensor : at::empty(tensor.sizes(), tensor.options()));
     if (!tensor.is_contiguous()) copies_.emplace_back(tensor, kept_.back());
     return kept_.back().data_ptr();
   }
-  void* in_place(const at::Tensor& tensor) {
-    void* data = input(tensor);
+  void *in_place(const at::Tensor &tensor) {
+    void *data = input(tensor);
     if (!tensor.is_contiguous()) copies_.emplace_back(tensor, kept_.back());
     return data;
   }
   void finish() {
-    for (auto& [tensor, stand_in] : copies_) tensor.copy_(stand_in);
+    for (auto &[tensor, stand_in] : copies_) tensor.copy_(stand_in);
     kept_.clear();
     copies_.clear();
   }
@@ -43,7 +43,7 @@ class Staging {
   std::vector<std::pair<at::Tensor, at::Tensor>> copies_;
 };
 
-inline std::exception_ptr engine_exception(int32_t status, const std::string& text) {
+inline std::exception_ptr engine_exception(int32_t status, const std::string &text) {
   if (status == NLC_BAD_ARGUMENT)
     return std::make_exception_ptr(c10::ValueError({__func__, __FILE__, __LINE__}, text));
   return std::make_exception_ptr(c10::DistBackendError({__func__, __FILE__, __LINE__}, text));
@@ -59,14 +59,14 @@ class EngineWork : public Work {
   EngineWork(int rank, c10d::OpType type, std::vector<at::Tensor> outputs, Staging staging)
       : Work(rank, type), outputs_(std::move(outputs)), staging_(std::move(staging)) {}
 
-  void run(nlc_group* group, const nlc_call& call) {
+  void run(nlc_group *group, const nlc_call &call) {
     const int32_t status = nlc_run(group, &call);
     if (status != NLC_OK) std::rethrow_exception(engine_exception(status, nlc_error()));
     staging_.finish();
     finish();
   }
 
-  void start(nlc_group* group, const nlc_call& call) {
+  void start(nlc_group *group, const nlc_call &call) {
     future_ = tensor_list_future();
     auto self = c10::intrusive_ptr<EngineWork>::unsafe_reclaim_from_nonowning(this);
     const int32_t status = nlc_start(group, &call, &EngineWork::done, self.get());
@@ -91,8 +91,8 @@ class EngineWork : public Work {
   }
 
  private:
-  static void done(void* context, int32_t status, const char* error) {
-    auto self = c10::intrusive_ptr<EngineWork>::reclaim(static_cast<EngineWork*>(context));
+  static void done(void *context, int32_t status, const char *error) {
+    auto self = c10::intrusive_ptr<EngineWork>::reclaim(static_cast<EngineWork *>(context));
     std::exception_ptr failure = status == NLC_OK ? nullptr : engine_exception(status, error);
     if (!failure) {
       try {
@@ -135,28 +135,30 @@ class DoneWork : public Work {
 class ManyWorks : public Work {
  public:
   ManyWorks(int rank, std::vector<c10::intrusive_ptr<Work>> works, std::vector<at::Tensor> outputs)
-      : Work(rank, c10d::OpType::COALESCED), works_(std::move(works)), outputs_(std::move(outputs)) {}
+      : Work(rank, c10d::OpType::COALESCED),
+        works_(std::move(works)),
+        outputs_(std::move(outputs)) {}
 
   bool isCompleted() override {
-    for (auto& work : works_)
+    for (auto &work : works_)
       if (!work->isCompleted()) return false;
     return true;
   }
   bool isSuccess() const override {
-    for (const auto& work : works_)
+    for (const auto &work : works_)
       if (!work->isSuccess()) return false;
     return true;
   }
   std::exception_ptr exception() const override {
-    for (const auto& work : works_)
+    for (const auto &work : works_)
       if (auto failure = work->exception()) return failure;
     return nullptr;
   }
   void synchronize() override {
-    for (auto& work : works_) work->synchronize();
+    for (auto &work : works_) work->synchronize();
   }
   bool wait(std::chrono::milliseconds timeout) override {
-    for (auto& work : works_)
+    for (auto &work : works_)
       if (!work->wait(timeout)) return false;
     return true;
   }
@@ -166,8 +168,8 @@ class ManyWorks : public Work {
     auto all = tensor_list_future();
     c10::List<c10::intrusive_ptr<c10::ivalue::Future>> parts(
         c10::FutureType::create(c10::ListType::create(c10::TensorType::get())));
-    for (auto& work : works_) parts.push_back(work->getFuture());
-    c10::collectAll(parts)->addCallback([all, outputs = outputs_](c10::ivalue::Future& done) {
+    for (auto &work : works_) parts.push_back(work->getFuture());
+    c10::collectAll(parts)->addCallback([all, outputs = outputs_](c10::ivalue::Future &done) {
       if (done.hasError())
         all->setError(done.exception_ptr());
       else
