@@ -254,7 +254,7 @@ def test_every_pattern_operation_and_kind_of_number(tmp_path):
     assert record["versions"]["torch"] == torch.__version__
     assert set(record["machine"]) == {"cpu", "cores", "memory_gib", "system"}
     assert socket.gethostname() not in json.dumps([record["machine"], record["results"]])
-    tables = 3 + 3 + 2 + 2 + 1  # operations of each pattern
+    tables = 3 + 3 + 2 + 2 + 2 + 1  # operations of each pattern
     assert len(record["results"]) == tables * 3 * 3 * 2
     assert {len(r["blocks_us"]) for r in record["results"]} == {2}
     for result in record["results"]:
@@ -306,7 +306,12 @@ def test_training_steps_have_equal_losses(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "losses agree" in done.stdout
     results = json.loads((tmp_path / "step.json").read_text())["results"]
-    assert [r["contender"] for r in results] == ["nearlinear", "nearlinear+pool", "nearlinear+shared", "gloo"]
+    assert [r["contender"] for r in results] == [
+        "nearlinear",
+        "nearlinear+pool",
+        "nearlinear+shared",
+        "gloo",
+    ]
     assert {r["parameters"] for r in results} == {1_048_576}
 
 

@@ -1,37 +1,38 @@
-"""FSDP2 with `nearlinear_collectives.AllGather`: gloo's losses, also where it gathers aside."""
+"""FSDP2 with our gathers and reduce-scatters: gloo's losses, also over a group made aside."""
 
 import inspect
+import unittest.mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+import nearlinear_collectives
+from nearlinear_collectives import fsdp
 from tests.collectives.ranks import BACKEND
 
 if BACKEND != "nearlinear":
     pytest.skip("is about nearlinear alone", allow_module_level=True)
 
 
-def test_torch_calls_an_all_gather_as_ours_is_declared():
-    """The one private class of torch that the package stands on."""
+@pytest.mark.parametrize("name", ["AllGather", "ReduceScatter"])
+def test_torch_calls_ours_as_it_is_declared(name):
+    """The private classes of torch that the package stands on."""
     try:
         from torch.distributed.fsdp._fully_shard import _fsdp_api, _fsdp_collectives
     except ImportError as error:
         pytest.fail(f"torch {torch.__version__} moved FSDP2's interface: mend fsdp.py ({error})")
-    from nearlinear_collectives import AllGather
-
-    assert issubclass(AllGather, _fsdp_api.AllGather)
-    assert not AllGather.__abstractmethods__, (
-        f"torch {torch.__version__} asks for more: mend fsdp.py"
-    )
-    theirs = _fsdp_collectives.DefaultAllGather
-    for name in ("allocate", "__call__"):
-        wanted = inspect.signature(getattr(theirs, name)).parameters
-        ours = inspect.signature(getattr(AllGather, name)).parameters
-        assert list(ours) == list(wanted), (
-            f"torch {torch.__version__} changed {name}(): mend fsdp.py"
+    ours = getattr(nearlinear_collectives, name)
+    assert issubclass(ours, getattr(_fsdp_api, name))
+    assert not ours.__abstractmethods__, f"torch {torch.__version__} asks for more: mend fsdp.py"
+    theirs = getattr(_fsdp_collectives, f"Default{name}")
+    for method in ("allocate", "__call__"):
+        wanted = inspect.signature(getattr(theirs, method)).parameters
+        declared = inspect.signature(getattr(ours, method)).parameters
+        assert list(declared) == list(wanted), (
+            f"torch {torch.__version__} changed {name}.{method}(): mend fsdp.py"
         )
 
 
@@ -46,15 +47,16 @@ def model() -> torch.nn.Sequential:
 
 
 def train(rank, how: str, dtype: torch.dtype) -> tuple[list[float], int]:
-    """(losses of five steps, calls of our all-gather) on FSDP2's own gathers or ours."""
-    from nearlinear_collectives import AllGather
-
+    """(losses of five steps, calls of ours) with FSDP2's own collectives or ours."""
     calls = []
 
-    class Counted(AllGather):
-        def __call__(self, *args, **kwargs):
-            calls.append(kwargs)
-            return super().__call__(*args, **kwargs)
+    def counted(kind):
+        class Counted(kind):
+            def __call__(self, *args, **kwargs):
+                calls.append(kind)
+                return super().__call__(*args, **kwargs)
+
+        return Counted
 
     group = dist.group.WORLD
     mesh = DeviceMesh.from_group(dist.new_group(backend="gloo") if how == "aside" else group, "cpu")
@@ -62,9 +64,12 @@ def train(rank, how: str, dtype: torch.dtype) -> tuple[list[float], int]:
     for layer in (*net, net):
         if isinstance(layer, torch.nn.Linear) or layer is net:
             fully_shard(layer, mesh=mesh, mp_policy=policy)
-    for module in net.modules():
-        if isinstance(module, FSDPModule) and how != "torch":
-            module.set_custom_all_gather(Counted(group))
+    if how != "torch":
+        kinds = (nearlinear_collectives.AllGather, nearlinear_collectives.ReduceScatter)
+        with unittest.mock.patch.multiple(
+            fsdp, AllGather=counted(kinds[0]), ReduceScatter=counted(kinds[1])
+        ):
+            nearlinear_collectives.use_in(net, group)
     optimizer, losses = torch.optim.AdamW(net.parameters(), lr=1e-4), []
     source = torch.Generator().manual_seed(rank)
     for _ in range(5):
@@ -82,21 +87,20 @@ def train(rank, how: str, dtype: torch.dtype) -> tuple[list[float], int]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("how", ["ours", "aside"])
-def test_fsdp2_trains_with_our_all_gather(pool, how, ranks, dtype):
+def test_fsdp2_trains_with_ours(pool, how, ranks, dtype):
     reference = pool.run(train, "torch", dtype, ranks=ranks, backend="gloo")
     found = pool.run(train, how, dtype, ranks=ranks)
     for (losses, count), (wanted, none) in zip(found, reference, strict=True):
         assert losses == pytest.approx(wanted, rel=1e-5)
-        assert none == 0 and count == 5 * 3 * 2  # steps, layers, forward and backward
+        assert none == 0 and count == 5 * 3 * 3  # steps, layers, two gathers and a reduction
 
 
 def look_at_memory(rank):
-    from nearlinear_collectives import AllGather
-
     found, cpu = [], torch.device("cpu")
-    for size in ((6, 10), (2, 3, 50_000)):
-        tensor = AllGather(dist.group.WORLD).allocate(size, dtype=torch.bfloat16, device=cpu)
-        found.append((tuple(tensor.shape), tensor.dtype, mapping_of(tensor.data_ptr())))
+    for kind in (nearlinear_collectives.AllGather, nearlinear_collectives.ReduceScatter):
+        for size in ((6, 10), (2, 3, 50_000)):
+            tensor = kind(dist.group.WORLD).allocate(size, dtype=torch.bfloat16, device=cpu)
+            found.append((tuple(tensor.shape), tensor.dtype, mapping_of(tensor.data_ptr())))
     return found
 
 
@@ -115,20 +119,23 @@ def test_its_memory_is_shared_with_the_node(pool):
         assert [(shape, dtype) for shape, dtype, _ in found] == [
             ((6, 10), torch.bfloat16),
             ((2, 3, 50_000), torch.bfloat16),
-        ]
+        ] * 2
         assert all("memfd:nearlinear" in mapping for *_, mapping in found), found
 
 
 def gather_over_other_ranks(rank):
-    from nearlinear_collectives import AllGather
-
     pair = dist.new_group([0, 1])
     net = fully_shard(torch.nn.Linear(4, 4), mesh=DeviceMesh.from_group(dist.group.WORLD, "cpu"))
     if rank < 2:
-        net.set_custom_all_gather(AllGather(pair))
+        nearlinear_collectives.use_in(net, pair)
         with pytest.raises(ValueError, match=r"group of ranks \[0, 1\], but .* over \[0, 1, 2\]"):
             net(torch.ones(4))
     return True
+
+
+def test_a_model_that_is_not_sharded_is_refused():
+    with pytest.raises(ValueError, match="call fully_shard"):
+        nearlinear_collectives.use_in(torch.nn.Linear(2, 2), group=None)
 
 
 def test_a_group_of_other_ranks_is_refused(pool):

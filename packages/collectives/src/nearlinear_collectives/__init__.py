@@ -12,14 +12,14 @@ from nearlinear_collectives.build import BuildError
 from nearlinear_collectives.doctor import doctor
 from nearlinear_collectives.engine_library import trace
 
-__all__ = ["AllGather", "BuildError", "doctor", "trace"]
+__all__ = ["AllGather", "BuildError", "ReduceScatter", "doctor", "trace", "use_in"]
 
 register()
 
 
 def __getattr__(name: str):
-    if name == "AllGather":  # FSDP2 takes a second to import
-        from nearlinear_collectives.fsdp import AllGather
+    if name in ("AllGather", "ReduceScatter", "use_in"):  # FSDP2 takes a second to import
+        from nearlinear_collectives import fsdp
 
-        return AllGather
+        return getattr(fsdp, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

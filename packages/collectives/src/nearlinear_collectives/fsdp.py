@@ -1,4 +1,4 @@
-"""The seam to FSDP2: an all-gather that a sharded module can be given instead of its own."""
+"""The seam to FSDP2: the all-gather and the reduce-scatter that a sharded module can be given."""
 
 from __future__ import annotations
 
@@ -7,34 +7,46 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
-try:  # the one private import of this package; checked on 2.12 to 2.15
+try:  # the private imports of this package; checked on 2.12 to 2.15
     from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather as _AllGather
+    from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as _ReduceScatter
 except ImportError as error:
     raise ImportError(
-        f"torch {torch.__version__} keeps FSDP2's AllGather class elsewhere or has none: use "
-        "module.set_allocate_memory_from_process_group_for_comm(True) instead, and mend "
-        "nearlinear_collectives/fsdp.py"
+        f"torch {torch.__version__} keeps FSDP2's classes AllGather and ReduceScatter elsewhere or "
+        "has none: use module.set_allocate_memory_from_process_group_for_comm(True) instead, and "
+        "mend nearlinear_collectives/fsdp.py"
     ) from error
 
-# Its name before torch 2.13.
+# Their names before torch 2.13.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-class AllGather(_AllGather):
-    """Gathers the parameters of an FSDP2 module over ``group``, in memory of that group.
+def use_in(model: nn.Module, group: dist.ProcessGroup) -> None:
+    """Have every FSDP2 module in ``model`` gather and reduce over ``group``, in its memory.
 
-        for module in model.modules():
-            if isinstance(module, FSDPModule):  # the setting is per module
-                module.set_custom_all_gather(nearlinear_collectives.AllGather(group))
+        nearlinear_collectives.use_in(model, mesh.get_group())      # after fully_shard
 
-    Where the module's mesh is of the nearlinear backend already,
-    ``module.set_allocate_memory_from_process_group_for_comm(True)`` does as much in one line, for
-    reduce-scatters too. This class is for the other cases: all-gathers shall run over a group of
-    their own (the mesh is of another backend, or gathers and reductions shall not wait for each
-    other), or reduce-scatters shall keep their ordinary memory. ``group`` holds the ranks of the
-    module's shard mesh, in the same order; the two settings exclude each other.
+    Gathers of at least 32 KiB per rank then exist once per node, and what is reduced is read where
+    FSDP2 wrote it. ``group`` holds the ranks of the modules' shard mesh, in the same order; it may
+    be the mesh's own or, where that is of another backend, one made aside.
+    ``module.set_allocate_memory_from_process_group_for_comm(True)``, which needs the mesh's own,
+    does the second half; the two exclude each other.
     """
+    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    if not modules:
+        raise ValueError("use_in() found no FSDP2 module: call fully_shard() on the model first")
+    gather, reduce = AllGather(group), ReduceScatter(group)
+    for module in modules:
+        module.set_custom_all_gather(gather)
+        module.set_custom_reduce_scatter(reduce)
+
+
+class _OverGroup:
+    """What both have in common: a group of their own, and its memory."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
@@ -42,12 +54,32 @@ class AllGather(_AllGather):
     def allocate(
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        backend, count = self.group._get_backend(device), math.prod(size)
+        backend = self.group._get_backend(device)
         if not backend.supports_tensor_alloc(device):
             return torch.empty(*size, dtype=dtype, device=device)
-        if hasattr(backend, "allocate_shared"):  # FSDP2 gathers in place and only reads the result
-            return backend.allocate_shared(count, dtype).view(*size)
-        return backend.allocate_tensor(count, dtype=dtype, device=device).view(*size)
+        return backend.allocate_tensor(math.prod(size), dtype=dtype, device=device).view(*size)
+
+    def check_ranks(self, group: dist.ProcessGroup) -> None:
+        mine, its = dist.get_process_group_ranks(self.group), dist.get_process_group_ranks(group)
+        if mine != its:
+            raise ValueError(
+                f"{type(self).__name__} was given a group of ranks {mine}, but the module is "
+                f"sharded over {its}"
+            )
+
+
+class AllGather(_OverGroup, _AllGather):
+    """Gathers an FSDP2 module's parameters over ``group``, once per node: for
+    ``module.set_custom_all_gather``."""
+
+    def allocate(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        backend = self.group._get_backend(device)
+        if hasattr(backend, "allocate_shared") and backend.supports_tensor_alloc(device):
+            # FSDP2 gathers in place and only reads the result.
+            return backend.allocate_shared(math.prod(size), dtype).view(*size)
+        return super().allocate(size, dtype=dtype, device=device)
 
     def __call__(
         self,
@@ -56,9 +88,23 @@ class AllGather(_AllGather):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> dist.Work | None:
-        mine, its = dist.get_process_group_ranks(self.group), dist.get_process_group_ranks(group)
-        if mine != its:
-            raise ValueError(
-                f"AllGather was given a group of ranks {mine}, but the module is sharded over {its}"
-            )
+        self.check_ranks(group)
         return all_gather_single(output_tensor, input_tensor, group=self.group, async_op=async_op)
+
+
+class ReduceScatter(_OverGroup, _ReduceScatter):
+    """Reduces an FSDP2 module's gradients over ``group``, from where they were written: for
+    ``module.set_custom_reduce_scatter``."""
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        self.check_ranks(group)
+        return reduce_scatter_single(
+            output_tensor, input_tensor, op=op, group=self.group, async_op=async_op
+        )

@@ -31,7 +31,7 @@ patterns:
   in_place    the input is the own part of the output (reduce_scatter: the other way round)
   fsdp        what FSDP2 does per layer: allocate, copy the own shard in, gather in place, free;
               memory is the best that the backend has: outputs shared by the ranks of a node, as
-              nearlinear_collectives.AllGather takes them, else its pool, else torch.empty
+              nearlinear_collectives.use_in() takes them, else its pool, else torch.empty
   fsdp_pool   the same without shared outputs: FSDP2 after
               set_allocate_memory_from_process_group_for_comm(True)
   fsdp_empty  the same with torch.empty for all: FSDP2 as it is

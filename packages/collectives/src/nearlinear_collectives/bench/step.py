@@ -3,7 +3,7 @@
 Few tokens on purpose: a step of these models on CPUs is mostly communication. Every contender
 trains a model of its own from the same numbers, so the losses must agree. A backend that
 allocates tensors comes again with FSDP2 told to ask it for memory (``+pool``), and one that shares
-outputs with ``AllGather`` in place of FSDP2's own (``+shared``).
+outputs with ``nearlinear_collectives.use_in`` (``+shared``).
 """
 
 import math
@@ -158,7 +158,7 @@ def _training_step(shape: Shape, group, memory: str):
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import FSDPModule, fully_shard
 
-    from ..fsdp import AllGather
+    from ..fsdp import use_in
 
     torch.manual_seed(0)
     model = nn.Sequential(*(Block(shape.width) for _ in range(shape.layers)))
@@ -166,11 +166,11 @@ def _training_step(shape: Shape, group, memory: str):
     for block in model:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            if memory == "+shared":
-                module.set_custom_all_gather(AllGather(group))
-            elif memory == "+pool":
+    if memory == "+shared":
+        use_in(model, group)
+    elif memory == "+pool":
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
                 if not hasattr(module, "set_allocate_memory_from_process_group_for_comm"):
                     raise UsageError(f"torch {torch.__version__} cannot be told to take memory "
                                      "from a process group; torch 2.9 or newer can")  # fmt: skip
