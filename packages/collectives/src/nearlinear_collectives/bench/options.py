@@ -51,7 +51,13 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         options.sizes = parse_sizes(options.sizes)
     except ValueError as error:
         raise UsageError(f"--sizes: {error}") from None
-    for name, least in (("ranks", 2), ("blocks", 1), ("block_ms", 0.01), ("timeout", 1)):
+    for name, least in (
+        ("ranks", 2),
+        ("blocks", 1),
+        ("passes", 1),
+        ("block_ms", 0.01),
+        ("timeout", 1),
+    ):
         value = getattr(options, name)
         if value < least or not math.isfinite(value):
             raise UsageError(f"--{name.replace('_', '-')} {value}: must be at least {least}")
@@ -100,6 +106,9 @@ def _parser() -> argparse.ArgumentParser:
     how("--ranks", type=int, default=2, metavar="N",
         help="processes on this machine (default: 2); under torchrun, torchrun's")  # fmt: skip
     how("--blocks", type=int, default=8, metavar="N", help="blocks per size (default: 8)")
+    how("--passes", type=int, default=1, metavar="N",
+        help="times that all is gone through: a size's blocks then lie minutes apart, and an "
+        "hour in which the machine is slow does not fall on one size (default: 1)")  # fmt: skip
     how("--block-ms", type=float, default=30, metavar="MS",
         help="length of a block (default: 30, at least two calls)")  # fmt: skip
     how("--timeout", type=float, default=120, metavar="S",

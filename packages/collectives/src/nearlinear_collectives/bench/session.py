@@ -1,5 +1,6 @@
 """One run in every rank: make the groups, measure job by job, print on rank 0, write the files."""
 
+import dataclasses
 import time
 
 import torch
@@ -50,6 +51,7 @@ def run(options, arguments: list[str], local_ranks: int) -> int:
         "ranks": dist.get_world_size(),
         "threads_per_rank": torch.get_num_threads(),
         "blocks": blocks.number,
+        "passes": options.passes,
         "block_ms": options.block_ms,
     }
     if options.step:
@@ -77,23 +79,26 @@ def run(options, arguments: list[str], local_ranks: int) -> int:
 
 def _collectives(options, contenders, against: str, blocks: Blocks, kept: dict):
     ranks, rank = dist.get_world_size(), dist.get_rank()
-    progress = Progress(len(_jobs(options, ranks)), shown=rank == 0)
+    progress = Progress(len(_jobs(options, ranks)) * options.passes, shown=rank == 0)
     progress.line(_machine_line(kept))
+    earlier: dict[tuple, list[Sample]] = {}
+    for number in range(options.passes - 1):
+        for table_and_size in _tables_and_sizes(options):
+            progress.step(f"pass {number + 1}: {' '.join(map(str, table_and_size))} B")
+            samples = _measure(options, contenders, blocks, *table_and_size)
+            earlier[table_and_size] = _joined(earlier.get(table_and_size), samples)
     rows: list[list[Sample]] = []
     for pattern, operation, dtype in _groups(options):
         printer = table.Table([c.label for c in contenders], against)
-        title = (f"{operation}, {pattern}, {dtype}, {ranks} ranks; {blocks.number} blocks of at "
+        number = blocks.number * options.passes
+        title = (f"{operation}, {pattern}, {dtype}, {ranks} ranks; {number} blocks of at "
                  f"least {options.block_ms:g} ms per backend, in turn")  # fmt: skip
         for line in printer.head(title):
             progress.line(line)
         for size in options.sizes:
-            job = Job.of_size(operation, size, DTYPES[dtype], options.reduce, rank, ranks)
+            key = (pattern, operation, dtype, size)
             progress.step(f"{operation} {pattern} {dtype} {size} B")
-            try:
-                rows.append(measure(pattern, PATTERNS[pattern](job), contenders, blocks))
-            except Exception as error:
-                error.add_note(f"while measuring {operation}, {pattern}, {dtype}, {size} B")
-                raise
+            rows.append(_joined(earlier.get(key), _measure(options, contenders, blocks, *key)))
             progress.line(printer.row(rows[-1]))
         progress.line()
     kept["ratios"] = table.summary(rows, against)
@@ -108,6 +113,28 @@ def _collectives(options, contenders, against: str, blocks: Blocks, kept: dict):
         for entry, sample in zip(entries, samples, strict=True)
     ]
     return entries, 1 if wrong else 0
+
+
+def _measure(
+    options, contenders, blocks: Blocks, pattern: str, operation: str, dtype: str, size: int
+) -> list[Sample]:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    job = Job.of_size(operation, size, DTYPES[dtype], options.reduce, rank, ranks)
+    try:
+        return measure(pattern, PATTERNS[pattern](job), contenders, blocks)
+    except Exception as error:
+        error.add_note(f"while measuring {operation}, {pattern}, {dtype}, {size} B")
+        raise
+
+
+def _joined(earlier: list[Sample] | None, samples: list[Sample]) -> list[Sample]:
+    """One sample per contender, of the blocks of both."""
+    if earlier is None:
+        return samples
+    return [
+        dataclasses.replace(new, seconds=old.seconds + new.seconds, wrong=old.wrong + new.wrong)
+        for old, new in zip(earlier, samples, strict=True)
+    ]
 
 
 def _steps(options, contenders, against: str, blocks: Blocks, kept: dict):
@@ -136,6 +163,13 @@ def _groups(options):
             if operation in PATTERNS[pattern].operations:
                 for dtype in options.dtypes:
                     yield pattern, operation, dtype
+
+
+def _tables_and_sizes(options):
+    """(pattern, operation, dtype, size) of everything that is measured, in order."""
+    for group in _groups(options):
+        for size in options.sizes:
+            yield *group, size
 
 
 def _jobs(options, ranks: int) -> list[tuple[str, Job]]:

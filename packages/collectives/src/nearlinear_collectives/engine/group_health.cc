@@ -73,6 +73,13 @@ void Group::time_out(int awaited) {
                          entered == finished ? "done" : "unfinished")
                 : "; it is in the same operation, stuck or stopped";
   }
+  if (rank < 0 && net_) {
+    const int node = net_->awaited();
+    if (node >= 0) {
+      rank = place_.nodes[static_cast<size_t>(node)][0];
+      where = "; it speaks for its node: that, one of its ranks or its link is stuck";
+    }
+  }
   const std::string who = rank >= 0 ? rank_text(rank) : "another node";
   fail(NLC_TIMEOUT, format("%s made no progress for %.3g s%s", who.c_str(),
                            static_cast<double>(call_timeout_ms_) / 1000.0, where.c_str()));

@@ -175,6 +175,17 @@ class OfiTransport : public Transport {
     close();
   }
 
+  int awaited() const override {
+    int longest = -1;
+    for (size_t node = 0; node < links_.size(); ++node) {
+      const Link &link = links_[node];
+      if (link.pending == 0) continue;
+      if (longest < 0 || link.active < links_[static_cast<size_t>(longest)].active)
+        longest = static_cast<int>(node);
+    }
+    return longest;
+  }
+
   std::string describe() const override {
     const uint32_t version = ofi::Library::get().version();
     return format("libfabric %u.%u (%s on %s), window %s", FI_MAJOR(version), FI_MINOR(version),

@@ -61,6 +61,7 @@ struct Pieces {
 struct Link {
   tcp::Socket socket{};
   std::deque<Message> sends{}, receives{};
+  Clock::time_point heard{};  // last time bytes came, or a receive was posted to an idle link
   bool readable = false, writable = false;
   bool hung_up = false;  // the other side sends no more: what is here is all there is
   bool ended = false;
@@ -124,6 +125,7 @@ class TcpTransport : public Transport {
     Link &link = link_to(node);
     *request = Request{bytes == 0};
     if (bytes == 0) return;
+    if (link.receives.empty()) link.heard = Clock::now();
     link.receives.push_back({static_cast<char *>(data), bytes, request, 0});
     link.readable |= link.hung_up;
   }
@@ -149,6 +151,17 @@ class TcpTransport : public Transport {
       // Best effort: the others notice the closed connections.
     }
     if (!failure_) failure_.emplace(control_.my_node(), reason);
+  }
+
+  int awaited() const override {
+    int longest = -1;
+    for (size_t node = 0; node < links_.size(); ++node) {
+      const Link &link = links_[node];
+      if (link.receives.empty() && link.sends.empty()) continue;
+      if (longest < 0 || link.heard < links_[static_cast<size_t>(longest)].heard)
+        longest = static_cast<int>(node);
+    }
+    return longest;
   }
 
   std::string describe() const override {
@@ -265,6 +278,7 @@ class TcpTransport : public Transport {
         link.readable = false;  // until a receive is posted
       } else {
         advance(link.receives, static_cast<size_t>(n));
+        link.heard = Clock::now();
         control_.heard_from(node);
         turn += static_cast<size_t>(n);
         moved = true;

@@ -56,6 +56,10 @@ class Transport {
   // poll() throws LinkFailure with this text. Also called with a reason another node sent.
   virtual void give_up(const std::string &reason) noexcept = 0;
 
+  // The node with unfinished requests of which nothing was heard for longest, or -1: who to blame
+  // for a wait that takes too long.
+  virtual int awaited() const = 0;
+
   virtual std::string describe() const = 0;  // one line for people: "tcp, window 64 KiB, eth0"
   virtual uint64_t bytes_sent() const = 0;   // payload
 };

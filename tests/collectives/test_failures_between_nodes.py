@@ -1,0 +1,136 @@
+"""On an emulated cluster: ranks that die or stop, and cables that are pulled, during collectives.
+
+The others raise in time and name the culprit's rank; behind a cable, the one that speaks for its
+node. Victims, calls and moments are random but seeded; NEARLINEAR_SOAK=n runs n times as many.
+"""
+
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+
+import pytest
+
+from ci.cluster import Cluster, why_not
+from tests.collectives.ranks import BACKEND
+
+SOAK = int(os.environ.get("NEARLINEAR_SOAK", "1"))
+NODES, RANKS_PER_NODE = 3, 2
+RANKS = NODES * RANKS_PER_NODE
+TIMEOUT = 3.0  # seconds a call may take
+DEATH = 2.0  # seconds from a death to the error of every survivor
+LATE = 2.0  # seconds a loaded machine may add to a timeout
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(BACKEND != "nearlinear", reason="is about nearlinear's links"),
+    pytest.mark.skipif(why_not() is not None, reason=str(why_not())),
+]
+
+# What every rank runs: random collectives, the same on all, until one fails.
+PROGRAM = f"""
+import json, random, sys, time
+from datetime import timedelta
+import torch
+import torch.distributed as dist
+import nearlinear_collectives
+
+torch.set_num_threads(1)
+dist.init_process_group("nearlinear", timeout=timedelta(seconds={TIMEOUT}))
+rank, ranks = dist.get_rank(), dist.get_world_size()
+draw = random.Random(int(sys.argv[1]))
+dist.barrier()
+print("joined", flush=True)
+try:
+    while True:
+        count = draw.choice((1, 1000, 30_000, 300_000))
+        operation = draw.randrange(5)
+        each, whole = torch.ones(count), torch.ones(count * ranks)
+        if operation == 0:
+            dist.all_gather_single(whole, each)
+        elif operation == 1:
+            dist.reduce_scatter_single(each, whole)
+        elif operation == 2:
+            dist.all_reduce(each)
+        elif operation == 3:
+            dist.broadcast(each, src=draw.randrange(ranks))
+        else:
+            dist.barrier()
+except RuntimeError as error:
+    print(json.dumps({{"when": time.monotonic(), "error": str(error)}}), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with Cluster(nodes=NODES, rate="1gbit") as made:
+        yield made
+
+
+def trial(cluster, seed: int, strike) -> tuple[float, int, dict[int, dict]]:
+    """(moment of the strike, victim, reports of the others on their end)."""
+    draw = random.Random(seed)
+    ranks = cluster.start(
+        [sys.executable, "-W", "ignore", "-c", PROGRAM, str(seed)],
+        RANKS_PER_NODE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        for rank in ranks:
+            assert rank.stdout.readline() == "joined\n"
+        time.sleep(draw.random() * 0.5)
+        victim = draw.choice(ranks)
+        moment = time.monotonic()
+        strike(victim)
+        others = [rank for rank in ranks if rank is not victim]
+        cluster.wait(others, timeout=TIMEOUT + 20)
+        return moment, victim, {rank.rank: json.loads(rank.stdout.readline()) for rank in others}
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+            rank.stdout.close()
+
+
+@pytest.mark.parametrize("seed", range(3 * SOAK))
+def test_a_killed_rank_is_named_on_all_nodes(cluster, seed):
+    moment, victim, reports = trial(cluster, seed, lambda rank: rank.kill())
+    for report in reports.values():
+        assert f"rank {victim.rank} (host node{victim.node}" in report["error"], report
+        assert report["when"] - moment < DEATH, report
+
+
+@pytest.mark.parametrize("seed", range(3 * SOAK))
+def test_a_stopped_rank_or_its_speaker_is_named_after_the_timeout(cluster, seed):
+    moment, victim, reports = trial(cluster, 100 + seed, lambda rank: rank.stop())
+    speaker = victim.node * RANKS_PER_NODE
+    for rank, report in reports.items():
+        names = [f"rank {one} (host node{victim.node}" for one in (victim.rank, speaker)]
+        assert any(name in report["error"] for name in names), (rank, report)
+        assert "no progress for 3 s" in report["error"], report
+        assert report["when"] - moment < TIMEOUT + LATE, report
+
+
+@pytest.mark.parametrize("seed", range(3 * SOAK))
+def test_a_node_behind_a_pulled_cable_is_named_after_the_timeout(cluster, seed):
+    cut = []
+
+    def pull(victim):
+        cut.append(victim.node)
+        cluster.link_down(victim.node)
+
+    try:
+        moment, _, reports = trial(cluster, 200 + seed, pull)
+    finally:
+        for node in cut:
+            cluster.link_up(node)
+    for rank, report in reports.items():
+        if rank // RANKS_PER_NODE == cut[0]:  # to those behind it, all others are gone
+            assert "host node" in report["error"], report
+        else:
+            speaker = cut[0] * RANKS_PER_NODE
+            assert f"rank {speaker} (host node{cut[0]}" in report["error"], (rank, report)
+        assert report["when"] - moment < TIMEOUT + LATE, report
