@@ -11,7 +11,7 @@
 namespace nlc {
 namespace {
 
-constexpr size_t kOneShot = 16 << 10;  // up to here everybody reduces everything himself
+constexpr size_t kOneShot = 32 << 10;  // up to here everybody reduces everything himself
 
 struct Slices {  // the elements [0, count) dealt out to the ranks of the node
   size_t count, each;

@@ -116,7 +116,7 @@ void Group::connect(const unsigned char *cards, int64_t timeout_ms) {
   }
   most = std::max(most, here);
   patience_ = patience(most, card_.cores);
-  chunk_bytes_ = static_cast<size_t>(setting_number("CHUNK_KIB", most <= card_.cores ? 128 : 512))
+  chunk_bytes_ = static_cast<size_t>(setting_number("CHUNK_KIB", most <= card_.cores ? 256 : 512))
                  << 10;
   chunk_bytes_ = std::clamp(chunk_bytes_, size_t{4096}, kSlotBytes);
   stream_bytes_ = stream_threshold(here);

@@ -123,7 +123,7 @@ class Group {
   std::mutex outputs_mutex_;
   Doorbell doorbell_;
   Patience patience_{2000, 20};
-  size_t chunk_bytes_ = 128 << 10;
+  size_t chunk_bytes_ = 256 << 10;
   size_t node_chunk_bytes_ = 128 << 10;
   size_t stream_bytes_ = 16 << 20;
   uint32_t steps_[kRings] = {0, 0, 0};
