@@ -334,9 +334,9 @@ for M in counts:
 # front of one NIC while the others idle. If each sends to all at once, bursts meet at a switch
 # port, its queue overflows, and TCP falls silent before it repeats what was lost. In *shift order*
 # node $i$ sends to $i+1$, then $i+2$, and so on: each node always has one sender, as long as all
-# keep in step. Or the *windows*, the bytes on their way in one stream, are so small that all of them
-# fit into one queue; then nobody waits behind a receiver that is busy. The package sends pieces in
-# shift order, each destination with a window of what its path holds when it is empty.
+# keep in step. Or the *windows*, the bytes on their way in one stream, are so small that all of
+# them fit into one queue; then nobody waits behind a receiver that is busy. The package sends
+# pieces in shift order, to each destination with a window of what its path holds when it is empty.
 #
 # The simulation below keeps nothing but that: per tick, a NIC sends one packet and a switch port
 # delivers one. A port's queue holds 16 packets. A lost packet silences its stream for 200 ticks. A
@@ -393,13 +393,12 @@ used = {
         lambda node: [others(node, first) for first in (1, 2, 4, 6)]
     ),
     "one leader, shift order": share_used(lambda node: [others(node)]),
-    "all at once, window 2": share_used(
-        lambda node: [[other] for other in others(node)], window=2
-    ),
+    "all at once, window 2": share_used(lambda node: [[other] for other in others(node)], window=2),
 }
 good = list(used)[-2:]
 fig, ax = plt.subplots(figsize=(7, 2.2), layout="constrained")
-ax.barh(list(used), [100 * share for share in used.values()], color=[*[PALETTE[1]] * 3, *[PALETTE[0]] * 2])
+colours = [PALETTE[0] if name in good else PALETTE[1] for name in used]
+ax.barh(list(used), [100 * share for share in used.values()], color=colours)
 ax.set(xlabel="share of the link used, %", xlim=(0, 100))
 bare(ax)
 plt.show()
