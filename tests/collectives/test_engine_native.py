@@ -53,7 +53,11 @@ class Program:
 PROGRAMS = {
     "copy_test": Program(sources=("copy",)),
     "reduce_test": Program(sources=("reduce", "reduce_[ab]*")),
-    "transport_test": Program(sources=("transport", "tcp", "ofi", "base"), calls=("tcp", "ofi")),
+    # libfabric 1.20's own tcp provider now and then follows a stray pointer when the other end of
+    # a message that is on its way is killed.
+    "transport_test": Program(
+        sources=("transport", "tcp", "ofi", "base"), calls=("tcp", "ofi -killed_while_busy")
+    ),
     "ranks_as_threads_test": Program(
         flavours=("plain", "address", "thread"), calls=("1 20", "2 60 1", "3 60 2", "5 40 3")
     ),

@@ -6,6 +6,7 @@
 //       -I$ENGINE -I$ENGINE/third_party/libfabric transport_test.cc
 //       $ENGINE/{transport,tcp,ofi,base}.cc -ldl -pthread -o transport_test
 //   ./transport_test [tcp|ofi] [scenario ...]     (all scenarios but the slow ones by default)
+//   ./transport_test tcp -scenario ...            (all of those but the named)
 //
 // Exit status: 0 if all passed, 77 if the transport cannot be had here.
 #include <signal.h>
@@ -671,8 +672,13 @@ int main(int count, char **arguments) {
   }
   int failures = 0, ran = 0;
   for (const Scenario &scenario : scenarios) {
-    const bool wanted = std::find(named.begin(), named.end(), scenario.name) != named.end();
-    if (named.empty() ? scenario.slow : !wanted) continue;
+    const auto listed = [&](const std::string &name) {
+      return std::find(named.begin(), named.end(), name) != named.end();
+    };
+    const bool by_name = !named.empty() && named[0][0] != '-';
+    if (by_name ? !listed(scenario.name)
+                : scenario.slow || listed('-' + std::string(scenario.name)))
+      continue;
     for (const int nodes : scenario.nodes) {
       const Clock::time_point start = Clock::now();
       const bool good = run(scenario, nodes);
