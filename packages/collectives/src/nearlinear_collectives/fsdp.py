@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-try:  # the private imports of this package; checked on 2.12 to 2.15
+try:  # the private imports of this package; checked with 2.13
     from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather as _AllGather
     from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as _ReduceScatter
 except ImportError as error:
