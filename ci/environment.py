@@ -100,24 +100,28 @@ def ensure(lab: bool = False, peers: bool = False) -> None:
 
     ``lab`` adds Jupyter Lab, ``peers`` the libraries that tests compare with; both stay.
     """
-    wanted = {name for name, asked in (("lab", lab), ("peers", peers)) if asked}
 
     def ready() -> bool:
         stamp = read_stamp()
         same = stamp.get("fingerprint") == fingerprint() and works(PYTHON)
-        return same and wanted <= set(stamp.get("additions", []))
+        return same and (stamp.get("lab", False) or not lab)
 
-    if ready():
+    def complete() -> bool:
+        return ready() and (read_stamp().get("peers", False) or not peers)
+
+    if complete():
         return
     with only_one(ROOT / ".venv.lock"):
         if not ready():  # another ./run may have built it while this one waited
-            build(wanted)
+            build(lab)
+        if not complete():
+            add_peers()
 
 
-def build(wanted: set[str]) -> None:
+def build(lab: bool) -> None:
     uv = shutil.which("uv")
     old = read_stamp()
-    additions = wanted | set(old.get("additions", []))
+    lab = lab or old.get("lab", False)
     root_and_python = [str(ROOT), list(sys.version_info[:2])]
     # An update goes on top of a finished environment made by the same Python and installer;
     # anything else (interrupted, moved, damaged) is rebuilt from nothing.
@@ -138,10 +142,7 @@ def build(wanted: set[str]) -> None:
         make = [sys.executable, "-m", "venv", str(VENV)] + (["--without-pip"] if uv else [])
         install_step("an empty environment", make, os.environ)
 
-    pip = [uv, "pip", "install", "--python", str(PYTHON)] if uv else [
-        str(PYTHON), "-m", "pip", "install", "--disable-pip-version-check"]  # fmt: skip
-    pip += ["--constraint", "constraints.txt"]
-    env = uv_environment(os.environ, pip_config()) if uv else dict(os.environ)
+    pip, env = installer(uv)
     index = os.environ.get("TORCH_INDEX_URL")
     install_step(
         "PyTorch", [*pip, "torch", "numpy", *(["--index-url", index] if index else [])], env
@@ -149,7 +150,7 @@ def build(wanted: set[str]) -> None:
     for package in packages():
         target = f"packages/{package.name}"
         if package.name == "core":
-            target += f"[{EXTRAS}{',lab' if 'lab' in additions else ''}]"
+            target += f"[{EXTRAS}{',lab' if lab else ''}]"
         isolation = []
         tools = build_requirements(package)
         if any(
@@ -162,27 +163,30 @@ def build(wanted: set[str]) -> None:
         install_step(target, [*pip, *isolation, "--editable", target], env)
     if any(package.name == "collectives" for package in packages()):
         install_step("the collectives' torch glue", [str(PYTHON), "-m", GLUE], env)
-    if "peers" in additions and not install_peers(pip, env):
-        additions.remove("peers")
-    stamp = {
-        "fingerprint": fingerprint(),
-        "built_with": built_with,
-        "additions": sorted(additions),
-    }
+    stamp = {"fingerprint": fingerprint(), "built_with": built_with, "lab": lab}
     STAMP.write_text(json.dumps(stamp))
     say(f"Ready in {time.monotonic() - start:.0f} s.\n")
 
 
-def install_peers(pip: list[str], env) -> bool:
-    """Whether it worked: tests run without them too, and skip what compares with them."""
+def installer(uv: str | None) -> tuple[list[str], dict[str, str]]:
+    """The command that installs the pinned versions of what is named after it, and its settings."""
+    pip = [uv, "pip", "install", "--python", str(PYTHON)] if uv else [
+        str(PYTHON), "-m", "pip", "install", "--disable-pip-version-check"]  # fmt: skip
+    env = uv_environment(os.environ, pip_config()) if uv else dict(os.environ)
+    return [*pip, "--constraint", "constraints.txt"], env
+
+
+def add_peers() -> None:
+    """On top of a finished environment. Tests run without them too, and skip the comparisons."""
+    pip, env = installer(shutil.which("uv"))
     try:
         install_step("build tools of peers", [*pip, "setuptools", "wheel"], env)
         command = [*pip, "--no-build-isolation", *PEERS]
         install_step(", ".join(PEERS), command, {**env, **PEERS_SETTINGS})
     except SetupError as error:
         say(f"{error}\nGoing on without: tests that compare with {', '.join(PEERS)} are skipped.")
-        return False
-    return True
+    else:
+        STAMP.write_text(json.dumps({**read_stamp(), "peers": True}))
 
 
 def build_requirements(package: Path) -> list[str]:

@@ -5,7 +5,6 @@ node. Victims, calls and moments are random but seeded; NEARLINEAR_SOAK=n runs n
 """
 
 import json
-import os
 import random
 import subprocess
 import sys
@@ -15,13 +14,11 @@ import pytest
 
 from ci.cluster import Cluster, why_not
 from tests.collectives.ranks import BACKEND
+from tests.collectives.test_failures import DEATH, LATE, SOAK
 
-SOAK = int(os.environ.get("NEARLINEAR_SOAK", "1"))
 NODES, RANKS_PER_NODE = 3, 2
 RANKS = NODES * RANKS_PER_NODE
 TIMEOUT = 3.0  # seconds a call may take
-DEATH = 2.0  # seconds from a death to the error of every survivor
-LATE = 2.0  # seconds a loaded machine may add to a timeout
 
 pytestmark = [
     pytest.mark.slow,

@@ -14,7 +14,8 @@ from tests.collectives import (
     test_contract_groups,
     test_contract_work,
 )
-from tests.collectives.programs import DTYPES, NATIVE, Program, Step, reductions
+from tests.collectives.every_operation import every_operation
+from tests.collectives.programs import NATIVE
 from tests.collectives.ranks import BACKEND, Pool
 
 if BACKEND != "nearlinear":
@@ -55,35 +56,9 @@ def test_torch_takes_the_group_as_it_is(pool):
     assert pair == same and pair != "" and none is False
 
 
-LAYOUTS = ("contiguous", "offset", "strided", "transposed")
-
-
-def program(ranks: int) -> Program:
-    """Every native operation on every dtype it takes, in turn synchronous, not, and on the pool."""
-    steps = []
-    for kind in NATIVE:
-        for dtype in DTYPES:
-            for op in reductions(dtype) if "reduce" in kind else ["SUM"]:
-                number = len(steps)
-                steps.append(
-                    Step(
-                        kind,
-                        dtype=dtype,
-                        reduce=op,
-                        sizes=(3 * (1 + 41 * (number % 3)),),
-                        root=number,
-                        in_place=number % 5 == 0,
-                        layout=LAYOUTS[number % 4],
-                        pooled=number % 2 == 0,
-                        overlap=number % 3,
-                    )
-                )
-    return Program((tuple(range(ranks)),), tuple(steps), seed=ranks)
-
-
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_every_operation_and_dtype_gives_the_truth(pool, ranks):
-    for wrong, _ in pool.run(runner.run, program(ranks), BACKEND, ranks=ranks):
+    for wrong, _ in pool.run(runner.run, every_operation(ranks, NATIVE), BACKEND, ranks=ranks):
         assert not wrong, "\n".join(wrong[:5])
 
 

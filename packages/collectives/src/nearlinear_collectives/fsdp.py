@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from nearlinear_collectives.c10d_names import all_gather_single, reduce_scatter_single
+
 try:  # the private imports of this package; checked with 2.13
     from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather as _AllGather
     from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as _ReduceScatter
@@ -19,10 +21,6 @@ except ImportError as error:
         "has none: use module.set_allocate_memory_from_process_group_for_comm(True) instead, and "
         "mend nearlinear_collectives/fsdp.py"
     ) from error
-
-# Their names before torch 2.13.
-all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def use_in(model: nn.Module, group: dist.ProcessGroup) -> None:

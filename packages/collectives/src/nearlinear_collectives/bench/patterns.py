@@ -9,14 +9,11 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from ..c10d_names import all_gather_single, reduce_scatter_single
 from .backends import Contender
 from .data import Data, poison
 
 OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce")
-
-# The names that torch 2.13 deprecates are all that older versions have.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @dataclass(frozen=True)
@@ -64,9 +61,9 @@ class Job:
     def run(self, output: torch.Tensor, input: torch.Tensor, group) -> None:
         reduce = getattr(dist.ReduceOp, self.reduce.upper())
         if self.operation == "all_gather":
-            _all_gather(output, input, group=group)
+            all_gather_single(output, input, group=group)
         elif self.operation == "reduce_scatter":
-            _reduce_scatter(output, input, op=reduce, group=group)
+            reduce_scatter_single(output, input, op=reduce, group=group)
         else:
             dist.all_reduce(output, op=reduce, group=group)
 

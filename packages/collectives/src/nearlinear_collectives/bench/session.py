@@ -175,8 +175,7 @@ def _tables_and_sizes(options):
 def _jobs(options, ranks: int) -> list[tuple[str, Job]]:
     return [
         (pattern, Job.of_size(operation, size, DTYPES[dtype], options.reduce, 0, ranks))
-        for pattern, operation, dtype in _groups(options)
-        for size in options.sizes
+        for pattern, operation, dtype, size in _tables_and_sizes(options)
     ]
 
 

@@ -81,8 +81,7 @@ void local_all_gather(Group &group, const nlc_call &call, const char *input, con
     return group.consume(kInputs, step);
   }
   if (shared >= 0) group.outputs()->make_private(shared);
-  bool readable = true;
-  for (int i = 0; i < here; ++i) readable = readable && group.call_of(i).input >= 0;
+  const bool readable = all_pooled(group);
   if (readable) {
     group.path = "pulled";
     for (int i = 1; i < here; ++i) {

@@ -139,8 +139,7 @@ void local_all_reduce(Group &group, const nlc_call &call) {
   const uint32_t step = group.take_steps(kInputs, 1);
   group.publish_input(call.output, bytes);
   meet(group, step);
-  bool readable = true;
-  for (int i = 0; i < group.ranks_here(); ++i) readable = readable && group.call_of(i).input >= 0;
+  const bool readable = all_pooled(group);
   group.consume(kInputs, step);
   group.path = readable ? "pulled" : "staged";
   if (readable)

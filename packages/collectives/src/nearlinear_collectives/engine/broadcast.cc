@@ -17,6 +17,12 @@ void meet(Group &group, uint32_t step) {
   }
 }
 
+bool all_pooled(Group &group) {
+  for (int i = 0; i < group.ranks_here(); ++i)
+    if (group.call_of(i).input < 0) return false;
+  return true;
+}
+
 void local_barrier(Group &group) {
   const uint32_t step = group.take_steps(kInputs, 1);
   meet(group, step);

@@ -24,8 +24,12 @@ class Doorbell {
     hear_ = Fd(ends[0]);
     ring_ = Fd(ends[1]);
   }
-  // A neighbour's way to it. With both ends open no write meets a pipe without readers.
-  void find(int pid, int fd) { ring_ = open_memory_of(pid, fd); }
+  // A neighbour's way to it, in place of its own. Opened for reading too, so that no write ever
+  // meets a pipe without readers.
+  void find(int pid, int fd) {
+    ring_ = open_memory_of(pid, fd);
+    hear_ = Fd();
+  }
 
   int hearing() const { return hear_.get(); }
   int ringing() const { return ring_.get(); }

@@ -29,7 +29,7 @@ std::shared_ptr<Mapping> own_segment(uint64_t nonce) {
   return found == own_segments().end() ? nullptr : found->second.lock();
 }
 
-constexpr int64_t kSayForLeaders = 300;  // milliseconds
+constexpr int64_t kHeadStart = 300;  // milliseconds
 
 std::atomic<int> most_ranks_here{1};  // of any group so far: what the cores are shared by
 
@@ -272,9 +272,9 @@ void Group::run(const nlc_call &call) {
     throw Failure(NLC_ABORTED, format("group '%s' failed before and cannot be used any more: %s",
                                       name_.c_str(), broken_.c_str()));
   const int64_t timeout = call.timeout_ms == NLC_ANY_TIMEOUT ? timeout_ms_ : call.timeout_ms;
-  // Leaders see the other nodes, so they are the first to say who is late.
+  // Leaders see the other nodes, so they shall be the first to say who is late.
   const bool led = place_.node_count() > 1 && !place_.leads();
-  deadline_ = after_ms(timeout + (led ? kSayForLeaders : 0));
+  deadline_ = after_ms(timeout + (led ? kHeadStart : 0));
   call_timeout_ms_ = timeout;
   ++sequence_;
   current_ = describe_call(call);

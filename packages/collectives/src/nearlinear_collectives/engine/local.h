@@ -32,4 +32,7 @@ void spread(Group &group, int from_local, char *data, size_t bytes);
 // compared with mine and their places are known. consume() is left to the caller.
 void meet(Group &group, uint32_t step);
 
+// Whether every rank of the node has published an input that lies in its pool.
+bool all_pooled(Group &group);
+
 }  // namespace nlc

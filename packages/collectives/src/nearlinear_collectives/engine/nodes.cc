@@ -51,8 +51,7 @@ void Opening::confirm() {
   }
 }
 
-// --- all-gather
-// ------------------------------------------------------------------------------------
+// --- all-gather ----------------------------------------------------------------------------------
 
 void share_in_node(Group &group, const SpanOf &span, bool stream) {
   const int here = group.ranks_here(), me = group.place().local;

@@ -50,20 +50,9 @@ struct Link {
   int64_t in_flight = 0;       // bytes sent whose arrival is not known yet
   bool full = false;           // takes nothing more for now
   Clock::time_point active{};  // last time something was posted or came
+
+  bool idle() const { return pending == 0; }
 };
-
-std::string hex_text(const std::string &bytes) {
-  std::string text;
-  for (const unsigned char byte : bytes) text += format("%02x", byte);
-  return text;
-}
-
-std::string hex_bytes(const std::string &text) {
-  std::string bytes;
-  for (size_t i = 0; i + 1 < text.size(); i += 2)
-    bytes += static_cast<char>(std::stoi(text.substr(i, 2), nullptr, 16));
-  return bytes;
-}
 
 class OfiTransport : public Transport {
  public:
@@ -78,7 +67,7 @@ class OfiTransport : public Transport {
                                     "NEARLINEAR_COLLECTIVES_PROVIDER to another, or "
                                     "NEARLINEAR_COLLECTIVES_TRANSPORT=tcp");
     endpoint_ = ofi::Endpoint(std::move(info));
-    address_ = control_.address() + ' ' + hex_text(endpoint_.name());
+    address_ = control_.address() + ' ' + endpoint_.name();
     if (address_.size() > 200)
       throw Failure(NLC_SYSTEM, format("libfabric's %s has addresses of %zu letters, too long for "
                                        "this transport",
@@ -92,7 +81,7 @@ class OfiTransport : public Transport {
       return;
     }
     bool idle = control_.connected() && !failure_ && unsent_.empty() && unposted_.empty();
-    for (const Link &link : links_) idle &= link.pending == 0;
+    for (const Link &link : links_) idle &= link.idle();
     try {
       control_.leave(idle, {});
       // What is done here may still need this end's help to be done there.
@@ -115,7 +104,7 @@ class OfiTransport : public Transport {
     for (const std::string &address : addresses) {
       const size_t space = address.find(' ');
       doors.push_back(address.substr(0, space));
-      names.push_back(space == std::string::npos ? "" : hex_bytes(address.substr(space + 1)));
+      names.push_back(space == std::string::npos ? "" : address.substr(space + 1));
     }
     control_.connect(doors, my_node, cookie, timeout_ms);
     links_.resize(addresses.size());
@@ -175,16 +164,7 @@ class OfiTransport : public Transport {
     close();
   }
 
-  int awaited() const override {
-    int longest = -1;
-    for (size_t node = 0; node < links_.size(); ++node) {
-      const Link &link = links_[node];
-      if (link.pending == 0) continue;
-      if (longest < 0 || link.active < links_[static_cast<size_t>(longest)].active)
-        longest = static_cast<int>(node);
-    }
-    return longest;
-  }
+  int awaited() const override { return tcp::quietest(links_); }
 
   std::string describe() const override {
     const uint32_t version = ofi::Library::get().version();
@@ -291,11 +271,11 @@ class OfiTransport : public Transport {
     post_sends();
     const Clock::time_point quiet = Clock::now() - kPatience;
     for (size_t node = 0; node < links_.size(); ++node)
-      if (control_.has_left(static_cast<int>(node)) && links_[node].pending > 0 &&
+      if (control_.has_left(static_cast<int>(node)) && !links_[node].idle() &&
           links_[node].active < quiet)
         control_.data_ended(static_cast<int>(node), "");
     try {
-      control_.check([this](int node) { return links_[static_cast<size_t>(node)].pending > 0; });
+      control_.check([this](int node) { return !links_[static_cast<size_t>(node)].idle(); });
     } catch (const LinkFailure &failure) {
       failure_ = failure;
       close();

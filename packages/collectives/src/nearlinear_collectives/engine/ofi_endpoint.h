@@ -99,17 +99,23 @@ class Endpoint {
   fid_cq *completions() const { return completions_.get(); }
   fid_ep *messages() const { return messages_.get(); }
 
+  // As text, for find() on other nodes.
   std::string name() const {
     char name[256];
     size_t bytes = sizeof name;
     Library::get().check(::fi_getname(&messages_->fid, name, &bytes), "name of the endpoint");
-    return std::string(name, bytes);
+    std::string text;
+    for (size_t i = 0; i < bytes; ++i) text += format("%02x", static_cast<unsigned char>(name[i]));
+    return text;
   }
 
   // FI_ADDR_UNSPEC if the provider does not understand this name.
   fi_addr_t find(const std::string &name) const {
+    std::string bytes;
+    for (size_t i = 0; i + 1 < name.size(); i += 2)
+      bytes += static_cast<char>(std::stoi(name.substr(i, 2), nullptr, 16));
     fi_addr_t address = FI_ADDR_UNSPEC;
-    const int found = ::fi_av_insert(addresses_.get(), name.data(), 1, &address, 0, nullptr);
+    const int found = ::fi_av_insert(addresses_.get(), bytes.data(), 1, &address, 0, nullptr);
     return found == 1 ? address : FI_ADDR_UNSPEC;
   }
 

@@ -111,8 +111,7 @@ void local_reduce_scatter(Group &group, const nlc_call &call) {
   const uint32_t step = group.take_steps(kInputs, 1);
   group.publish_input(parts.input, bytes * static_cast<size_t>(here));
   meet(group, step);
-  bool readable = true;
-  for (int i = 0; i < here; ++i) readable = readable && group.call_of(i).input >= 0;
+  const bool readable = all_pooled(group);
   if (readable) {
     group.path = "pulled";
     pulled(parts);

@@ -61,7 +61,7 @@ struct Pieces {
 struct Link {
   tcp::Socket socket{};
   std::deque<Message> sends{}, receives{};
-  Clock::time_point heard{};  // last time bytes came, or a receive was posted to an idle link
+  Clock::time_point active{};  // last time bytes came, or a receive was posted where none waited
   bool readable = false, writable = false;
   bool hung_up = false;  // the other side sends no more: what is here is all there is
   bool ended = false;
@@ -69,6 +69,8 @@ struct Link {
   int window = 0;
   Clock::time_point busy_since{};  // the window was looked at, or the link was idle
   int64_t sent_since = 0;          // less what was in flight by then
+
+  bool idle() const { return sends.empty() && receives.empty(); }
 };
 
 class TcpTransport : public Transport {
@@ -83,7 +85,7 @@ class TcpTransport : public Transport {
     bool idle = control_.connected() && !failure_;
     std::vector<int> open;
     for (const Link &link : links_) {
-      idle &= link.sends.empty() && link.receives.empty();
+      idle &= link.idle();
       if (link.socket && !link.ended) open.push_back(link.socket.get());
     }
     try {
@@ -125,7 +127,7 @@ class TcpTransport : public Transport {
     Link &link = link_to(node);
     *request = Request{bytes == 0};
     if (bytes == 0) return;
-    if (link.receives.empty()) link.heard = Clock::now();
+    if (link.receives.empty()) link.active = Clock::now();
     link.receives.push_back({static_cast<char *>(data), bytes, request, 0});
     link.readable |= link.hung_up;
   }
@@ -153,16 +155,7 @@ class TcpTransport : public Transport {
     if (!failure_) failure_.emplace(control_.my_node(), reason);
   }
 
-  int awaited() const override {
-    int longest = -1;
-    for (size_t node = 0; node < links_.size(); ++node) {
-      const Link &link = links_[node];
-      if (link.receives.empty() && link.sends.empty()) continue;
-      if (longest < 0 || link.heard < links_[static_cast<size_t>(longest)].heard)
-        longest = static_cast<int>(node);
-    }
-    return longest;
-  }
+  int awaited() const override { return tcp::quietest(links_); }
 
   std::string describe() const override {
     int window = fixed_window_ ? fixed_window_ : kFirstWindow;
@@ -197,10 +190,7 @@ class TcpTransport : public Transport {
         moved |= receive_some(static_cast<int>(node), link);
     }
     try {
-      control_.check([this](int node) {
-        const Link &link = links_[static_cast<size_t>(node)];
-        return !link.receives.empty() || !link.sends.empty();
-      });
+      control_.check([this](int node) { return !links_[static_cast<size_t>(node)].idle(); });
     } catch (const LinkFailure &failure) {
       failure_ = failure;
       throw;
@@ -278,7 +268,7 @@ class TcpTransport : public Transport {
         link.readable = false;  // until a receive is posted
       } else {
         advance(link.receives, static_cast<size_t>(n));
-        link.heard = Clock::now();
+        link.active = Clock::now();
         control_.heard_from(node);
         turn += static_cast<size_t>(n);
         moved = true;

@@ -332,4 +332,16 @@ class Control {
   bool fine_waits_ = true;
 };
 
+// Of a transport's links, by node, the one that is not idle and was not active for longest, or -1.
+template <class Links>
+int quietest(const Links &links) {
+  int found = -1;
+  for (size_t node = 0; node < links.size(); ++node) {
+    if (links[node].idle()) continue;
+    if (found < 0 || links[node].active < links[static_cast<size_t>(found)].active)
+      found = static_cast<int>(node);
+  }
+  return found;
+}
+
 }  // namespace nlc::tcp

@@ -48,7 +48,7 @@ class Transport {
   virtual void post_receive(int node, void *data, size_t bytes, Request *request) = 0;
 
   // Makes what progress there is; if there is none, waits for some up to timeout_us, or until
-  // the eventfd given to wake_on() is written. True if anything moved.
+  // the eventfd or non-blocking pipe given to wake_on() is written. True if anything moved.
   virtual bool poll(int timeout_us) = 0;
   virtual void wake_on(int eventfd) = 0;
 

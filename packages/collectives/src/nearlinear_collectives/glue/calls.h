@@ -1,0 +1,115 @@
+// c10d's arguments as the engine takes them: dtypes, reductions, memory. The counterpart of
+// calls.py.
+#pragma once
+
+#include <torch/extension.h>
+#include <torch/csrc/distributed/c10d/Types.hpp>
+
+#include <optional>
+#include <vector>
+
+#include "../engine/nearlinear_collectives.h"
+
+namespace nearlinear {
+
+using c10d::ReduceOp;
+using Tensors = std::vector<at::Tensor>;
+
+inline std::optional<int> engine_dtype(at::ScalarType type) {
+  switch (type) {
+    case at::kByte: return NLC_UINT8;
+    case at::kChar: return NLC_INT8;
+    case at::kShort: return NLC_INT16;
+    case at::kInt: return NLC_INT32;
+    case at::kLong: return NLC_INT64;
+    case at::kHalf: return NLC_FLOAT16;
+    case at::kBFloat16: return NLC_BFLOAT16;
+    case at::kFloat: return NLC_FLOAT32;
+    case at::kDouble: return NLC_FLOAT64;
+    case at::kBool: return NLC_BOOL;
+    default: return std::nullopt;
+  }
+}
+
+struct Reduction {
+  int reduce;
+  double scale;
+};
+
+// Said before anything is sent: gloo would communicate before it finds out.
+inline void needs_floating(const char *reduction, at::ScalarType type) {
+  TORCH_CHECK_VALUE(at::isFloatingType(type), reduction, " needs a floating dtype, not ", type,
+                    ": reduce with SUM, then scale");
+}
+
+// What the engine makes of a c10d reduction of this dtype; nothing if it leaves it to others.
+inline std::optional<Reduction> engine_reduction(const ReduceOp &op, at::ScalarType type,
+                                                 int size) {
+  const bool floating = at::isFloatingType(type), boolean = type == at::kBool;
+  switch (static_cast<ReduceOp::RedOpType>(op)) {
+    case ReduceOp::SUM: return Reduction{NLC_SUM, 1.0};
+    case ReduceOp::PRODUCT: return Reduction{NLC_PRODUCT, 1.0};
+    case ReduceOp::MIN: return Reduction{NLC_MIN, 1.0};
+    case ReduceOp::MAX: return Reduction{NLC_MAX, 1.0};
+    case ReduceOp::AVG: needs_floating("AVG", type); return Reduction{NLC_AVG, 1.0 / size};
+    case ReduceOp::PREMUL_SUM: {
+      needs_floating("PREMUL_SUM", type);
+      const auto *factor = dynamic_cast<const c10d::PreMulSumSupplement *>(op.supplement_.get());
+      if (!factor) return std::nullopt;
+      const bool tensor = factor->tensor_factor.defined();
+      return Reduction{NLC_SUM,
+                       tensor ? factor->tensor_factor.item<double>() : factor->double_factor};
+    }
+    case ReduceOp::BAND:
+    case ReduceOp::BOR:
+    case ReduceOp::BXOR:
+      if (floating || boolean) return std::nullopt;
+      return Reduction{op == ReduceOp::BAND  ? NLC_BAND
+                       : op == ReduceOp::BOR ? NLC_BOR
+                                             : NLC_BXOR,
+                       1.0};
+    default: return std::nullopt;
+  }
+}
+
+// Tensors that lie one after the other in one memory, as chunk views do.
+inline bool adjacent(const Tensors &parts) {
+  const char *expected = nullptr;
+  for (const at::Tensor &part : parts) {
+    if (!part.is_contiguous() || (expected && part.data_ptr() != expected)) return false;
+    expected = static_cast<const char *>(part.data_ptr()) + part.nbytes();
+  }
+  return true;
+}
+
+inline bool foreign(const at::Tensor &tensor) {
+  return !tensor.device().is_cpu() || tensor.is_sparse();
+}
+
+// Moves bytes only: a dtype the engine does not know travels as bytes.
+inline nlc_call bytes_call(int kind, const at::Tensor &tensor) {
+  nlc_call call{};
+  call.kind = kind;
+  call.scale = 1.0;
+  call.timeout_ms = NLC_ANY_TIMEOUT;
+  const auto dtype = engine_dtype(tensor.scalar_type());
+  call.dtype = dtype.value_or(NLC_UINT8);
+  call.count = dtype ? static_cast<uint64_t>(tensor.numel()) : tensor.nbytes();
+  return call;
+}
+
+inline nlc_call reduce_call(int kind, const at::Tensor &tensor, const Reduction &reduction) {
+  nlc_call call = bytes_call(kind, tensor);
+  call.reduce = reduction.reduce;
+  call.scale = reduction.scale;
+  return call;
+}
+
+inline at::Tensor allocate_pooled(int64_t count, at::TensorOptions options) {
+  const size_t bytes = static_cast<size_t>(count) * options.dtype().itemsize();
+  void *memory = options.device().is_cpu() && bytes ? nlc_pool_allocate(bytes) : nullptr;
+  if (!memory) return at::empty({count}, options);
+  return at::for_blob(memory, {count}).deleter(nlc_pool_free).options(options).make_tensor();
+}
+
+}  // namespace nearlinear
