@@ -19,7 +19,6 @@ NEEDLESS = {
     "cuda-pathfinder",
     "cuda-toolkit",
     "nvidia-cuda-cccl",
-    "nvidia-cuda-nvrtc",
     "setuptools",
     "triton",
 }

@@ -51,7 +51,7 @@ class Program:
 
 
 PROGRAMS = {
-    "copy_test": Program(sources=("copy",)),
+    "copy_test": Program(sources=("copy", "slot_writer")),
     "reduce_test": Program(sources=("reduce", "reduce_[ab]*")),
     # libfabric 1.20's own tcp provider now and then follows a stray pointer when the other end of
     # a message that is on its way is killed.

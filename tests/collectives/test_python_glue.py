@@ -15,7 +15,6 @@ from tests.collectives import (
     test_contract_work,
 )
 from tests.collectives.every_operation import every_operation
-from tests.collectives.programs import NATIVE
 from tests.collectives.ranks import BACKEND, Pool
 
 if BACKEND != "nearlinear":
@@ -58,7 +57,7 @@ def test_torch_takes_the_group_as_it_is(pool):
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_every_operation_and_dtype_gives_the_truth(pool, ranks):
-    for wrong, _ in pool.run(runner.run, every_operation(ranks, NATIVE), BACKEND, ranks=ranks):
+    for wrong, _ in pool.run(runner.run, every_operation(ranks), BACKEND, ranks=ranks):
         assert not wrong, "\n".join(wrong[:5])
 
 

@@ -1,9 +1,9 @@
-// Copies of any size between any addresses, plain and streamed.
+// Copies of any size between any addresses: plain, streamed, and into slots as it suits.
 //
 //   cd tests/collectives/engine &&
 //   ENGINE=../../../packages/collectives/src/nearlinear_collectives/engine g++ -std=c++20 -g -O1
 //   -Wall -Wextra -fsanitize=address,undefined -fno-sanitize-recover=all
-//       -I$ENGINE copy_test.cc $ENGINE/copy.cc -o copy_test && ./copy_test
+//       -I$ENGINE copy_test.cc $ENGINE/{copy,slot_writer}.cc -o copy_test && ./copy_test
 #include "copy.h"
 
 #include <algorithm>
@@ -13,20 +13,22 @@
 #include <random>
 
 #include "check.h"
+#include "slot_writer.h"
 
 namespace {
 
 constexpr size_t kGuard = 200;
 std::mt19937_64 random_bits(20240229);
 
-void test_copy(size_t bytes, bool stream) {
+template <typename Copy>
+void test_copy(size_t bytes, Copy copy) {
   const size_t from_offset = random_bits() % 130, to_offset = random_bits() % 130;
   // Blocks end where the source ends, and a little after the output: a sanitizer sees the rest.
   std::unique_ptr<unsigned char[]> from(new unsigned char[from_offset + bytes]);
   std::unique_ptr<unsigned char[]> to(new unsigned char[to_offset + bytes + kGuard]);
   std::generate_n(from.get(), from_offset + bytes, [] { return random_bits() & 0x7f; });
   std::fill_n(to.get(), to_offset + bytes + kGuard, 0xa5);
-  nlc::copy(to.get() + to_offset, from.get() + from_offset, bytes, stream);
+  copy(to.get() + to_offset, from.get() + from_offset, bytes);
   auto untouched = [](unsigned char byte) { return byte == 0xa5; };
   unsigned char *end = to.get() + to_offset + bytes;
   CHECK(std::equal(to.get() + to_offset, end, from.get() + from_offset));
@@ -45,14 +47,46 @@ void test_threshold() {
   CHECK(last < nlc::stream_threshold(1));
 }
 
+void test_nearness() {
+  nlc::Nearness nearness;
+  CHECK(!nearness.known() && !nearness.near());
+  nearness.took_past_caches(0.1);
+  nearness.took_through_caches(0.3);
+  CHECK(!nearness.near());
+  nearness.took_through_caches(0.15);
+  CHECK(nearness.near());
+  nearness.took_through_caches(9);  // one slow write is an interruption
+  nearness.took_through_caches(0.1);
+  CHECK(nearness.near());
+  nearness.took_through_caches(0.3);
+  nearness.took_through_caches(0.3);
+  CHECK(!nearness.near());
+  nearness.took_past_caches(0.05);  // the fastest counts, slower ones take its place by and by
+  nearness.took_past_caches(1);
+  nearness.took_through_caches(0.15);
+  CHECK(!nearness.near());
+  for (int i = 0; i < 200; ++i) nearness.took_past_caches(1);
+  nearness.took_through_caches(0.15);
+  CHECK(nearness.near());
+}
+
 }  // namespace
 
 int main() {
   test_threshold();
+  test_nearness();
+  for (const bool own_core : {false, true}) {
+    nlc::SlotWriter writer(own_core);
+    for (int i = 0; i < 1000; ++i) {
+      test_copy(random_bits() % 300000,
+                [&](void *to, const void *from, size_t n) { writer.write(to, from, n); });
+    }
+  }
   for (const bool stream : {false, true}) {
-    for (size_t bytes = 0; bytes < 300; ++bytes) test_copy(bytes, stream);
-    for (size_t bytes = 4000; bytes < 4400; ++bytes) test_copy(bytes, stream);
-    for (int i = 0; i < 500; ++i) test_copy(random_bits() % 100000, stream);
+    const auto copy = [&](void *to, const void *from, size_t n) { nlc::copy(to, from, n, stream); };
+    for (size_t bytes = 0; bytes < 300; ++bytes) test_copy(bytes, copy);
+    for (size_t bytes = 4000; bytes < 4400; ++bytes) test_copy(bytes, copy);
+    for (int i = 0; i < 500; ++i) test_copy(random_bits() % 100000, copy);
     nlc::copy(nullptr, nullptr, 0, stream);
   }
   std::printf("copy: ok\n");

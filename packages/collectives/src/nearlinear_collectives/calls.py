@@ -39,7 +39,7 @@ def engine_reduction(
         return SUM, float(op.__getstate__()[1])
     if kind == dist.ReduceOp.AVG:
         return AVG, 1.0 / size
-    if kind in BITWISE and (floating or dtype == torch.bool):
+    if kind in BITWISE and floating:
         return None
     return (REDUCTIONS[kind], 1.0) if kind in REDUCTIONS else None
 

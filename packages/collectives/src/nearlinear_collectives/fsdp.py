@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from nearlinear_collectives.c10d_names import all_gather_single, reduce_scatter_single
 
-try:  # the private imports of this package; checked with 2.13
+try:  # the private imports of this package; checked with 2.12, 2.13, 2.14
     from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather as _AllGather
     from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as _ReduceScatter
 except ImportError as error:

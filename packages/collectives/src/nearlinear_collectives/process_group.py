@@ -179,9 +179,6 @@ class EngineProcessGroup(dist.ProcessGroup):
     def gather(self, outputs: list[Tensors], inputs: Tensors, opts) -> dist.Work:
         return self._fallback(inputs[0]).gather(outputs, inputs, opts)
 
-    def gather_single(self, output, input, opts) -> dist.Work:  # since torch 2.14
-        return self._fallback(input).gather_single(output, input, opts)
-
     def scatter(self, outputs: Tensors, inputs: list[Tensors], opts) -> dist.Work:
         return self._fallback(outputs[0]).scatter(outputs, inputs, opts)
 

@@ -24,8 +24,8 @@ void staged(Group &group, const char *input, const PartOf &part, size_t bytes, b
   for (uint32_t s = 0; s < steps; ++s) {
     for (; posted < std::min(steps, s + 2); ++posted) {  // one ahead of what is read
       group.await_free(kInputs, first + posted);
-      copy_to_slot(group.mine().slot(kInputs, first + posted), input + posted * chunk,
-                   size_of(posted));
+      group.slots.write(group.mine().slot(kInputs, first + posted), input + posted * chunk,
+                        size_of(posted));
       group.post(kInputs, first + posted);
     }
     const size_t offset = s * chunk, n = size_of(s);

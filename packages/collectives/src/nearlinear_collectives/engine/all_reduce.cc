@@ -57,8 +57,8 @@ void staged(Group &group, const nlc_call &call, size_t element) {
     group.await_free(kInputs, first_in + s);
     unsigned char *slot = group.mine().slot(kInputs, first_in + s);
     const size_t skip = slices.begin(me) * element, resume = slices.begin(me + 1) * element;
-    copy_to_slot(slot, from, skip);
-    copy_to_slot(slot + resume, from + resume, slices.count * element - resume);
+    group.slots.write(slot, from, skip);
+    group.slots.write(slot + resume, from + resume, slices.count * element - resume);
     group.post(kInputs, first_in + s);
   };
   const auto reduce_mine = [&](uint32_t s) {
@@ -77,7 +77,7 @@ void staged(Group &group, const nlc_call &call, size_t element) {
     unsigned char *result = group.mine().slot(kResults, first_out + s);
     reduce(call.dtype, call.reduce, sources.data(), here, own, slices.size(me), call.scale, false);
     group.consume(kInputs, first_in + s);
-    copy_to_slot(result, own, slices.size(me) * element);
+    group.slots.write(result, own, slices.size(me) * element);
     group.post(kResults, first_out + s);
   };
   const auto gather = [&](uint32_t s) {

@@ -38,7 +38,7 @@ void spread(Group &group, int from_local, char *data, size_t bytes) {
     const size_t offset = s * chunk, n = std::min(chunk, bytes - offset);
     if (me == from_local) {
       group.await_free(kResults, first + s);
-      copy_to_slot(group.mine().slot(kResults, first + s), data + offset, n);
+      group.slots.write(group.mine().slot(kResults, first + s), data + offset, n);
       group.post(kResults, first + s);
     } else {
       group.await_post(kResults, first + s, from_local);

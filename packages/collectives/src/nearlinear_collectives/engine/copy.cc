@@ -18,7 +18,6 @@ namespace nlc {
 namespace {
 
 constexpr size_t kUnknownCache = size_t{16} << 20;
-constexpr size_t kSlotStream = 32 << 10;  // bytes
 
 struct Cache {
   size_t bytes = 0;
@@ -103,10 +102,6 @@ size_t stream_threshold(int ranks_on_node) {
       std::max(static_cast<int>(sysconf(_SC_NPROCESSORS_ONLN)) / cache.cpus, 1);
   // A rank alone on a cache shares it with the source it copies from.
   return std::min(cache.bytes * caches / std::max(ranks_on_node, 1), cache.bytes / 2);
-}
-
-void copy_to_slot(void *to, const void *from, size_t bytes) {
-  copy(to, from, bytes, bytes >= kSlotStream);
 }
 
 void copy(void *to, const void *from, size_t bytes, bool stream) {

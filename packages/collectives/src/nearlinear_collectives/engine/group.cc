@@ -120,6 +120,7 @@ void Group::connect(const unsigned char *cards, int64_t timeout_ms) {
                  << 10;
   chunk_bytes_ = std::clamp(chunk_bytes_, size_t{4096}, kSlotBytes);
   stream_bytes_ = stream_threshold(here);
+  slots = SlotWriter(most <= card_.cores);
 
   if (place_.node_count() == 1) {
     net_.reset();

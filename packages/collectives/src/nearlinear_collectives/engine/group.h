@@ -15,6 +15,7 @@
 #include "memory.h"
 #include "segment.h"
 #include "shared_output.h"
+#include "slot_writer.h"
 #include "topology.h"
 #include "transport.h"
 
@@ -86,6 +87,7 @@ class Group {
 
   void set_timeout(int64_t ms) { timeout_ms_ = ms; }
   const std::string &name() const { return name_; }
+  SlotWriter slots;
   const char *path = "";  // how the current call moves its bytes; for the trace
 
   // --- for the threads of the engine -----------------------------------------------------------

@@ -72,7 +72,7 @@ void share_in_node(Group &group, const SpanOf &span, bool stream) {
     for (; posted < std::min(steps, s + 2); ++posted) {
       group.await_free(kInputs, first + posted);
       const Span mine = piece(me, posted);
-      copy_to_slot(group.mine().slot(kInputs, first + posted), mine.data, mine.bytes);
+      group.slots.write(group.mine().slot(kInputs, first + posted), mine.data, mine.bytes);
       group.post(kInputs, first + posted);
     }
     for (int k = 1; k < here; ++k) {

@@ -51,8 +51,8 @@ void staged(const Parts &parts, bool compare) {
       unsigned char *slot = group.mine().slot(kInputs, first + posted);
       for (int i = 1; i < here; ++i) {
         const int other = (me + i) % here;
-        copy_to_slot(slot + place_in_slot(me, other), parts.mine_for(other, from),
-                     n * parts.element);
+        group.slots.write(slot + place_in_slot(me, other), parts.mine_for(other, from),
+                          n * parts.element);
       }
       group.post(kInputs, first + posted);
     }

@@ -12,10 +12,12 @@
 
 namespace nlc {
 
-constexpr int kSlots = 4;                       // staging slots per ring
-constexpr size_t kSlotBytes = size_t{1} << 20;  // bytes per slot
-constexpr int kSharedOutputs = 256;             // per group
-constexpr int kCalls = 16;                      // calls remembered for comparison; > kSlots
+// Staging slots per ring: so many that one has left its readers' own caches when it is filled
+// again, from where it would have to be taken back. Only what is used of them costs memory.
+constexpr int kSlots = 16;
+constexpr size_t kSlotBytes = size_t{1} << 20;
+constexpr int kSharedOutputs = 256;  // per group
+constexpr int kCalls = 32;           // calls remembered for comparison; > kSlots
 
 // One call as others see it: enough to notice that ranks called different things, and where the
 // caller's memory lies if neighbours can read it.

@@ -45,7 +45,7 @@ inline void needs_floating(const char *reduction, at::ScalarType type) {
 // What the engine makes of a c10d reduction of this dtype; nothing if it leaves it to others.
 inline std::optional<Reduction> engine_reduction(const ReduceOp &op, at::ScalarType type,
                                                  int size) {
-  const bool floating = at::isFloatingType(type), boolean = type == at::kBool;
+  const bool floating = at::isFloatingType(type);
   switch (static_cast<ReduceOp::RedOpType>(op)) {
     case ReduceOp::SUM: return Reduction{NLC_SUM, 1.0};
     case ReduceOp::PRODUCT: return Reduction{NLC_PRODUCT, 1.0};
@@ -54,7 +54,8 @@ inline std::optional<Reduction> engine_reduction(const ReduceOp &op, at::ScalarT
     case ReduceOp::AVG: needs_floating("AVG", type); return Reduction{NLC_AVG, 1.0 / size};
     case ReduceOp::PREMUL_SUM: {
       needs_floating("PREMUL_SUM", type);
-      const auto *factor = dynamic_cast<const c10d::PreMulSumSupplement *>(op.supplement_.get());
+      const auto *factor =  // since torch 2.13 without the NCCL in its name, which it keeps as well
+          dynamic_cast<const c10d::NCCLPreMulSumSupplement *>(op.supplement_.get());
       if (!factor) return std::nullopt;
       const bool tensor = factor->tensor_factor.defined();
       return Reduction{NLC_SUM,
@@ -63,7 +64,7 @@ inline std::optional<Reduction> engine_reduction(const ReduceOp &op, at::ScalarT
     case ReduceOp::BAND:
     case ReduceOp::BOR:
     case ReduceOp::BXOR:
-      if (floating || boolean) return std::nullopt;
+      if (floating) return std::nullopt;
       return Reduction{op == ReduceOp::BAND  ? NLC_BAND
                        : op == ReduceOp::BOR ? NLC_BOR
                                              : NLC_BXOR,
