@@ -121,6 +121,10 @@ void Group::connect(const unsigned char *cards, int64_t timeout_ms) {
   chunk_bytes_ = std::clamp(chunk_bytes_, size_t{4096}, kSlotBytes);
   stream_bytes_ = stream_threshold(here);
   slots = SlotWriter(most <= card_.cores);
+  int cores = card_.cores;
+  for (const int rank : place_.neighbours())
+    cores = std::min<int>(cores, cards_[static_cast<size_t>(rank)].cores);
+  own_->slots_in_use = here <= cores ? kSlots : kFewSlots;
 
   if (place_.node_count() == 1) {
     net_.reset();
@@ -162,7 +166,7 @@ void Group::await_post(RingName ring, uint32_t step, int local) {
 void Group::await_free(RingName ring, uint32_t step) {
   for (int i = 0; i < ranks_here(); ++i)
     if (i != place_.local)
-      await_counter(neighbour(i).segment->rings[ring].consumed, step + 1 - kSlots, i);
+      await_counter(neighbour(i).segment->rings[ring].consumed, step + 1 - ring_slots(), i);
 }
 
 void Group::await_all(RingName ring, uint32_t step) {

@@ -59,6 +59,7 @@ class Group {
     steps_[ring] += steps;
     return first;
   }
+  uint32_t ring_slots() const { return own_->slots_in_use; }
   void await_free(RingName ring, uint32_t step);             // my slot may be filled
   void post(RingName ring, uint32_t step);                   // my slot is filled
   void await_post(RingName ring, uint32_t step, int local);  // a neighbour's slot is filled

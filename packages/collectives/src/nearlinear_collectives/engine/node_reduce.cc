@@ -139,13 +139,13 @@ class Stages {
       }
       return;
     }
-    if (leads_ &&
-        index >= kSlots) {  // the outbox slot of this step is free once its last send left
-      for (const Request &request : sent_[index - kSlots]) group_.await(request);
-      group_.consume(kResults, outbox - kSlots);
+    const uint32_t slots = group_.ring_slots();
+    if (leads_ && index >= slots) {  // its outbox slot is free once its last send left
+      for (const Request &request : sent_[index - slots]) group_.await(request);
+      group_.consume(kResults, outbox - slots);
     }
     stage(c, shift);
-    if (!leads_) group_.await_consumed_by(0, kResults, outbox - kSlots);
+    if (!leads_) group_.await_consumed_by(0, kResults, outbox - slots);
     unsigned char *slot = group_.leader().slot(kResults, outbox);
     for (size_t i = 0; i < ranks.size(); ++i) {  // my share of each piece
       const Piece part = piece_of(work_.input(ranks[i]).bytes, piece_, c);

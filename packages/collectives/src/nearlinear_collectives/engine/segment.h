@@ -12,9 +12,11 @@
 
 namespace nlc {
 
-// Staging slots per ring: so many that one has left its readers' own caches when it is filled
-// again, from where it would have to be taken back. Only what is used of them costs memory.
-constexpr int kSlots = 16;
+// Staging slots per ring: with a core for every rank so many that a slot has left its readers' own
+// caches when it is filled again, from where it would have to be taken back; else few, which stay
+// in the cache that all share. Only what is used of them costs memory.
+constexpr uint32_t kSlots = 16;
+constexpr uint32_t kFewSlots = 4;
 constexpr size_t kSlotBytes = size_t{1} << 20;
 constexpr int kSharedOutputs = 256;  // per group
 constexpr int kCalls = 32;           // calls remembered for comparison; > kSlots
@@ -30,7 +32,7 @@ struct CallCard {
   int64_t shared;  // number of the shared output that an all_gather is made into, or -1
 };
 
-// Staged data flows through a ring: in step s a rank fills slot s % kSlots of its own, raises
+// Staged data flows through a ring: in step s a rank fills slot s % slots_in_use of its own, raises
 // `posted` to s + 1, reads its neighbours' slots of step s once their `posted` says so, and raises
 // `consumed` to s + 1. A slot may be filled again when every neighbour has consumed it.
 struct RingCounters {
@@ -42,6 +44,7 @@ enum RingName { kInputs, kResults, kFromLeader, kRings };
 
 struct Segment {
   std::atomic<uint64_t> nonce;                  // as on the owner's card
+  uint32_t slots_in_use;                        // of each ring; the same on all ranks of a node
   Counter ready;                                // raised while the group is being formed
   alignas(64) std::atomic<uint32_t> listening;  // leader only: ring its doorbell (doorbell.h)
   alignas(64) std::atomic<uint64_t> entered;    // sequence number of the last call begun
@@ -55,7 +58,7 @@ struct Segment {
   Counter released[kSharedOutputs];  // how often the owner has freed each shared output
   alignas(4096) unsigned char slots[kRings][kSlots][kSlotBytes];
 
-  unsigned char *slot(RingName ring, uint32_t step) { return slots[ring][step % kSlots]; }
+  unsigned char *slot(RingName ring, uint32_t step) { return slots[ring][step % slots_in_use]; }
 };
 
 }  // namespace nlc
