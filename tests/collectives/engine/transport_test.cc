@@ -251,6 +251,31 @@ void give_up_reaches_all(int nodes) {
   meet(nodes);
 }
 
+// Node 3 waits for 2, which waits for 1, which waits for a rank of its own: 1 holds them all up.
+void the_end_of_a_row_is_blamed(int nodes) {
+  std::unique_ptr<Transport> net = join_together(nodes);
+  if (me == 1) net->tell_awaited(1);
+  if (me == 2) net->tell_awaited(1);
+  if (me == 3) net->tell_awaited(2);
+  meet(nodes);
+  const Clock::time_point end = after_ms(5000);
+  if (me == 0) {
+    while (net->stuck_behind(3) != 1 && Clock::now() < end) net->poll(1000);
+    CHECK(net->stuck_behind(3) == 1 && net->stuck_behind(2) == 1 && net->stuck_behind(1) == 1);
+  }
+  meet(nodes);
+  if (me == 1) net->tell_awaited(3);
+  if (me == 2) net->tell_awaited(-1);
+  meet(nodes);
+  if (me == 0) {
+    while (net->stuck_behind(3) != 2 && Clock::now() < end) net->poll(1000);
+    CHECK(net->stuck_behind(3) == 2 && net->stuck_behind(2) == 2);
+    while (net->stuck_behind(1) != 2 && Clock::now() < end) net->poll(1000);
+    CHECK(net->stuck_behind(1) == 2);
+  }
+  meet(nodes);
+}
+
 void kill_while(int nodes, bool busy) {
   const std::unique_ptr<Transport> net = join_together(nodes);
   if (me == 1 && fork() == 0) {  // somebody else ends it, at any moment
@@ -605,6 +630,7 @@ const std::vector<Scenario> scenarios = {
     {"all_to_all", all_to_all, {1, 2, 4}},
     {"a_busy_destination_holds_nobody_up", a_busy_destination_holds_nobody_up, {3}},
     {"give_up_reaches_all", give_up_reaches_all, {4}},
+    {"the_end_of_a_row_is_blamed", the_end_of_a_row_is_blamed, {4}},
     {"killed_while_busy", killed_while_busy, {2, 3, 3, 3, 4}, 1},
     {"killed_while_idle", killed_while_idle, {3}, 1},
     {"killed_with_a_child", killed_with_a_child, {3}, 1},

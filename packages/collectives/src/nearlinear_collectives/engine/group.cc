@@ -281,6 +281,7 @@ void Group::run(const nlc_call &call) {
   const bool led = place_.node_count() > 1 && !place_.leads();
   deadline_ = after_ms(timeout + (led ? kHeadStart : 0));
   call_timeout_ms_ = timeout;
+  if (told_ >= 0) tell_nodes(-1);  // that was another call
   ++sequence_;
   current_ = describe_call(call);
   path = "alone";

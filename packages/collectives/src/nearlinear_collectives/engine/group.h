@@ -103,6 +103,7 @@ class Group {
   [[noreturn]] void fail(nlc_status status, const std::string &reason);
   [[noreturn]] void fail_with(nlc_status status, const std::string &text);
   [[noreturn]] void time_out(int awaited);
+  void tell_nodes(int awaited);
   int slowest_neighbour();
   bool all_released(int number, uint32_t times);
   std::string call_text(const CallCard &call) const;
@@ -136,6 +137,7 @@ class Group {
   Clock::time_point deadline_;
   Clock::time_point last_look_;
   Clock::time_point last_move_;
+  int told_ = -1;       // the node that this leader told the others it waits for
   std::string broken_;  // why the group cannot be used any more
   nlc_status broken_status_ = NLC_OK;
   std::atomic<bool> aborted_{false};

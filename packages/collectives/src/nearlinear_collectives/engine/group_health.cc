@@ -44,6 +44,14 @@ void Group::look_around(int awaited) {
       fail(NLC_PEER_DIED, rank_text(dead) + " died");
   }
   if (now >= deadline_) time_out(awaited);
+  if (net_ && now + std::chrono::milliseconds(call_timeout_ms_ / 2) >= deadline_)
+    tell_nodes(awaited >= 0 ? place_.node : net_->awaited());
+}
+
+void Group::tell_nodes(int awaited) {
+  if (awaited == told_) return;
+  told_ = awaited;
+  net_->tell_awaited(awaited);
 }
 
 int Group::slowest_neighbour() {
@@ -74,8 +82,9 @@ void Group::time_out(int awaited) {
                 : "; it is in the same operation, stuck or stopped";
   }
   if (rank < 0 && net_) {
-    const int node = net_->awaited();
-    if (node >= 0) {
+    const int awaits = net_->awaited();
+    if (awaits >= 0) {
+      const int node = net_->stuck_behind(awaits);
       rank = place_.nodes[static_cast<size_t>(node)][0];
       where = "; it speaks for its node: that, one of its ranks or its link is stuck";
     }

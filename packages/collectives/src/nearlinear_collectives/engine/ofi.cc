@@ -165,6 +165,8 @@ class OfiTransport : public Transport {
   }
 
   int awaited() const override { return tcp::quietest(links_); }
+  void tell_awaited(int node) override { control_.tell_awaited(node); }
+  int stuck_behind(int node) const override { return control_.stuck_behind(node); }
 
   std::string describe() const override {
     const uint32_t version = ofi::Library::get().version();

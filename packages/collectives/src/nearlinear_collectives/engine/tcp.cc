@@ -156,6 +156,8 @@ class TcpTransport : public Transport {
   }
 
   int awaited() const override { return tcp::quietest(links_); }
+  void tell_awaited(int node) override { control_.tell_awaited(node); }
+  int stuck_behind(int node) const override { return control_.stuck_behind(node); }
 
   std::string describe() const override {
     int window = fixed_window_ ? fixed_window_ : kFirstWindow;

@@ -184,6 +184,20 @@ class Control {
     for (Peer &one : peers_) say(one, kGiveUp, reason.substr(0, kMaxText));
   }
 
+  // What nodes tell each other before they time out, so that all blame the one that is stuck and
+  // none blames another that waits for it.
+  void tell_awaited(int node) {
+    for (Peer &one : peers_) say(one, kAwait, std::to_string(node));
+  }
+  int stuck_behind(int node) const {
+    for (size_t steps = 0; steps < peers_.size(); ++steps) {
+      const int next = peers_[static_cast<size_t>(node)].awaits;
+      if (next < 0 || next == node || next == me_ || next >= nodes()) break;
+      node = next;
+    }
+    return node;
+  }
+
   // Sees bytes off that were sent but have not left yet, for at most half a second; with in_order
   // it says goodbye first. A fork's child has the same sockets and must not end the parent's.
   void leave(bool in_order, const std::vector<int> &data) {
@@ -210,7 +224,7 @@ class Control {
   }
 
  private:
-  enum Word : uint8_t { kGiveUp = 1, kLeave = 2 };
+  enum Word : uint8_t { kGiveUp = 1, kLeave = 2, kAwait = 3 };
   struct Frame {
     uint8_t word;
     uint8_t unused = 0;
@@ -221,6 +235,7 @@ class Control {
     Socket fd{};
     std::string in{}, out{};
     std::string text{};  // why it gave up
+    int awaits = -1;     // the node it told of
     bool gave_up = false, left = false, closed = false, data_ended = false;
     std::string why{};          // the connection broke; empty if it was closed
     Clock::time_point since{};  // of the first sign of an end
@@ -289,6 +304,11 @@ class Control {
     while (from.in.size() >= sizeof frame) {
       std::memcpy(&frame, from.in.data(), sizeof frame);
       if (from.in.size() < sizeof frame + frame.bytes) return;
+      if (frame.word == kAwait) {
+        from.awaits = std::atoi(from.in.substr(sizeof frame, frame.bytes).c_str());
+        from.in.erase(0, sizeof frame + frame.bytes);
+        continue;
+      }
       if (frame.word == kLeave) from.left = true;
       if (frame.word == kGiveUp && !from.gave_up) {
         from.gave_up = true;

@@ -60,6 +60,13 @@ class Transport {
   // for a wait that takes too long.
   virtual int awaited() const = 0;
 
+  // Tells every node which one this node has waited for long: its own for a rank on it, -1 for none
+  // any more. A node that says nothing may be the one that is stuck.
+  virtual void tell_awaited(int node) = 0;
+
+  // Who holds `node` up, by what was told: itself, or the end of the row of those who wait.
+  virtual int stuck_behind(int node) const = 0;
+
   virtual std::string describe() const = 0;  // one line for people: "tcp, window 64 KiB, eth0"
   virtual uint64_t bytes_sent() const = 0;   // payload
 };
