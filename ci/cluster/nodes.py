@@ -166,6 +166,7 @@ class Cluster:
         *,
         env: dict[str, str] | None = None,
         cwd: str | os.PathLike | None = None,
+        stdin: Stream | Callable[[int], Stream] = subprocess.DEVNULL,
         stdout: Stream | Callable[[int], Stream] = None,
         stderr: Stream | Callable[[int], Stream] = None,
         **popen,
@@ -173,12 +174,12 @@ class Cluster:
         """Start ``command`` as ranks 0 to ``nodes * ranks_per_node - 1``, one node after another.
 
         Ranks see this process's environment, torchrun's variables with a MASTER_PORT of this job's
-        own, OMP_NUM_THREADS=1 unless it is set, and ``env``. ``stdout`` and ``stderr`` are Popen's,
-        or functions of the rank that return such; ``popen`` goes to Popen. A rank is killed when
-        this process ends, however it ends.
+        own, OMP_NUM_THREADS=1 unless it is set, and ``env``. ``stdin``, ``stdout`` and ``stderr``
+        are Popen's, or functions of the rank that return such; ``popen`` goes to Popen. A rank is
+        killed when this process ends, however it ends.
         """
         port = next(self._ports)
-        popen = {"stdin": subprocess.DEVNULL, "start_new_session": True, **popen}
+        popen = {"start_new_session": True, **popen}
         ranks = []
         for rank in range(self.nodes * ranks_per_node):
             node = rank // ranks_per_node
@@ -189,6 +190,7 @@ class Cluster:
                 rank=rank,
                 node=node,
                 env={**place, **(env or {})},
+                stdin=stdin(rank) if callable(stdin) else stdin,
                 stdout=stdout(rank) if callable(stdout) else stdout,
                 stderr=stderr(rank) if callable(stderr) else stderr,
                 **popen,

@@ -39,8 +39,8 @@ def counted(rank, kind, two_hop, reshard):
     [
         (False, True, {"all_gather": 32, "reduce_scatter": 16, "all_reduce": 16}),
         (True, True, {"all_gather": 32, "reduce_scatter": 16, "all_reduce": 4}),
-        # the root unit stays gathered between forward and backward
-        (True, None, {"all_gather": 28, "reduce_scatter": 16, "all_reduce": 4}),
+        # units that are used next stay gathered: see test_schedule.py
+        (True, None, {"all_gather": 18, "reduce_scatter": 16, "all_reduce": 4}),
     ],
 )
 def test_replicas_synchronise_once_per_step(kind, two_hop, reshard, expected):

@@ -11,9 +11,9 @@ import nearlinear
 
 SOURCE = Path(nearlinear.__file__).parent
 FLOORS = {
-    "ground": ("_torch", "errors", "orphan"),
+    "ground": ("_torch", "c10d_names", "errors", "orphan"),
     "wish": ("config", "schema"),
-    "place": ("counts", "mesh", "runtime", "spmd"),
+    "place": ("backends", "counts", "mesh", "runtime", "spmd"),
     "techniques": ("parallel",),
     "state": ("data",),
     "loop": ("train",),

@@ -89,9 +89,11 @@ def train_sharded(
     two_hop: bool = True,
     steps: int = 3,
     clip: float = 1.0,
+    ranks_per_node: int | None = None,
+    **config,
 ):
     """The same run through nearlinear, on this rank's share of every batch."""
-    mesh = nl.init({"hybrid_shard_degree": degree})
+    mesh = nl.init({"hybrid_shard_degree": degree, **config}, ranks_per_node=ranks_per_node)
     with nl.spmd.one_at_a_time(seed=0):
         model = MODELS[kind]()
     nl.shard(model)

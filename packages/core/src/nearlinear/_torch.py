@@ -6,12 +6,17 @@ On the CPU torch 2.8 is the oldest: FSDP2 of 2.6 does not run there, that of 2.7
 """
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode  # sees every operator; 2.8.0, 2.13.0
 
 __all__ = [
     "TorchDispatchMode",
     "abandon_backward",
+    "after_backward",
+    "communicates_by_hooks",
+    "communication_classes",
+    "gather_asynchronously",
     "map_tensors",
     "reduce_unused_parameters",
     "shards_on_cpu",
@@ -41,6 +46,35 @@ def thread_group_base():
 
     group = threaded.ProcessLocalGroup
     return group, install, uninstall, group._terminate.is_set
+
+
+def communication_classes() -> tuple[type, type]:
+    """FSDP2's interfaces of a unit's all-gather and reduce-scatter. 2.12.1, 2.13.0, 2.14.1.
+
+    Plain ``object`` where there are none, see `communicates_by_hooks`.
+    """
+    try:
+        from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+    except ImportError:
+        return object, object
+    return AllGather, ReduceScatter
+
+
+def communicates_by_hooks() -> bool:
+    """Whether units of this torch's FSDP2 can be given their collectives. Not those of 2.8.0."""
+    return communication_classes() != (object, object) and hasattr(
+        FSDPModule, "set_custom_reduce_scatter"
+    )
+
+
+def gather_asynchronously(root) -> None:
+    """Have FSDP2 wait for an all-gather when its parameters are used, not at once. 2.13.0."""
+    root._set_unshard_async_op(True)
+
+
+def after_backward(function) -> None:
+    """Call ``function`` at the end of the backward pass that is running on this thread. 2.13.0."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
 def map_tensors(function, tree):

@@ -30,11 +30,13 @@ TUNING_OF_V1 = frozenset(
     "active_microbatches auto_partition checkpoint_attentions contiguous ddp ddp_dist_backend "
     "ddp_port default_partition deterministic_server fast_mode fp16_params horovod load_partition "
     "memory_weight optimize overlapping_allreduce partition_file pipeline placement_strategy "
-    "prescaled_batch sdp_gradient_clipping sdp_hierarchical_allgather sdp_max_live_parameters "
+    "prescaled_batch sdp_gradient_clipping "
     "sdp_param_persistence_threshold sdp_reduce_bucket_size shard_optimizer_state skip_tracing "
     "static_mode _fp32_grad_accumulation _match_weights".split()
 )
 """Keys of SMP v1 with no counterpart here: accepted, and logged as having no effect."""
+
+WAYS = ("auto", "on", "off")
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,17 @@ class Config:
     """base seed of parameter initialisation and dropout"""
     fsdp_cache_flush_warnings: bool = True
     """warn when the caching allocator flushes"""
+    communication_backend: str = "auto"
+    """auto = nccl on GPUs, else gloo; nearlinear = nearlinear-collectives for host memory"""
+    overlap_communication: bool = True
+    """communicate beside computation; on accelerators FSDP2 always does"""
+    hierarchical_all_gather: str = "auto"
+    """gather across nodes first, then inside them; auto = where that was measured to pay"""
+    prefetch_depth: int = 1
+    """blocks gathered ahead of the one that computes"""
+    sdp_max_live_parameters: int = 0
+    """parameters that may be gathered at once on a rank; more keeps more blocks gathered for a
+    whole step, 0 = as few as the schedule needs"""
     allow_empty_shards: bool = False
     """allow shards without elements where a parameter does not divide"""
 
@@ -82,6 +95,14 @@ class Config:
             raise ConfigError(
                 f"hybrid_shard_degree = {self.hybrid_shard_degree}: must be 0 (all data ranks) or "
                 "more"
+            )
+        for name in ("prefetch_depth", "sdp_max_live_parameters"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} = {getattr(self, name)}: must be 0 or more")
+        if self.hierarchical_all_gather not in WAYS:
+            raise ConfigError(
+                f"hierarchical_all_gather = {self.hierarchical_all_gather!r}: allowed are "
+                f"{', '.join(map(repr, WAYS))}"
             )
         if self.bf16 and self.fp16:
             raise ConfigError("bf16 = true and fp16 = true: choose one of the two")
@@ -173,6 +194,10 @@ def canonical(data: dict) -> dict:
         if key in TUNING_OF_V1:
             log.info("config key %s = %r: accepted for SMP v1's sake, has no effect", key, value)
             continue
+        if key == "sdp_hierarchical_allgather":
+            key, value = "hierarchical_all_gather", "auto" if value else "off"
+        if key == "sdp_max_live_parameters" and isinstance(value, float) and value.is_integer():
+            value = int(value)  # v1's users write 1e9
         name = ALIASES.get(key, key)
         if name in result and result[name] != value:
             raise ConfigError(

@@ -5,6 +5,7 @@ passes torch's dispatcher) and on ranks that are threads (which report here them
 the larger side of the call: an all-gather's output, a reduce-scatter's input.
 """
 
+import contextlib
 import threading
 from collections import Counter
 
@@ -35,6 +36,7 @@ class count_collectives:  # noqa: N801 (a context manager, named as the verb it 
 
     def __init__(self):
         self.calls, self.bytes = Counter(), Counter()
+        self._pending = []
         self._mode = _Operators(self)
 
     def __enter__(self) -> "count_collectives":
@@ -45,6 +47,13 @@ class count_collectives:  # noqa: N801 (a context manager, named as the verb it 
     def __exit__(self, *error):
         self._mode.__exit__(*error)
         _stack().remove(self)
+        for done in self._pending:
+            done.wait()
+        self._pending.clear()
+
+    def expect(self, done: threading.Event) -> None:
+        """Do not close before ``done``: until then another thread may count here."""
+        self._pending.append(done)
 
     def add(self, kind: str, size: int) -> None:
         self.calls[kind] += 1
@@ -52,6 +61,20 @@ class count_collectives:  # noqa: N801 (a context manager, named as the verb it 
 
     def __repr__(self) -> str:
         return ", ".join(f"{self.calls[k]} {k} ({self.bytes[k]} B)" for k in sorted(self.calls))
+
+
+def open_here() -> list[count_collectives]:
+    """The counters that are open on this thread, for communication given to another one."""
+    return list(_stack())
+
+
+@contextlib.contextmanager
+def also_here(counters: list[count_collectives]):
+    """Have counters that were opened on another thread count on this one."""
+    with contextlib.ExitStack() as modes:
+        for counter in counters:
+            modes.enter_context(_Operators(counter))
+        yield
 
 
 def report(operator: str, *tensors) -> None:

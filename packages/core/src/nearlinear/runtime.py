@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from . import backends
 from . import config as wish
 from .config import Config
 from .errors import ConfigError, NearlinearError
@@ -29,6 +30,7 @@ class Runtime:
     rank: int
     device: torch.device
     _device_mesh: DeviceMesh | None = None
+    lanes: object = None  # `parallel.overlap.Lanes`, once a model uses them
 
     @property
     def device_mesh(self) -> DeviceMesh:
@@ -53,7 +55,7 @@ def init(config=None, *, ranks_per_node: int | None = None) -> Mesh:
     config = wish.load(config)
     device = _device()
     if not dist.is_initialized():
-        _join(device)
+        _join(backends.for_device(config.communication_backend, device.type))
     local = wish.whole_number("LOCAL_WORLD_SIZE", 0) if ranks_per_node is None else ranks_per_node
     mesh = Mesh.from_config(config, dist.get_world_size(), local)
     runtime = Runtime(config, mesh, dist.get_rank(), device)
@@ -124,8 +126,8 @@ def _device() -> torch.device:
     return device
 
 
-def _join(device: torch.device) -> None:
-    backend = "nccl" if device.type == "cuda" else "gloo"
+def _join(backend: str) -> None:
+    backend = backends.known_to_torch(backend)
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         return

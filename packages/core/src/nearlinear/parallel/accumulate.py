@@ -74,6 +74,8 @@ class _Step:
 
     def __init__(self, model, micro_batches: list, weight: Callable, two_hop: bool):
         self.model, self.micro_batches, self.two_hop = model, micro_batches, two_hop
+        self.reduction = getattr(model, "_nearlinear_reduction", None)  # ours, or FSDP2's own
+        self.schedule = getattr(model, "_nearlinear_schedule", None)
         self.weights = _global_weights([weight(batch) for batch in micro_batches])
         self.position = 0
         self.backwards = 0
@@ -91,8 +93,7 @@ class _Step:
             for position, batch in enumerate(self.micro_batches):
                 last = position == total - 1
                 self.position, self.backwards = position, 0
-                self.model.set_requires_all_reduce(last or not self.two_hop)
-                self.model.set_is_last_backward(last)
+                self._synchronise(last)
                 yield batch
                 self._check(position, total)
                 optimizer_guard.begin(self.model, _unfinished(position + 1, total))
@@ -106,15 +107,28 @@ class _Step:
             return
         self.hook.remove()
         self.hook = self.model._nearlinear_step = None
-        self.model.set_requires_all_reduce(True)
-        self.model.set_is_last_backward(True)
+        self._synchronise(last=True)
+        if self.schedule is not None:
+            self.schedule.end_step()
         if done:
             optimizer_guard.finish(self.model)
             return
         finished = self.position + (self.backwards > 0)
         optimizer_guard.begin(self.model, _unfinished(finished, len(self.micro_batches)))
         _torch.abandon_backward(self.model)
+        if self.reduction is not None:
+            self.reduction.abandon()
         self.model.zero_grad(set_to_none=True)
+
+    def _synchronise(self, last: bool) -> None:
+        """Say how far gradients go in the next backward pass, and what is gathered after it."""
+        if self.reduction is not None:
+            self.reduction.last, self.reduction.two_hop = last, self.two_hop
+        else:
+            self.model.set_requires_all_reduce(last or not self.two_hop)
+        self.model.set_is_last_backward(last)
+        if self.schedule is not None:
+            self.schedule.begin_micro_batch(last)
 
     def _check(self, position: int, total: int) -> None:
         if self.hook is None:

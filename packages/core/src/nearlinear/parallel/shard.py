@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from .. import _torch, runtime
 from ..errors import ConfigError
-from . import optimizer_guard
+from . import optimizer_guard, overlap, schedule
 from .blocks import find_blocks
 from .delayed_init import materialise
 
@@ -30,9 +30,9 @@ def shard(
     ``blocks``: the units to gather one at a time (default: found, see `find_blocks`).
     ``precision``: ``"fp32"`` or ``"bf16"`` (bfloat16 compute; float32 master weights and gradient
     reduction); default: what the config says. ``reshard_after_forward``: free gathered parameters
-    between forward and backward; default: blocks yes, the root unit no, since backward starts
-    there; True or False hold for both. A model built under `delayed_init` gets its values here,
-    one unit at a time. Raises ConfigError.
+    between forward and backward; default: where they are not used next, see `schedule`; True or
+    False hold for all units. A model built under `delayed_init` gets its values here, one unit at
+    a time. Raises ConfigError.
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"nl.shard needs a torch.nn.Module, not {type(model).__name__}")
@@ -48,16 +48,29 @@ def shard(
     inside = set(model.modules())
     if any(block not in inside for block in blocks):
         raise ConfigError("nl.shard(model, blocks=...): a block is not a part of the model")
-    mesh = shard_mesh(now)
     policy = _policy(precision or ("bf16" if now.config.bf16 else "fp32"))
     replaced = list(model.parameters())
-    free = True if reshard_after_forward is None else reshard_after_forward
-    free_root = False if reshard_after_forward is None else reshard_after_forward
+    beside = now.config.overlap_communication and overlap.possible(now, model, policy)
+    mesh = now.device_mesh["shard"] if beside else shard_mesh(now)
+    sizes = [sum(p.numel() for p in unit.parameters()) for unit in (model, *blocks)]
+    sizes[0] -= sum(sizes[1:])
+    free = reshard_after_forward is not False
     for unit in blocks:
         _place(model, unit, now)
         fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=free)
     _place(model, model, now)
+    free_root = reshard_after_forward is True
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=free_root)
+    units = [*blocks, model]
+    gathered = policy.param_dtype or next(model.parameters()).dtype
+    if beside:
+        overlap.gather_beside(model, units, now, gathered)
+        model._nearlinear_reduction = overlap.reduce_beside(units, now)
+    elif _torch.communicates_by_hooks():
+        overlap.gather_in_stages(units, now, gathered)
+    if reshard_after_forward is None:
+        depth, live = now.config.prefetch_depth, now.config.sdp_max_live_parameters
+        model._nearlinear_schedule = schedule.arrange(model, blocks, sizes, depth, live)
     _torch.reduce_unused_parameters(model)
     kept = {id(parameter) for parameter in model.parameters()}
     optimizer_guard.retire(p for p in replaced if id(p) not in kept)

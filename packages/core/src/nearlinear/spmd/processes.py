@@ -1,4 +1,4 @@
-"""Ranks as processes over gloo on this machine: slower to start, and exactly what a cluster runs.
+"""Ranks as processes on this machine: slower to start, and exactly what a cluster runs.
 
 Each rank is a fresh interpreter (``python -m nearlinear.spmd.worker``), never a fork: a fork of a
 process that has used its thread pools can hang. When one rank fails the others are ended.
@@ -18,13 +18,13 @@ from .failures import RankError
 _GRACE = 3.0  # seconds for the other ranks to notice a dead one themselves
 
 
-def run_processes(fn, ranks: int, args: tuple, timeout: float) -> list:
+def run_processes(fn, ranks: int, args: tuple, timeout: float, backend: str) -> list:
     """`nearlinear.spmd.run` with processes."""
     payload = _pickle(fn, args)
     with tempfile.TemporaryDirectory(prefix="nearlinear-spmd-") as folder:
         folder = Path(folder)
         (folder / "call").write_bytes(payload)
-        workers = [_start(folder, rank, ranks) for rank in range(ranks)]
+        workers = [_start(folder, rank, ranks, backend) for rank in range(ranks)]
         try:
             _wait(workers, folder, timeout)
         finally:
@@ -48,7 +48,7 @@ def _pickle(fn, args: tuple) -> bytes:
     return cloudpickle.dumps((fn, args))
 
 
-def _start(folder: Path, rank: int, ranks: int) -> subprocess.Popen:
+def _start(folder: Path, rank: int, ranks: int, backend: str) -> subprocess.Popen:
     threads = max(1, (os.cpu_count() or 1) // ranks)
     environment = {
         "OMP_NUM_THREADS": str(threads),
@@ -59,7 +59,8 @@ def _start(folder: Path, rank: int, ranks: int) -> subprocess.Popen:
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
     }
-    command = [sys.executable, "-m", "nearlinear.spmd.worker", str(folder), str(os.getpid())]
+    command = [sys.executable, "-m", "nearlinear.spmd.worker"]
+    command += [str(folder), str(os.getpid()), backend]
     with open(folder / f"output-{rank}", "wb") as output:
         return subprocess.Popen(
             command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output

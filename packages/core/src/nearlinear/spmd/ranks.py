@@ -8,7 +8,15 @@ from ..errors import ConfigError
 _model_lock = threading.RLock()
 
 
-def run(fn, ranks: int = 4, *, args=(), processes: bool = False, timeout: float = 300.0) -> list:
+def run(
+    fn,
+    ranks: int = 4,
+    *,
+    args=(),
+    processes: bool = False,
+    backend: str = "gloo",
+    timeout: float = 300.0,
+) -> list:
     """Call ``fn(rank, *args)`` on every rank at once; return the results in rank order.
 
     Inside ``fn`` the default process group exists: ``torch.distributed`` and everything in
@@ -16,7 +24,7 @@ def run(fn, ranks: int = 4, *, args=(), processes: bool = False, timeout: float 
     RankError with the first failing rank's own traceback; the other ranks are ended (threads: at
     their next collective).
 
-    With ``processes=True`` the ranks are fresh processes over gloo. ``fn``, ``args`` and the
+    With ``processes=True`` the ranks are fresh processes over ``backend``. ``fn``, ``args`` and the
     results are then pickled: a function typed into a notebook needs the package ``cloudpickle``.
     """
     if not isinstance(ranks, int) or ranks < 1:
@@ -24,10 +32,12 @@ def run(fn, ranks: int = 4, *, args=(), processes: bool = False, timeout: float 
     if not callable(fn):
         raise ConfigError(f"spmd.run needs a function of (rank, *args), not {type(fn).__name__}")
     if processes:
-        from .processes import run_processes as start
-    else:
-        from .threads import run_threads as start
-    return start(fn, ranks, tuple(args), timeout)
+        from .processes import run_processes
+
+        return run_processes(fn, ranks, tuple(args), timeout, backend)
+    from .threads import run_threads
+
+    return run_threads(fn, ranks, tuple(args), timeout)
 
 
 @contextmanager

@@ -6,10 +6,11 @@ import sys
 import traceback
 from pathlib import Path
 
+from ..backends import known_to_torch
 from ..orphan import end_with_parent
 
 
-def main(folder: Path) -> int:
+def main(folder: Path, backend: str) -> int:
     """Run the pickled call of ``folder`` as rank ``$RANK``; 0 if it returned."""
     import torch.distributed as dist
 
@@ -17,7 +18,8 @@ def main(folder: Path) -> int:
     try:
         fn, args = pickle.loads((folder / "call").read_bytes())
         store = f"file://{folder}/store"
-        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
+        known_to_torch(backend)
+        dist.init_process_group(backend, init_method=store, rank=rank, world_size=ranks)
         result = pickle.dumps(fn(rank, *args))
         dist.barrier()
         dist.destroy_process_group()
@@ -32,6 +34,6 @@ def main(folder: Path) -> int:
 
 if __name__ == "__main__":
     end_with_parent(int(sys.argv[2]))
-    status = main(Path(sys.argv[1]))
+    status = main(Path(sys.argv[1]), sys.argv[3])
     sys.stdout.flush()
     os._exit(status)

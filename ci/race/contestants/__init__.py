@@ -1,0 +1,62 @@
+"""Who races. A contestant is built once per rank and then asked for steps, in turn with others.
+
+``build(name, plan)`` gives an object with ``step(batches) -> float``: one optimizer step over this
+rank's micro-batches, and the mean of their losses on this rank.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+
+from ..plan import Plan
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A contestant: the module that builds it, with these options, and how it is shown."""
+
+    module: str
+    title: str
+    options: dict
+    default_backend: str = "gloo"  # of the processes it runs in
+    environment: str = "ours"  # whose libraries it needs
+
+    @property
+    def team(self) -> tuple[str, str]:
+        return self.environment, self.default_backend
+
+
+def _ours(title: str, **options) -> Entry:
+    return Entry("ours", title, options)
+
+
+def _fsdp(title: str, **options) -> Entry:
+    return Entry("fsdp", title, options)
+
+
+ENTRIES = {
+    "compute": _fsdp("compute only, no communication", kind="compute"),
+    "zero3": Entry("zero", "DeepSpeed ZeRO-3 (gloo)", {"backend": "gloo"}),
+    "zero3_nl": Entry(
+        "zero", "DeepSpeed ZeRO-3 (nearlinear)", {"backend": "nearlinear"}, "nearlinear"
+    ),
+    "fsdp1": _fsdp("FSDP1, full shard (gloo)", kind="fsdp1"),
+    "fsdp2": _fsdp("FSDP2, full shard (gloo)", kind="full"),
+    "fsdp2_nl": _fsdp("FSDP2, full shard (nearlinear)", kind="full", backend="nearlinear"),
+    "hybrid": _fsdp("FSDP2, hybrid (gloo)", kind="hybrid"),
+    "hybrid_nl": _fsdp("FSDP2, hybrid (nearlinear)", kind="hybrid", backend="nearlinear"),
+    "ours": _ours("nearlinear MiCS (gloo)"),
+    "ours_nl": _ours("nearlinear MiCS (nearlinear)", communication_backend="nearlinear"),
+    "ours_nl_tuned": _ours(
+        "nearlinear MiCS (nearlinear), one more block gathered",
+        communication_backend="nearlinear",
+        prefetch_depth=2,
+    ),
+}
+
+
+def build(name: str, plan: Plan):
+    entry = ENTRIES[name]
+    module = importlib.import_module(f"{__name__}.{entry.module}")
+    return module.build(plan, **entry.options)

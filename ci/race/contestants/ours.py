@@ -1,0 +1,30 @@
+"""This project, as its README says to use it."""
+
+from __future__ import annotations
+
+import nearlinear as nl
+
+from .. import model
+from ..plan import Plan
+
+
+class Mics:
+    def __init__(self, plan: Plan, two_hop: bool = True, reshard=None, **config):
+        nl.init({"hybrid_shard_degree": plan.shard, **config}, ranks_per_node=plan.ranks_per_node)
+        self.model = nl.shard(model.build(plan), reshard_after_forward=reshard)
+        self.optimizer = model.optimizer(self.model.parameters(), plan)
+        self.two_hop = two_hop
+
+    def step(self, batches) -> float:
+        total = 0.0
+        for batch in nl.accumulate(self.model, batches, two_hop=self.two_hop):
+            loss = self.model(**batch).loss
+            loss.backward()
+            total += loss.item()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return total / len(batches)
+
+
+def build(plan: Plan, **options) -> Mics:
+    return Mics(plan, **options)

@@ -1,0 +1,80 @@
+"""Teams of processes that wait for their turn: all contestants that can share processes are one.
+
+All teams live on one cluster at once, so contestants take turns step by step and whatever disturbs
+the machine meets all of them. A team that waits sleeps in a broadcast.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from ci.cluster import Cluster, in_order_of_end
+
+from .contestants import ENTRIES
+from .plan import Plan
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class TeamFailed(RuntimeError):
+    """A rank ended before the race did; its own words are on stderr."""
+
+
+class Team:
+    """The ranks of some contestants, started on every node of ``cluster``."""
+
+    def __init__(self, cluster: Cluster, plan: Plan, names: list[str], python: str):
+        self.names = names
+        path = os.pathsep.join([str(ROOT), *filter(None, sys.path)]) if python == sys.executable \
+            else str(ROOT)  # fmt: skip
+        self.ranks = cluster.start(
+            [python, "-W", "ignore", "-m", "ci.race.rank", plan.to_json(), *names],
+            plan.ranks_per_node,
+            env={
+                "PYTHONPATH": path,
+                "OMP_NUM_THREADS": "1",
+                "DS_ACCELERATOR": "cpu",
+                "HF_HUB_OFFLINE": "1",
+                "TORCH_CPP_LOG_LEVEL": "ERROR",
+                "TRANSFORMERS_VERBOSITY": "error",
+            },
+            stdin=lambda rank: subprocess.DEVNULL if rank else subprocess.PIPE,
+            stdout=lambda rank: subprocess.DEVNULL if rank else subprocess.PIPE,
+            text=True,
+        )
+        self.leader = self.ranks[0]
+
+    def await_ready(self) -> None:
+        self._answer("ready")
+
+    def turn(self, contestant: str, step: int) -> dict:
+        """One optimizer step of one contestant; what its rank 0 measured."""
+        self.leader.stdin.write(json.dumps({"contestant": contestant, "step": step}) + "\n")
+        self.leader.stdin.flush()
+        return self._answer("seconds")
+
+    def _answer(self, key: str) -> dict:
+        for line in self.leader.stdout:
+            if line.startswith("{"):
+                found = json.loads(line)
+                if key in found:
+                    return found
+        failed = next((r for r in in_order_of_end(self.ranks, 10) if r.returncode), self.leader)
+        raise TeamFailed(f"{failed} of {', '.join(self.names)} ended with {failed.returncode}")
+
+    def end(self) -> None:
+        self.leader.stdin.close()
+        for _ in in_order_of_end(self.ranks, 20):
+            pass
+
+
+def teams_of(names: list[str]) -> list[list[str]]:
+    """Contestants that can share processes: the same libraries, the same default backend."""
+    groups: dict[tuple, list[str]] = {}
+    for name in names:
+        groups.setdefault(ENTRIES[name].team, []).append(name)
+    return list(groups.values())

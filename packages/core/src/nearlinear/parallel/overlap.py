@@ -1,0 +1,159 @@
+"""Communication of a sharded model beside its computation, where torch does not do it itself.
+
+On accelerators FSDP2 overlaps by streams, replicas included, and is left to it. On the CPU it
+waits; there every unit is given a gather and a reduction of ours, which run on two `Lane`s, each
+with process groups of its own: collectives of one group must come in one order on all ranks, and
+the caller's thread goes on with its own. Gathers in two stages (`hierarchy`) are ours everywhere.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+
+from .. import _torch
+from ..backends import IN_HOST_MEMORY, for_device, known_to_torch
+from ..runtime import Runtime
+from ..spmd.threads import BACKEND as THREADS
+from .gather import UnitGather
+from .hierarchy import Hierarchy, cut, worth_it
+from .lane import Lane
+from .reduction import Reduction
+
+SUMMED_AS_THEY_ARE = (torch.float32, torch.bfloat16)  # FSDP2 divides others, before and after
+
+
+def possible(now: Runtime, model: nn.Module, policy: MixedPrecisionPolicy) -> bool:
+    """Whether ``model``'s units can communicate on lanes: on the CPU, over shards, in one dtype."""
+    if now.device.type != "cpu" or now.mesh.shard == 1 or not _torch.communicates_by_hooks():
+        return False
+    masters = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
+    reduced = {policy.reduce_dtype or dtype for dtype in masters}
+    return len(masters) == 1 and masters == reduced and masters <= set(SUMMED_AS_THEY_ARE)
+
+
+class PrivateMemory:
+    """What torch gives anybody."""
+
+    def allocate(self, size, *, dtype, device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+@dataclass
+class Lanes:
+    """A job's threads for communication, and the groups they use; one set per `Runtime`."""
+
+    gathers: Lane
+    reductions: Lane
+    gathering: dist.ProcessGroup  # the shard group, twice: one for each lane
+    reducing: dist.ProcessGroup
+    replicas: dist.ProcessGroup | None
+    hierarchy: Hierarchy | None
+
+
+def lanes_of(now: Runtime) -> Lanes:
+    """The lanes of this job, opened on first use: a collective call."""
+    if now.lanes is None:
+        inline = now.device.type != "cpu" or dist.get_backend() == THREADS
+        group = _of_mesh if inline else _of_its_own
+        replicate = now.mesh.replicate > 1
+        now.lanes = Lanes(
+            Lane("gathers", inline),
+            Lane("reductions", inline),
+            group(now, "shard"),
+            group(now, "shard"),
+            group(now, "replicate") if replicate else None,
+            _hierarchy(now),
+        )
+    return now.lanes
+
+
+def _of_mesh(now: Runtime, axis: str) -> dist.ProcessGroup:
+    return now.device_mesh[axis].get_group()
+
+
+def _of_its_own(now: Runtime, axis: str) -> dist.ProcessGroup:
+    return _new_group(now.mesh.group(axis, now.rank), now)
+
+
+def _new_group(ranks: list[int], now: Runtime) -> dist.ProcessGroup:
+    """Over the backend that the config names, also where the job's other groups use another."""
+    asked = now.config.communication_backend
+    backend = None if asked == "auto" else known_to_torch(for_device(asked, now.device.type))
+    return dist.new_group(ranks, backend=backend, use_local_synchronization=True)
+
+
+def _hierarchy(now: Runtime) -> Hierarchy | None:
+    ranks = cut(now.mesh, now.rank)
+    if ranks is None:
+        return None
+    across, inside = (_new_group(group, now) for group in ranks)
+    return Hierarchy(across, inside, len(ranks[1]))
+
+
+def gather_beside(model, units: list[FSDPModule], now: Runtime, dtype: torch.dtype) -> None:
+    """Have ``units`` gather on a lane, in ``dtype``, and wait for it when they compute."""
+    _give_gathers(units, now, _staged(units, now, dtype))
+    _torch.gather_asynchronously(model)
+
+
+def gather_in_stages(units: list[FSDPModule], now: Runtime, dtype: torch.dtype) -> None:
+    """Have those ``units`` gather across nodes first for which that pays; the others stay."""
+    staged = _staged(units, now, dtype)
+    chosen = [unit for unit, two in zip(units, staged, strict=True) if two]
+    _give_gathers(chosen, now, [True] * len(chosen))
+
+
+def _give_gathers(units: list[FSDPModule], now: Runtime, staged: list[bool]) -> None:
+    lanes = lanes_of(now)
+    memory = _memory(lanes.gathering, "AllGather")
+    for unit, two in zip(units, staged, strict=True):
+        hierarchy = lanes.hierarchy if two else None
+        unit.set_custom_all_gather(UnitGather(lanes.gathers, lanes.gathering, memory, hierarchy))
+
+
+def _staged(units: list[FSDPModule], now: Runtime, dtype: torch.dtype) -> list[bool]:
+    """For each unit, whether it gathers in two stages."""
+    asked = now.config.hierarchical_all_gather
+    if asked == "off" or cut(now.mesh, now.rank) is None:
+        return [False] * len(units)
+    if asked == "on":
+        return [True] * len(units)
+    lanes = lanes_of(now)
+    if dist.get_backend(lanes.gathering) == IN_HOST_MEMORY:  # its gathers are made so already
+        return [False] * len(units)
+    ranks = now.mesh.shard
+    sizes = [sum(-(-p.numel() // ranks) for p in own) for own in own_parameters(units)]
+    memory = _memory(lanes.gathering, "AllGather")
+    return worth_it(lanes.hierarchy, lanes.gathering, memory, sizes, dtype, now.device)
+
+
+def own_parameters(units: list[FSDPModule]) -> list[list[nn.Parameter]]:
+    """The parameters that each unit gathers, inner units first: an outer one has the rest."""
+    taken: set[int] = set()
+    result = []
+    for unit in units:
+        result.append([p for p in unit.parameters() if id(p) not in taken])
+        taken |= {id(p) for p in result[-1]}
+    return result
+
+
+def reduce_beside(units: list[FSDPModule], now: Runtime) -> Reduction:
+    """Have ``units``, sharded over the shard axis alone, reduce in both hops on a lane."""
+    lanes = lanes_of(now)
+    memory = _memory(lanes.reducing, "ReduceScatter")
+    reduction = Reduction(lanes.reductions, lanes.reducing, lanes.replicas, memory)
+    for unit, parameters in zip(units, own_parameters(units), strict=True):
+        unit.set_custom_reduce_scatter(reduction.unit(parameters))
+    return reduction
+
+
+def _memory(group: dist.ProcessGroup, kind: str):
+    """What FSDP2's buffers are allocated from: the backend's own memory, where it has some."""
+    if dist.get_backend(group) != IN_HOST_MEMORY:
+        return PrivateMemory()
+    import nearlinear_collectives
+
+    return getattr(nearlinear_collectives, kind)(group)

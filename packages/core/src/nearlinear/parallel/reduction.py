@@ -1,0 +1,108 @@
+"""Gradient reduction beside the backward pass: the first hop, and behind it the second.
+
+Source of the two hops: MiCS (Zhang et al., VLDB 2023), section 3.4. Every unit's gradients are
+reduce-scattered in the shard group while the backward pass goes on to the next unit. What the
+micro-batches of a step have summed up waits here, out of sight of the optimizer, until the last of
+them all-reduces it across replicas; then the gradients appear. FSDP2 itself shards over the shard
+axis only and hands every unit's gradients to a `UnitReduction`.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from .. import _torch
+from ..c10d_names import reduce_scatter
+from .lane import Item, Lane
+
+_, _ReduceScatter = _torch.communication_classes()
+
+
+@dataclass
+class Reduction:
+    """What the units of one sharded model have in common: where they reduce, and when."""
+
+    lane: Lane
+    shards: dist.ProcessGroup
+    replicas: dist.ProcessGroup | None  # None: there is one replica
+    memory: object  # allocates what is reduced
+    two_hop: bool = True  # replicas meet once per step, not after every micro-batch
+    last: bool = True  # the micro-batch at hand ends the step
+    units: list["UnitReduction"] = field(default_factory=list)
+
+    def unit(self, parameters: list[torch.nn.Parameter]) -> "UnitReduction":
+        self.units.append(UnitReduction(self, parameters))
+        return self.units[-1]
+
+    def end_backward(self) -> None:
+        """At the end of every backward pass; may come more than once."""
+        for unit in self.units:
+            unit.finish() if self.last else unit.hide()
+
+    def abandon(self) -> None:
+        """Drop what the micro-batches of an unfinished step have summed up."""
+        for unit in self.units:
+            unit.hidden = unit.item = unit.output = unit.aside = None
+
+
+class UnitReduction(_ReduceScatter):
+    """Reduces the gradients of one FSDP2 unit: for its ``set_custom_reduce_scatter``."""
+
+    def __init__(self, common: Reduction, parameters: list[torch.nn.Parameter]):
+        self.common, self.parameters = common, parameters
+        self.item: Item | None = None  # the reduction on its way
+        self.output: torch.Tensor | None = None  # and where it goes: a shard, flat
+        self.hidden: torch.Tensor | None = None  # sum of the step's earlier micro-batches
+        self.aside: list[torch.Tensor | None] | None = None  # gradients from before the step
+
+    def allocate(self, size, *, dtype, device) -> torch.Tensor:
+        return self.common.memory.allocate(size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
+        """Start reducing ``input_tensor`` (ranks x shard, flat) to ``output_tensor`` (shard).
+
+        FSDP2 then takes views of the output for the parameters' gradients, without reading them,
+        unless they have gradients already, to which it adds: then the sum must be there.
+        """
+        common, before = self.common, self.hidden
+        last, two_hop = common.last, common.two_hop
+        both = dist.ReduceOp.AVG if op == dist.ReduceOp.AVG else dist.ReduceOp.SUM
+
+        def hops():
+            reduce_scatter(output_tensor, input_tensor, op=op, group=common.shards)
+            if before is not None and two_hop:
+                output_tensor.add_(before)
+            if common.replicas is not None and (last or not two_hop):
+                dist.all_reduce(output_tensor, op=both, group=common.replicas)
+            if before is not None and not two_hop:
+                output_tensor.add_(before)
+
+        self.item, self.output = common.lane.give("reduce", hops), output_tensor
+        self.hidden = None
+        _torch.after_backward(common.end_backward)
+        if not last:
+            self.aside = self.aside or [p.grad for p in self.parameters]
+            self.clear()
+        elif self.aside is not None:
+            for parameter, gradient in zip(self.parameters, self.aside, strict=True):
+                parameter.grad = gradient
+            self.aside = None
+        if any(p.grad is not None or p._post_accumulate_grad_hooks for p in self.parameters):
+            self.item.wait()
+
+    def clear(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def hide(self) -> None:
+        """Take the gradients away: they are partial sums, and still on their way."""
+        if self.item is not None:
+            self.hidden, self.item, self.output = self.output, None, None
+            self.clear()
+
+    def finish(self) -> None:
+        """Wait until the gradients are what they shall be."""
+        if self.item is not None:
+            item, self.item, self.output = self.item, None, None
+            item.wait()

@@ -1,0 +1,60 @@
+"""When units are gathered and freed within a step: ahead of use, and not twice where once will do.
+
+Blocks run forwards, then backwards, then the next micro-batch begins forwards again, so at every
+turn the unit that was used last is used next. Those stay gathered at no cost: the last block from
+forward to backward, the first block and the root unit from one micro-batch to the next. More stay
+where the config allows more parameters to live (``sdp_max_live_parameters``), the first blocks
+first; between them, ``prefetch_depth`` units are gathered while others compute.
+"""
+
+from dataclasses import dataclass
+
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Which units of a sharded model stay gathered between the micro-batches of one step."""
+
+    staying: tuple[nn.Module, ...] = ()
+
+    def begin_micro_batch(self, last: bool) -> None:
+        for unit in self.staying:
+            unit.set_reshard_after_backward(last, recurse=False)
+
+    def end_step(self) -> None:
+        """Free everything, also after a step that was not finished."""
+        for unit in self.staying:
+            unit.set_reshard_after_backward(True, recurse=False)
+            unit.reshard()
+
+
+def arrange(
+    root: nn.Module, blocks: list[nn.Module], sizes: list[int], depth: int, live: int
+) -> Schedule:
+    """Set the prefetching of ``root`` and ``blocks``, keep what is allowed; returns what stays.
+
+    ``sizes`` (root, then blocks) and ``live``, parameters: at most that many are gathered at once,
+    or as few as the schedule needs. ``depth``: how many units are gathered ahead.
+    """
+    order = [root, *blocks]
+    for i, unit in enumerate(order):
+        unit.set_modules_to_forward_prefetch(order[i + 1 : i + 1 + depth])
+    backwards = [root, *reversed(blocks)]
+    for i, unit in enumerate(backwards):
+        unit.set_modules_to_backward_prefetch(backwards[i + 1 : i + 1 + depth])
+    kept = blocks[: kept_blocks(sizes, depth, live)]
+    for block in {*kept, blocks[-1]}:
+        block.set_reshard_after_forward(False, recurse=False)
+    return Schedule((root, blocks[0], *kept[1:]))
+
+
+def kept_blocks(sizes: list[int], depth: int, live: int) -> int:
+    """How many of the first blocks may stay gathered throughout, beside what must be."""
+    root, *blocks = sizes
+    moving = (1 + depth) * max(blocks)
+    kept = 0
+    while kept < len(blocks) and root + sum(blocks[: kept + 1]) + moving <= live:
+        kept += 1
+    everything = root + sum(blocks)
+    return len(blocks) if everything <= live else kept

@@ -1,0 +1,168 @@
+"""Gathers and reductions beside computation: the same training, and what of it can be seen."""
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+
+import nearlinear as nl
+from nearlinear.counts import count_collectives
+from nearlinear.parallel import overlap
+from tests.support import tiny
+
+ROWS = 32
+
+
+def sharded(degree, layers=2, **config):
+    nl.init({"hybrid_shard_degree": degree, **config})
+    with nl.spmd.one_at_a_time(seed=0):
+        model = tiny.gpt2(layers)
+    return nl.shard(model)
+
+
+def trained(rank, degree, two_hop, config):
+    return tiny.train_sharded(rank, "gpt2", degree, 4, "sgd", ROWS, two_hop=two_hop, **config)
+
+
+@functools.cache
+def alone():
+    return tiny.train_alone("gpt2", "sgd", ROWS)
+
+
+@pytest.mark.parametrize("two_hop", [True, False])
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"overlap_communication": False},
+        {"prefetch_depth": 0},
+        {"prefetch_depth": 3},
+        {"sdp_max_live_parameters": 10**9},
+        {"hierarchical_all_gather": "on", "ranks_per_node": 2},
+    ],
+    ids=lambda config: "-".join(config),
+)
+@pytest.mark.parametrize("degree", [2, 4])
+def test_every_way_of_communicating_trains_the_same(degree, two_hop, config):
+    for run in nl.spmd.run(trained, 4, args=(degree, two_hop, config)):
+        assert tiny.largest_difference(run, alone()) < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hierarchical", ["on", "auto", "off"])
+@pytest.mark.parametrize("degree", [2, 4])
+def test_processes_train_the_same_on_lanes(degree, hierarchical):
+    config = {"hierarchical_all_gather": hierarchical, "ranks_per_node": 2}
+    runs = nl.spmd.run(trained, 4, args=(degree, True, config), processes=True)
+    assert tiny.largest_difference(runs[0], alone()) < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("degree", [2, 4])
+@pytest.mark.parametrize("config", [{}, {"prefetch_depth": 2, "hierarchical_all_gather": "on"}])
+def test_processes_train_the_same_on_the_collectives_package(degree, config):
+    args = (degree, True, config)
+    runs = nl.spmd.run(trained, 4, args=args, processes=True, backend="nearlinear")
+    assert tiny.largest_difference(runs[0], alone()) < 1e-5
+
+
+def test_gradients_appear_when_they_are_synchronised():
+    def seen(rank):
+        model = sharded(2)
+        there = []
+        for batch in nl.accumulate(model, [tiny.batch(tiny.rows(i, 2)) for i in range(3)]):
+            model(**batch).loss.backward()
+            there.append({p.grad is not None for p in model.parameters()})
+        return there
+
+    for there in nl.spmd.run(seen, 4):
+        assert there == [{False}, {False}, {True}]
+
+
+def test_a_step_adds_to_the_gradients_that_are_there():
+    batches = [tiny.batch(tiny.rows(i, 2)) for i in range(2)]
+
+    def gradients(rank, times):
+        model = sharded(2)
+        for _ in range(times):
+            for batch in nl.accumulate(model, batches):
+                model(**batch).loss.backward()
+        return {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+
+    once, twice = (nl.spmd.run(gradients, 4, args=(times,))[0] for times in (1, 2))
+    for name, gradient in once.items():
+        torch.testing.assert_close(twice[name], 2 * gradient)
+
+
+def test_plain_loops_without_accumulate_work_too():
+    def gradients(rank, together):
+        model = sharded(2)
+        losses = [model(**tiny.batch(tiny.rows(i, 2))).loss for i in range(2)] if together else []
+        if together:
+            sum(losses).backward()
+        for i in () if together else range(2):
+            model(**tiny.batch(tiny.rows(i, 2))).loss.backward()
+        return {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+
+    together, apart = (nl.spmd.run(gradients, 4, args=(way,))[0] for way in (True, False))
+    for name, gradient in together.items():
+        torch.testing.assert_close(apart[name], gradient, atol=1e-6, rtol=1e-4)
+
+
+def test_an_abandoned_step_leaves_nothing_behind():
+    batches = [tiny.batch(tiny.rows(i, 2)) for i in range(3)]
+
+    def gradients(rank, abandon):
+        model = sharded(2)
+        if abandon:
+            for batch in nl.accumulate(model, batches[::-1]):
+                model(**batch).loss.backward()
+                break
+        for batch in nl.accumulate(model, batches):
+            model(**batch).loss.backward()
+        return {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+
+    plain, after = (nl.spmd.run(gradients, 4, args=(way,))[0] for way in (False, True))
+    for name, gradient in plain.items():
+        torch.testing.assert_close(after[name], gradient, rtol=0, atol=0)
+
+
+def gathers_of_a_pass(rank, way):
+    nl.init({"hybrid_shard_degree": 4, "hierarchical_all_gather": way}, ranks_per_node=2)
+    with nl.spmd.one_at_a_time(seed=0):
+        model = tiny.gpt2(2)
+    nl.shard(model)
+    with count_collectives() as counts:
+        model(**tiny.batch(tiny.rows(0, 2))).loss.backward()
+    return counts.calls["all_gather"]
+
+
+@pytest.mark.slow
+def test_two_stages_are_a_gather_across_and_one_inside_for_every_node():
+    flat, staged = (
+        nl.spmd.run(gathers_of_a_pass, 4, args=(way,), processes=True)[0] for way in ("off", "on")
+    )
+    assert staged == 3 * flat
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "policy", "expected"),
+    [
+        ((torch.float32,), "fp32", True),
+        ((torch.float32,), "bf16", True),
+        ((torch.bfloat16,), "fp32", True),
+        ((torch.bfloat16,), "bf16", False),  # FSDP2 would cast what is not there yet
+        ((torch.float64,), "fp32", False),  # and divide it
+        ((torch.float32, torch.float64), "fp32", False),
+    ],
+)
+def test_lanes_are_for_what_is_summed_as_it_is(dtypes, policy, expected):
+    from nearlinear import runtime
+    from nearlinear.parallel.shard import _policy
+
+    def answer(rank):
+        nl.init({"hybrid_shard_degree": 2})
+        model = nn.ModuleList(nn.Linear(2, 2, dtype=dtype) for dtype in dtypes)
+        return overlap.possible(runtime.current(), model, _policy(policy))
+
+    assert nl.spmd.run(answer, 2) == [expected] * 2
