@@ -20,12 +20,11 @@ class Plan:
     heads: int = 6
     vocabulary: int = 8192
     sequence: int = 128
-    micro_batch: int = 4
+    micro_batch: int = 3
     accumulation: int = 4
     steps: int = 5
     warm_up: int = 1
     learning_rate: float = 1e-3
-    timeline: bool = False
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 from ci.cluster import Cluster, in_order_of_end
@@ -27,12 +28,11 @@ class TeamFailed(RuntimeError):
 class Team:
     """The ranks of some contestants, started on every node of ``cluster``."""
 
-    def __init__(self, cluster: Cluster, plan: Plan, names: list[str], python: str):
+    def __init__(self, cluster: Cluster, plan: Plan, names: list[str]):
         self.names = names
-        path = os.pathsep.join([str(ROOT), *filter(None, sys.path)]) if python == sys.executable \
-            else str(ROOT)  # fmt: skip
+        path = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
         self.ranks = cluster.start(
-            [python, "-W", "ignore", "-m", "ci.race.rank", plan.to_json(), *names],
+            [sys.executable, "-W", "ignore", "-m", "ci.race.rank", plan.to_json(), *names],
             plan.ranks_per_node,
             env={
                 "PYTHONPATH": path,
@@ -72,9 +72,9 @@ class Team:
             pass
 
 
-def teams_of(names: list[str]) -> list[list[str]]:
-    """Contestants that can share processes: the same libraries, the same default backend."""
-    groups: dict[tuple, list[str]] = {}
+def teams_of(names: Iterable[str]) -> list[list[str]]:
+    """Contestants that can share processes: those with the same default backend."""
+    groups: dict[str, list[str]] = {}
     for name in names:
-        groups.setdefault(ENTRIES[name].team, []).append(name)
+        groups.setdefault(ENTRIES[name].default_backend, []).append(name)
     return list(groups.values())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import subprocess
 import sys
 import threading
@@ -45,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     try:
         plan = _plan(options)
-        background, before = machine.Background(), _own_seconds()
+        background, before = machine.Background(), machine.own_seconds()
         kept = record.header(MODULE, argv, "torch", "nearlinear-collectives")
         print(f"# {_machine_line(kept)}")
         kept["settings"] = {
@@ -55,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
             "block_ms": options.block_ms,
         }
         results = run(plan, options.nodes, options.ranks, options.rate)
-        kept["cores_used_by_others"] = background.cores(_own_seconds() - before)
+        kept["cores_used_by_others"] = background.cores(machine.own_seconds() - before)
     except (ClusterError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -190,12 +189,6 @@ def _machine_line(kept: dict) -> str:
         f"{facts['cpu']}, {facts['cores']} cores, {facts['memory_gib']} GiB, {facts['system']}; "
         f"{versions}"
     )
-
-
-def _own_seconds() -> float:
-    """CPU seconds of this process and of its children that have ended."""
-    who = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
-    return sum(sum(resource.getrusage(one)[:2]) for one in who)
 
 
 if __name__ == "__main__":

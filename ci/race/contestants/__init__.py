@@ -7,6 +7,7 @@ rank's micro-batches, and the mean of their losses on this rank.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from dataclasses import dataclass
 
 from ..plan import Plan
@@ -20,11 +21,7 @@ class Entry:
     title: str
     options: dict
     default_backend: str = "gloo"  # of the processes it runs in
-    environment: str = "ours"  # whose libraries it needs
-
-    @property
-    def team(self) -> tuple[str, str]:
-        return self.environment, self.default_backend
+    trains_together: bool = True
 
 
 def _ours(title: str, **options) -> Entry:
@@ -36,7 +33,9 @@ def _fsdp(title: str, **options) -> Entry:
 
 
 ENTRIES = {
-    "compute": _fsdp("compute only, no communication", kind="compute"),
+    "compute": Entry(
+        "fsdp", "compute only, no communication", {"kind": "compute"}, trains_together=False
+    ),
     "zero3": Entry("zero", "DeepSpeed ZeRO-3 (gloo)", {"backend": "gloo"}),
     "zero3_nl": Entry(
         "zero", "DeepSpeed ZeRO-3 (nearlinear)", {"backend": "nearlinear"}, "nearlinear"
@@ -48,12 +47,19 @@ ENTRIES = {
     "hybrid_nl": _fsdp("FSDP2, hybrid (nearlinear)", kind="hybrid", backend="nearlinear"),
     "ours": _ours("nearlinear MiCS (gloo)"),
     "ours_nl": _ours("nearlinear MiCS (nearlinear)", communication_backend="nearlinear"),
-    "ours_nl_tuned": _ours(
-        "nearlinear MiCS (nearlinear), one more block gathered",
+    "ours_nl_kept": _ours(
+        "nearlinear MiCS (nearlinear), parameters gathered once per step",
         communication_backend="nearlinear",
-        prefetch_depth=2,
+        sdp_max_live_parameters=10**12,
     ),
 }
+
+
+def missing(name: str) -> str:
+    """Why ``name`` cannot race here; empty if it can."""
+    if ENTRIES[name].module == "zero" and importlib.util.find_spec("deepspeed") is None:
+        return "DeepSpeed is not installed"
+    return ""
 
 
 def build(name: str, plan: Plan):

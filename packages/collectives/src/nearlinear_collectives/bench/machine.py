@@ -6,6 +6,7 @@ Names of hosts and users are left out: records are made to be published.
 import importlib.metadata
 import os
 import platform
+import resource
 import time
 from pathlib import Path
 
@@ -63,6 +64,12 @@ def memory_bytes(which: str = "MemAvailable") -> int:
     if limit == "max":
         return found
     return min(found, int(limit) - (used if which == "MemAvailable" else 0))
+
+
+def own_seconds() -> float:
+    """CPU seconds of this process and of its children that have ended."""
+    who = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    return sum(sum(resource.getrusage(one)[:2]) for one in who)
 
 
 class Background:
