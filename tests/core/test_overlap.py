@@ -94,6 +94,50 @@ def test_a_step_adds_to_the_gradients_that_are_there():
         torch.testing.assert_close(twice[name], 2 * gradient)
 
 
+class Branching(nn.Module):
+    """Blocks of which a batch may leave out the last."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x, depth):
+        for block in self.blocks[:depth]:
+            x = block(x).relu()
+        return (x**2).mean()
+
+
+@pytest.mark.parametrize("depths", [(3, 2), (2, 3), (3, 2, 2), (2, 2)])
+@pytest.mark.parametrize("two_hop", [True, False])
+def test_a_block_that_some_micro_batches_leave_out_is_summed_up(depths, two_hop):
+    inputs = [[torch.full((2, 6), 0.1 + rank + i) for i in range(len(depths))] for rank in range(4)]
+
+    def model_and_batches(rank):
+        with nl.spmd.one_at_a_time(seed=0):
+            model = Branching()
+        return model, list(zip(inputs[rank], depths, strict=True))
+
+    def gradients(rank):
+        nl.init({"hybrid_shard_degree": 2})
+        model, batches = model_and_batches(rank)
+        nl.shard(model)
+        for x, depth in nl.accumulate(model, batches, weight=lambda batch: 1.0, two_hop=two_hop):
+            model(x, depth).backward()
+        return {n: p.grad.full_tensor() for n, p in model.named_parameters() if p.grad is not None}
+
+    found = nl.spmd.run(gradients, 4)
+    torch.manual_seed(0)
+    model = Branching()
+    for rank in range(4):
+        for x, depth in zip(inputs[rank], depths, strict=True):
+            (model(x, depth) / (4 * len(depths))).backward()
+    expected = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    for run in found:
+        assert run.keys() == expected.keys()
+        for name, gradient in expected.items():
+            torch.testing.assert_close(run[name], gradient, atol=1e-6, rtol=1e-5)
+
+
 def test_plain_loops_without_accumulate_work_too():
     def gradients(rank, together):
         model = sharded(2)

@@ -19,6 +19,7 @@ __all__ = [
     "gather_asynchronously",
     "map_tensors",
     "reduce_unused_parameters",
+    "sharded_parameters",
     "shards_on_cpu",
     "thread_group_base",
 ]
@@ -133,14 +134,20 @@ def shards_on_cpu() -> bool:
     return tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 8)
 
 
+def sharded_parameters(unit) -> list:
+    """The parameters that ``unit`` itself gathers, as they are now. 2.13.0."""
+    return [entry.sharded_param for group in _groups_of(unit) for entry in group.fsdp_params]
+
+
 def _param_groups(root) -> list:
     """The parameter groups of all sharded units in ``root``."""
-    groups = []
-    for module in root.modules():
-        if hasattr(module, "_get_fsdp_state"):
-            state = module._get_fsdp_state()
-            if hasattr(state, "_fsdp_param_groups"):
-                groups += state._fsdp_param_groups
-            elif state._fsdp_param_group is not None:
-                groups.append(state._fsdp_param_group)
-    return groups
+    return [group for module in root.modules() for group in _groups_of(module)]
+
+
+def _groups_of(module) -> list:
+    if not hasattr(module, "_get_fsdp_state"):
+        return []
+    state = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]

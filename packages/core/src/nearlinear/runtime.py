@@ -98,6 +98,8 @@ def shutdown() -> None:
         _of_thread.runtime = None  # the group is spmd.run's to end
         return
     if dist.is_initialized():
+        if _of_process is not None and _of_process.lanes is not None:
+            _of_process.lanes.finish()
         dist.barrier()
         dist.destroy_process_group()
     _of_process = None

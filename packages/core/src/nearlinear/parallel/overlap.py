@@ -6,6 +6,7 @@ with process groups of its own: collectives of one group must come in one order 
 the caller's thread goes on with its own. Gathers in two stages (`hierarchy`) are ours everywhere.
 """
 
+import contextlib
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +21,7 @@ from ..spmd.threads import BACKEND as THREADS
 from .gather import UnitGather
 from .hierarchy import Hierarchy, cut, worth_it
 from .lane import Lane
-from .reduction import Reduction
+from .reduction import Reduction, UnitReduction
 
 SUMMED_AS_THEY_ARE = (torch.float32, torch.bfloat16)  # FSDP2 divides others, before and after
 
@@ -51,6 +52,12 @@ class Lanes:
     reducing: dist.ProcessGroup
     replicas: dist.ProcessGroup | None
     hierarchy: Hierarchy | None
+
+    def finish(self) -> None:
+        """Wait until nothing is under way any more, however it ends."""
+        for lane in (self.gathers, self.reductions):
+            with contextlib.suppress(Exception):
+                lane.give("end", lambda: None).wait()
 
 
 def lanes_of(now: Runtime) -> Lanes:
@@ -87,7 +94,7 @@ def _new_group(ranks: list[int], now: Runtime) -> dist.ProcessGroup:
 
 def _hierarchy(now: Runtime) -> Hierarchy | None:
     ranks = cut(now.mesh, now.rank)
-    if ranks is None:
+    if ranks is None or now.config.hierarchical_all_gather == "off":
         return None
     across, inside = (_new_group(group, now) for group in ranks)
     return Hierarchy(across, inside, len(ranks[1]))
@@ -103,7 +110,8 @@ def gather_in_stages(units: list[FSDPModule], now: Runtime, dtype: torch.dtype) 
     """Have those ``units`` gather across nodes first for which that pays; the others stay."""
     staged = _staged(units, now, dtype)
     chosen = [unit for unit, two in zip(units, staged, strict=True) if two]
-    _give_gathers(chosen, now, [True] * len(chosen))
+    if chosen:
+        _give_gathers(chosen, now, [True] * len(chosen))
 
 
 def _give_gathers(units: list[FSDPModule], now: Runtime, staged: list[bool]) -> None:
@@ -125,19 +133,9 @@ def _staged(units: list[FSDPModule], now: Runtime, dtype: torch.dtype) -> list[b
     if dist.get_backend(lanes.gathering) == IN_HOST_MEMORY:  # its gathers are made so already
         return [False] * len(units)
     ranks = now.mesh.shard
-    sizes = [sum(-(-p.numel() // ranks) for p in own) for own in own_parameters(units)]
+    sizes = [sum(-(-p.numel() // ranks) for p in _torch.sharded_parameters(u)) for u in units]
     memory = _memory(lanes.gathering, "AllGather")
     return worth_it(lanes.hierarchy, lanes.gathering, memory, sizes, dtype, now.device)
-
-
-def own_parameters(units: list[FSDPModule]) -> list[list[nn.Parameter]]:
-    """The parameters that each unit gathers, inner units first: an outer one has the rest."""
-    taken: set[int] = set()
-    result = []
-    for unit in units:
-        result.append([p for p in unit.parameters() if id(p) not in taken])
-        taken |= {id(p) for p in result[-1]}
-    return result
 
 
 def reduce_beside(units: list[FSDPModule], now: Runtime) -> Reduction:
@@ -145,8 +143,8 @@ def reduce_beside(units: list[FSDPModule], now: Runtime) -> Reduction:
     lanes = lanes_of(now)
     memory = _memory(lanes.reducing, "ReduceScatter")
     reduction = Reduction(lanes.reductions, lanes.reducing, lanes.replicas, memory)
-    for unit, parameters in zip(units, own_parameters(units), strict=True):
-        unit.set_custom_reduce_scatter(reduction.unit(parameters))
+    for unit in units:
+        unit.set_custom_reduce_scatter(UnitReduction(reduction, unit))
     return reduction
 
 

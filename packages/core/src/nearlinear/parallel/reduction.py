@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 
 from .. import _torch
 from ..c10d_names import reduce_scatter
@@ -31,10 +32,6 @@ class Reduction:
     last: bool = True  # the micro-batch at hand ends the step
     units: list["UnitReduction"] = field(default_factory=list)
 
-    def unit(self, parameters: list[torch.nn.Parameter]) -> "UnitReduction":
-        self.units.append(UnitReduction(self, parameters))
-        return self.units[-1]
-
     def end_backward(self) -> None:
         """At the end of every backward pass; may come more than once."""
         for unit in self.units:
@@ -43,18 +40,25 @@ class Reduction:
     def abandon(self) -> None:
         """Drop what the micro-batches of an unfinished step have summed up."""
         for unit in self.units:
-            unit.hidden = unit.item = unit.output = unit.aside = None
+            unit.hidden = unit.item = unit.output = unit.views = unit.aside = None
 
 
 class UnitReduction(_ReduceScatter):
     """Reduces the gradients of one FSDP2 unit: for its ``set_custom_reduce_scatter``."""
 
-    def __init__(self, common: Reduction, parameters: list[torch.nn.Parameter]):
-        self.common, self.parameters = common, parameters
+    def __init__(self, common: Reduction, unit: FSDPModule):
+        self.common, self.unit = common, unit
+        common.units.append(self)
         self.item: Item | None = None  # the reduction on its way
         self.output: torch.Tensor | None = None  # and where it goes: a shard, flat
         self.hidden: torch.Tensor | None = None  # sum of the step's earlier micro-batches
+        self.views: list[torch.Tensor | None] = []  # of that sum, as the parameters' gradients
         self.aside: list[torch.Tensor | None] | None = None  # gradients from before the step
+        self.across = dist.ReduceOp.AVG  # how replicas join theirs
+
+    @property
+    def parameters(self) -> list[torch.nn.Parameter]:
+        return _torch.sharded_parameters(self.unit)
 
     def allocate(self, size, *, dtype, device) -> torch.Tensor:
         return self.common.memory.allocate(size, dtype=dtype, device=device)
@@ -67,28 +71,29 @@ class UnitReduction(_ReduceScatter):
         """
         common, before = self.common, self.hidden
         last, two_hop = common.last, common.two_hop
-        both = dist.ReduceOp.AVG if op == dist.ReduceOp.AVG else dist.ReduceOp.SUM
+        self.across = dist.ReduceOp.AVG if op == dist.ReduceOp.AVG else dist.ReduceOp.SUM
 
         def hops():
             reduce_scatter(output_tensor, input_tensor, op=op, group=common.shards)
             if before is not None and two_hop:
                 output_tensor.add_(before)
             if common.replicas is not None and (last or not two_hop):
-                dist.all_reduce(output_tensor, op=both, group=common.replicas)
+                dist.all_reduce(output_tensor, op=self.across, group=common.replicas)
             if before is not None and not two_hop:
                 output_tensor.add_(before)
 
         self.item, self.output = common.lane.give("reduce", hops), output_tensor
         self.hidden = None
         _torch.after_backward(common.end_backward)
+        parameters = self.parameters
         if not last:
-            self.aside = self.aside or [p.grad for p in self.parameters]
+            self.aside = self.aside or [p.grad for p in parameters]
             self.clear()
         elif self.aside is not None:
-            for parameter, gradient in zip(self.parameters, self.aside, strict=True):
+            for parameter, gradient in zip(parameters, self.aside, strict=True):
                 parameter.grad = gradient
             self.aside = None
-        if any(p.grad is not None or p._post_accumulate_grad_hooks for p in self.parameters):
+        if any(p.grad is not None or p._post_accumulate_grad_hooks for p in parameters):
             self.item.wait()
 
     def clear(self) -> None:
@@ -99,10 +104,26 @@ class UnitReduction(_ReduceScatter):
         """Take the gradients away: they are partial sums, and still on their way."""
         if self.item is not None:
             self.hidden, self.item, self.output = self.output, None, None
+            self.views = [p.grad for p in self.parameters]
             self.clear()
 
     def finish(self) -> None:
         """Wait until the gradients are what they shall be."""
-        if self.item is not None:
+        if self.hidden is not None:
+            self.catch_up()
+        elif self.item is not None:
             item, self.item, self.output = self.item, None, None
             item.wait()
+
+    def catch_up(self) -> None:
+        """Finish the sum of a unit that the last micro-batch has passed by."""
+        total, self.hidden, common = self.hidden, None, self.common
+
+        def second_hop():
+            if common.replicas is not None and common.two_hop:
+                dist.all_reduce(total, op=self.across, group=common.replicas)
+
+        common.lane.give("reduce", second_hop).wait()
+        before, self.aside = self.aside or [None] * len(self.views), None
+        for parameter, view, gradient in zip(self.parameters, self.views, before, strict=True):
+            parameter.grad = view if gradient is None else gradient.add_(view)
