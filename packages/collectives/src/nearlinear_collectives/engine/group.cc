@@ -100,13 +100,13 @@ void Group::connect(const unsigned char *cards, int64_t timeout_ms) {
         neighbour.mapping = std::make_shared<Mapping>(map_memory(fd.get(), sizeof(Segment), true));
         neighbour.pool = Arena::of_this_process().arena_of(card);
       } catch (const Failure &failure) {
-        throw Failure(failure.status, rank_text(rank) + ": " + failure.what());
+        fail(failure.status, rank_text(rank) + ": " + failure.what());  // for the others to read
       }
     }
     neighbour.memory = neighbour.pool ? neighbour.pool->base() : Arena::of_this_process().base();
     neighbour.segment = reinterpret_cast<Segment *>(neighbour.mapping->base());
     if (neighbour.segment->nonce.load(std::memory_order_acquire) != card.nonce)
-      throw Failure(NLC_PEER_DIED, rank_text(rank) + " ended while the group was being formed");
+      fail(NLC_PEER_DIED, rank_text(rank) + " ended while the group was being formed");
     neighbours_.push_back(std::move(neighbour));
   }
 
@@ -146,8 +146,13 @@ void Group::connect(const unsigned char *cards, int64_t timeout_ms) {
     net_->wake_on(doorbell_.hearing());
   } else {
     net_.reset();
-    const Card &leader = cards_[static_cast<size_t>(place_.neighbours()[0])];
-    doorbell_.find(leader.pid, leader.doorbell_fd);
+    const int leader = place_.neighbours()[0];
+    const Card &card = cards_[static_cast<size_t>(leader)];
+    try {
+      doorbell_.find(card.pid, card.doorbell_fd);
+    } catch (const Failure &failure) {
+      fail(failure.status, rank_text(leader) + ": " + failure.what());
+    }
   }
   raise(own_->ready, 1);  // everything of mine is there, and I have everything of theirs
   for (int i = 0; i < here; ++i) await_counter(neighbour(i).segment->ready, 1, i);
