@@ -36,10 +36,8 @@ ENTRIES = {
     "compute": Entry(
         "fsdp", "compute only, no communication", {"kind": "compute"}, trains_together=False
     ),
-    "zero3": Entry("zero", "DeepSpeed ZeRO-3 (gloo)", {"backend": "gloo"}),
-    "zero3_nl": Entry(
-        "zero", "DeepSpeed ZeRO-3 (nearlinear)", {"backend": "nearlinear"}, "nearlinear"
-    ),
+    "zero3": Entry("zero", "DeepSpeed ZeRO-3 (gloo)", {}),
+    "zero3_nl": Entry("zero", "DeepSpeed ZeRO-3 (nearlinear)", {}, "nearlinear"),
     "fsdp1": _fsdp("FSDP1, full shard (gloo)", kind="fsdp1"),
     "fsdp2": _fsdp("FSDP2, full shard (gloo)", kind="full"),
     "fsdp2_nl": _fsdp("FSDP2, full shard (nearlinear)", kind="full", backend="nearlinear"),

@@ -17,7 +17,7 @@ class Fsdp:
         self.model = model.build(plan)
         getattr(self, f"_shard_{kind}")(plan)
         if backend == "nearlinear":
-            self._use_nearlinear(plan, kind)
+            self._use_nearlinear()
         self.optimizer = model.optimizer(self.model.parameters(), plan)
 
     def _shard_compute(self, plan: Plan) -> None:
@@ -49,15 +49,12 @@ class Fsdp:
             use_orig_params=True,
         )
 
-    def _use_nearlinear(self, plan: Plan, kind: str) -> None:
+    def _use_nearlinear(self) -> None:
         import nearlinear_collectives
 
-        groups = [list(range(plan.world))]
-        if kind == "hybrid":
-            ranks = range(plan.world)
-            groups = [list(ranks[i : i + plan.shard]) for i in range(0, plan.world, plan.shard)]
-        mine, _ = dist.new_subgroups_by_enumeration(groups, backend="nearlinear")
-        nearlinear_collectives.use_in(self.model, mine)
+        ranks = dist.get_process_group_ranks(self.mesh.get_group(self.mesh.ndim - 1))
+        group = dist.new_group(ranks, backend="nearlinear", use_local_synchronization=True)
+        nearlinear_collectives.use_in(self.model, group)
 
     def step(self, batches) -> float:
         total = 0.0

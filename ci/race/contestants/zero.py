@@ -6,18 +6,17 @@ gathered. Gradient clipping, on by default, is off, as it is for everybody else.
 
 from __future__ import annotations
 
-import os
+import torch.distributed as dist
 
 from .. import model
 from ..plan import Plan
 
 
 class Zero3:
-    def __init__(self, plan: Plan, backend: str):
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    def __init__(self, plan: Plan):
         import deepspeed
 
-        deepspeed.init_distributed(dist_backend=backend, verbose=False)
+        deepspeed.init_distributed(dist_backend=dist.get_backend(), verbose=False)
         built = model.build(plan)
         block = sum(p.numel() for p in model.blocks(built)[0].parameters())
         config = {
@@ -51,5 +50,5 @@ class Zero3:
         return total / len(batches)
 
 
-def build(plan: Plan, **options) -> Zero3:
-    return Zero3(plan, **options)
+def build(plan: Plan) -> Zero3:
+    return Zero3(plan)

@@ -34,18 +34,20 @@ uint64_t namespace_of(const char *kind) {
 struct ProcessState {
   char state;        // R, S, Z ...; 0 if there is no such process
   uint64_t started;  // clock ticks after boot
+  uint64_t memory;   // bytes mapped; 0 once it is ending, before its files are closed
 };
 
 ProcessState state_of(int pid) {
   const std::string line = first_line(format("/proc/%d/stat", pid).c_str());
   const size_t name_end = line.rfind(')');  // the name may hold spaces and brackets
-  if (name_end == std::string::npos) return {0, 0};
+  if (name_end == std::string::npos) return {0, 0, 0};
   char state = 0;
-  unsigned long long started = 0;
-  std::sscanf(line.c_str() + name_end + 1,
-              " %c %*d %*d %*d %*d %*d %*u %*u %*u %*u %*u %*u %*u %*d %*d %*d %*d %*d %*d %llu",
-              &state, &started);
-  return {state, started};
+  unsigned long long started = 0, memory = 0;
+  std::sscanf(
+      line.c_str() + name_end + 1,
+      " %c %*d %*d %*d %*d %*d %*u %*u %*u %*u %*u %*u %*u %*d %*d %*d %*d %*d %*d %llu %llu",
+      &state, &started, &memory);
+  return {state, started, memory};
 }
 
 uint64_t random_number() {
@@ -85,7 +87,8 @@ bool is_dead(const Card &card) {
   describe_this_process(&mine);
   if (card.node[0] != mine.node[0] || card.node[1] != mine.node[1]) return false;
   const ProcessState now = state_of(card.pid);
-  return now.state == 0 || now.state == 'Z' || now.state == 'X' || now.started != card.started;
+  return now.state == 0 || now.state == 'Z' || now.state == 'X' || now.memory == 0 ||
+         now.started != card.started;
 }
 
 }  // namespace nlc

@@ -100,13 +100,13 @@ void Group::connect(const unsigned char *cards, int64_t timeout_ms) {
         neighbour.mapping = std::make_shared<Mapping>(map_memory(fd.get(), sizeof(Segment), true));
         neighbour.pool = Arena::of_this_process().arena_of(card);
       } catch (const Failure &failure) {
-        fail(failure.status, rank_text(rank) + ": " + failure.what());  // for the others to read
+        fail_forming(rank, failure);
       }
     }
     neighbour.memory = neighbour.pool ? neighbour.pool->base() : Arena::of_this_process().base();
     neighbour.segment = reinterpret_cast<Segment *>(neighbour.mapping->base());
     if (neighbour.segment->nonce.load(std::memory_order_acquire) != card.nonce)
-      fail(NLC_PEER_DIED, rank_text(rank) + " ended while the group was being formed");
+      fail_forming(rank, Failure(NLC_PEER_DIED, "its memory is gone"));
     neighbours_.push_back(std::move(neighbour));
   }
 
@@ -151,7 +151,7 @@ void Group::connect(const unsigned char *cards, int64_t timeout_ms) {
     try {
       doorbell_.find(card.pid, card.doorbell_fd);
     } catch (const Failure &failure) {
-      fail(failure.status, rank_text(leader) + ": " + failure.what());
+      fail_forming(leader, failure);
     }
   }
   raise(own_->ready, 1);  // everything of mine is there, and I have everything of theirs

@@ -103,6 +103,7 @@ class Group {
   [[noreturn]] void fail(nlc_status status, const std::string &reason);
   [[noreturn]] void fail_with(nlc_status status, const std::string &text);
   [[noreturn]] void time_out(int awaited);
+  [[noreturn]] void fail_forming(int rank, const Failure &failure);
   void tell_nodes(int awaited);
   int slowest_neighbour();
   bool all_released(int number, uint32_t times);

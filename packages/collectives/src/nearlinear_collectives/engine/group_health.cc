@@ -94,6 +94,17 @@ void Group::time_out(int awaited) {
                            static_cast<double>(call_timeout_ms_) / 1000.0, where.c_str()));
 }
 
+// A rank whose memory cannot be opened has died, or has given up since another one did.
+void Group::fail_forming(int rank, const Failure &failure) {
+  if (failure.status != NLC_PEER_DIED)
+    fail(failure.status, rank_text(rank) + ": " + failure.what());
+  for (const int other : place_.neighbours())
+    if (is_dead(cards_[static_cast<size_t>(other)]))
+      fail(NLC_PEER_DIED, rank_text(other) + " died while the group was being formed");
+  fail(NLC_PEER_DIED,
+       rank_text(rank) + " gave up while the group was being formed; its own error says why");
+}
+
 void Group::fail(nlc_status status, const std::string &reason) {
   fail_with(status, current_.kind ? call_text(current_) + ": " + reason : reason);
 }

@@ -9,7 +9,12 @@ void *Group::allocate_shared(size_t bytes) {
     const std::lock_guard<std::mutex> lock(outputs_mutex_);
     if (!outputs_) {
       std::vector<Fd> memories;
-      for (const Card &card : cards_) memories.push_back(open_memory_of(card.pid, card.output_fd));
+      try {
+        for (const Card &card : cards_)
+          memories.push_back(open_memory_of(card.pid, card.output_fd));
+      } catch (const Failure &) {
+        return nullptr;  // a neighbour is gone: the next call says which
+      }
       outputs_ = std::make_shared<SharedOutputs>(
           rank(), std::move(memories), card_.arena_bytes, [segment = own_mapping_](int number) {
             Counter &released = reinterpret_cast<Segment *>(segment->base())->released[number];

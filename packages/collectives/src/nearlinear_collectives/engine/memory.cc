@@ -50,7 +50,7 @@ Fd open_memory_of(int pid, int fd) {
   Fd opened(::open(path.c_str(), O_RDWR | O_CLOEXEC));
   if (opened) return opened;
   if (errno == ENOENT || errno == ESRCH)
-    throw Failure(NLC_PEER_DIED, format("process %d ended while the group was being formed", pid));
+    throw Failure(NLC_PEER_DIED, format("process %d has closed its shared memory", pid));
   throw system_failure(
       format("cannot open the shared memory of process %d: ranks on one node must run "
              "as the same user, with the same capabilities",

@@ -304,17 +304,17 @@ class Control {
     while (from.in.size() >= sizeof frame) {
       std::memcpy(&frame, from.in.data(), sizeof frame);
       if (from.in.size() < sizeof frame + frame.bytes) return;
+      const std::string text = from.in.substr(sizeof frame, frame.bytes);
+      from.in.erase(0, sizeof frame + frame.bytes);
       if (frame.word == kAwait) {
-        from.awaits = std::atoi(from.in.substr(sizeof frame, frame.bytes).c_str());
-        from.in.erase(0, sizeof frame + frame.bytes);
+        from.awaits = std::atoi(text.c_str());
         continue;
       }
       if (frame.word == kLeave) from.left = true;
       if (frame.word == kGiveUp && !from.gave_up) {
         from.gave_up = true;
-        from.text = from.in.substr(sizeof frame, frame.bytes);
+        from.text = text;
       }
-      from.in.erase(0, sizeof frame + frame.bytes);
       note(from, "");
     }
   }

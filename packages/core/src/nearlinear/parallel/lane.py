@@ -74,7 +74,7 @@ class Lane:
     """Runs what it is given one after the other, on a daemon thread; ``inline``: at once, here."""
 
     def __init__(self, name: str, inline: bool = False):
-        self.name, self.inline = name, inline
+        self.inline = inline
         self._items: queue.SimpleQueue[Item | None] = queue.SimpleQueue()
         self._failed: list[BaseException] = []
         self.spans: list[tuple[str, float, float]] | None = None  # (label, begin, end) if asked for
@@ -91,12 +91,11 @@ class Lane:
         """
         if self.spans is not None:
             run = self._timed(label, run)
+        item = Item(run)
         if self.inline:
-            item = Item(run)
             item.perform()
             item.wait()
             return item
-        item = Item(run)
         counters = counts.open_here()
         if counters:
             item.count_for(counters)
