@@ -206,7 +206,8 @@ assert difference < 1e-5
 # keeps the slow way between replicas quiet for $A - 1$ of $A$ micro-batches.
 #
 # We count the collectives of $A = 4$ micro-batches. The model has 4 units (3 blocks and the rest),
-# each reduced once per micro-batch. Gathers are fewer than two per unit and micro-batch: at every
+# each reduced once per micro-batch. As little as possible stays gathered, as for a model that fills
+# memory (`sdp_max_live_parameters = 0`); still, gathers are fewer than two per unit: at every
 # turn, forward to backward and micro-batch to micro-batch, the units that are needed next stay.
 
 # %%
@@ -214,7 +215,7 @@ A = 4
 
 
 def counted(rank, two_hop):
-    nl.init({"hybrid_shard_degree": 2})
+    nl.init({"hybrid_shard_degree": 2, "sdp_max_live_parameters": 0})
     with nl.spmd.one_at_a_time(seed=0):
         model = small_gpt2()
     nl.shard(model)
@@ -394,7 +395,7 @@ if scale != "cluster":
 #    `print(nl.init(...))` show?
 # 2. In `counted`, set `A = 8`. Which of the three bars grows with two hops, and which does not?
 # 3. Pass `reshard_after_forward=True` to `nl.shard` in `counted`. Where do the 14 extra all-gathers
-#    come from, and what do they buy?
+#    come from, and what do they buy? What if you leave `sdp_max_live_parameters` out instead?
 # 4. A 13-billion-parameter model on 8 nodes: which degree does the rule give, and how many
 #    replicas? Check with `nl.Mesh.from_config`.
 # 5. Run this notebook with `scale = "laptop"` and `--set parallel.hybrid_shard_degree=4`. Do the

@@ -10,8 +10,8 @@ from pathlib import Path
 from ci.cluster import Cluster, ClusterError, why_not
 from nearlinear_collectives.bench import machine, record
 
-from . import table
-from .contestants import ENTRIES, missing
+from . import peers, table
+from .contestants import ENTRIES
 from .plan import Plan
 from .teams import Team, TeamFailed, teams_of
 
@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
         kept["plan"] = plan.__dict__
         kept["results"] = race(plan)
         kept["cores_used_by_others"] = background.cores(machine.own_seconds() - before)
-    except (ClusterError, ValueError) as error:
+    except (ClusterError, peers.PeerMissing, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except TeamFailed as error:
@@ -82,9 +82,6 @@ def _plan(options) -> Plan:
     unknown = [name for name in options.contestants if name not in ENTRIES]
     if unknown:
         raise ValueError(f"no contestants {', '.join(unknown)}: there are {', '.join(ENTRIES)}")
-    for name in options.contestants:
-        if reason := missing(name):
-            raise ValueError(f"{name} cannot race here: {reason}")
     chosen = {f.name: getattr(options, f.name) for f in fields(Plan) if hasattr(options, f.name)}
     plan = Plan(**{**chosen, "contestants": tuple(dict.fromkeys(options.contestants))})
     if plan.world % plan.shard:
@@ -102,8 +99,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    everybody = [name for name in ENTRIES if not missing(name)]
-    add("--contestants", nargs="+", default=everybody, metavar="NAME", help="(default: all)")
+    add("--contestants", nargs="+", default=list(ENTRIES), metavar="NAME", help="(default: all)")
     add("--nodes", type=int, default=4, metavar="N", help="(default: 4)")
     add("--ranks", type=int, default=1, metavar="M", dest="ranks_per_node",
         help="per node (default: 1)")  # fmt: skip

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from ci.cluster import Cluster, in_order_of_end
 
+from . import peers
 from .contestants import ENTRIES
 from .plan import Plan
 
@@ -30,12 +31,14 @@ class Team:
 
     def __init__(self, cluster: Cluster, plan: Plan, names: list[str]):
         self.names = names
-        path = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
+        python = peers.python_with(ENTRIES[names[0]].requires)
+        # An environment of its own finds the rest itself, behind what it has.
+        path = [str(ROOT), *(filter(None, sys.path) if python == sys.executable else [])]
         self.ranks = cluster.start(
-            [sys.executable, "-W", "ignore", "-m", "ci.race.rank", plan.to_json(), *names],
+            [python, "-W", "ignore", "-m", "ci.race.rank", plan.to_json(), *names],
             plan.ranks_per_node,
             env={
-                "PYTHONPATH": path,
+                "PYTHONPATH": os.pathsep.join(path),
                 "OMP_NUM_THREADS": "1",
                 "DS_ACCELERATOR": "cpu",
                 "HF_HUB_OFFLINE": "1",
@@ -73,8 +76,9 @@ class Team:
 
 
 def teams_of(names: Iterable[str]) -> list[list[str]]:
-    """Contestants that can share processes: those with the same default backend."""
-    groups: dict[str, list[str]] = {}
+    """Contestants that can share processes: those with the same needs and default backend."""
+    groups: dict[tuple[str, str], list[str]] = {}
     for name in names:
-        groups.setdefault(ENTRIES[name].default_backend, []).append(name)
+        entry = ENTRIES[name]
+        groups.setdefault((entry.requires, entry.default_backend), []).append(name)
     return list(groups.values())

@@ -39,8 +39,8 @@ def counted(rank, kind, two_hop, reshard):
     [
         (False, True, {"all_gather": 32, "reduce_scatter": 16, "all_reduce": 16}),
         (True, True, {"all_gather": 32, "reduce_scatter": 16, "all_reduce": 4}),
-        # units that are used next stay gathered: see test_schedule.py
-        (True, None, {"all_gather": 18, "reduce_scatter": 16, "all_reduce": 4}),
+        # units that may stay gathered do, here all: see test_schedule.py
+        (True, None, {"all_gather": 4, "reduce_scatter": 16, "all_reduce": 4}),
     ],
 )
 def test_replicas_synchronise_once_per_step(kind, two_hop, reshard, expected):
@@ -60,7 +60,10 @@ def test_two_hop_moves_a_quarter_of_the_bytes_between_replicas():
 def test_counts_on_processes_equal_counts_on_threads(two_hop):
     threads = nl.spmd.run(counted, 4, args=("gpt2", two_hop, True))
     processes = nl.spmd.run(counted, 4, args=("gpt2", two_hop, True), processes=True)
-    assert processes[0] == threads[0]
+    for of_threads, of_processes in zip(threads[0], processes[0], strict=True):
+        # on gloo ranks exchange the parts, and add them up themselves: see parallel/scatter.py
+        of_processes["reduce_scatter"] = of_processes.pop("all_to_all")
+        assert of_processes == of_threads
 
 
 def mean_gradient(micro_batches_of_ranks):

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 import nearlinear as nl
 from nearlinear.mesh import Mesh
 from nearlinear.parallel.hierarchy import Hierarchy, cut
+from nearlinear.parallel.scatter import Scatter
 
 
 @given(st.integers(1, 4), st.integers(1, 6), st.integers(1, 6), st.integers(1, 3))
@@ -35,24 +36,52 @@ def test_uneven_nodes_are_not_cut():
     assert cut(Mesh(shard=6, ranks_per_node=4), 0) is None
 
 
-def gathered(rank, nodes, width, elements, dtype):
+def two_stages(rank, nodes, width):
+    """Whether gathers and reductions in two stages equal those in one, for sizes and dtypes."""
     mesh = Mesh(shard=nodes * width, ranks_per_node=width)
     across, inside = (dist.new_group(r, use_local_synchronization=True) for r in cut(mesh, rank))
     hierarchy = Hierarchy(across, inside, width)
+    return {
+        (elements, dtype): (
+            gathers_alike(hierarchy, rank, mesh.shard, elements, dtype),
+            reduces_alike(hierarchy, rank, mesh.shard, elements, dtype),
+        )
+        for elements in (1, 7, 1000)
+        for dtype in (torch.float32, torch.bfloat16, torch.uint8)
+    }
+
+
+def whole_numbers(rank, elements, dtype):
     generator = torch.Generator().manual_seed(rank)
-    mine = torch.randint(0, 100, (elements,), generator=generator).to(dtype)
-    output = torch.full((nodes * width, elements), -1).to(dtype)
+    return torch.randint(0, 8, (elements,), generator=generator).to(dtype)
+
+
+def gathers_alike(hierarchy, rank, ranks, elements, dtype):
+    mine = whole_numbers(rank, elements, dtype)
+    output = torch.full((ranks, elements), 99).to(dtype)
     output[rank] = mine
     hierarchy.gather(output.view(-1), output[rank])
-    shards = torch.empty_like(output)
-    dist.all_gather(list(shards), mine)
-    return torch.equal(output, shards)
+    return torch.equal(output, torch.stack([whole_numbers(r, elements, dtype) for r in range(ranks)]))
+
+
+def reduces_alike(hierarchy, rank, ranks, elements, dtype):
+    inputs = [whole_numbers(r, ranks * elements, dtype) for r in range(ranks)]
+    expected = sum(inputs).view(ranks, elements)[rank]
+    found = torch.empty_like(expected)
+    ways = [Scatter(dist.group.WORLD), Scatter(dist.group.WORLD, hierarchy)]
+    for way in ways:
+        way(found.zero_(), inputs[rank], dist.ReduceOp.SUM)
+        if not torch.equal(found, expected):
+            return False
+        if dtype.is_floating_point:
+            way(found.zero_(), inputs[rank], dist.ReduceOp.AVG)
+            if not torch.equal(found, expected / ranks):
+                return False
+    return True
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
 @pytest.mark.parametrize(("nodes", "width"), [(2, 2), (3, 2), (2, 3)])
-def test_two_stages_give_what_one_does(nodes, width, dtype):
-    for elements in (1, 7, 1000):
-        args = (nodes, width, elements, dtype)
-        assert all(nl.spmd.run(gathered, nodes * width, args=args, processes=True))
+def test_two_stages_give_what_one_does(nodes, width):
+    for found in nl.spmd.run(two_stages, nodes * width, args=(nodes, width), processes=True):
+        assert set(found.values()) == {(True, True)}, found

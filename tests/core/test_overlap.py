@@ -35,9 +35,9 @@ def alone():
     "config",
     [
         {"overlap_communication": False},
-        {"prefetch_depth": 0},
-        {"prefetch_depth": 3},
-        {"sdp_max_live_parameters": 10**9},
+        {"prefetch_depth": 0, "sdp_max_live_parameters": 0},
+        {"prefetch_depth": 3, "sdp_max_live_parameters": 0},
+        {"sdp_max_live_parameters": 0},
         {"hierarchical_all_gather": "on", "ranks_per_node": 2},
     ],
     ids=lambda config: "-".join(config),

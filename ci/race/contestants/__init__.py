@@ -7,7 +7,6 @@ rank's micro-batches, and the mean of their losses on this rank.
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from dataclasses import dataclass
 
 from ..plan import Plan
@@ -22,10 +21,15 @@ class Entry:
     options: dict
     default_backend: str = "gloo"  # of the processes it runs in
     trains_together: bool = True
+    requires: str = ""  # a release that may need an environment of its own
 
 
 def _ours(title: str, **options) -> Entry:
     return Entry("ours", title, options)
+
+
+def _zero(title: str, backend: str = "gloo", **options) -> Entry:
+    return Entry("zero", title, options, backend, requires="deepspeed==0.19.8")
 
 
 def _fsdp(title: str, **options) -> Entry:
@@ -36,8 +40,10 @@ ENTRIES = {
     "compute": Entry(
         "fsdp", "compute only, no communication", {"kind": "compute"}, trains_together=False
     ),
-    "zero3": Entry("zero", "DeepSpeed ZeRO-3 (gloo)", {}),
-    "zero3_nl": Entry("zero", "DeepSpeed ZeRO-3 (nearlinear)", {}, "nearlinear"),
+    "zero3": _zero("DeepSpeed ZeRO-3 (gloo)"),
+    "zero3_default": _zero("DeepSpeed ZeRO-3 (gloo), its default thresholds", scaled=False),
+    "zero3_nl": _zero("DeepSpeed ZeRO-3 (nearlinear)", backend="nearlinear"),
+    "mics": Entry("mics", "DeepSpeed MiCS (gloo)", {}, requires="deepspeed==0.19.6"),
     "fsdp1": _fsdp("FSDP1, full shard (gloo)", kind="fsdp1"),
     "fsdp2": _fsdp("FSDP2, full shard (gloo)", kind="full"),
     "fsdp2_nl": _fsdp("FSDP2, full shard (nearlinear)", kind="full", backend="nearlinear"),
@@ -51,13 +57,6 @@ ENTRIES = {
         sdp_max_live_parameters=10**12,
     ),
 }
-
-
-def missing(name: str) -> str:
-    """Why ``name`` cannot race here; empty if it can."""
-    if ENTRIES[name].module == "zero" and importlib.util.find_spec("deepspeed") is None:
-        return "DeepSpeed is not installed"
-    return ""
 
 
 def build(name: str, plan: Plan):

@@ -1,7 +1,7 @@
-"""DeepSpeed ZeRO-3 on the CPU, with thresholds in proportion to the model.
+"""DeepSpeed ZeRO-3 on the CPU, with thresholds in proportion to the model, or its default ones.
 
-Its defaults are for models of billions of parameters: here they would keep the whole model
-gathered. Gradient clipping, on by default, is off, as it is for everybody else.
+The defaults are for models of billions of parameters: here they keep the whole model gathered
+within a micro-batch. Gradient clipping, on by default, is off, as it is for everybody else.
 """
 
 from __future__ import annotations
@@ -12,33 +12,46 @@ from .. import model
 from ..plan import Plan
 
 
+def settings(plan: Plan, zero: dict) -> dict:
+    """DeepSpeed's configuration for one optimizer step of ``plan``."""
+    return {
+        "train_micro_batch_size_per_gpu": plan.micro_batch,
+        "gradient_accumulation_steps": plan.accumulation,
+        "gradient_clipping": 0.0,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": 10**9,
+        "zero_optimization": {"stage": 3, **zero},
+    }
+
+
+def thresholds(built) -> dict:
+    """One block is fetched ahead, two live at once: what the other libraries do here."""
+    block = sum(p.numel() for p in model.blocks(built)[0].parameters())
+    return {
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+        "stage3_prefetch_bucket_size": block,
+        "stage3_max_live_parameters": 2 * block,
+        "stage3_max_reuse_distance": 2 * block,
+        "reduce_bucket_size": block,
+    }
+
+
 class Zero3:
-    def __init__(self, plan: Plan):
+    def __init__(self, plan: Plan, scaled: bool = True):
         import deepspeed
 
         deepspeed.init_distributed(dist_backend=dist.get_backend(), verbose=False)
         built = model.build(plan)
-        block = sum(p.numel() for p in model.blocks(built)[0].parameters())
-        config = {
-            "train_micro_batch_size_per_gpu": plan.micro_batch,
-            "gradient_accumulation_steps": plan.accumulation,
-            "gradient_clipping": 0.0,
-            "zero_allow_untested_optimizer": True,
-            "zero_force_ds_cpu_optimizer": False,
-            "steps_per_print": 10**9,
-            "zero_optimization": {
-                "stage": 3,
-                "overlap_comm": True,
-                "contiguous_gradients": True,
-                "stage3_prefetch_bucket_size": block,
-                "stage3_max_live_parameters": 2 * block,
-                "stage3_max_reuse_distance": 2 * block,
-                "reduce_bucket_size": block,
-            },
-        }
+        config = settings(plan, thresholds(built) if scaled else {})
+        self.prepare(built, config, plan)
         self.engine, *_ = deepspeed.initialize(
             model=built, optimizer=model.optimizer(built.parameters(), plan), config=config
         )
+
+    def prepare(self, built, config: dict, plan: Plan) -> None:
+        """What must happen to the model before DeepSpeed takes it."""
 
     def step(self, batches) -> float:
         total = 0.0
@@ -50,5 +63,5 @@ class Zero3:
         return total / len(batches)
 
 
-def build(plan: Plan) -> Zero3:
-    return Zero3(plan)
+def build(plan: Plan, **options) -> Zero3:
+    return Zero3(plan, **options)

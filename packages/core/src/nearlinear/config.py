@@ -77,9 +77,9 @@ class Config:
     """gather across nodes first, then inside them; auto = where that was measured to pay"""
     prefetch_depth: int = 1
     """blocks gathered ahead of the one that computes"""
-    sdp_max_live_parameters: int = 0
-    """parameters that may be gathered at once on a rank; more keeps more blocks gathered for a
-    whole step, 0 = as few as the schedule needs"""
+    sdp_max_live_parameters: int = 10**9
+    """parameters that may be gathered at once on a rank; blocks that fit stay gathered for a whole
+    step, 0 = as few as the schedule needs"""
     allow_empty_shards: bool = False
     """allow shards without elements where a parameter does not divide"""
 

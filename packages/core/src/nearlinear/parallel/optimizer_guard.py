@@ -7,9 +7,13 @@ optimizer built before `shard`, which holds parameters that the model no longer 
 
 import threading
 import weakref
+from collections.abc import Iterator
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from .. import _torch
 
 _unfinished: "weakref.WeakKeyDictionary[torch.nn.Module, str]" = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
@@ -50,8 +54,16 @@ def check(parameters) -> None:
     if unfinished:
         asked = {id(parameter) for parameter in parameters}
         for model, why in unfinished:
-            if any(id(parameter) in asked for parameter in model.parameters()):
+            if any(id(parameter) in asked for parameter in _parameters(model)):
                 raise RuntimeError(why)
+
+
+def _parameters(model: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
+    """Those the model shows now, and those an optimizer holds while units stay gathered."""
+    yield from model.parameters()
+    for unit in model.modules():
+        if isinstance(unit, FSDPModule):
+            yield from _torch.sharded_parameters(unit)
 
 
 def _refuse_step(optimizer, args, kwargs) -> None:

@@ -22,6 +22,7 @@ from .gather import UnitGather
 from .hierarchy import Hierarchy, cut, worth_it
 from .lane import Lane
 from .reduction import Reduction, UnitReduction
+from .scatter import Scatter
 
 SUMMED_AS_THEY_ARE = (torch.float32, torch.bfloat16)  # FSDP2 divides others, before and after
 
@@ -49,9 +50,9 @@ class Lanes:
     gathers: Lane
     reductions: Lane
     gathering: dist.ProcessGroup  # the shard group, twice: one for each lane
-    reducing: dist.ProcessGroup
+    scatter: Scatter
     replicas: dist.ProcessGroup | None
-    hierarchy: Hierarchy | None
+    hierarchy: Hierarchy | None  # of the gathers
 
     def finish(self) -> None:
         """Wait until nothing is under way any more, however it ends."""
@@ -70,7 +71,7 @@ def lanes_of(now: Runtime) -> Lanes:
             Lane("gathers", inline),
             Lane("reductions", inline),
             group(now, "shard"),
-            group(now, "shard"),
+            Scatter(group(now, "shard"), _hierarchy(now)),
             group(now, "replicate") if replicate else None,
             _hierarchy(now),
         )
@@ -141,8 +142,8 @@ def _staged(units: list[FSDPModule], now: Runtime, dtype: torch.dtype) -> list[b
 def reduce_beside(units: list[FSDPModule], now: Runtime) -> Reduction:
     """Have ``units``, sharded over the shard axis alone, reduce in both hops on a lane."""
     lanes = lanes_of(now)
-    memory = _memory(lanes.reducing, "ReduceScatter")
-    reduction = Reduction(lanes.reductions, lanes.reducing, lanes.replicas, memory)
+    memory = _memory(lanes.scatter.shards, "ReduceScatter")
+    reduction = Reduction(lanes.reductions, lanes.scatter, lanes.replicas, memory)
     for unit in units:
         unit.set_custom_reduce_scatter(UnitReduction(reduction, unit))
     return reduction

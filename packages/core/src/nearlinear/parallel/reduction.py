@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from .. import _torch
-from ..c10d_names import reduce_scatter
 from .lane import Item, Lane
+from .scatter import Scatter
 
 _, _ReduceScatter = _torch.communication_classes()
 
@@ -25,7 +25,7 @@ class Reduction:
     """What the units of one sharded model have in common: where they reduce, and when."""
 
     lane: Lane
-    shards: dist.ProcessGroup
+    scatter: Scatter  # over the shard group
     replicas: dist.ProcessGroup | None  # None: there is one replica
     memory: object  # allocates what is reduced
     two_hop: bool = True  # replicas meet once per step, not after every micro-batch
@@ -74,7 +74,7 @@ class UnitReduction(_ReduceScatter):
         self.across = dist.ReduceOp.AVG if op == dist.ReduceOp.AVG else dist.ReduceOp.SUM
 
         def hops():
-            reduce_scatter(output_tensor, input_tensor, op=op, group=common.shards)
+            common.scatter(output_tensor, input_tensor, op)
             if before is not None and two_hop:
                 output_tensor.add_(before)
             if common.replicas is not None and (last or not two_hop):
