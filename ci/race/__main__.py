@@ -7,25 +7,32 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 
-from ci.cluster import Cluster, ClusterError, why_not
+from ci.cluster import ClusterError, why_not
 from nearlinear_collectives.bench import machine, record
 
-from . import peers, table
-from .contestants import ENTRIES
+from . import figures, peers, table
+from .contestants import ENTRIES, LADDERS
+from .course import race
 from .plan import Plan
-from .teams import Team, TeamFailed, teams_of
+from .teams import TeamFailed
 
 MODULE = "ci.race"
+# What a race is about, in ten minutes on two cores.
+QUICK = ("compute", "zero3", "mics", "fsdp2", "fsdp2_nl", "ours", "ours_nl")
 EXAMPLES = f"""\
 examples:
+  python -m {MODULE} --quick --figures figures            ten minutes
   python -m {MODULE}                                      4 nodes x 1 rank, 1 Gbit/s, everybody
   python -m {MODULE} --nodes 2 --ranks 2 --rate 1gbit --json race.json
   python -m {MODULE} --contestants fsdp2 ours ours_nl --steps 3
+  python -m {MODULE} --ladder                             which part gains how much
+  python -m {MODULE}.sweep --nodes 1 2 4 8                weak scaling
 
 contestants:
 {chr(10).join(f"  {name:14} {entry.title}" for name, entry in ENTRIES.items())}
 
-Needs root: with sudo, name the Python of your environment, as in sudo .venv/bin/python."""
+Needs root: with sudo, name the Python of your environment, as in sudo .venv/bin/python. DeepSpeed's
+releases are installed by the first race that needs them, under artifacts/peers."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -37,10 +44,10 @@ def main(argv: list[str] | None = None) -> int:
     try:
         plan = _plan(options)
         background, before = machine.Background(), machine.own_seconds()
-        kept = record.header(MODULE, argv, "torch", "nearlinear-collectives")
+        kept = record.header(MODULE, argv, "torch", "nearlinear-collectives", "deepspeed")
         print(f"# {table.describe(plan)}")
         kept["plan"] = plan.__dict__
-        kept["results"] = race(plan)
+        kept["results"] = turns = race(plan, timelines=options.figures is not None)
         kept["cores_used_by_others"] = background.cores(machine.own_seconds() - before)
     except (ClusterError, peers.PeerMissing, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -50,45 +57,64 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
-    print(f"\n{table.render(kept['results'])}")
+    print(f"\n{table.render(plan, turns)}")
+    if parts := table.attribution(turns):
+        print(f"\n{parts}")
     print(f"\n{machine.background_line(kept['cores_used_by_others'])}")
     if options.json:
         record.write(options.json, kept)
-    wrong = table.astray(kept["results"])
+    if options.figures:
+        figures.save(figures.step_times(turns), options.figures / "step_times.svg")
+        figures.save(figures.timelines(turns), options.figures / "timelines.svg")
+        print(f"figures: {options.figures}/step_times.svg, timelines.svg")
+    return report_astray(turns)
+
+
+def report_astray(turns: list[dict]) -> int:
+    wrong = table.astray(turns)
     if wrong:
         print(f"error: losses that differ from the others': {', '.join(wrong)}", file=sys.stderr)
     return 1 if wrong else 0
 
 
-def race(plan: Plan) -> list[dict]:
-    """All turns of all contestants, a step of each in turn; every turn's record, warm-up too."""
-    turns = []
-    with Cluster(plan.nodes, plan.rate) as cluster:
-        teams = [Team(cluster, plan, names) for names in teams_of(plan.contestants)]
-        for team in teams:
-            team.await_ready()
-        team_of = {name: team for team in teams for name in team.names}
-        for step in range(plan.warm_up + plan.steps):
-            for name in plan.contestants:
-                turn = team_of[name].turn(name, step)
-                turns.append({**turn, "timed": step >= plan.warm_up})
-                print(table.line(turns[-1]), flush=True)
-        for team in teams:
-            team.end()
-    return turns
-
-
 def _plan(options) -> Plan:
-    unknown = [name for name in options.contestants if name not in ENTRIES]
+    names = options.contestants or (QUICK if options.quick else list(ENTRIES))
+    if options.ladder:
+        names = ["compute", *LADDERS[options.ladder]]
+    plan = plan_of(options, names)
+    for path, folder in ((options.json, True), (options.figures, False)):
+        if path and folder and not path.parent.is_dir():
+            raise ValueError(f"{path}: there is no folder {path.parent}")
+    if options.figures:
+        options.figures.mkdir(parents=True, exist_ok=True)
+    return plan
+
+
+def plan_of(options, names) -> Plan:
+    """The plan that the command line names. Raises ValueError."""
+    unknown = [name for name in names if name not in ENTRIES]
     if unknown:
         raise ValueError(f"no contestants {', '.join(unknown)}: there are {', '.join(ENTRIES)}")
-    chosen = {f.name: getattr(options, f.name) for f in fields(Plan) if hasattr(options, f.name)}
-    plan = Plan(**{**chosen, "contestants": tuple(dict.fromkeys(options.contestants))})
+    known = {field.name for field in fields(Plan)} - {"contestants"}
+    chosen = {name: value for name, value in vars(options).items() if name in known}
+    plan = Plan(**chosen, contestants=tuple(dict.fromkeys(names)))
     if plan.world % plan.shard:
         raise ValueError(f"--shard {plan.shard} does not divide {plan.world} ranks")
-    if options.json and not options.json.parent.is_dir():
-        raise ValueError(f"{options.json}: there is no folder {options.json.parent}")
     return plan
+
+
+def add_common(parser: argparse.ArgumentParser) -> None:
+    """Options of every command that races."""
+    add = parser.add_argument
+    add("--contestants", nargs="+", metavar="NAME", help="(default: all; see below)")
+    add("--ranks", type=int, default=1, metavar="M", dest="ranks_per_node",
+        help="per node (default: 1)")  # fmt: skip
+    add("--shard", type=int, default=2, metavar="S", help="ranks that share a copy (default: 2)")
+    add("--micro-batch", type=int, default=3, metavar="B", help="sequences (default: 3)")
+    add("--accumulation", type=int, default=4, metavar="A", help="micro-batches (default: 4)")
+    add("--steps", type=int, default=5, metavar="K", help="timed, of each (default: 5)")
+    add("--json", type=Path, metavar="FILE", help="keep every turn there")
+    add("--figures", type=Path, metavar="FOLDER", help="draw what was seen there, as SVG")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -98,17 +124,13 @@ def _parser() -> argparse.ArgumentParser:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    add_common(parser)
     add = parser.add_argument
-    add("--contestants", nargs="+", default=list(ENTRIES), metavar="NAME", help="(default: all)")
     add("--nodes", type=int, default=4, metavar="N", help="(default: 4)")
-    add("--ranks", type=int, default=1, metavar="M", dest="ranks_per_node",
-        help="per node (default: 1)")  # fmt: skip
-    add("--shard", type=int, default=2, metavar="S", help="ranks that share a copy (default: 2)")
     add("--rate", default="1gbit", help="of each NIC, each way (default: 1gbit)")
-    add("--micro-batch", type=int, default=3, metavar="B", help="sequences (default: 3)")
-    add("--accumulation", type=int, default=4, metavar="A", help="micro-batches (default: 4)")
-    add("--steps", type=int, default=5, metavar="K", help="timed, of each (default: 5)")
-    add("--json", type=Path, metavar="FILE", help="keep every turn there")
+    add("--quick", action="store_true", help=f"only {', '.join(QUICK)}")
+    add("--ladder", nargs="?", choices=LADDERS, const="the backend last", metavar="ORDER",
+        help=f"add the parts one by one: {' or '.join(map(repr, LADDERS))}")  # fmt: skip
     return parser
 
 

@@ -2,8 +2,9 @@
 
     python -m ci.race.rank PLAN CONTESTANT...
 
-Rank 0 reads from stdin, one JSON line per turn, ``{"contestant": "ours", "step": 3}``, and answers
-each with a line: seconds of the slowest rank, mean loss, bytes the busiest NIC sent.
+Rank 0 reads from stdin, one JSON line per turn, ``{"contestant": "ours", "step": 3, "traced":
+false}``, and answers each with a line: seconds of the slowest rank, mean loss, bytes the busiest
+NIC sent; of a traced one, also what rank 0 did when.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from . import model
 from .contestants import ENTRIES, build
 from .plan import Plan
+from .spans import traced
 
 SENT = Path("/sys/class/net") / os.environ.get("GLOO_SOCKET_IFNAME", "eth0") / "statistics/tx_bytes"
 
@@ -54,7 +56,10 @@ def take(contestant, plan: Plan, turn: dict) -> dict:
     batches = model.batches(plan, turn["step"], dist.get_rank())
     dist.barrier()
     sent, begin = sent_bytes(), perf_counter()
-    loss = contestant.step(batches)
+    if turn["traced"]:
+        loss, found = traced(contestant, batches)
+    else:
+        loss, found = contestant.step(batches), {}
     seconds = perf_counter() - begin
     dist.barrier()
     sent = sent_bytes() - sent
@@ -63,10 +68,12 @@ def take(contestant, plan: Plan, turn: dict) -> dict:
     mean = torch.tensor(loss, dtype=torch.float64)
     dist.all_reduce(mean)
     return {
-        **turn,
+        "contestant": turn["contestant"],
+        "step": turn["step"],
         "seconds": slowest[0].item(),
         "sent_bytes": int(slowest[1].item()),
         "loss": mean.item() / dist.get_world_size(),
+        **({"spans": found} if found else {}),
     }
 
 

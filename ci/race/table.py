@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import statistics
 
-from .contestants import ENTRIES
+from . import theory
+from .contestants import ENTRIES, LADDERS
 from .plan import Plan
 
-BASELINES = ("zero3", "fsdp2", "fsdp2_nl")
+BASELINES = ("zero3", "mics", "fsdp2", "fsdp2_nl")
 SAME_LOSS = 1e-4  # relative; float32 sums in different orders, over several steps
 
 
@@ -21,19 +22,26 @@ def describe(plan: Plan) -> str:
 
 
 def line(turn: dict) -> str:
-    warm = "" if turn["timed"] else "  (warm-up)"
+    warm = "  (traced)" if turn.get("spans") else "" if turn["timed"] else "  (warm-up)"
     return (
         f"step {turn['step']}  {turn['contestant']:14} {turn['seconds']:7.2f} s  "
         f"{turn['sent_bytes'] / 2**20:7.1f} MiB  loss {turn['loss']:.6f}{warm}"
     )
 
 
-def render(turns: list[dict]) -> str:
-    """Markdown: seconds, their spread, bytes of the busiest NIC, ratios to the baselines."""
+def render(plan: Plan, turns: list[dict]) -> str:
+    """Markdown: seconds, their spread, bytes sent and the least possible, ratios to baselines."""
     timed = _by_contestant([turn for turn in turns if turn["timed"]])
-    medians = {name: statistics.median(t["seconds"] for t in of) for name, of in timed.items()}
+    medians = _medians(turns)
     against = [name for name in BASELINES if name in medians]
-    head = ["contestant", "s/step", "min-max", "MiB per NIC", *(f"{n} / it" for n in against)]
+    head = [
+        "contestant",
+        "s/step",
+        "min-max",
+        "MiB per NIC",
+        "least",
+        *(f"{n} / it" for n in against),
+    ]
     rows = [head, [":--", *["--:"] * (len(head) - 1)]]
     for name, of in timed.items():
         seconds = [turn["seconds"] for turn in of]
@@ -44,9 +52,40 @@ def render(turns: list[dict]) -> str:
                 f"{medians[name]:.2f}",
                 f"{min(seconds):.2f}-{max(seconds):.2f}",
                 f"{sent:.1f}",
+                least_mib(plan, name),
                 *(f"{medians[base] / medians[name]:.2f}x" for base in against),
             ]
         )
+    return _markdown(rows)
+
+
+def attribution(turns: list[dict]) -> str:
+    """Markdown: what each part adds to those before it, for every ladder that has raced whole."""
+    medians = _medians(turns)
+    found = []
+    for order, rungs in LADDERS.items():
+        if not set(rungs) <= set(medians):
+            continue
+        rows = [[order, "s/step", "times faster", "in all"], [":--", "--:", "--:", "--:"]]
+        names = list(rungs)
+        for before, name in zip([names[0], *names], names, strict=False):
+            gains = (medians[before] / medians[name], medians[names[0]] / medians[name])
+            rows.append([rungs[name], f"{medians[name]:.2f}", *(f"{gain:.2f}x" for gain in gains)])
+        found.append(_markdown(rows))
+    return "\n\n".join(found)
+
+
+def least_mib(plan: Plan, name: str) -> str:
+    traffic = ENTRIES[name].traffic
+    return f"{theory.least_bytes(plan, traffic(plan)) / 2**20:.1f}" if traffic else "0.0"
+
+
+def _medians(turns: list[dict]) -> dict[str, float]:
+    timed = _by_contestant([turn for turn in turns if turn["timed"]])
+    return {name: statistics.median(turn["seconds"] for turn in of) for name, of in timed.items()}
+
+
+def _markdown(rows: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 

@@ -42,6 +42,7 @@ class Team:
                 "OMP_NUM_THREADS": "1",
                 "DS_ACCELERATOR": "cpu",
                 "HF_HUB_OFFLINE": "1",
+                "KINETO_LOG_LEVEL": "9",
                 "TORCH_CPP_LOG_LEVEL": "ERROR",
                 "TRANSFORMERS_VERBOSITY": "error",
             },
@@ -54,9 +55,10 @@ class Team:
     def await_ready(self) -> None:
         self._answer("ready")
 
-    def turn(self, contestant: str, step: int) -> dict:
-        """One optimizer step of one contestant; what its rank 0 measured."""
-        self.leader.stdin.write(json.dumps({"contestant": contestant, "step": step}) + "\n")
+    def turn(self, contestant: str, step: int, traced: bool = False) -> dict:
+        """One optimizer step of one contestant; what its rank 0 measured, or traced."""
+        turn = {"contestant": contestant, "step": step, "traced": traced}
+        self.leader.stdin.write(json.dumps(turn) + "\n")
         self.leader.stdin.flush()
         return self._answer("seconds")
 

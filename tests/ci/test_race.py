@@ -4,7 +4,7 @@ import pytest
 
 from ci.cluster import why_not
 from ci.race import __main__ as race
-from ci.race import peers, table
+from ci.race import course, peers, table
 from ci.race.contestants import ENTRIES
 from ci.race.plan import Plan
 from ci.race.teams import teams_of
@@ -67,7 +67,7 @@ def test_everybody_trains_the_same():
     small = {"layers": 2, "width": 48, "heads": 2, "vocabulary": 128, "sequence": 16}
     names = [name for name in ENTRIES if peers.is_here(ENTRIES[name].requires)]
     plan = Plan(contestants=tuple(names), rate="1gbit", steps=2, micro_batch=1, **small)
-    turns = race.race(plan)
+    turns = course.race(plan, timelines=True)
     assert len(turns) == 3 * len(names)
     assert table.astray(turns) == []
     sent = {t["contestant"]: t["sent_bytes"] for t in turns if t["step"] == 2}

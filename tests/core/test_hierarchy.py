@@ -61,7 +61,9 @@ def gathers_alike(hierarchy, rank, ranks, elements, dtype):
     output = torch.full((ranks, elements), 99).to(dtype)
     output[rank] = mine
     hierarchy.gather(output.view(-1), output[rank])
-    return torch.equal(output, torch.stack([whole_numbers(r, elements, dtype) for r in range(ranks)]))
+    return torch.equal(
+        output, torch.stack([whole_numbers(r, elements, dtype) for r in range(ranks)])
+    )
 
 
 def reduces_alike(hierarchy, rank, ranks, elements, dtype):

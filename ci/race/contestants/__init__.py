@@ -7,8 +7,10 @@ rank's micro-batches, and the mean of their losses on this rank.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from .. import theory
 from ..plan import Plan
 
 
@@ -22,19 +24,33 @@ class Entry:
     default_backend: str = "gloo"  # of the processes it runs in
     trains_together: bool = True
     requires: str = ""  # a release that may need an environment of its own
+    traffic: Callable[[Plan], theory.Traffic] | None = None  # what it must send
 
 
-def _ours(title: str, **options) -> Entry:
-    return Entry("ours", title, options)
+def _ours(title: str, traffic=theory.kept, **options) -> Entry:
+    return Entry("ours", title, options, traffic=traffic)
 
 
 def _zero(title: str, backend: str = "gloo", **options) -> Entry:
-    return Entry("zero", title, options, backend, requires="deepspeed==0.19.8")
+    needs = "deepspeed==0.19.8"
+    return Entry("zero", title, options, backend, requires=needs, traffic=theory.full_shard)
 
 
-def _fsdp(title: str, **options) -> Entry:
-    return Entry("fsdp", title, options)
+def _fsdp(title: str, traffic=theory.full_shard, **options) -> Entry:
+    return Entry("fsdp", title, options, traffic=traffic)
 
+
+# MiCS by this project with its parts switched off, from which the attribution adds them again.
+BARE = {
+    "overlap_communication": False,
+    "hierarchical_all_gather": "off",
+    "prefetch_depth": 0,
+    "sdp_max_live_parameters": 0,
+    "reshard": True,
+}
+STAGED = {**BARE, "hierarchical_all_gather": "on"}
+OVERLAPPED = {"hierarchical_all_gather": "on", "sdp_max_live_parameters": 0}
+NEARLINEAR = {"communication_backend": "nearlinear"}
 
 ENTRIES = {
     "compute": Entry(
@@ -43,19 +59,52 @@ ENTRIES = {
     "zero3": _zero("DeepSpeed ZeRO-3 (gloo)"),
     "zero3_default": _zero("DeepSpeed ZeRO-3 (gloo), its default thresholds", scaled=False),
     "zero3_nl": _zero("DeepSpeed ZeRO-3 (nearlinear)", backend="nearlinear"),
-    "mics": Entry("mics", "DeepSpeed MiCS (gloo)", {}, requires="deepspeed==0.19.6"),
+    "mics": Entry(
+        "mics",
+        "DeepSpeed MiCS (gloo)",
+        {},
+        requires="deepspeed==0.19.6",
+        traffic=theory.two_hop,
+    ),
     "fsdp1": _fsdp("FSDP1, full shard (gloo)", kind="fsdp1"),
     "fsdp2": _fsdp("FSDP2, full shard (gloo)", kind="full"),
     "fsdp2_nl": _fsdp("FSDP2, full shard (nearlinear)", kind="full", backend="nearlinear"),
-    "hybrid": _fsdp("FSDP2, hybrid (gloo)", kind="hybrid"),
-    "hybrid_nl": _fsdp("FSDP2, hybrid (nearlinear)", kind="hybrid", backend="nearlinear"),
-    "ours": _ours("nearlinear MiCS (gloo)"),
-    "ours_nl": _ours("nearlinear MiCS (nearlinear)", communication_backend="nearlinear"),
-    "ours_nl_kept": _ours(
-        "nearlinear MiCS (nearlinear), parameters gathered once per step",
-        communication_backend="nearlinear",
-        sdp_max_live_parameters=10**12,
+    "hybrid": _fsdp("FSDP2, hybrid (gloo)", theory.hybrid, kind="hybrid"),
+    "hybrid_nl": _fsdp(
+        "FSDP2, hybrid (nearlinear)", theory.hybrid, kind="hybrid", backend="nearlinear"
     ),
+    "two_hop": _ours("two-hop (gloo)", theory.two_hop, **BARE),
+    "staged": _ours("two-hop, hierarchy (gloo)", theory.two_hop, **STAGED),
+    "overlapped": _ours("two-hop, hierarchy, overlap (gloo)", theory.lean, **OVERLAPPED),
+    "ours": _ours("nearlinear MiCS (gloo)"),
+    "two_hop_nl": _ours("two-hop (nearlinear)", theory.two_hop, **BARE, **NEARLINEAR),
+    "ours_nl_lean": _ours(
+        "nearlinear MiCS (nearlinear), least memory",
+        theory.lean,
+        sdp_max_live_parameters=0,
+        **NEARLINEAR,
+    ),
+    "ours_nl": _ours("nearlinear MiCS (nearlinear)", **NEARLINEAR),
+}
+# Each adds one thing to the one before it.
+LADDERS = {
+    "the backend last": {
+        "fsdp2": "FSDP2 full shard on gloo",
+        "hybrid": "+ shard groups",
+        "two_hop": "+ two-hop",
+        "staged": "+ hierarchy",
+        "overlapped": "+ overlap, with reduce-scatter by exchange",
+        "ours": "+ tuning: what fits stays gathered",
+        "ours_nl": "+ the nearlinear backend",
+    },
+    "the backend first": {
+        "fsdp2": "FSDP2 full shard on gloo",
+        "fsdp2_nl": "+ the nearlinear backend, and with it hierarchy",
+        "hybrid_nl": "+ shard groups",
+        "two_hop_nl": "+ two-hop",
+        "ours_nl_lean": "+ overlap",
+        "ours_nl": "+ tuning: what fits stays gathered",
+    },
 }
 
 

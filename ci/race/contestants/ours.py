@@ -15,6 +15,11 @@ class Mics:
         self.optimizer = model.optimizer(self.model.parameters(), plan)
         self.two_hop = two_hop
 
+    def lanes(self) -> list:
+        """What communicates beside computation, and keeps a record of it on demand."""
+        lanes = nl.runtime.current().lanes
+        return [lanes.gathers, lanes.reductions] if lanes is not None else []
+
     def step(self, batches) -> float:
         total = 0.0
         for batch in nl.accumulate(self.model, batches, two_hop=self.two_hop):

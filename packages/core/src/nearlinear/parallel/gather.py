@@ -36,7 +36,7 @@ class UnitGather(_AllGather):
             else:
                 all_gather(output_tensor, input_tensor, group=self.shards)
 
-        item = self.lane.give("gather", stages)
+        item = self.lane.give(gather=stages)
         if async_op:
             return item
         item.wait()

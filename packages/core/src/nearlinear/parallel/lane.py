@@ -84,13 +84,20 @@ class Lane:
             ).start()
             weakref.finalize(self, self._items.put, None)
 
-    def give(self, label: str, run: Callable[[], None]) -> Item:
-        """Have ``run`` called after everything given before; returns what to wait for.
+    def give(self, **parts: Callable[[], None]) -> Item:
+        """Have ``parts`` called in a row, after all given before; returns what to wait for.
 
-        After a failure the group it happened on is of no more use: later items fail with it too.
+        Their names are for timelines. After a failure the group it happened on is of no more use:
+        later items fail with it too.
         """
-        if self.spans is not None:
-            run = self._timed(label, run)
+
+        def run():
+            for label, part in parts.items():
+                begin = time.perf_counter()
+                part()
+                if self.spans is not None:
+                    self.spans.append((label, begin, time.perf_counter()))
+
         item = Item(run)
         if self.inline:
             item.perform()
@@ -101,14 +108,6 @@ class Lane:
             item.count_for(counters)
         self._items.put(item)
         return item
-
-    def _timed(self, label: str, run: Callable[[], None]) -> Callable[[], None]:
-        def timed():
-            begin = time.perf_counter()
-            run()
-            self.spans.append((label, begin, time.perf_counter()))
-
-        return timed
 
 
 def _serve(items: "queue.SimpleQueue[Item | None]", failed: list) -> None:

@@ -58,7 +58,7 @@ class Lanes:
         """Wait until nothing is under way any more, however it ends."""
         for lane in (self.gathers, self.reductions):
             with contextlib.suppress(Exception):
-                lane.give("end", lambda: None).wait()
+                lane.give(end=lambda: None).wait()
 
 
 def lanes_of(now: Runtime) -> Lanes:

@@ -73,16 +73,19 @@ class UnitReduction(_ReduceScatter):
         last, two_hop = common.last, common.two_hop
         self.across = dist.ReduceOp.AVG if op == dist.ReduceOp.AVG else dist.ReduceOp.SUM
 
-        def hops():
+        def first_hop():
             common.scatter(output_tensor, input_tensor, op)
             if before is not None and two_hop:
                 output_tensor.add_(before)
+
+        def second_hop():
             if common.replicas is not None and (last or not two_hop):
                 dist.all_reduce(output_tensor, op=self.across, group=common.replicas)
             if before is not None and not two_hop:
                 output_tensor.add_(before)
 
-        self.item, self.output = common.lane.give("reduce", hops), output_tensor
+        self.item = common.lane.give(reduce=first_hop, second_hop=second_hop)
+        self.output = output_tensor
         self.hidden = None
         _torch.after_backward(common.end_backward)
         parameters = self.parameters
@@ -123,7 +126,7 @@ class UnitReduction(_ReduceScatter):
             if common.replicas is not None and common.two_hop:
                 dist.all_reduce(total, op=self.across, group=common.replicas)
 
-        common.lane.give("reduce", second_hop).wait()
+        common.lane.give(second_hop=second_hop).wait()
         before, self.aside = self.aside or [None] * len(self.views), None
         for parameter, view, gradient in zip(self.parameters, self.views, before, strict=True):
             parameter.grad = view if gradient is None else gradient.add_(view)

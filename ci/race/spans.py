@@ -1,0 +1,78 @@
+"""What one rank does when, in one step: computes, gathers, reduces, meets its replicas.
+
+Read from torch's profiler: operators of the rank's own thread are computation, collectives are
+those that gloo's threads run, or that block the caller where the backend works on its thread. The
+profiler does not see our lanes, which keep their own record.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from time import perf_counter
+
+import torch
+
+CLOSE = 0.002  # seconds; computation with smaller gaps is drawn as one piece
+SHORT = 0.0005  # what is drawn as nothing
+Spans = dict[str, list[tuple[float, float]]]
+
+
+def traced(contestant, batches) -> tuple[float, Spans]:
+    """The loss of one step of ``contestant``, and its spans in seconds from the step's begin."""
+    lanes = contestant.lanes() if hasattr(contestant, "lanes") else []
+    for lane in lanes:
+        lane.spans = []
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        begin = perf_counter()
+        with torch.profiler.record_function("the step"):
+            loss = contestant.step(batches)
+    events = profile.events()
+    spans = of_events(events)
+    for lane in lanes:
+        for label, start, end in lane.spans:
+            spans[label].append((start - begin, end - begin))
+        lane.spans = None
+    return loss, {kind: tidied(of_kind) for kind, of_kind in spans.items()}
+
+
+def of_events(events: Iterable) -> Spans:
+    """The profiler's events, sorted by what they are for."""
+    step = next(event for event in events if event.name == "the step")
+    zero = step.time_range.start
+
+    def when(event):
+        return (event.time_range.start - zero) / 1e6, (event.time_range.end - zero) / 1e6
+
+    mine = [event for event in events if event.thread == step.thread]
+    calls = sorted((when(e), e.name) for e in mine if e.name.startswith("c10d::"))
+    on_threads = [e for e in events if e.name.startswith("gloo:")]
+    spans: Spans = {"compute": [], "gather": [], "reduce": [], "second_hop": []}
+    spans["compute"] = [when(e) for e in mine if e.name.startswith("aten::")]
+    if on_threads:
+        spans["gather"] = [when(e) for e in on_threads if "all_gather" in e.name]
+        # gloo's reduce-scatter is an all-reduce: which one it is, the order of calls tells.
+        reducing = sorted(when(e) for e in on_threads if "reduce" in e.name)
+        kinds = [kind_of(name) for _, name in calls if "reduce" in name]
+        for span, kind in zip(reducing, kinds, strict=False):
+            spans[kind].append(span)
+    else:
+        for span, name in calls:
+            spans[kind_of(name)].append(span)
+    return spans
+
+
+def kind_of(name: str) -> str:
+    if "gather" in name:
+        return "gather"
+    return "reduce" if "scatter" in name or "alltoall" in name else "second_hop"
+
+
+def tidied(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Sorted, overlapping and close ones joined, short ones left out, to the tenth of a ms."""
+    joined: list[list[float]] = []
+    for begin, end in sorted(spans):
+        if joined and begin - joined[-1][1] < CLOSE:
+            joined[-1][1] = max(end, joined[-1][1])
+        else:
+            joined.append([begin, end])
+    return [(round(b, 4), round(e, 4)) for b, e in joined if e - b > SHORT]
