@@ -17,7 +17,7 @@ FLOORS = {
     "techniques": ("parallel",),
     "state": ("data",),
     "loop": ("train",),
-    "doors": ("cli", "environment", "launch", "plots"),
+    "doors": ("cli", "environment", "launch", "plots", "tune"),
 }
 HEIGHT = {name: height for height, names in enumerate(FLOORS.values()) for name in names}
 MODULES = sorted(path for path in SOURCE.rglob("*.py") if path != SOURCE / "__init__.py")

@@ -1,4 +1,4 @@
-"""The command line: ``nearlinear train`` and ``nearlinear env``.
+"""The command line: ``nearlinear train``, ``nearlinear tune`` and ``nearlinear env``.
 
 Nothing heavy is imported before it is needed, so that ``--help`` answers at once. A mistake of the
 user is one line on stderr and exit code 2; ``--debug`` adds the traceback.
@@ -22,6 +22,14 @@ examples:
   nearlinear train --set data.path=data/botocore       no file: all defaults
   nearlinear train run.toml --print-config             every key, its value and its meaning
   torchrun --nnodes 32 --nproc-per-node 8 -m nearlinear.cli train run.toml
+"""
+TUNE_EXAMPLES = """\
+examples:
+  nearlinear tune run.toml                             measure, and say what to set and why
+  nearlinear tune run.toml --nproc 4 --write tuned.toml    and write the config with it
+  nearlinear tune run.toml --memory 8 --json tuned.json    as if a rank had 8 GiB; all numbers
+  torchrun --nnodes 32 --nproc-per-node 8 -m nearlinear.cli tune run.toml --write tuned.toml
+  nearlinear train tuned.toml
 """
 
 
@@ -74,8 +82,45 @@ def _parser() -> argparse.ArgumentParser:
         epilog=TRAIN_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    train.add_argument("config", nargs="?", help="a .toml or .json file; default: all defaults")
-    train.add_argument(
+    train.add_argument("--print-config", action="store_true", help="print the config and stop")
+    train.set_defaults(run=_train)
+
+    tune = commands.add_parser(
+        "tune",
+        help="measure a job's links and pick its communication settings",
+        description="Time the collectives that training a config would run, on the ranks and links "
+        "where it would run, and pick hybrid_shard_degree, communication_backend, "
+        "hierarchical_all_gather, prefetch_depth and sdp_max_live_parameters. Nothing is trained. "
+        "Starts or joins ranks as train does.",
+        epilog=TUNE_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    tune.add_argument("--rounds", type=int, default=5, metavar="N", help="timed rounds (5)")
+    tune.add_argument(
+        "--memory",
+        type=float,
+        default=0.0,
+        metavar="GIB",
+        help="GiB per rank; default: what is free",
+    )
+    tune.add_argument("--write", default="", metavar="FILE", help="write the tuned config (.toml)")
+    tune.add_argument("--json", default="", metavar="FILE", help="write all numbers (.json)")
+    tune.set_defaults(run=_tune)
+
+    env = commands.add_parser("env", help="print what a bug report needs")
+    env.set_defaults(run=_env)
+    for command in (train, tune):
+        _add_config(command)
+    for command in (train, tune, env):
+        command.add_argument("--debug", action="store_true", help="show tracebacks of errors")
+        command.add_argument("--launched-by", type=int, default=0, help=argparse.SUPPRESS)
+    return parser
+
+
+def _add_config(command: argparse.ArgumentParser) -> None:
+    """What commands that run on the ranks of a job have in common."""
+    command.add_argument("config", nargs="?", help="a .toml or .json file; default: all defaults")
+    command.add_argument(
         "--set",
         action="append",
         default=[],
@@ -83,16 +128,7 @@ def _parser() -> argparse.ArgumentParser:
         dest="settings",
         help="change one key of the config; may be repeated",
     )
-    train.add_argument("--nproc", type=int, metavar="N", help="ranks to start here (run.nproc)")
-    train.add_argument("--print-config", action="store_true", help="print the config and stop")
-    train.set_defaults(run=_train)
-
-    env = commands.add_parser("env", help="print what a bug report needs")
-    env.set_defaults(run=_env)
-    for command in (train, env):
-        command.add_argument("--debug", action="store_true", help="show tracebacks of errors")
-        command.add_argument("--launched-by", type=int, default=0, help=argparse.SUPPRESS)
-    return parser
+    command.add_argument("--nproc", type=int, metavar="N", help="ranks to start here (run.nproc)")
 
 
 def _env(options, arguments) -> int:
@@ -103,31 +139,58 @@ def _env(options, arguments) -> int:
 
 
 def _train(options, arguments) -> int:
-    from .train import config as train_config
-
-    settings = list(options.settings)
-    if options.nproc is not None:
-        settings.append(f"run.nproc={options.nproc}")
-    config = train_config.load(options.config, settings)
+    config = _load(options)
     if options.print_config:
         from . import schema
 
         print(schema.to_toml(config), end="")
         return 0
 
-    from .config import whole_number
-    from .launch import local
     from .train import preflight
 
+    def check(world: int, node: int) -> None:
+        preflight.check(config, world, node)
+
+    return _on_ranks(options, arguments, config, check, lambda: _fit(config))
+
+
+def _tune(options, arguments) -> int:
+    from .tune import command
+
+    config = _load(options)
+    asked = command.Options(
+        options.rounds, options.memory, options.write, options.json, options.config or ""
+    )
+
+    def check(world: int, node: int) -> None:
+        command.check(config, asked, world, node)
+
+    return _on_ranks(options, arguments, config, check, lambda: command.run(config, asked))
+
+
+def _load(options):
+    """The config a command was given: its file, then its settings."""
+    from .train import config as train_config
+
+    settings = list(options.settings)
+    if options.nproc is not None:
+        settings.append(f"run.nproc={options.nproc}")
+    return train_config.load(options.config, settings)
+
+
+def _on_ranks(options, arguments, config, check, work) -> int:
+    """Check, then ``work`` as the rank this process is, or start ranks that do."""
+    from .config import whole_number
+    from .launch import local
+
     if local.joined():
-        world, node = whole_number("WORLD_SIZE"), whole_number("LOCAL_WORLD_SIZE")
         if not options.launched_by:
-            preflight.check(config, world, node)
-        return _fit(config)
+            check(whole_number("WORLD_SIZE"), whole_number("LOCAL_WORLD_SIZE"))
+        return work()
     ranks = config.run.nproc or _default_ranks()
-    preflight.check(config, ranks, ranks)
+    check(ranks, ranks)
     if ranks == 1:
-        return _fit(config)
+        return work()
     return local.start("nearlinear.cli", arguments, ranks)
 
 

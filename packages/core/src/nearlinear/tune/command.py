@@ -1,0 +1,151 @@
+"""``nearlinear tune`` on the ranks of a job: check, measure, choose, say.
+
+Every rank measures and chooses, from the same numbers; the first one prints and writes.
+"""
+
+import dataclasses
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import ConfigError
+from ..mesh import Mesh
+from ..schema import coerce, to_toml
+from ..train import preflight
+from ..train.config import TrainConfig
+from ..train.presets import preset
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line adds to the config."""
+
+    rounds: int = 5
+    """timed rounds of every measurement"""
+    memory: float = 0.0
+    """GiB a rank may use; 0 = what is free"""
+    write: str = ""
+    """where to write the config with the picked settings"""
+    json: str = ""
+    """where to write all numbers"""
+    source: str = ""
+    """the config file"""
+
+
+def check(config: TrainConfig, options: Options, world: int, ranks_per_node: int = 0) -> Mesh:
+    """Raise ConfigError or DataError for what would fail later; the mesh. No torch is imported."""
+    if options.rounds < 1:
+        raise ConfigError(f"--rounds {options.rounds}: must be at least 1")
+    if not options.memory >= 0:  # NaN too
+        raise ConfigError(f"--memory {options.memory}: must be 0 (what is free) or more GiB")
+    for flag, path, suffix in (
+        ("--write", options.write, ".toml"),
+        ("--json", options.json, ".json"),
+    ):
+        _check_file(flag, path, suffix, options.source)
+    preset(config.model.preset)
+    config.parallel.check_supported()
+    vocabulary(config)
+    return Mesh.from_config(config.parallel, world, ranks_per_node)
+
+
+def _check_file(flag: str, path: str, suffix: str, source: str) -> None:
+    if not path:
+        return
+    file = Path(path)
+    if file.suffix != suffix:
+        raise ConfigError(f"{flag} {path}: the file's name must end in {suffix}")
+    if source and file.resolve() == Path(source).resolve():
+        raise ConfigError(f"{flag} {path} is the config itself: name another file")
+    if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise ConfigError(f"{flag} {path} cannot be written: name a file in a folder that can")
+
+
+def vocabulary(config: TrainConfig) -> int:
+    """Ids of the model: those of the data, as in training, or what the overrides say.
+
+    Raises ConfigError and DataError.
+    """
+    key = "vocab_size"
+    if not config.data.path and key in config.model.overrides:
+        return coerce(config.model.overrides[key], int, f"model.overrides.{key}")
+    held = preflight.open_dataset(config, "train", verified=True).manifest.vocab_size
+    return coerce(config.model.overrides.get(key, held), int, f"model.overrides.{key}")
+
+
+def run(config: TrainConfig, options: Options) -> int:
+    """Be one rank of the job. Raises ConfigError, DataError and NearlinearError."""
+    from .. import runtime
+    from . import report
+
+    found = find(config, options)
+    rank = runtime.current().rank
+    runtime.shutdown()
+    if rank == 0:
+        print(report.text(found), flush=True)
+        _write(options.write, to_toml(_with_settings(config, found.settings)))
+        _write(options.json, json.dumps(report.plain(found), indent=1) + "\n")
+    return 0
+
+
+def find(config: TrainConfig, options: Options):
+    """Measure and choose: the `Findings`, the same on every rank. A collective call."""
+    from .. import backends, runtime
+    from ..train.model import build_model
+    from . import choose, measure, memory, reasons, report, units, work
+
+    mesh = runtime.init(config.parallel)
+    now = runtime.current()
+    ranks_here = min(mesh.ranks_per_node or mesh.world, mesh.world)
+    free = memory.free_memory(now.device, ranks_here)
+    model = build_model(config.model, vocabulary(config))
+    parts = units.units_of(model)
+    worked = work.measure_work(config, parts, vocabulary(config), now, options.rounds)
+    asked = config.parallel.communication_backend
+    meant = "nccl" if now.device.type == "cuda" else backends.for_device(asked, now.device.type)
+    allowed = int(options.memory * 2**30) or free
+    job = choose.Job(mesh.world, allowed, config.parallel, meant, now.device.type)
+    names = measure.candidates(meant, now.device)
+    degrees = choose.degrees_that_fit(worked, job)
+    rows = measure.measure_links(degrees, names, parts, now, options.rounds)
+    measured = {
+        (degree, name): {
+            (row.collective, row.unit): row.seconds
+            for row in rows
+            if (row.degree, row.backend) == (degree, name)
+        }
+        for degree in degrees
+        for name in names
+    }
+    layouts = choose.layouts(worked, job, measured)
+    nodes = "node" if mesh.nodes == 1 else "nodes"
+    batch = f"micro-batches of {config.batch.micro_batch_size} x {config.sequence_length} tokens"
+    title = (
+        f"{config.model.preset}: {worked.parameters:,} parameters in {len(worked.blocks)} blocks "
+        f"and a root; {batch}; {mesh.world} ranks ({now.device.type}) on {mesh.nodes} {nodes}"
+    )
+    return report.Findings(
+        title,
+        worked,
+        job,
+        rows,
+        layouts,
+        choose.layout_asked_for(worked, job, measured),
+        reasons.settings(worked, job, measured, layouts),
+    )
+
+
+def _with_settings(config: TrainConfig, settings) -> TrainConfig:
+    picked = {setting.key: setting.value for setting in settings}
+    return dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, **picked))
+
+
+def _write(path: str, text: str) -> None:
+    if not path:
+        return
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written ({error.strerror})") from None
+    print(f"wrote {path}", flush=True)

@@ -1,0 +1,100 @@
+"""What a rank computes and holds: one block's time and activations, for the config's micro-batch.
+
+They come from a model of one block and a small vocabulary, whose block has the real one's shapes.
+"""
+
+import dataclasses
+
+import torch
+from torch import nn
+
+from .. import runtime
+from ..parallel.blocks import find_blocks
+from ..parallel.delayed_init import materialise
+from ..train.config import TrainConfig
+from ..train.model import build_model
+from .estimate import Work
+from .measure import slowest_medians
+from .units import Unit
+
+LAYERS_KEY = {"gpt2": "n_layer", "llama": "num_hidden_layers"}
+FEW_WORDS = 16  # the vocabulary of the model of one block
+LOGITS_COPIES = 3  # float32: as the loss reads them, their log-softmax, their gradient
+
+
+def measure_work(
+    config: TrainConfig, units: list[Unit], vocabulary: int, now: runtime.Runtime, rounds: int
+) -> Work:
+    """The `Work` of ``config`` on this job's ranks, all at once. A collective call."""
+    dtype = torch.bfloat16 if config.parallel.bf16 else torch.float32
+    forward, backward, kept = _one_block(config, now.device, dtype, rounds)
+    tokens = config.batch.micro_batch_size * config.sequence_length
+    root, *blocks = (unit.parameters for unit in units)
+    return Work(
+        root=root,
+        blocks=tuple(blocks),
+        gathered_bytes=dtype.itemsize,
+        activations=len(blocks) * kept + LOGITS_COPIES * 4 * tokens * vocabulary,
+        forward=forward,
+        backward=backward,
+        accumulation=config.batch.accumulation,
+        two_hop=config.train.two_hop,
+    )
+
+
+def _one_block(config: TrainConfig, device, dtype, rounds: int) -> tuple[float, float, int]:
+    """Seconds forward, seconds backward, and bytes kept between them, of one block."""
+    block, arguments, keywords = _block_and_input(config, device, dtype)
+    states = arguments[0].detach().requires_grad_()
+    passes = []
+
+    def forward():
+        output = block(states, *arguments[1:], **keywords)
+        passes.append(output if isinstance(output, torch.Tensor) else output[0])
+
+    def backward():
+        output = passes.pop()
+        output.backward(torch.ones_like(output))
+
+    kept = _bytes_kept(forward, block)
+    backward()
+    forward_seconds, backward_seconds = slowest_medians([forward, backward], device, rounds)
+    return forward_seconds, backward_seconds, kept
+
+
+def _block_and_input(config: TrainConfig, device, dtype) -> tuple[nn.Module, tuple, dict]:
+    """A block with values, and what its model calls it with for the config's micro-batch."""
+    shape = {k: v for k, v in config.model.overrides.items() if k != "vocab_size"}
+    shape[LAYERS_KEY[config.model.family]] = 1
+    model = build_model(dataclasses.replace(config.model, overrides=shape), FEW_WORDS)
+    materialise(model, model, device, seed=config.parallel.random_seed)
+    model.to(device, dtype)
+    (block,) = find_blocks(model)
+    calls = []
+    hook = block.register_forward_pre_hook(
+        lambda block, arguments, keywords: calls.append((arguments, keywords)), with_kwargs=True
+    )
+    ids = torch.zeros(
+        config.batch.micro_batch_size, config.sequence_length, dtype=torch.long, device=device
+    )
+    with torch.no_grad():
+        model(input_ids=ids)
+    hook.remove()
+    ((arguments, keywords),) = calls
+    return block, arguments, keywords
+
+
+def _bytes_kept(forward, block: nn.Module) -> int:
+    """Bytes that ``forward`` saves for the backward pass, parameters not counted."""
+    parameters = {p.untyped_storage().data_ptr() for p in block.parameters()}
+    saved = {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        forward()
+    return sum(saved.values())
