@@ -19,9 +19,10 @@ from .teams import TeamFailed
 MODULE = "ci.race"
 # What a race is about, in ten minutes on two cores.
 QUICK = ("compute", "zero3", "mics", "fsdp2", "fsdp2_nl", "ours", "ours_nl")
+QUICK_FOLDER = Path("artifacts/race")
 EXAMPLES = f"""\
 examples:
-  python -m {MODULE} --quick --figures figures            ten minutes
+  python -m {MODULE} --quick                              ten minutes; figures in {QUICK_FOLDER}
   python -m {MODULE}                                      4 nodes x 1 rank, 1 Gbit/s, everybody
   python -m {MODULE} --nodes 2 --ranks 2 --rate 1gbit --json race.json
   python -m {MODULE} --contestants fsdp2 ours ours_nl --steps 3
@@ -79,14 +80,16 @@ def report_astray(turns: list[dict]) -> int:
 
 def _plan(options) -> Plan:
     names = options.contestants or (QUICK if options.quick else list(ENTRIES))
+    if options.quick:
+        options.figures = options.figures or QUICK_FOLDER
+        options.json = options.json or options.figures / "quick.json"
     if options.ladder:
         names = ["compute", *LADDERS[options.ladder]]
     plan = plan_of(options, names)
-    for path, folder in ((options.json, True), (options.figures, False)):
-        if path and folder and not path.parent.is_dir():
-            raise ValueError(f"{path}: there is no folder {path.parent}")
     if options.figures:
         options.figures.mkdir(parents=True, exist_ok=True)
+    if options.json and not options.json.parent.is_dir():
+        raise ValueError(f"{options.json}: there is no folder {options.json.parent}")
     return plan
 
 

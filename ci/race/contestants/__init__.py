@@ -50,6 +50,7 @@ BARE = {
 }
 STAGED = {**BARE, "hierarchical_all_gather": "on"}
 OVERLAPPED = {"hierarchical_all_gather": "on", "sdp_max_live_parameters": 0}
+FLAT = {**OVERLAPPED, "hierarchical_all_gather": "off"}
 NEARLINEAR = {"communication_backend": "nearlinear"}
 
 ENTRIES = {
@@ -75,6 +76,7 @@ ENTRIES = {
     ),
     "two_hop": _ours("two-hop (gloo)", theory.two_hop, **BARE),
     "staged": _ours("two-hop, hierarchy (gloo)", theory.two_hop, **STAGED),
+    "flat": _ours("two-hop, overlap (gloo)", theory.lean, **FLAT),
     "overlapped": _ours("two-hop, hierarchy, overlap (gloo)", theory.lean, **OVERLAPPED),
     "ours": _ours("nearlinear MiCS (gloo)"),
     "two_hop_nl": _ours("two-hop (nearlinear)", theory.two_hop, **BARE, **NEARLINEAR),

@@ -11,13 +11,14 @@ from ..plan import Plan
 class Mics:
     def __init__(self, plan: Plan, two_hop: bool = True, reshard=None, **config):
         nl.init({"hybrid_shard_degree": plan.shard, **config}, ranks_per_node=plan.ranks_per_node)
+        self.runtime = nl.runtime.current()
         self.model = nl.shard(model.build(plan), reshard_after_forward=reshard)
         self.optimizer = model.optimizer(self.model.parameters(), plan)
         self.two_hop = two_hop
 
     def lanes(self) -> list:
         """What communicates beside computation, and keeps a record of it on demand."""
-        lanes = nl.runtime.current().lanes
+        lanes = self.runtime.lanes
         return [lanes.gathers, lanes.reductions] if lanes is not None else []
 
     def step(self, batches) -> float:
