@@ -44,8 +44,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, logging
 
 import ci
 from ci import cluster
-from ci.benchmarks import races
 from ci.benchmarks.network.plan import parse_rate
+from ci.race import kept as races
 from ci.race.contestants import ENTRIES
 from ci.race.table import astray
 from nearlinear.plots import GRID, INK, MUTED, PALETTE
@@ -274,8 +274,8 @@ assert 0 < row["saved_hours"] - hours < 1
 OURS = "ours_nl"  # of this project's contestants: its defaults, on its own backend
 EXPECTED = {
     **{layout: races.command_for(layout) for layout in ("4x1", "2x2", "4x2")},  # nodes x ranks
-    "scaling": "a series of races on 1, 2, 4 and 8 nodes: python -m ci.race --help",
-    "rates": "a series of races at several --rate: python -m ci.race --help",
+    "scaling": races.sweep_for("--nodes 1 2 4 8 --rates 1500mbit", "scaling"),
+    "rates": races.sweep_for("--rates 300mbit 1gbit 3gbit", "rates"),
 }
 kept = races.read(Path(results) if results else races.FOLDER)
 if scale == "laptop":

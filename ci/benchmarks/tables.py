@@ -1,7 +1,7 @@
-"""The benchmark tables of packages/collectives/README.md, rendered from the measured files.
+"""The benchmark tables of the collectives' and the race's README, rendered from measured files.
 
     python -m ci.benchmarks.tables            write the tables anew
-    python -m ci.benchmarks.tables --check    exit 1 if the README is not in step with the files
+    python -m ci.benchmarks.tables --check    exit 1 if a README is not in step with its files
 
 A table stands between ``<!-- benchmark FILE.json -->`` and ``<!-- end -->``, below the command that
 wrote the file. No number is typed by hand.
@@ -15,14 +15,14 @@ import math
 import re
 import sys
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 from ci.benchmarks.network.plan import show_rate
+from ci.race import sweep
+from ci.race import table as race
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGE = Path("packages/collectives")
-README = ROOT / PACKAGE / "README.md"
-FOLDER = ROOT / PACKAGE / "benchmarks"
 BLOCK = re.compile(r"(<!-- benchmark (?P<name>\S+\.json) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 WIDTH = 96  # of a command's lines
@@ -30,35 +30,55 @@ WIDTH = 96  # of a command's lines
 Row = list[str]
 
 
+@dataclass(frozen=True)
+class Book:
+    """A README and the folder of the files it shows; ``said``: how commands name that folder."""
+
+    readme: Path
+    folder: Path
+    said: str
+
+
+BOOKS = [
+    Book(ROOT / package / "README.md", ROOT / package / folder, f"{package}/{folder}")
+    for package, folder in (("packages/collectives", "benchmarks"), ("ci/race", "results"))
+]
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m ci.benchmarks.tables",
-        description=f"Render the measured files of {PACKAGE}/benchmarks into {PACKAGE}/README.md.",
+        description=f"Render the files of {', '.join(book.said for book in BOOKS)} into the README "
+        "beside each folder.",
     )
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if it would")
     check = parser.parse_args(argv).check
-    old = README.read_text(encoding="utf-8")
+    return max(_renew(book, check) for book in BOOKS)
+
+
+def _renew(book: Book, check: bool) -> int:
+    old = book.readme.read_text(encoding="utf-8")
     try:
-        new = render(old, FOLDER)
+        new = render(old, book)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     if new == old:
-        print("the README's tables are those of the measured files")
+        print(f"the tables beside {book.said} are those of the measured files")
         return 0
     if check:
-        print("the README's tables are not those of the measured files: run "
+        print(f"the tables beside {book.said} are not those of the measured files: run "
               "python -m ci.benchmarks.tables", file=sys.stderr)  # fmt: skip
         return 1
-    README.write_text(new, encoding="utf-8")
-    print(f"{README.relative_to(ROOT)} written")
+    book.readme.write_text(new, encoding="utf-8")
+    print(f"the README beside {book.said} is written")
     return 0
 
 
-def render(text: str, folder: Path) -> str:
+def render(text: str, book: Book) -> str:
     """The README with every block written anew; ValueError for a file without block or command."""
     shown = {match["name"] for match in BLOCK.finditer(text)}
-    measured = {path.name for path in folder.glob("*.json")}
+    measured = {path.name for path in book.folder.glob("*.json")}
     if shown != measured:
         raise ValueError(
             f"files without a block in the README: {sorted(measured - shown)}; "
@@ -67,8 +87,8 @@ def render(text: str, folder: Path) -> str:
 
     def block(match: re.Match) -> str:
         name = match["name"]
-        record = json.loads((folder / name).read_text(encoding="utf-8"))
-        written_to = f"--json {PACKAGE / 'benchmarks' / name}"
+        record = json.loads((book.folder / name).read_text(encoding="utf-8"))
+        written_to = f"--json {book.said}/{name}"
         if written_to not in record["command"]:
             raise ValueError(f"{name}: its command must say {written_to}; measure it again so")
         return f"{match[1]}\n{_origin(record)}\n\n{_body(record)}\n\n{match[3]}"
@@ -100,6 +120,10 @@ def _body(record: dict) -> str:
         return mpi(record)
     if module == "ci.benchmarks.network":
         return network(record)
+    if module == "ci.race":
+        return race.whole(record)
+    if module == "ci.race.sweep":
+        return sweep.render(record["races"])
     return steps(record) if "model" in record["results"][0] else collectives(record)
 
 

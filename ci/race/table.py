@@ -59,6 +59,13 @@ def render(plan: Plan, turns: list[dict]) -> str:
     return _markdown(rows)
 
 
+def whole(record: dict) -> str:
+    """Markdown of a record that ``--json`` wrote: the race, its tables."""
+    plan = Plan(**record["plan"])
+    tables = [render(plan, record["results"]), attribution(record["results"])]
+    return "\n\n".join([f"{describe(plan)}.", *filter(None, tables)])
+
+
 def attribution(turns: list[dict]) -> str:
     """Markdown: what each part adds to those before it, for every ladder that has raced whole."""
     medians = _medians(turns)

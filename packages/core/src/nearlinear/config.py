@@ -36,7 +36,10 @@ TUNING_OF_V1 = frozenset(
 )
 """Keys of SMP v1 with no counterpart here: accepted, and logged as having no effect."""
 
-WAYS = ("auto", "on", "off")
+WORDS = {
+    "hierarchical_all_gather": ("auto", "on", "off"),
+    "gather_dtype": ("same", "bf16", "fp8"),
+}
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,8 @@ class Config:
     sdp_max_live_parameters: int = 10**9
     """parameters that may be gathered at once on a rank; blocks that fit stay gathered for a whole
     step, 0 = as few as the schedule needs"""
+    gather_dtype: str = "same"
+    """what parameters travel as in gathers: same, bf16 or fp8; they compute as before"""
     allow_empty_shards: bool = False
     """allow shards without elements where a parameter does not divide"""
 
@@ -99,11 +104,11 @@ class Config:
         for name in ("prefetch_depth", "sdp_max_live_parameters"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} = {getattr(self, name)}: must be 0 or more")
-        if self.hierarchical_all_gather not in WAYS:
-            raise ConfigError(
-                f"hierarchical_all_gather = {self.hierarchical_all_gather!r}: allowed are "
-                f"{', '.join(map(repr, WAYS))}"
-            )
+        for name, allowed in WORDS.items():
+            if getattr(self, name) not in allowed:
+                raise ConfigError(
+                    f"{name} = {getattr(self, name)!r}: allowed are {', '.join(map(repr, allowed))}"
+                )
         if self.bf16 and self.fp16:
             raise ConfigError("bf16 = true and fp16 = true: choose one of the two")
 

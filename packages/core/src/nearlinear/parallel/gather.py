@@ -16,13 +16,19 @@ _AllGather, _ = _torch.communication_classes()
 class UnitGather(_AllGather):
     """Gathers the parameters of an FSDP2 unit over ``shards``: for its ``set_custom_all_gather``.
 
-    ``memory`` allocates the result; ``hierarchy`` None: one stage.
+    ``memory`` allocates the result; ``hierarchy`` None: one stage; ``codec``: see `wire`.
     """
 
     def __init__(
-        self, lane: Lane, shards: dist.ProcessGroup, memory, hierarchy: Hierarchy | None = None
+        self,
+        lane: Lane,
+        shards: dist.ProcessGroup,
+        memory,
+        hierarchy: Hierarchy | None = None,
+        codec=None,
     ):
-        self.lane, self.shards, self.memory, self.hierarchy = lane, shards, memory, hierarchy
+        self.lane, self.shards, self.memory = lane, shards, memory
+        self.hierarchy, self.codec = hierarchy, codec
 
     def allocate(self, size, *, dtype, device):
         return self.memory.allocate(size, dtype=dtype, device=device)
@@ -30,14 +36,24 @@ class UnitGather(_AllGather):
     def __call__(self, output_tensor, input_tensor, group, async_op=False):
         """Gather ``input_tensor`` (E,) of every rank into ``output_tensor`` (ranks * E,)."""
 
-        def stages():
-            if self.hierarchy is not None:
-                self.hierarchy.gather(output_tensor, input_tensor)
-            else:
-                all_gather(output_tensor, input_tensor, group=self.shards)
-
-        item = self.lane.give(gather=stages)
+        coded = self.codec is not None and input_tensor.is_floating_point()
+        run = self._gather_coded if coded else self._gather
+        item = self.lane.give(gather=lambda: run(output_tensor, input_tensor))
         if async_op:
             return item
         item.wait()
         return None
+
+    def _gather(self, output, input) -> None:
+        if self.hierarchy is not None:
+            self.hierarchy.gather(output, input)
+        else:
+            all_gather(output, input, group=self.shards)
+
+    def _gather_coded(self, output, input) -> None:
+        ranks, codec = self.shards.size(), self.codec
+        packed = codec.pack(input)
+        size = (ranks * packed.numel(),)
+        room = self.memory.allocate(size, dtype=packed.dtype, device=packed.device)
+        self._gather(room, packed)
+        codec.unpack(output.view(ranks, -1), room.view(ranks, -1))

@@ -23,6 +23,7 @@ from .hierarchy import Hierarchy, cut, worth_it
 from .lane import Lane
 from .reduction import Reduction, UnitReduction
 from .scatter import Scatter
+from .wire import CODECS
 
 SUMMED_AS_THEY_ARE = (torch.float32, torch.bfloat16)  # FSDP2 divides others, before and after
 
@@ -108,8 +109,14 @@ def gather_beside(model, units: list[FSDPModule], now: Runtime, dtype: torch.dty
 
 
 def gather_in_stages(units: list[FSDPModule], now: Runtime, dtype: torch.dtype) -> None:
-    """Have those ``units`` gather across nodes first for which that pays; the others stay."""
+    """Have those ``units`` gather across nodes first for which that pays; the others stay.
+
+    All are given a gather of ours where parameters travel smaller than they compute.
+    """
     staged = _staged(units, now, dtype)
+    if CODECS[now.config.gather_dtype] is not None and now.mesh.shard > 1:
+        _give_gathers(units, now, staged)
+        return
     chosen = [unit for unit, two in zip(units, staged, strict=True) if two]
     if chosen:
         _give_gathers(chosen, now, [True] * len(chosen))
@@ -117,10 +124,11 @@ def gather_in_stages(units: list[FSDPModule], now: Runtime, dtype: torch.dtype) 
 
 def _give_gathers(units: list[FSDPModule], now: Runtime, staged: list[bool]) -> None:
     lanes = lanes_of(now)
-    memory = _memory(lanes.gathering, "AllGather")
+    memory, codec = _memory(lanes.gathering, "AllGather"), CODECS[now.config.gather_dtype]
     for unit, two in zip(units, staged, strict=True):
         hierarchy = lanes.hierarchy if two else None
-        unit.set_custom_all_gather(UnitGather(lanes.gathers, lanes.gathering, memory, hierarchy))
+        gather = UnitGather(lanes.gathers, lanes.gathering, memory, hierarchy, codec)
+        unit.set_custom_all_gather(gather)
 
 
 def _staged(units: list[FSDPModule], now: Runtime, dtype: torch.dtype) -> list[bool]:

@@ -116,3 +116,8 @@ def command_for(stem: str) -> str:
     nodes, _, ranks = stem.partition("x")
     layout = f"--nodes {nodes} --ranks {ranks} " if nodes.isdigit() and ranks.isdigit() else ""
     return f"python -m ci.race {layout}--json {FOLDER.relative_to(ROOT) / stem}.json"
+
+
+def sweep_for(options: str, stem: str) -> str:
+    """What writes a series of that name."""
+    return f"python -m ci.race.sweep {options} --json {FOLDER.relative_to(ROOT) / stem}.json"

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ci.benchmarks import races
-from ci.benchmarks.races import Race, Spread
+from ci.race import kept as races
+from ci.race.kept import Race, Spread
 from ci.race.table import astray
 
 HEADER = {"command": "python -m ci.race", "machine": {"cpu": "x", "cores": 2}, "versions": {}}

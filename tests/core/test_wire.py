@@ -1,0 +1,87 @@
+"""Parameters that travel smaller: how far they are off, what moves, and that training follows."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import nearlinear as nl
+from nearlinear.counts import count_collectives
+from nearlinear.parallel.wire import CODECS, GREATEST
+from tests.support import tiny
+
+LENGTHS = st.integers(0, 1500)
+DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
+
+
+def there_and_back(codec, ranks, elements, dtype, seed):
+    """Random values (ranks, elements) of many magnitudes, and what arrives of them."""
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(ranks, elements, generator=generator)
+    values *= torch.exp(4 * torch.randn(ranks, 1, generator=generator))
+    values = values.to(dtype)
+    packed = torch.stack([codec.pack(row) for row in values])
+    assert packed.shape == (ranks, codec.length(elements)) and packed.dtype == codec.dtype
+    output = torch.full_like(values, float("nan"))
+    codec.unpack(output, packed)
+    return values.float(), output.float()
+
+
+@given(st.integers(1, 4), LENGTHS, DTYPES, st.integers(0, 10**6))
+def test_bf16_is_off_by_half_of_its_last_bit(ranks, elements, dtype, seed):
+    values, output = there_and_back(CODECS["bf16"], ranks, elements, dtype, seed)
+    assert bool(((output - values).abs() <= values.abs() * 2**-8).all())
+
+
+@given(st.integers(1, 4), LENGTHS, DTYPES, st.integers(0, 10**6))
+def test_fp8_is_off_by_half_of_its_last_bit_or_of_the_least_step(ranks, elements, dtype, seed):
+    values, output = there_and_back(CODECS["fp8"], ranks, elements, dtype, seed)
+    greatest = values.abs().amax(dim=1, keepdim=True) if elements else values
+    bound = torch.maximum(values.abs() * 2**-4, greatest / GREATEST * 2**-10)
+    slack = 1 + 2**-7  # of the output's own dtype
+    assert bool(((output - values).abs() <= bound * slack).all())
+
+
+def test_what_is_not_finite_is_not_hidden():
+    values = torch.zeros(1, 600)
+    values[0, 300], values[0, 599] = float("inf"), float("nan")
+    output = torch.zeros_like(values)
+    CODECS["fp8"].unpack(output, CODECS["fp8"].pack(values[0])[None])
+    assert output[0, :256].abs().sum() == 0
+    assert output[0, 300].isnan() and output[0, 599].isnan()
+
+
+def gathered_bytes(rank, gather_dtype, overlap):
+    nl.init(
+        {
+            "hybrid_shard_degree": 4,
+            "gather_dtype": gather_dtype,
+            "overlap_communication": overlap,
+        }
+    )
+    with nl.spmd.one_at_a_time(seed=0):
+        model = tiny.gpt2(2)
+    nl.shard(model)
+    with count_collectives() as counts:
+        model(**tiny.batch(tiny.rows(0, 2)))
+    return counts.bytes["all_gather"]
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_fewer_bytes_are_gathered(overlap):
+    same, bf16, fp8 = (nl.spmd.run(gathered_bytes, 4, args=(name, overlap))[0] for name in CODECS)
+    assert bf16 == same / 2
+    assert same / 4 < fp8 < 0.27 * same
+
+
+def trained(rank, config):
+    return tiny.train_sharded(rank, "gpt2", 2, 4, "sgd", 32, **config)
+
+
+@pytest.mark.parametrize(("gather_dtype", "bound"), [("bf16", 2e-3), ("fp8", 3e-2)])
+@pytest.mark.parametrize("config", [{}, {"hierarchical_all_gather": "on", "ranks_per_node": 1}])
+def test_training_follows_within_the_rounding(gather_dtype, bound, config):
+    exact = tiny.train_alone("gpt2", "sgd", 32)
+    for run in nl.spmd.run(trained, 4, args=({"gather_dtype": gather_dtype, **config},)):
+        difference = tiny.largest_difference(run, exact)
+        assert 1e-6 < difference < bound
