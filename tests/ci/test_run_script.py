@@ -75,7 +75,7 @@ def test_an_old_python_is_told_what_is_needed(run, monkeypatch, capsys):
 def test_help_lists_every_command(args):
     done = subprocess.run([sys.executable, ROOT / "run", *args], capture_output=True, text=True)
     assert done.returncode == 0
-    for command in ["tutorial", "test", "lab", "help"]:
+    for command in ["tutorial", "test", "race", "lab", "help"]:
         assert f"\n  {command} " in done.stdout
 
 
