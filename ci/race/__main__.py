@@ -7,14 +7,12 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 
-from ci.cluster import ClusterError, why_not
 from nearlinear_collectives.bench import machine, record
 
-from . import figures, peers, table
+from . import figures, table
 from .contestants import ENTRIES, LADDERS
-from .course import race
+from .course import race, status_of
 from .plan import Plan
-from .teams import TeamFailed
 
 MODULE = "ci.race"
 # What a race is about, in ten minutes on two cores.
@@ -39,25 +37,17 @@ releases are installed by the first race that needs them, under artifacts/peers.
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     options = _parser().parse_args(argv)
-    if reason := why_not():
-        print(reason, file=sys.stderr)
-        return 2
-    try:
-        plan = _plan(options)
-        background, before = machine.Background(), machine.own_seconds()
-        kept = record.header(MODULE, argv, "torch", "nearlinear-collectives", "deepspeed")
-        print(f"# {table.describe(plan)}")
-        kept["plan"] = plan.__dict__
-        kept["results"] = turns = race(plan, timelines=options.figures is not None)
-        kept["cores_used_by_others"] = background.cores(machine.own_seconds() - before)
-    except (ClusterError, peers.PeerMissing, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except TeamFailed as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
+    return status_of(lambda: _race(options, argv))
+
+
+def _race(options, argv: list[str]) -> int:
+    plan = _plan(options)
+    background, before = machine.Background(), machine.own_seconds()
+    kept = record.header(MODULE, argv, "torch", "nearlinear-collectives", "deepspeed")
+    print(f"# {table.describe(plan)}")
+    kept["plan"] = plan.__dict__
+    kept["results"] = turns = race(plan, timelines=options.figures is not None)
+    kept["cores_used_by_others"] = background.cores(machine.own_seconds() - before)
     print(f"\n{table.render(plan, turns)}")
     if parts := table.attribution(turns):
         print(f"\n{parts}")
@@ -85,7 +75,7 @@ def _plan(options) -> Plan:
         options.json = options.json or options.figures / "quick.json"
     if options.ladder:
         names = ["compute", *LADDERS[options.ladder]]
-    plan = plan_of(options, names)
+    plan = plan_of(options, names).check()
     if options.figures:
         options.figures.mkdir(parents=True, exist_ok=True)
     if options.json and not options.json.parent.is_dir():
@@ -100,10 +90,7 @@ def plan_of(options, names) -> Plan:
         raise ValueError(f"no contestants {', '.join(unknown)}: there are {', '.join(ENTRIES)}")
     known = {field.name for field in fields(Plan)} - {"contestants"}
     chosen = {name: value for name, value in vars(options).items() if name in known}
-    plan = Plan(**chosen, contestants=tuple(dict.fromkeys(names)))
-    if plan.world % plan.shard:
-        raise ValueError(f"--shard {plan.shard} does not divide {plan.world} ranks")
-    return plan
+    return Plan(**chosen, contestants=tuple(dict.fromkeys(names)))
 
 
 def add_common(parser: argparse.ArgumentParser) -> None:

@@ -34,6 +34,12 @@ class Plan:
         read = json.loads(text)
         return cls(**{**read, "contestants": tuple(read["contestants"])})
 
+    def check(self) -> Plan:
+        """Itself. Raises ValueError if ranks do not divide into shard groups."""
+        if self.shard < 1 or self.world % self.shard:
+            raise ValueError(f"--shard {self.shard} does not divide {self.world} ranks")
+        return self
+
     @property
     def world(self) -> int:
         return self.nodes * self.ranks_per_node

@@ -12,13 +12,12 @@ import statistics
 import sys
 from dataclasses import replace
 
-from ci.cluster import ClusterError, why_not
 from nearlinear_collectives.bench import record
 
-from . import figures, peers, table
+from . import figures, table
 from .__main__ import add_common, plan_of, report_astray
-from .course import race
-from .teams import TeamFailed
+from .course import race, status_of
+from .plan import Plan
 
 MODULE = "ci.race.sweep"
 USUAL = ("compute", "zero3", "fsdp2_nl", "ours_nl")
@@ -31,41 +30,37 @@ examples:
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     options = _parser().parse_args(argv)
-    if reason := why_not():
-        print(reason, file=sys.stderr)
-        return 2
+    return status_of(lambda: _sweep(options, argv))
+
+
+def _sweep(options, argv: list[str]) -> int:
+    base = plan_of(options, dict.fromkeys(["compute", *(options.contestants or USUAL)]))
     kept = record.header(MODULE, argv, "torch", "nearlinear-collectives", "deepspeed")
     kept["races"] = races = []
-    try:
-        base = plan_of(options, dict.fromkeys(["compute", *(options.contestants or USUAL)]))
-        for nodes in options.nodes:
-            for rate in options.rates:
-                world = nodes * base.ranks_per_node
-                shard = min(base.shard, world)
-                if world % shard:
-                    raise ValueError(f"--shard {shard} does not divide {world} ranks")
-                plan = replace(base, nodes=nodes, rate=rate, shard=shard)
-                print(f"# {table.describe(plan)}", flush=True)
-                races.append({"plan": plan.__dict__, "results": race(plan)})
-                print(f"\n{table.render(plan, races[-1]['results'])}\n", flush=True)
-    except (ClusterError, peers.PeerMissing, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except TeamFailed as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
+    for nodes in options.node_counts:
+        for rate in options.rates:
+            plan = on_cluster(base, nodes, rate)
+            print(f"# {table.describe(plan)}", flush=True)
+            races.append({"plan": plan.__dict__, "results": race(plan)})
+            print(f"\n{table.render(plan, races[-1]['results'])}\n", flush=True)
     print(render(races))
     if options.json:
         record.write(options.json, kept)
     if options.figures:
         options.figures.mkdir(parents=True, exist_ok=True)
-        over = "nodes" if len(options.nodes) > 1 else "link rate, Gbit/s"
-        path = options.figures / ("scaling.svg" if over == "nodes" else "rates.svg")
-        figures.save(figures.efficiencies(points(races, over == "nodes"), over), path)
+        over_nodes = len(options.node_counts) > 1
+        path = options.figures / ("scaling.svg" if over_nodes else "rates.svg")
+        label = "nodes" if over_nodes else "link rate, Gbit/s"
+        figures.save(figures.efficiencies(points(races, over_nodes), label), path)
         print(f"figure: {path}")
     return max(report_astray(one["results"]) for one in races)
+
+
+def on_cluster(base: Plan, nodes: int, rate: str) -> Plan:
+    """``base`` there; shard groups are no larger than the cluster. Raises ValueError."""
+    gigabits(rate)  # refused now, not when it is drawn
+    shard = min(base.shard, nodes * base.ranks_per_node)
+    return replace(base, nodes=nodes, rate=rate, shard=shard).check()
 
 
 def efficiencies(turns: list[dict]) -> dict[str, float]:
@@ -112,7 +107,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_common(parser)
     add = parser.add_argument
-    add("--nodes", type=int, nargs="+", default=[4], metavar="N", help="(default: 4)")
+    add("--nodes", type=int, nargs="+", default=[4], metavar="N", dest="node_counts",
+        help="(default: 4)")  # fmt: skip
     add("--rates", nargs="+", default=["1gbit"], metavar="RATE", help="(default: 1gbit)")
     return parser
 

@@ -1,5 +1,7 @@
 """The race: its arithmetic, its refusals, and one small race of all that can run here."""
 
+import json
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -58,7 +60,7 @@ def test_contestants_of_one_default_backend_share_processes():
     ],
 )
 def test_wrong_requests_are_refused(arguments, words, capsys, monkeypatch):
-    monkeypatch.setattr(race, "why_not", lambda: None)
+    monkeypatch.setattr(course, "why_not", lambda: None)
     assert race.main(arguments) == 2
     assert words in capsys.readouterr().err
 
@@ -146,6 +148,29 @@ def test_efficiency_is_computation_over_the_step():
     assert sweep.points(races, over_nodes=True) == {"ours_nl": [(1, 1.0), (4, 0.8)]}
     assert sweep.points(races, over_nodes=False)["ours_nl"][1] == (1.5, 0.8)
     assert sweep.render(races).splitlines()[-1] == "| 4 | 1500mbit | 80% |"
+
+
+def test_a_sweep_races_on_every_cluster(tmp_path, monkeypatch, capsys):
+    plans = []
+
+    def raced(plan):
+        plans.append(plan)
+        return [turn(name, 1, 1.0 + plan.nodes) for name in plan.contestants]
+
+    monkeypatch.setattr(course, "why_not", lambda: None)
+    monkeypatch.setattr(sweep, "race", raced)
+    kept = tmp_path / "scaling.json"
+    words = ["--nodes", "1", "8", "--contestants", "ours_nl", "--json", str(kept)]
+    assert sweep.main([*words, "--figures", str(tmp_path)]) == 0
+    assert [(p.nodes, p.shard, p.contestants) for p in plans] == [
+        (1, 1, ("compute", "ours_nl")),
+        (8, 2, ("compute", "ours_nl")),
+    ]
+    assert "| 8 | 1gbit | 100% |" in capsys.readouterr().out
+    assert (tmp_path / "scaling.svg").exists()
+    assert [one["plan"]["nodes"] for one in json.loads(kept.read_text())["races"]] == [1, 8]
+    assert sweep.main(["--nodes", "3", "--shard", "2"]) == 2
+    assert sweep.main(["--rates", "1000"]) == 2
 
 
 def test_a_rate_without_a_unit_is_refused():
