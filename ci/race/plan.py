@@ -35,9 +35,14 @@ class Plan:
         return cls(**{**read, "contestants": tuple(read["contestants"])})
 
     def check(self) -> Plan:
-        """Itself. Raises ValueError if ranks do not divide into shard groups."""
+        """Itself. Raises ValueError for shard groups that do not fit the ranks and nodes."""
         if self.shard < 1 or self.world % self.shard:
             raise ValueError(f"--shard {self.shard} does not divide {self.world} ranks")
+        if self.shard % self.ranks_per_node and self.ranks_per_node % self.shard:
+            raise ValueError(
+                f"--shard {self.shard}: groups would hold different numbers of ranks on different "
+                f"nodes of {self.ranks_per_node}"
+            )
         return self
 
     @property

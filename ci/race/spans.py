@@ -14,6 +14,14 @@ import torch
 
 CLOSE = 0.002  # seconds; computation with smaller gaps is drawn as one piece
 SHORT = 0.0005  # what is drawn as nothing
+# Operators of c10d; barriers and broadcasts are the race's own.
+COLLECTIVES = (
+    "c10d::_allgather",
+    "c10d::allgather",
+    "c10d::_reduce_scatter",
+    "c10d::alltoall",
+    "c10d::allreduce",
+)
 Spans = dict[str, list[tuple[float, float]]]
 
 
@@ -44,7 +52,7 @@ def of_events(events: Iterable) -> Spans:
         return (event.time_range.start - zero) / 1e6, (event.time_range.end - zero) / 1e6
 
     mine = [event for event in events if event.thread == step.thread]
-    calls = sorted((when(e), e.name) for e in mine if e.name.startswith("c10d::"))
+    calls = sorted((when(e), e.name) for e in mine if e.name.startswith(COLLECTIVES))
     on_threads = [e for e in events if e.name.startswith("gloo:")]
     spans: Spans = {"compute": [], "gather": [], "reduce": [], "second_hop": []}
     spans["compute"] = [when(e) for e in mine if e.name.startswith("aten::")]

@@ -35,14 +35,17 @@ def main(argv: list[str] | None = None) -> int:
 
 def _sweep(options, argv: list[str]) -> int:
     base = plan_of(options, dict.fromkeys(["compute", *(options.contestants or USUAL)]))
+    plans = [on_cluster(base, n, rate) for n in options.node_counts for rate in options.rates]
+    if options.figures and len(options.node_counts) > 1 and len(options.rates) > 1:
+        raise ValueError("--figures draws over nodes or over link rates: name several of one only")
+    if options.json and not options.json.parent.is_dir():
+        raise ValueError(f"{options.json}: there is no folder {options.json.parent}")
     kept = record.header(MODULE, argv, "torch", "nearlinear-collectives", "deepspeed")
     kept["races"] = races = []
-    for nodes in options.node_counts:
-        for rate in options.rates:
-            plan = on_cluster(base, nodes, rate)
-            print(f"# {table.describe(plan)}", flush=True)
-            races.append({"plan": plan.__dict__, "results": race(plan)})
-            print(f"\n{table.render(plan, races[-1]['results'])}\n", flush=True)
+    for plan in plans:
+        print(f"# {table.describe(plan)}", flush=True)
+        races.append({"plan": plan.__dict__, "results": race(plan)})
+        print(f"\n{table.render(plan, races[-1]['results'])}\n", flush=True)
     print(render(races))
     if options.json:
         record.write(options.json, kept)

@@ -32,8 +32,20 @@ def units(plan: Plan) -> tuple[int, ...]:
 
 
 def full_shard(plan: Plan) -> Traffic:
-    """FSDP and ZeRO-3: blocks gathered for each pass, the root kept from forward to backward."""
+    """FSDP: blocks gathered for each pass, the root kept from forward to backward."""
     return _each_pass(plan, plan.world, 0)
+
+
+def zero(plan: Plan) -> Traffic:
+    """ZeRO-3 with thresholds of two blocks: everything gathered for each pass."""
+    a = plan.accumulation
+    return Traffic(plan.world, (2 * a,) * (1 + plan.layers), a, 0)
+
+
+def zero_default(plan: Plan) -> Traffic:
+    """ZeRO-3 with its own thresholds: everything kept from forward to backward."""
+    a = plan.accumulation
+    return Traffic(plan.world, (a,) * (1 + plan.layers), a, 0)
 
 
 def hybrid(plan: Plan) -> Traffic:
@@ -42,8 +54,13 @@ def hybrid(plan: Plan) -> Traffic:
 
 
 def two_hop(plan: Plan) -> Traffic:
-    """MiCS: replicas synchronised once."""
+    """MiCS on FSDP2: replicas synchronised once."""
     return _each_pass(plan, plan.shard, 1)
+
+
+def mics(plan: Plan) -> Traffic:
+    """DeepSpeed's MiCS: ZeRO-3's gathers within shard groups, replicas synchronised once."""
+    return Traffic(plan.shard, zero(plan).gathers, plan.accumulation, 1)
 
 
 def lean(plan: Plan) -> Traffic:

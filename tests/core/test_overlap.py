@@ -95,42 +95,46 @@ def test_a_step_adds_to_the_gradients_that_are_there():
 
 
 class Branching(nn.Module):
-    """Blocks of which a batch may leave out the last."""
+    """Blocks of which a batch may leave some out, or use one twice."""
 
     def __init__(self):
         super().__init__()
         self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
 
-    def forward(self, x, depth):
-        for block in self.blocks[:depth]:
-            x = block(x).relu()
+    def forward(self, x, path):
+        for i in path:
+            x = self.blocks[i](x).relu()
         return (x**2).mean()
 
 
-@pytest.mark.parametrize("depths", [(3, 2), (2, 3), (3, 2, 2), (2, 2)])
+PATHS = ["012 01", "01 012", "012 01 01", "01 01", "0112 0112 0112", "0112 012", "012 0112 01"]
+
+
+@pytest.mark.parametrize("paths", PATHS)
 @pytest.mark.parametrize("two_hop", [True, False])
-def test_a_block_that_some_micro_batches_leave_out_is_summed_up(depths, two_hop):
-    inputs = [[torch.full((2, 6), 0.1 + rank + i) for i in range(len(depths))] for rank in range(4)]
+def test_blocks_left_out_or_used_twice_are_summed_up(paths, two_hop):
+    paths = [[int(i) for i in path] for path in paths.split()]
+    inputs = [[torch.full((2, 6), 0.1 + rank + i) for i in range(len(paths))] for rank in range(4)]
 
     def model_and_batches(rank):
         with nl.spmd.one_at_a_time(seed=0):
             model = Branching()
-        return model, list(zip(inputs[rank], depths, strict=True))
+        return model, list(zip(inputs[rank], paths, strict=True))
 
     def gradients(rank):
         nl.init({"hybrid_shard_degree": 2})
         model, batches = model_and_batches(rank)
         nl.shard(model)
-        for x, depth in nl.accumulate(model, batches, weight=lambda batch: 1.0, two_hop=two_hop):
-            model(x, depth).backward()
+        for x, path in nl.accumulate(model, batches, weight=lambda batch: 1.0, two_hop=two_hop):
+            model(x, path).backward()
         return {n: p.grad.full_tensor() for n, p in model.named_parameters() if p.grad is not None}
 
     found = nl.spmd.run(gradients, 4)
     torch.manual_seed(0)
     model = Branching()
     for rank in range(4):
-        for x, depth in zip(inputs[rank], depths, strict=True):
-            (model(x, depth) / (4 * len(depths))).backward()
+        for x, path in zip(inputs[rank], paths, strict=True):
+            (model(x, path) / (4 * len(paths))).backward()
     expected = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     for run in found:
         assert run.keys() == expected.keys()

@@ -74,6 +74,15 @@ def test_fewer_bytes_are_gathered(overlap):
     assert same / 4 < fp8 < 0.27 * same
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("gather_dtype", ["bf16", "fp8"])
+def test_training_follows_in_shared_memory(gather_dtype):
+    exact = tiny.train_alone("gpt2", "sgd", 32)
+    args = ({"gather_dtype": gather_dtype},)
+    runs = nl.spmd.run(trained, 4, args=args, processes=True, backend="nearlinear")
+    assert 1e-6 < tiny.largest_difference(runs[0], exact) < 3e-2
+
+
 def trained(rank, config):
     return tiny.train_sharded(rank, "gpt2", 2, 4, "sgd", 32, **config)
 

@@ -27,13 +27,13 @@ class Entry:
     traffic: Callable[[Plan], theory.Traffic] | None = None  # what it must send
 
 
-def _ours(title: str, traffic=theory.kept, **options) -> Entry:
-    return Entry("ours", title, options, traffic=traffic)
+def _ours(title: str, traffic=theory.kept, backend: str = "gloo", **options) -> Entry:
+    return Entry("ours", title, options, backend, traffic=traffic)
 
 
-def _zero(title: str, backend: str = "gloo", **options) -> Entry:
+def _zero(title: str, traffic=theory.zero, backend: str = "gloo", **options) -> Entry:
     needs = "deepspeed==0.19.8"
-    return Entry("zero", title, options, backend, requires=needs, traffic=theory.full_shard)
+    return Entry("zero", title, options, backend, requires=needs, traffic=traffic)
 
 
 def _fsdp(title: str, traffic=theory.full_shard, **options) -> Entry:
@@ -46,7 +46,7 @@ BARE = {
     "hierarchical_all_gather": "off",
     "prefetch_depth": 0,
     "sdp_max_live_parameters": 0,
-    "reshard": True,
+    "free_blocks": True,
 }
 STAGED = {**BARE, "hierarchical_all_gather": "on"}
 OVERLAPPED = {"hierarchical_all_gather": "on", "sdp_max_live_parameters": 0}
@@ -58,14 +58,16 @@ ENTRIES = {
         "fsdp", "compute only, no communication", {"kind": "compute"}, trains_together=False
     ),
     "zero3": _zero("DeepSpeed ZeRO-3 (gloo)"),
-    "zero3_default": _zero("DeepSpeed ZeRO-3 (gloo), its default thresholds", scaled=False),
+    "zero3_default": _zero(
+        "DeepSpeed ZeRO-3 (gloo), its default thresholds", theory.zero_default, scaled=False
+    ),
     "zero3_nl": _zero("DeepSpeed ZeRO-3 (nearlinear)", backend="nearlinear"),
     "mics": Entry(
         "mics",
         "DeepSpeed MiCS (gloo)",
         {},
         requires="deepspeed==0.19.6",
-        traffic=theory.two_hop,
+        traffic=theory.mics,
     ),
     "fsdp1": _fsdp("FSDP1, full shard (gloo)", kind="fsdp1"),
     "fsdp2": _fsdp("FSDP2, full shard (gloo)", kind="full"),
@@ -79,7 +81,7 @@ ENTRIES = {
     "flat": _ours("two-hop, overlap (gloo)", theory.lean, **FLAT),
     "overlapped": _ours("two-hop, hierarchy, overlap (gloo)", theory.lean, **OVERLAPPED),
     "ours": _ours("nearlinear MiCS (gloo)"),
-    "two_hop_nl": _ours("two-hop (nearlinear)", theory.two_hop, **BARE, **NEARLINEAR),
+    "two_hop_nl": _ours("two-hop (nearlinear)", theory.two_hop, "nearlinear", **BARE),
     "ours_nl_lean": _ours(
         "nearlinear MiCS (nearlinear), least memory",
         theory.lean,

@@ -9,10 +9,13 @@ from ..plan import Plan
 
 
 class Mics:
-    def __init__(self, plan: Plan, two_hop: bool = True, reshard=None, **config):
+    def __init__(self, plan: Plan, two_hop: bool = True, free_blocks: bool = False, **config):
+        """``free_blocks``: between forward and backward, all of them, as FSDP2 does."""
         nl.init({"hybrid_shard_degree": plan.shard, **config}, ranks_per_node=plan.ranks_per_node)
         self.runtime = nl.runtime.current()
-        self.model = nl.shard(model.build(plan), reshard_after_forward=reshard)
+        self.model = nl.shard(model.build(plan), reshard_after_forward=free_blocks or None)
+        if free_blocks:
+            self.model.set_reshard_after_forward(False, recurse=False)  # but not the root
         self.optimizer = model.optimizer(self.model.parameters(), plan)
         self.two_hop = two_hop
 

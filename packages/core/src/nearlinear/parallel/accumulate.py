@@ -108,9 +108,8 @@ class _Step:
         self.hook.remove()
         self.hook = self.model._nearlinear_step = None
         self._synchronise(last=True)
-        if self.schedule is not None:
-            self.schedule.end_step()
         if done:
+            self._free()
             optimizer_guard.finish(self.model)
             return
         finished = self.position + (self.backwards > 0)
@@ -118,7 +117,12 @@ class _Step:
         _torch.abandon_backward(self.model)
         if self.reduction is not None:
             self.reduction.abandon()
+        self._free()
         self.model.zero_grad(set_to_none=True)
+
+    def _free(self) -> None:
+        if self.schedule is not None:
+            self.schedule.end_step()
 
     def _synchronise(self, last: bool) -> None:
         """Say how far gradients go in the next backward pass, and what is gathered after it."""

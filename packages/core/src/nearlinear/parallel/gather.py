@@ -3,6 +3,7 @@
 The second is MiCS, part two (Zhang et al., VLDB 2023, section 3.3): see `hierarchy`.
 """
 
+import torch
 import torch.distributed as dist
 
 from .. import _torch
@@ -31,13 +32,19 @@ class UnitGather(_AllGather):
         self.hierarchy, self.codec = hierarchy, codec
 
     def allocate(self, size, *, dtype, device):
+        """For the result; what a codec writes itself lies in private memory."""
+        if self._codes(dtype):
+            return torch.empty(*size, dtype=dtype, device=device)
         return self.memory.allocate(size, dtype=dtype, device=device)
+
+    def _codes(self, dtype: torch.dtype) -> bool:
+        codec = self.codec
+        return codec is not None and dtype.is_floating_point and dtype != codec.dtype
 
     def __call__(self, output_tensor, input_tensor, group, async_op=False):
         """Gather ``input_tensor`` (E,) of every rank into ``output_tensor`` (ranks * E,)."""
 
-        coded = self.codec is not None and input_tensor.is_floating_point()
-        run = self._gather_coded if coded else self._gather
+        run = self._gather_coded if self._codes(input_tensor.dtype) else self._gather
         item = self.lane.give(gather=lambda: run(output_tensor, input_tensor))
         if async_op:
             return item

@@ -71,6 +71,8 @@ class UnitReduction(_ReduceScatter):
         """
         common, before = self.common, self.hidden
         last, two_hop = common.last, common.two_hop
+        if before is None and not last:
+            before = self.output  # the unit ran twice in this micro-batch
         self.across = dist.ReduceOp.AVG if op == dist.ReduceOp.AVG else dist.ReduceOp.SUM
 
         def first_hop():
@@ -114,8 +116,9 @@ class UnitReduction(_ReduceScatter):
         """Wait until the gradients are what they shall be."""
         if self.hidden is not None:
             self.catch_up()
+            self.views = []
         elif self.item is not None:
-            item, self.item, self.output = self.item, None, None
+            item, self.item, self.output, self.views = self.item, None, None, []
             item.wait()
 
     def catch_up(self) -> None:

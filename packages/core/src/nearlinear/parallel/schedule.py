@@ -9,6 +9,7 @@ first; between them, ``prefetch_depth`` units are gathered while others compute.
 
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 
@@ -16,6 +17,7 @@ from torch import nn
 class Schedule:
     """Which units of a sharded model stay gathered between the micro-batches of one step."""
 
+    units: tuple[nn.Module, ...] = ()
     staying: tuple[nn.Module, ...] = ()
 
     def begin_micro_batch(self, last: bool) -> None:
@@ -26,7 +28,17 @@ class Schedule:
         """Free everything, also after a step that was not finished."""
         for unit in self.staying:
             unit.set_reshard_after_backward(True, recurse=False)
+        self.free()
+
+    def free(self) -> None:
+        """Gathered copies are of parameters as they were: none outlives a step or evaluation."""
+        for unit in self.units:
             unit.reshard()
+
+    def free_after_evaluation(self, *_) -> None:
+        """Forward hook of the root."""
+        if not torch.is_grad_enabled():
+            self.free()
 
 
 def arrange(
@@ -46,7 +58,9 @@ def arrange(
     kept = blocks[: kept_blocks(sizes, depth, live)]
     for block in {*kept, blocks[-1]}:
         block.set_reshard_after_forward(False, recurse=False)
-    return Schedule((root, blocks[0], *kept[1:]))
+    schedule = Schedule(tuple(order), (root, blocks[0], *kept[1:]))
+    root.register_forward_hook(schedule.free_after_evaluation)
+    return schedule
 
 
 def kept_blocks(sizes: list[int], depth: int, live: int) -> int:

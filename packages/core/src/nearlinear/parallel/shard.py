@@ -6,6 +6,8 @@ root unit, so that tied weights are one parameter of one unit. Gradients come ba
 all data ranks; `nearlinear.accumulate` adds the two-hop schedule.
 """
 
+import logging
+
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -16,6 +18,8 @@ from ..errors import ConfigError
 from . import optimizer_guard, overlap, schedule
 from .blocks import find_blocks
 from .delayed_init import materialise
+
+log = logging.getLogger(__name__)
 
 
 def shard(
@@ -68,6 +72,8 @@ def shard(
         model._nearlinear_reduction = overlap.reduce_beside(units, now)
     elif _torch.communicates_by_hooks():
         overlap.gather_in_stages(units, now, gathered)
+    elif now.config.gather_dtype != "same":
+        log.warning("gather_dtype has no effect: PyTorch %s has no hook for it", torch.__version__)
     if reshard_after_forward is None:
         depth, live = now.config.prefetch_depth, now.config.sdp_max_live_parameters
         model._nearlinear_schedule = schedule.arrange(model, blocks, sizes, depth, live)

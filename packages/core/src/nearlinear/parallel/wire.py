@@ -56,11 +56,10 @@ class Fp8:
         elements = output.shape[1]
         if elements == 0:
             return
-        rounded = packed[:, :elements].view(torch.float8_e4m3fn)
-        scales = packed[:, elements:].clone(memory_format=torch.contiguous_format)
-        scales = scales.view(torch.float32)
-        of_each = scales.repeat_interleave(BLOCK, dim=1)[:, :elements]
-        output.copy_(rounded.to(torch.float32).mul_(of_each))
+        for row, came in zip(output, packed, strict=True):  # the room of one shard at a time
+            values = came[:elements].view(torch.float8_e4m3fn).to(torch.float32)
+            scales = came[elements:].clone().view(torch.float32)
+            row.copy_(values.mul_(scales.repeat_interleave(BLOCK)[:elements]))
 
 
 CODECS = {"same": None, "bf16": Bf16(), "fp8": Fp8()}
