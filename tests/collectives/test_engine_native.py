@@ -99,13 +99,15 @@ def program(folder: Path, name: str, flavour: str) -> str:
     return make(folder / f"{name}-{flavour}", flavour, *parts, "-ldl")
 
 
-def run(folder: Path, name: str, flavour: str, call: str) -> subprocess.CompletedProcess:
+def run(
+    folder: Path, name: str, flavour: str, call: str, **settings: str
+) -> subprocess.CompletedProcess:
     command = [program(folder, name, flavour), *call.split()]
     if flavour.startswith("thread"):  # whose shadow memory does not bear random addresses
         if not shutil.which("setarch"):
             pytest.skip("a thread sanitizer needs setarch here")
         command = ["setarch", "-R", *command]
-    environment = {**os.environ, **ENVIRONMENT}
+    environment = {**os.environ, **ENVIRONMENT, **settings}
     return subprocess.run(
         command, env=environment, capture_output=True, text=True, errors="replace", timeout=570
     )
@@ -135,6 +137,7 @@ def test_every_program_named_here_exists():
 
 def test_the_thread_sanitizer_sees_a_weakened_fence(folder):
     """The proof that the runs above can fail: counters published without ordering are races."""
-    done = run(folder, "ranks_as_threads_test", "thread-weakened", "4 60 1")
+    first = {"TSAN_OPTIONS": f"halt_on_error=1:exitcode={TSAN_REPORTED}"}  # one is enough
+    done = run(folder, "ranks_as_threads_test", "thread-weakened", "4 60 1", **first)
     assert done.returncode == TSAN_REPORTED, done.stdout[-2000:] + done.stderr[-4000:]
     assert "data race" in done.stderr
