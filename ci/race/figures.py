@@ -6,6 +6,7 @@ import statistics
 from pathlib import Path
 
 from .contestants import ENTRIES
+from .table import seconds_of
 
 KINDS = {
     "compute": ("computes", "#9ca3af"),
@@ -57,14 +58,6 @@ def efficiencies(points: dict[str, list[tuple[float, float]]], label: str):
     ax.grid(axis="y", color=GRID)
     ax.legend(frameon=False, fontsize=9)
     return figure
-
-
-def seconds_of(turns: list[dict]) -> dict[str, list[float]]:
-    found: dict[str, list[float]] = {}
-    for turn in turns:
-        if turn["timed"]:
-            found.setdefault(turn["contestant"], []).append(turn["seconds"])
-    return found
 
 
 def save(figure, path: Path) -> None:

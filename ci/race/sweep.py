@@ -8,7 +8,6 @@ is weak-scaling efficiency on nodes that have cores of their own.
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 from dataclasses import replace
 
@@ -68,7 +67,7 @@ def on_cluster(base: Plan, nodes: int, rate: str) -> Plan:
 
 def efficiencies(turns: list[dict]) -> dict[str, float]:
     """Computation alone over the whole step, medians, of every contestant but the former."""
-    medians = {name: statistics.median(of) for name, of in figures.seconds_of(turns).items()}
+    medians = table.step_medians(turns)
     return {n: medians["compute"] / seconds for n, seconds in medians.items() if n != "compute"}
 
 
@@ -98,7 +97,7 @@ def render(races: list[dict]) -> str:
         shares = efficiencies(one["results"])
         plan = one["plan"]
         rows.append([str(plan["nodes"]), plan["rate"], *(f"{shares[n]:.0%}" for n in names)])
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+    return table.markdown(rows)
 
 
 def _parser() -> argparse.ArgumentParser:

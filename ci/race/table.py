@@ -32,7 +32,7 @@ def line(turn: dict) -> str:
 def render(plan: Plan, turns: list[dict]) -> str:
     """Markdown: seconds, their spread, bytes sent and the least possible, ratios to baselines."""
     timed = _by_contestant([turn for turn in turns if turn["timed"]])
-    medians = _medians(turns)
+    medians = step_medians(turns)
     against = [name for name in BASELINES if name in medians]
     head = [
         "contestant",
@@ -56,7 +56,7 @@ def render(plan: Plan, turns: list[dict]) -> str:
                 *(f"{medians[base] / medians[name]:.2f}x" for base in against),
             ]
         )
-    return _markdown(rows)
+    return markdown(rows)
 
 
 def whole(record: dict) -> str:
@@ -68,7 +68,7 @@ def whole(record: dict) -> str:
 
 def attribution(turns: list[dict]) -> str:
     """Markdown: what each part adds to those before it, for every ladder that has raced whole."""
-    medians = _medians(turns)
+    medians = step_medians(turns)
     found = []
     for order, rungs in LADDERS.items():
         if not set(rungs) <= set(medians):
@@ -78,7 +78,7 @@ def attribution(turns: list[dict]) -> str:
         for before, name in zip([names[0], *names], names, strict=False):
             gains = (medians[before] / medians[name], medians[names[0]] / medians[name])
             rows.append([rungs[name], f"{medians[name]:.2f}", *(f"{gain:.2f}x" for gain in gains)])
-        found.append(_markdown(rows))
+        found.append(markdown(rows))
     return "\n\n".join(found)
 
 
@@ -87,12 +87,17 @@ def least_mib(plan: Plan, name: str) -> str:
     return f"{theory.least_bytes(plan, traffic(plan)) / 2**20:.1f}" if traffic else "0.0"
 
 
-def _medians(turns: list[dict]) -> dict[str, float]:
+def seconds_of(turns: list[dict]) -> dict[str, list[float]]:
+    """Of each contestant's timed turns."""
     timed = _by_contestant([turn for turn in turns if turn["timed"]])
-    return {name: statistics.median(turn["seconds"] for turn in of) for name, of in timed.items()}
+    return {name: [turn["seconds"] for turn in of] for name, of in timed.items()}
 
 
-def _markdown(rows: list[list[str]]) -> str:
+def step_medians(turns: list[dict]) -> dict[str, float]:
+    return {name: statistics.median(seconds) for name, seconds in seconds_of(turns).items()}
+
+
+def markdown(rows: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 

@@ -1,7 +1,6 @@
 """The command line as a person meets it: help, errors in one line, and a run on real processes."""
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -10,6 +9,7 @@ import tomllib
 import pytest
 
 from nearlinear import cli, runtime, schema
+from tests.support.command_line import nearlinear, write
 
 
 @pytest.fixture(autouse=True)
@@ -17,19 +17,6 @@ def leave_the_group():
     """A command run in this process may fail after it has become a job of one rank."""
     yield
     runtime.shutdown()
-
-
-def nearlinear(*arguments, **variables):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
-    command = [sys.executable, "-m", "nearlinear.cli", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
-
-
-def write(config, folder):
-    """``config`` as a JSON file in ``folder``."""
-    path = folder / "run.json"
-    path.write_text(json.dumps(config))
-    return path
 
 
 def refusal(capsys, *arguments):

@@ -3,8 +3,6 @@
 import dataclasses
 import json
 import os
-import subprocess
-import sys
 
 import pytest
 
@@ -15,6 +13,7 @@ from nearlinear.mesh import Mesh
 from nearlinear.train import config as train_config
 from nearlinear.tune import command, measure, report
 from nearlinear.tune.estimate import GATHER, GATHER_STAGED, JOIN, REDUCE, REDUCE_STAGED
+from tests.support.command_line import nearlinear, write
 
 PICKED = [
     "hybrid_shard_degree",
@@ -30,18 +29,6 @@ def leave_the_group():
     """A command run in this process may fail after it has become a job of one rank."""
     yield
     runtime.shutdown()
-
-
-def nearlinear(*arguments, **variables):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
-    line = [sys.executable, "-m", "nearlinear.cli", *map(str, arguments)]
-    return subprocess.run(line, capture_output=True, text=True, env=environment, timeout=300)
-
-
-def write(config, folder):
-    path = folder / "run.json"
-    path.write_text(json.dumps(config))
-    return path
 
 
 @pytest.mark.parametrize(
