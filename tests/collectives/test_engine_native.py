@@ -52,6 +52,7 @@ class Program:
 
 PROGRAMS = {
     "copy_test": Program(sources=("copy", "slot_writer")),
+    "queue_test": Program(sources=("queue",), flavours=("plain", "address", "thread")),
     "reduce_test": Program(sources=("reduce", "reduce_[ab]*")),
     # libfabric 1.20's own tcp provider now and then follows a stray pointer when the other end of
     # a message that is on its way is killed.

@@ -2,13 +2,16 @@
 
 #include <pthread.h>
 
+#include <chrono>
 #include <thread>
 
 namespace nlc {
 
 namespace {
 thread_local const Queue *served = nullptr;
-}
+
+constexpr std::chrono::seconds kPatience{1};  // how long a spare thread waits for work
+}  // namespace
 
 class Workers {
  public:
@@ -42,9 +45,8 @@ class Workers {
   void work() {
     pthread_setname_np(pthread_self(), "nearlinear");
     std::unique_lock<std::mutex> lock(mutex_);
-    for (;;) {
-      ++idle_;
-      wake_.wait(lock, [this] { return !ready_.empty(); });
+    ++idle_;
+    while (wait_for_work(lock)) {
       --idle_;
       const std::shared_ptr<Queue> queue = std::move(ready_.front());
       ready_.pop_front();
@@ -52,9 +54,23 @@ class Workers {
       drain(*queue);
       lock.lock();
     }
+    --idle_;
+    --threads_;
   }
 
-  static void drain(Queue &queue) {
+  // False for a thread that is no longer needed. The last one stays.
+  bool wait_for_work(std::unique_lock<std::mutex> &lock) {
+    const auto ready = [this] { return !ready_.empty(); };
+    if (!wake_.wait_for(lock, kPatience, ready)) {
+      if (threads_ > 1) return false;
+      wake_.wait(lock, ready);
+    }
+    return true;
+  }
+
+  // Counts this thread as idle again before anybody can learn that the queue is: whoever brings
+  // the next call then finds it, and starts no other.
+  void drain(Queue &queue) {
     std::unique_lock<std::mutex> lock(queue.mutex_);
     served = &queue;
     while (!queue.calls_.empty()) {
@@ -62,12 +78,18 @@ class Workers {
       queue.calls_.pop_front();
       lock.unlock();
       call();
-      if (served != &queue) return;  // the call's own callback has started another: see add()
+      if (served != &queue) return free();  // the call's own callback has started another: add()
       lock.lock();
     }
+    free();
     served = nullptr;
     queue.scheduled_ = false;
     queue.changed_.notify_all();
+  }
+
+  void free() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    ++idle_;
   }
 
   std::mutex mutex_;

@@ -1,7 +1,8 @@
 // Calls that run behind the caller's back: in order within a group, beside each other between
 // groups. One thread serves all groups while it keeps up; another joins only when a group has
 // work and every thread is held up in a collective, so that two groups whose calls were started
-// in different orders on two ranks cannot block each other.
+// in different orders on two ranks cannot block each other. It leaves when it has had nothing to do
+// for a while.
 #pragma once
 
 #include <condition_variable>
