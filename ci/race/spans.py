@@ -34,12 +34,12 @@ def traced(contestant, batches) -> tuple[float, Spans]:
         begin = perf_counter()
         with torch.profiler.record_function("the step"):
             loss = contestant.step(batches)
-    events = profile.events()
-    spans = of_events(events)
+    on_lanes: Spans = {}
     for lane in lanes:
         for label, start, end in lane.spans:
-            spans[label].append((start - begin, end - begin))
+            on_lanes.setdefault(label, []).append((start - begin, end - begin))
         lane.spans = None
+    spans = of_events(profile.events()) | on_lanes
     return loss, {kind: tidied(of_kind) for kind, of_kind in spans.items()}
 
 
@@ -56,16 +56,18 @@ def of_events(events: Iterable) -> Spans:
     on_threads = [e for e in events if e.name.startswith("gloo:")]
     spans: Spans = {"compute": [], "gather": [], "reduce": [], "second_hop": []}
     spans["compute"] = [when(e) for e in mine if e.name.startswith("aten::")]
-    if on_threads:
-        spans["gather"] = [when(e) for e in on_threads if "all_gather" in e.name]
-        # gloo's reduce-scatter is an all-reduce: which one it is, the order of calls tells.
-        reducing = sorted(when(e) for e in on_threads if "reduce" in e.name)
-        kinds = [kind_of(name) for _, name in calls if "reduce" in name]
-        for span, kind in zip(reducing, kinds, strict=False):
-            spans[kind].append(span)
-    else:
-        for span, name in calls:
-            spans[kind_of(name)].append(span)
+    # gloo's calls return at once: one that takes its time has run on the caller's thread.
+    blocking = [(span, name) for span, name in calls if span[1] - span[0] > SHORT]
+    for span, name in blocking:
+        spans[kind_of(name)].append(span)
+    spans["gather"] += [when(e) for e in on_threads if "all_gather" in e.name]
+    # gloo's reduce-scatter is an all-reduce: which one it is, the order of calls tells.
+    reducing = sorted(when(e) for e in on_threads if "reduce" in e.name)
+    reductions = [call for call in calls if "reduce" in call[1]]
+    if len(reductions) > len(reducing):
+        reductions = [call for call in reductions if call not in blocking]
+    for span, (_, name) in zip(reducing, reductions, strict=False):
+        spans[kind_of(name)].append(span)
     return spans
 
 

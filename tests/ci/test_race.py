@@ -1,6 +1,7 @@
 """The race: its arithmetic, its refusals, and one small race of all that can run here."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -114,6 +115,56 @@ def test_on_one_node_only_replicas_send_nothing():
     assert theory.least_bytes(plan, theory.kept(plan)) == 4 * sum(theory.units(plan))
     alone = Plan(contestants=(), nodes=1, ranks_per_node=4, shard=2)
     assert theory.least_bytes(alone, theory.two_hop(alone)) == 0
+
+
+class Event:
+    """Of the profiler: times in microseconds."""
+
+    def __init__(self, name, begin, end, thread=1):
+        self.name, self.thread = name, thread
+        self.time_range = SimpleNamespace(start=begin, end=end)
+
+
+STEP = Event("the step", 1_000_000, 9_000_000)
+
+
+def test_what_gloo_does_on_its_threads():
+    found = spans.of_events(
+        [
+            STEP,
+            Event("aten::mm", 1_000_000, 2_000_000),
+            Event("aten::mm", 1_000_000, 2_000_000, thread=2),
+            Event("c10d::_reduce_scatter_base_", 2_000_000, 2_000_100),
+            Event("c10d::allreduce_", 2_000_200, 2_000_300),
+            Event("gloo:all_gather", 1_500_000, 2_500_000, thread=3),
+            Event("gloo:all_reduce", 3_000_000, 4_000_000, thread=3),
+            Event("gloo:all_reduce", 4_000_000, 6_000_000, thread=3),
+        ]
+    )
+    assert found == {
+        "compute": [(0, 1)],
+        "gather": [(0.5, 1.5)],
+        "reduce": [(2, 3)],
+        "second_hop": [(3, 5)],
+    }
+
+
+def test_what_blocks_the_caller_beside_a_call_of_gloo():
+    found = spans.of_events(
+        [
+            STEP,
+            Event("c10d::_allgather_base_", 2_000_000, 3_000_000),
+            Event("c10d::_reduce_scatter_base_", 4_000_000, 5_000_000),
+            Event("c10d::allreduce_", 5_000_000, 5_000_100),
+            Event("gloo:all_reduce", 6_000_000, 7_000_000, thread=3),
+        ]
+    )
+    assert found == {
+        "compute": [],
+        "gather": [(1, 2)],
+        "reduce": [(3, 4)],
+        "second_hop": [(5, 6)],
+    }
 
 
 @given(st.lists(st.tuples(st.floats(0, 9), st.floats(0, 1)), max_size=30))

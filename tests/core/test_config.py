@@ -58,6 +58,17 @@ def test_the_parameters_of_the_published_notebook_are_accepted(caplog):
     }
 
 
+def test_counts_of_parameters_as_v1_writes_them():
+    asked = {"sdp_max_live_parameters": 1e9, "sdp_reduce_bucket_size": 2e8}
+    parsed = config.load(asked, {})
+    assert parsed == Config(sdp_max_live_parameters=10**9, sdp_reduce_bucket_size=2 * 10**8)
+    for key in asked:
+        with pytest.raises(ConfigError, match=f"{key} = -1: must be 0 or more"):
+            config.load({key: -1}, {})
+        with pytest.raises(ConfigError, match=f"{key} = 0.5: expected an integer"):
+            config.load({key: 0.5}, {})
+
+
 def test_the_launcher_wins_key_by_key():
     launcher = {config.LAUNCHER_VARIABLE: json.dumps({"sharded_data_parallel_degree": 8})}
     asked = {"hybrid_shard_degree": 4, "bf16": True}

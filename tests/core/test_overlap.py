@@ -38,6 +38,7 @@ def alone():
         {"prefetch_depth": 0, "sdp_max_live_parameters": 0},
         {"prefetch_depth": 3, "sdp_max_live_parameters": 0},
         {"sdp_max_live_parameters": 0},
+        {"sdp_reduce_bucket_size": 0},
         {"hierarchical_all_gather": "on", "ranks_per_node": 2},
     ],
     ids=lambda config: "-".join(config),

@@ -22,7 +22,7 @@ ROOT, BLOCK = 1000, 100
 MIB = 2**20
 PICKED = (
     "hybrid_shard_degree communication_backend hierarchical_all_gather prefetch_depth "
-    "sdp_max_live_parameters"
+    "sdp_max_live_parameters sdp_reduce_bucket_size"
 ).split()
 
 
@@ -154,6 +154,7 @@ def test_gathers_begin_as_early_as_memory_allows():
 def test_what_stays_gathered_grows_with_memory():
     model, depth = work(), 1
     rest = estimate.beside_gathered(model, 4)
+    bucket = "sdp_reduce_bucket_size"
 
     def room(parameters):
         return rest + int(parameters * 4 / choose.LIVE_SHARE)
@@ -166,13 +167,34 @@ def test_what_stays_gathered_grows_with_memory():
     assert live(room(ROOT + 3 * BLOCK) - 8) == 0
     assert live(0) == 0
     for size, words in ((room(1400), "all 1,400"), (room(1300), "1 of 4"), (room(9), "no block")):
-        asked = job(memory=size, sdp_max_live_parameters=7)
+        asked = job(memory=size, sdp_max_live_parameters=7, **{bucket: 0})
         assert words in picked({(4, "gloo"): links()}, asked)["sdp_max_live_parameters"].reason
 
 
 def test_an_allowance_with_the_same_effect_stays():
     asked = job(sdp_max_live_parameters=10**9)
     assert picked({(4, "gloo"): links()}, asked)["sdp_max_live_parameters"].value == 10**9
+
+
+def test_gradients_under_way_take_a_quarter_of_what_is_left():
+    model, key = work(), "sdp_reduce_bucket_size"
+    least = estimate.needed(model, 4, 1)
+
+    def chosen(bytes_left, measured=None, **config):
+        asked = job(memory=least + bytes_left, **config)
+        return picked({(4, "gloo"): measured or links()}, asked)[key]
+
+    assert chosen(16 * model.parameters).value == 5 * 10**8  # no need to write another
+    assert "all 1,400" in chosen(16 * model.parameters).reason
+    assert chosen(16 * 1200).value == 1200 and "1,200" in chosen(16 * 1200).reason
+    assert chosen(16 * 1200, sdp_reduce_bucket_size=1100).value == 1100
+    assert "one unit's" in chosen(16 * 900).reason and "one unit's" in chosen(0).reason
+    still = chosen(0, overlap_communication=False)
+    assert still.value == 5 * 10**8 and "no effect" in still.reason
+    layout = choose.layout(model, job(), 4, "gloo", links())
+    reduced = (model.parameters - ROOT) * estimate.REDUCED_BYTES
+    without = dataclasses.replace(job(), device="cuda")
+    assert layout.memory - choose.layout(model, without, 4, "gloo", links()).memory == reduced
 
 
 sizes = st.lists(st.integers(1, 50), min_size=1, max_size=12).map(tuple)
@@ -207,7 +229,7 @@ def test_no_other_layout_communicates_less(times):
 
 
 def test_what_computation_can_hide():
-    layout = choose.layout(work(), MIB, 4, "gloo", links(1.0))
+    layout = choose.layout(work(), job(), 4, "gloo", links(1.0))
     assert choose.can_hide(work(), job(), layout) == work().compute == pytest.approx(0.036)
     assert choose.can_hide(work(), job(overlap_communication=False), layout) == 0
     alone = dataclasses.replace(layout, degree=1)

@@ -21,6 +21,7 @@ PICKED = [
     "hierarchical_all_gather",
     "prefetch_depth",
     "sdp_max_live_parameters",
+    "sdp_reduce_bucket_size",
 ]
 
 

@@ -86,6 +86,7 @@ ENTRIES = {
         "nearlinear MiCS (nearlinear), least memory",
         theory.lean,
         sdp_max_live_parameters=0,
+        sdp_reduce_bucket_size=0,
         **NEARLINEAR,
     ),
     "ours_nl": _ours("nearlinear MiCS (nearlinear)", **NEARLINEAR),

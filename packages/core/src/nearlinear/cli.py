@@ -90,8 +90,8 @@ def _parser() -> argparse.ArgumentParser:
         help="measure a job's links and pick its communication settings",
         description="Time the collectives that training a config would run, on the ranks and links "
         "where it would run, and pick hybrid_shard_degree, communication_backend, "
-        "hierarchical_all_gather, prefetch_depth and sdp_max_live_parameters. Nothing is trained. "
-        "Starts or joins ranks as train does.",
+        "hierarchical_all_gather, prefetch_depth, sdp_max_live_parameters and "
+        "sdp_reduce_bucket_size. Nothing is trained. Starts or joins ranks as train does.",
         epilog=TUNE_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -31,10 +31,12 @@ TUNING_OF_V1 = frozenset(
     "ddp_port default_partition deterministic_server fast_mode fp16_params horovod load_partition "
     "memory_weight optimize overlapping_allreduce partition_file pipeline placement_strategy "
     "prescaled_batch sdp_gradient_clipping "
-    "sdp_param_persistence_threshold sdp_reduce_bucket_size shard_optimizer_state skip_tracing "
+    "sdp_param_persistence_threshold shard_optimizer_state skip_tracing "
     "static_mode _fp32_grad_accumulation _match_weights".split()
 )
 """Keys of SMP v1 with no counterpart here: accepted, and logged as having no effect."""
+
+COUNTS_OF_V1 = ("sdp_max_live_parameters", "sdp_reduce_bucket_size")  # of parameters
 
 WORDS = {
     "hierarchical_all_gather": ("auto", "on", "off"),
@@ -83,6 +85,9 @@ class Config:
     sdp_max_live_parameters: int = 10**9
     """parameters that may be gathered at once on a rank; blocks that fit stay gathered for a whole
     step, 0 = as few as the schedule needs"""
+    sdp_reduce_bucket_size: int = 5 * 10**8
+    """parameters whose gradients may be on their way to the ranks that keep them at once; one
+    unit's always may, 0 = no more; accelerators never have more"""
     gather_dtype: str = "same"
     """what parameters travel as in gathers: same, bf16 or fp8; they compute as before"""
     allow_empty_shards: bool = False
@@ -101,7 +106,7 @@ class Config:
                 f"hybrid_shard_degree = {self.hybrid_shard_degree}: must be 0 (all data ranks) or "
                 "more"
             )
-        for name in ("prefetch_depth", "sdp_max_live_parameters"):
+        for name in ("prefetch_depth", *COUNTS_OF_V1):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} = {getattr(self, name)}: must be 0 or more")
         for name, allowed in WORDS.items():
@@ -201,7 +206,7 @@ def canonical(data: dict) -> dict:
             continue
         if key == "sdp_hierarchical_allgather":
             key, value = "hierarchical_all_gather", "auto" if value else "off"
-        if key == "sdp_max_live_parameters" and isinstance(value, float) and value.is_integer():
+        if key in COUNTS_OF_V1 and isinstance(value, float) and value.is_integer():
             value = int(value)  # v1's users write 1e9
         name = ALIASES.get(key, key)
         if name in result and result[name] != value:

@@ -151,7 +151,8 @@ def reduce_beside(units: list[FSDPModule], now: Runtime) -> Reduction:
     """Have ``units``, sharded over the shard axis alone, reduce in both hops on a lane."""
     lanes = lanes_of(now)
     memory = _memory(lanes.scatter.shards, "ReduceScatter")
-    reduction = Reduction(lanes.reductions, lanes.scatter, lanes.replicas, memory)
+    most = now.config.sdp_reduce_bucket_size
+    reduction = Reduction(lanes.reductions, lanes.scatter, lanes.replicas, memory, most)
     for unit in units:
         unit.set_custom_reduce_scatter(UnitReduction(reduction, unit))
     return reduction

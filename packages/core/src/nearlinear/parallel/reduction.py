@@ -7,6 +7,8 @@ them all-reduces it across replicas; then the gradients appear. FSDP2 itself sha
 axis only and hands every unit's gradients to a `UnitReduction`.
 """
 
+import math
+from collections import deque
 from dataclasses import dataclass, field
 
 import torch
@@ -28,9 +30,21 @@ class Reduction:
     scatter: Scatter  # over the shard group
     replicas: dist.ProcessGroup | None  # None: there is one replica
     memory: object  # allocates what is reduced
+    most: int  # elements whose reductions may be under way at once; one unit's always may
     two_hop: bool = True  # replicas meet once per step, not after every micro-batch
     last: bool = True  # the micro-batch at hand ends the step
     units: list["UnitReduction"] = field(default_factory=list)
+    under_way: deque[tuple[Item, int]] = field(default_factory=deque)  # elements each, in order
+
+    def make_room(self, elements: int) -> None:
+        """Wait for as many reductions, the oldest first, as ``elements`` more ask for."""
+        while self.under_way:
+            oldest, _ = self.under_way[0]
+            fits = elements + sum(each for _, each in self.under_way) <= self.most
+            if fits and not oldest.is_completed():
+                break
+            oldest.wait()
+            self.under_way.popleft()
 
     def end_backward(self) -> None:
         """At the end of every backward pass; may come more than once."""
@@ -39,6 +53,7 @@ class Reduction:
 
     def abandon(self) -> None:
         """Drop what the micro-batches of an unfinished step have summed up."""
+        self.under_way.clear()
         for unit in self.units:
             unit.hidden = unit.item = unit.output = unit.views = unit.aside = None
 
@@ -61,6 +76,8 @@ class UnitReduction(_ReduceScatter):
         return _torch.sharded_parameters(self.unit)
 
     def allocate(self, size, *, dtype, device) -> torch.Tensor:
+        """What is reduced, and then what becomes of it."""
+        self.common.make_room(math.prod(size))
         return self.common.memory.allocate(size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
@@ -87,6 +104,7 @@ class UnitReduction(_ReduceScatter):
                 output_tensor.add_(before)
 
         self.item = common.lane.give(reduce=first_hop, second_hop=second_hop)
+        common.under_way.append((self.item, input_tensor.numel()))
         self.output = output_tensor
         self.hidden = None
         _torch.after_backward(common.end_backward)

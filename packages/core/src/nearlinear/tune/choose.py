@@ -15,6 +15,7 @@ from . import estimate
 from .estimate import Communication, Times, Work
 
 LIVE_SHARE = 0.5  # for gathered parameters, of the memory left beside everything else
+BUCKET_SHARE = 0.25  # for gradients on their way, of the memory left beside what must be
 DEEPEST = 4  # blocks gathered ahead, at most
 WAYS = ("off", "on", "auto")  # of equals the first
 
@@ -36,6 +37,10 @@ class Job:
     device: str = "cpu"
     """its type"""
 
+    def on_lanes(self, degree: int) -> bool:
+        """Whether communication goes on beside computation by `parallel.lane`."""
+        return self.device == "cpu" and self.config.overlap_communication and degree > 1
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -49,6 +54,8 @@ class Layout:
     """prefetch_depth"""
     live: int
     """sdp_max_live_parameters"""
+    bucket: int
+    """sdp_reduce_bucket_size"""
     kept: int
     """blocks that stay gathered for a whole step"""
     memory: int
@@ -79,18 +86,19 @@ def degrees_that_fit(work: Work, job: Job) -> list[int]:
 def layouts(work: Work, job: Job, measured: Measured) -> list[Layout]:
     """The best layout of every degree and backend that was measured, degrees ascending."""
     return [
-        layout(work, job.memory, degree, backend, times)
+        layout(work, job, degree, backend, times)
         for (degree, backend), times in sorted(measured.items())
     ]
 
 
-def layout(work: Work, memory: int, degree: int, backend: str, times: Times) -> Layout:
+def layout(work: Work, job: Job, degree: int, backend: str, times: Times) -> Layout:
     """The settings with the least communication for one degree and backend."""
-    found = []
+    found, memory = [], job.memory
     for way in WAYS if staged(times) else ("auto",):
         depth = prefetch_depth(work, memory, degree, estimate.block_gather(work, times, way))
-        live = live_parameters(work, memory, degree, depth)
-        found.append(with_settings(work, degree, backend, times, (way, depth, live)))
+        bucket = reduce_bucket(work, job, degree, depth)
+        live = live_parameters(work, memory, degree, depth, bucket)
+        found.append(with_settings(work, degree, backend, times, (way, depth, live, bucket)))
     return best(found)
 
 
@@ -101,18 +109,20 @@ def layout_asked_for(work: Work, job: Job, measured: Measured) -> Layout | None:
     times = measured.get((degree, job.backend))
     if times is None:
         return None
-    rest = asked.hierarchical_all_gather, asked.prefetch_depth, asked.sdp_max_live_parameters
+    live = asked.sdp_max_live_parameters
+    bucket = asked.sdp_reduce_bucket_size if job.on_lanes(degree) else 0
+    rest = asked.hierarchical_all_gather, asked.prefetch_depth, live, bucket
     return with_settings(work, degree, job.backend, times, rest)
 
 
 def with_settings(work: Work, degree: int, backend: str, times: Times, rest: tuple) -> Layout:
-    """The `Layout` of a degree and backend with ``rest``: way, depth, live."""
-    way, depth, live = rest
+    """The `Layout` of a degree and backend with ``rest``: way, depth, live, bucket."""
+    way, depth, live, bucket = rest
     kept = estimate.kept_with(work, depth, live)
     gathered = estimate.held(work, depth, kept) * work.gathered_bytes
-    memory = estimate.beside_gathered(work, degree) + gathered
+    memory = estimate.beside_gathered(work, degree, bucket) + gathered
     step = estimate.communication(work, times, kept, way)
-    return Layout(degree, backend, way, depth, live, kept, memory, step)
+    return Layout(degree, backend, way, depth, live, bucket, kept, memory, step)
 
 
 def best(layouts: list[Layout]) -> Layout:
@@ -125,8 +135,8 @@ def can_hide(work: Work, job: Job, layout: Layout) -> float:
 
     None on the CPU where that is switched off, or where states are not sharded.
     """
-    beside = job.config.overlap_communication and layout.degree > 1
-    return min(layout.step.total, work.compute) if beside or job.device != "cpu" else 0.0
+    beside = job.device != "cpu" or job.on_lanes(layout.degree)
+    return min(layout.step.total, work.compute) if beside else 0.0
 
 
 def staged(times: Times) -> bool:
@@ -146,12 +156,25 @@ def prefetch_depth(work: Work, memory: int, degree: int, gather: float) -> int:
     return depth
 
 
-def live_parameters(work: Work, memory: int, degree: int, depth: int) -> int:
+def reduce_bucket(work: Work, job: Job, degree: int, depth: int) -> int:
+    """What the config allows, or as many parameters as `BUCKET_SHARE` does if that is less.
+
+    0 where reductions are not ours.
+    """
+    if not job.on_lanes(degree):
+        return 0
+    asked = job.config.sdp_reduce_bucket_size
+    free = job.memory - estimate.needed(work, degree, depth)
+    allowed = int(BUCKET_SHARE * max(0, free)) // estimate.REDUCED_BYTES
+    return asked if min(asked, work.parameters) <= allowed else allowed
+
+
+def live_parameters(work: Work, memory: int, degree: int, depth: int, bucket: int = 0) -> int:
     """The fewest live parameters that keep as many blocks gathered as `LIVE_SHARE` allows.
 
     0 where that is none.
     """
-    free = memory - estimate.beside_gathered(work, degree)
+    free = memory - estimate.beside_gathered(work, degree, bucket)
     allowed = int(LIVE_SHARE * max(0, free)) // work.gathered_bytes
     kept = estimate.kept_with(work, depth, allowed)
     return estimate.held(work, depth, kept) if kept else 0

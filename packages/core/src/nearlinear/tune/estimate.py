@@ -1,7 +1,7 @@
 """What a layout costs a rank in memory, and an optimizer step in communication: estimates.
 
 Memory: 16 bytes of model states per parameter and rank of the shard group (float32 weight and
-gradient, AdamW's two moments), the units gathered at once, the gradients of the largest unit, and
+gradient, AdamW's two moments), the units gathered at once, the gradients that are on their way, and
 the activations of one micro-batch. Communication: every collective of a step, at the time measured
 for its size alone, one after the other. What computation hides, and what it slows, is left out.
 """
@@ -65,15 +65,19 @@ def held(work: Work, depth: int, kept: int) -> int:
     return min(work.parameters, work.root + sum(work.blocks[:kept]) + moving)
 
 
-def beside_gathered(work: Work, degree: int) -> int:
-    """Bytes a rank needs for everything but gathered parameters."""
+def beside_gathered(work: Work, degree: int, bucket: int = 0) -> int:
+    """Bytes a rank needs for everything but gathered parameters.
+
+    ``bucket``: parameters whose gradients may be under way; the largest unit's always may.
+    """
     largest = max(work.root, *work.blocks)
-    gradients = largest * (work.gathered_bytes + REDUCED_BYTES)  # as computed, and as sent
+    reduced = max(largest, min(bucket, work.parameters))
+    gradients = largest * work.gathered_bytes + reduced * REDUCED_BYTES  # as computed, as sent
     return states(work, degree) + work.activations + gradients
 
 
 def needed(work: Work, degree: int, depth: int) -> int:
-    """Bytes a rank needs with as few parameters gathered as the schedule allows."""
+    """Bytes a rank needs with as little gathered, and as little on its way, as possible."""
     return beside_gathered(work, degree) + held(work, depth, 0) * work.gathered_bytes
 
 

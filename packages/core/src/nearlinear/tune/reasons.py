@@ -3,7 +3,17 @@
 from dataclasses import dataclass
 
 from . import estimate
-from .choose import LIVE_SHARE, Job, Layout, Measured, best, divisors, staged, with_settings
+from .choose import (
+    BUCKET_SHARE,
+    LIVE_SHARE,
+    Job,
+    Layout,
+    Measured,
+    best,
+    divisors,
+    staged,
+    with_settings,
+)
 from .estimate import Work
 
 
@@ -29,6 +39,7 @@ def settings(work: Work, job: Job, measured: Measured, layouts: list[Layout]) ->
         _hierarchical(work, job, measured, chosen),
         _prefetch(work, job, measured, chosen),
         _live(work, job, chosen),
+        _bucket(work, job, chosen),
     ]
 
 
@@ -75,7 +86,7 @@ def _hierarchical(work: Work, job: Job, measured: Measured, chosen: Layout) -> S
     if not staged(times):
         reason = "no effect: shard groups do not span nodes with several ranks each"
         return _setting(job, key, chosen.way, True, reason)
-    rest = chosen.depth, chosen.live
+    rest = chosen.depth, chosen.live, chosen.bucket
     in_order = ("off", "one stage"), ("on", "two stages"), ("auto", "each size its faster way")
     reason = "gathers and reductions of a step take " + ", ".join(
         f"{ms(_between_shards(work, chosen, times, way, rest))} in {words}"
@@ -120,6 +131,21 @@ def _live(work: Work, job: Job, chosen: Layout) -> Setting:
     else:
         reason = f"no block more than the schedule needs fits in {room}"
     return _setting(job, "sdp_max_live_parameters", chosen.live, now == chosen.kept, reason)
+
+
+def _bucket(work: Work, job: Job, chosen: Layout) -> Setting:
+    key, asked = "sdp_reduce_bucket_size", job.config.sdp_reduce_bucket_size
+    if not job.on_lanes(chosen.degree):
+        reason = "no effect: that is for reductions beside computation on the CPU"
+        return _setting(job, key, asked, True, reason)
+    room = f"{BUCKET_SHARE:.0%} of the memory left beside what must be"
+    if chosen.bucket >= work.parameters:
+        reason = f"all {work.parameters:,} parameters' gradients fit in {room}"
+    elif chosen.bucket > max(work.root, *work.blocks):
+        reason = f"the gradients of {chosen.bucket:,} parameters fit in {room}"
+    else:
+        reason = "one unit's gradients at a time"
+    return _setting(job, key, chosen.bucket, chosen.bucket == asked, reason)
 
 
 def ms(seconds: float) -> str:

@@ -1,0 +1,74 @@
+"""How much of the gradients is on its way at once, and what a pass waits for."""
+
+import time
+
+import pytest
+
+import nearlinear as nl
+from nearlinear.parallel.lane import Item
+from nearlinear.parallel.overlap import PrivateMemory
+from nearlinear.parallel.reduction import Reduction
+from tests.support import tiny
+
+
+class Done(Item):
+    """Ends when it is waited for."""
+
+    def wait(self, timeout=None):
+        if not self.is_completed():
+            self.perform()
+        return super().wait(timeout)
+
+
+@pytest.mark.parametrize(
+    ("most", "asked", "left"),
+    [(12, 2, [4, 3, 3]), (11, 2, [3, 3]), (10, 4, [3, 3]), (9, 5, [3]), (5, 50, []), (0, 1, [])],
+)
+def test_the_oldest_are_waited_for(most, asked, left):
+    reduction = Reduction(None, None, None, PrivateMemory(), most)
+    reduction.under_way.extend((Done(lambda: None), elements) for elements in (4, 3, 3))
+    reduction.make_room(asked)
+    assert [elements for _, elements in reduction.under_way] == left
+
+
+def test_what_has_ended_takes_no_room():
+    reduction = Reduction(None, None, None, PrivateMemory(), 10)
+    reduction.under_way.extend((Done(lambda: None), elements) for elements in (6, 4))
+    reduction.under_way[0][0].perform()
+    reduction.make_room(6)
+    assert [elements for _, elements in reduction.under_way] == [4]
+
+
+def under_way_in_a_pass(rank, bucket):
+    """Gradients still on their way, at most, when the next unit's memory was handed out."""
+    nl.init({"hybrid_shard_degree": 2, "sdp_reduce_bucket_size": bucket})
+    with nl.spmd.one_at_a_time(seed=0):
+        model = tiny.gpt2(6)
+    total = sum(p.numel() for p in model.parameters())
+    nl.shard(model)
+    reduction, seen = model._nearlinear_reduction, []
+    scatter, make_room = reduction.scatter, reduction.make_room
+
+    def slowly(*arguments):
+        time.sleep(0.1)
+        scatter(*arguments)
+
+    def watched(elements):
+        make_room(elements)
+        pending = (n for item, n in reduction.under_way if not item.is_completed())
+        seen.append(sum(pending) + elements)
+
+    reduction.scatter, reduction.make_room = slowly, watched
+    model(**tiny.batch(tiny.rows(0, 2))).loss.backward()
+    return max(seen), total
+
+
+@pytest.mark.slow
+def test_a_pass_keeps_to_the_bucket():
+    def most(bucket):
+        found = nl.spmd.run(under_way_in_a_pass, 2, args=(bucket,), processes=True)
+        return [seen / total for seen, total in found]
+
+    block = 0.16  # of the model, about; the root is less
+    assert all(seen < 1.2 * block for seen in most(0))
+    assert all(seen > 3 * block for seen in most(10**9))
