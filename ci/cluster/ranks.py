@@ -12,6 +12,10 @@ from collections.abc import Iterator, Sequence
 from ci.cluster.namespaces import END_WITH_PARENT
 
 
+class RankFailed(RuntimeError):
+    """A rank ended before its job did; its own words are on stderr."""
+
+
 class Rank(subprocess.Popen):
     """A running rank: a Popen with ``rank`` and ``node``; its ``pid`` is the command's own."""
 

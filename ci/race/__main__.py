@@ -7,28 +7,35 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 
+from ci.cluster import status_of
 from nearlinear_collectives.bench import machine, record
 
 from . import figures, table
 from .contestants import ENTRIES, LADDERS
-from .course import race, status_of
+from .course import race
+from .peers import PeerMissing
 from .plan import Plan
 
 MODULE = "ci.race"
+# All that train as they are meant to be used; the others are rungs of a ladder.
+USUAL = (
+    *("compute", "zero3", "zero3_default", "zero3_nl", "mics", "fsdp1", "fsdp2", "fsdp2_nl"),
+    *("ours", "ours_nl_lean", "ours_nl"),
+)
 # What a race is about, in ten minutes on two cores.
 QUICK = ("compute", "zero3", "mics", "fsdp2", "fsdp2_nl", "ours", "ours_nl")
 QUICK_FOLDER = Path("artifacts/race")
 EXAMPLES = f"""\
 examples:
   python -m {MODULE} --quick                              ten minutes; figures in {QUICK_FOLDER}
-  python -m {MODULE}                                      4 nodes x 1 rank, 1 Gbit/s, everybody
+  python -m {MODULE}                                      4 nodes x 1 rank, 1 Gbit/s, the usual
   python -m {MODULE} --nodes 2 --ranks 2 --rate 1gbit --json race.json
   python -m {MODULE} --contestants fsdp2 ours ours_nl --steps 3
   python -m {MODULE} --ladder                             which part gains how much
   python -m {MODULE}.sweep --nodes 1 2 4 8                weak scaling
 
-contestants:
-{chr(10).join(f"  {name:14} {entry.title}" for name, entry in ENTRIES.items())}
+contestants (* the usual):
+{chr(10).join(f"{' *'[n in USUAL]} {n:14} {entry.title}" for n, entry in ENTRIES.items())}
 
 Needs root: with sudo, name the Python of your environment, as in sudo .venv/bin/python. DeepSpeed's
 releases are installed by the first race that needs them, under artifacts/peers."""
@@ -37,7 +44,7 @@ releases are installed by the first race that needs them, under artifacts/peers.
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     options = _parser().parse_args(argv)
-    return status_of(lambda: _race(options, argv))
+    return status_of(lambda: _race(options, argv), PeerMissing)
 
 
 def _race(options, argv: list[str]) -> int:
@@ -69,12 +76,13 @@ def report_astray(turns: list[dict]) -> int:
 
 
 def _plan(options) -> Plan:
-    names = options.contestants or (QUICK if options.quick else list(ENTRIES))
+    names = options.contestants or (QUICK if options.quick else USUAL)
     if options.quick:
         options.figures = options.figures or QUICK_FOLDER
         options.json = options.json or options.figures / "quick.json"
     if options.ladder:
-        names = ["compute", *LADDERS[options.ladder]]
+        orders = LADDERS if options.ladder == "both" else [options.ladder]
+        names = ["compute", *(name for order in orders for name in LADDERS[order])]
     plan = plan_of(options, names).check()
     if options.figures:
         options.figures.mkdir(parents=True, exist_ok=True)
@@ -93,10 +101,10 @@ def plan_of(options, names) -> Plan:
     return Plan(**chosen, contestants=tuple(dict.fromkeys(names)))
 
 
-def add_common(parser: argparse.ArgumentParser) -> None:
-    """Options of every command that races."""
+def add_common(parser: argparse.ArgumentParser, usual: str) -> None:
+    """Options of every command that races; ``usual``: in words, who races if nobody is named."""
     add = parser.add_argument
-    add("--contestants", nargs="+", metavar="NAME", help="(default: all; see below)")
+    add("--contestants", nargs="+", metavar="NAME", help=f"(default: {usual})")
     add("--ranks", type=int, default=1, metavar="M", dest="ranks_per_node",
         help="per node (default: 1)")  # fmt: skip
     add("--shard", type=int, default=2, metavar="S", help="ranks that share a copy (default: 2)")
@@ -114,13 +122,13 @@ def _parser() -> argparse.ArgumentParser:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add_common(parser)
+    add_common(parser, "the usual, see below")
     add = parser.add_argument
     add("--nodes", type=int, default=4, metavar="N", help="(default: 4)")
     add("--rate", default="1gbit", help="of each NIC, each way (default: 1gbit)")
     add("--quick", action="store_true", help=f"only {', '.join(QUICK)}")
-    add("--ladder", nargs="?", choices=LADDERS, const="the backend last", metavar="ORDER",
-        help=f"add the parts one by one: {' or '.join(map(repr, LADDERS))}")  # fmt: skip
+    add("--ladder", nargs="?", choices=[*LADDERS, "both"], const="both", metavar="ORDER",
+        help=f"add the parts one by one: {', '.join(map(repr, LADDERS))}, or both")  # fmt: skip
     return parser
 
 

@@ -2,38 +2,17 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
-
-from ci.cluster import Cluster, ClusterError, why_not
+from ci.cluster import Cluster
 
 from . import table
-from .peers import PeerMissing
 from .plan import Plan
-from .teams import Team, TeamFailed, teams_of
-
-
-def status_of(command: Callable[[], int]) -> int:
-    """What a command that races returns: its own status, or that of what went wrong, said."""
-    if reason := why_not():
-        print(reason, file=sys.stderr)
-        return 2
-    try:
-        return command()
-    except (ClusterError, PeerMissing, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except TeamFailed as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
+from .teams import Team, teams_of
 
 
 def race(plan: Plan, timelines: bool = False) -> list[dict]:
     """Every turn's record, warm-up too; ``timelines``: one more turn of each, with its spans.
 
-    Raises ClusterError, PeerMissing, TeamFailed.
+    Raises ClusterError, PeerMissing, RankFailed.
     """
     turns = []
     with Cluster(plan.nodes, plan.rate) as cluster:

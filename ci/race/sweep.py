@@ -11,11 +11,13 @@ import argparse
 import sys
 from dataclasses import replace
 
+from ci.cluster import status_of
 from nearlinear_collectives.bench import record
 
 from . import figures, table
 from .__main__ import add_common, plan_of, report_astray
-from .course import race, status_of
+from .course import race
+from .peers import PeerMissing
 from .plan import Plan
 
 MODULE = "ci.race.sweep"
@@ -29,7 +31,7 @@ examples:
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     options = _parser().parse_args(argv)
-    return status_of(lambda: _sweep(options, argv))
+    return status_of(lambda: _sweep(options, argv), PeerMissing)
 
 
 def _sweep(options, argv: list[str]) -> int:
@@ -107,7 +109,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add_common(parser)
+    add_common(parser, " ".join(USUAL))
     add = parser.add_argument
     add("--nodes", type=int, nargs="+", default=[4], metavar="N", dest="node_counts",
         help="(default: 4)")  # fmt: skip

@@ -13,17 +13,13 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from ci.cluster import Cluster, in_order_of_end
+from ci.cluster import Cluster, RankFailed, in_order_of_end
 
 from . import peers
 from .contestants import ENTRIES
 from .plan import Plan
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-class TeamFailed(RuntimeError):
-    """A rank ended before the race did; its own words are on stderr."""
 
 
 class Team:
@@ -69,7 +65,7 @@ class Team:
                 if key in found:
                     return found
         failed = next((r for r in in_order_of_end(self.ranks, 10) if r.returncode), self.leader)
-        raise TeamFailed(f"{failed} of {', '.join(self.names)} ended with {failed.returncode}")
+        raise RankFailed(f"{failed} of {', '.join(self.names)} ended with {failed.returncode}")
 
     def end(self) -> None:
         self.leader.stdin.close()

@@ -103,7 +103,7 @@ def test_wrong_requests_end_before_a_rank_starts(words, says, capsys, monkeypatc
 
 
 def test_a_machine_that_cannot_says_why(capsys, monkeypatch):
-    monkeypatch.setattr(command, "why_not", lambda: "An emulated cluster needs root.")
+    monkeypatch.setattr("ci.cluster.command.why_not", lambda: "An emulated cluster needs root.")
     assert command.main([]) == 2
     assert "needs root" in capsys.readouterr().err
 

@@ -61,7 +61,7 @@ def test_contestants_of_one_default_backend_share_processes():
     ],
 )
 def test_wrong_requests_are_refused(arguments, words, capsys, monkeypatch):
-    monkeypatch.setattr(course, "why_not", lambda: None)
+    monkeypatch.setattr("ci.cluster.command.why_not", lambda: None)
     assert race.main(arguments) == 2
     assert words in capsys.readouterr().err
 
@@ -178,6 +178,13 @@ def test_tidied_spans_neither_overlap_nor_leave_their_bounds(pieces):
         assert inside or end - begin <= spans.SHORT + 1e-6
 
 
+def test_both_ladders_are_one_race_of_everybody_on_them():
+    options = race._parser().parse_args(["--ladder"])
+    names = race._plan(options).contestants
+    assert names[0] == "compute" and len(set(names)) == len(names)
+    assert set(names) == {"compute", *(name for rungs in LADDERS.values() for name in rungs)}
+
+
 def test_a_ladder_says_what_each_part_adds():
     rungs = list(LADDERS["the backend last"])
     turns = [turn(name, 1, 2.0**-place) for place, name in enumerate(rungs)]
@@ -208,7 +215,7 @@ def test_a_sweep_races_on_every_cluster(tmp_path, monkeypatch, capsys):
         plans.append(plan)
         return [turn(name, 1, 1.0 + plan.nodes) for name in plan.contestants]
 
-    monkeypatch.setattr(course, "why_not", lambda: None)
+    monkeypatch.setattr("ci.cluster.command.why_not", lambda: None)
     monkeypatch.setattr(sweep, "race", raced)
     kept = tmp_path / "scaling.json"
     words = ["--nodes", "1", "8", "--contestants", "ours_nl", "--json", str(kept)]

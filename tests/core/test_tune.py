@@ -121,6 +121,16 @@ def test_two_stages_where_they_are_faster(times, way):
     assert "two stages" in chosen["hierarchical_all_gather"].reason
 
 
+def test_the_collectives_package_left_alone_gathers_in_one_stage():
+    times = staged_links(2e-3, 1e-3)
+    step = {
+        way: choose.with_settings(work(), 4, "nearlinear", times, (way, 1, 0, 0)).step
+        for way in ("off", "on", "auto")
+    }
+    assert step["auto"] == step["off"] != step["on"]
+    assert picked({(4, "nearlinear"): times})["hierarchical_all_gather"].value == "on"
+
+
 def test_without_nodes_to_span_two_stages_have_no_effect():
     chosen = picked({(4, "gloo"): links(1e-3)}, job(hierarchical_all_gather="off"))
     assert chosen["hierarchical_all_gather"].value == "off"

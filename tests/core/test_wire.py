@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 import nearlinear as nl
 from nearlinear.counts import count_collectives
+from nearlinear.parallel import overlap
 from nearlinear.parallel.wire import CODECS, GREATEST
 from tests.support import tiny
 
@@ -51,12 +52,12 @@ def test_what_is_not_finite_is_not_hidden():
     assert output[0, 300].isnan() and output[0, 599].isnan()
 
 
-def gathered_bytes(rank, gather_dtype, overlap):
+def gathered_bytes(rank, gather_dtype, beside):
     nl.init(
         {
             "hybrid_shard_degree": 4,
             "gather_dtype": gather_dtype,
-            "overlap_communication": overlap,
+            "overlap_communication": beside,
         }
     )
     with nl.spmd.one_at_a_time(seed=0):
@@ -67,11 +68,36 @@ def gathered_bytes(rank, gather_dtype, overlap):
     return counts.bytes["all_gather"]
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-def test_fewer_bytes_are_gathered(overlap):
-    same, bf16, fp8 = (nl.spmd.run(gathered_bytes, 4, args=(name, overlap))[0] for name in CODECS)
+@pytest.mark.parametrize("beside", [True, False])
+def test_fewer_bytes_are_gathered(beside):
+    same, bf16, fp8 = (nl.spmd.run(gathered_bytes, 4, args=(name, beside))[0] for name in CODECS)
     assert bf16 == same / 2
     assert same / 4 < fp8 < 0.27 * same
+
+
+def test_auto_measures_what_travels(monkeypatch):
+    def sharded(rank, gather_dtype):
+        nl.init({"hybrid_shard_degree": 4, "gather_dtype": gather_dtype}, ranks_per_node=2)
+        with nl.spmd.one_at_a_time(seed=0):
+            model = tiny.gpt2(2)
+        nl.shard(model)
+
+    def measured(gather_dtype):
+        seen = []
+
+        def spy(hierarchy, shards, memory, sizes, device):
+            seen.append(sizes)
+            return [False] * len(sizes)
+
+        monkeypatch.setattr(overlap, "worth_it", spy)
+        nl.spmd.run(sharded, 4, args=(gather_dtype,))
+        return seen[0]
+
+    plain = measured("same")
+    assert {dtype for _, dtype in plain} == {torch.float32}
+    assert measured("bf16") == [(elements, torch.bfloat16) for elements, _ in plain]
+    scaled = CODECS["fp8"].length
+    assert measured("fp8") == [(scaled(elements), torch.uint8) for elements, _ in plain]
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import threading
 from pathlib import Path
 from typing import IO
 
-from ci.cluster import Cluster, ClusterError, in_order_of_end, why_not
+from ci.cluster import Cluster, RankFailed, in_order_of_end, status_of
 from nearlinear_collectives.bench import backends, machine, plot, record
 from nearlinear_collectives.bench.sizes import parse_sizes
 
@@ -32,38 +32,25 @@ examples:
 Needs root: with sudo, name the Python of your environment, as in sudo .venv/bin/python."""
 
 
-class RankFailed(RuntimeError):
-    """A rank ended with an error; what it said is on stderr."""
-
-
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     options = _parser().parse_args(argv)
-    if reason := why_not():
-        print(reason, file=sys.stderr)
-        return 2
-    try:
-        plan = _plan(options)
-        background, before = machine.Background(), machine.own_seconds()
-        kept = record.header(MODULE, argv, "torch", "nearlinear-collectives")
-        print(f"# {_machine_line(kept)}")
-        kept["settings"] = {
-            "nodes": options.nodes,
-            "rate_bits_per_second": plan.rate,
-            "blocks": plan.blocks,
-            "block_ms": options.block_ms,
-        }
-        results = run(plan, options.nodes, options.ranks, options.rate)
-        kept["cores_used_by_others"] = background.cores(machine.own_seconds() - before)
-    except (ClusterError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except RankFailed as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
-    kept["results"] = results
+    return status_of(lambda: _measure(options, argv))
+
+
+def _measure(options, argv: list[str]) -> int:
+    plan = _plan(options)
+    background, before = machine.Background(), machine.own_seconds()
+    kept = record.header(MODULE, argv, "torch", "nearlinear-collectives")
+    print(f"# {_machine_line(kept)}")
+    kept["settings"] = {
+        "nodes": options.nodes,
+        "rate_bits_per_second": plan.rate,
+        "blocks": plan.blocks,
+        "block_ms": options.block_ms,
+    }
+    kept["results"] = results = run(plan, options.nodes, options.ranks, options.rate)
+    kept["cores_used_by_others"] = background.cores(machine.own_seconds() - before)
     print(f"\n{table.LEGEND}\n\n{machine.background_line(kept['cores_used_by_others'])}")
     if options.json:
         record.write(options.json, kept)

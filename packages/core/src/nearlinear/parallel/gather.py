@@ -10,6 +10,7 @@ from .. import _torch
 from ..c10d_names import all_gather
 from .hierarchy import Hierarchy
 from .lane import Lane
+from .wire import codes
 
 _AllGather, _ = _torch.communication_classes()
 
@@ -33,18 +34,13 @@ class UnitGather(_AllGather):
 
     def allocate(self, size, *, dtype, device):
         """For the result; what a codec writes itself lies in private memory."""
-        if self._codes(dtype):
+        if codes(self.codec, dtype):
             return torch.empty(*size, dtype=dtype, device=device)
         return self.memory.allocate(size, dtype=dtype, device=device)
 
-    def _codes(self, dtype: torch.dtype) -> bool:
-        codec = self.codec
-        return codec is not None and dtype.is_floating_point and dtype != codec.dtype
-
     def __call__(self, output_tensor, input_tensor, group, async_op=False):
         """Gather ``input_tensor`` (E,) of every rank into ``output_tensor`` (ranks * E,)."""
-
-        run = self._gather_coded if self._codes(input_tensor.dtype) else self._gather
+        run = self._gather_coded if codes(self.codec, input_tensor.dtype) else self._gather
         item = self.lane.give(gather=lambda: run(output_tensor, input_tensor))
         if async_op:
             return item

@@ -66,29 +66,28 @@ def worth_it(
     hierarchy: Hierarchy,
     shards: dist.ProcessGroup,
     memory,
-    sizes: list[int],
-    dtype: torch.dtype,
+    sizes: list[tuple[int, torch.dtype]],
     device: torch.device,
 ) -> list[bool]:
-    """For each of ``sizes`` (elements per rank): whether gathering in two stages is faster.
+    """For each of ``sizes``, what a rank sends: whether gathering in two stages is faster.
 
     A collective call; the answer is the same on every rank of the job.
     """
     times = {}
-    for size in sorted(set(sizes)):
-        output = memory.allocate((size * shards.size(),), dtype=dtype, device=device)
-        mine = output.view(-1, size)[shards.rank()].zero_()
+    for elements, dtype in dict.fromkeys(sizes):
+        output = memory.allocate((elements * shards.size(),), dtype=dtype, device=device)
+        mine = output.view(-1, elements)[shards.rank()].zero_()
         ways = (
             lambda output=output, mine=mine: all_gather(output, mine, group=shards),
             lambda output=output, mine=mine: hierarchy.gather(output, mine),
         )
         found = torch.tensor(_alternately(ways, device), dtype=torch.float64, device=device)
         dist.all_reduce(found, op=dist.ReduceOp.MAX)
-        times[size] = found.tolist()
-    for size, (flat, staged) in times.items():
+        times[elements, dtype] = found.tolist()
+    for (elements, dtype), (flat, staged) in times.items():
         log.info(
             "all-gather of %.1f MiB: %.1f ms in one stage, %.1f ms across nodes first",
-            size * shards.size() * dtype.itemsize / 2**20,
+            elements * shards.size() * dtype.itemsize / 2**20,
             flat * 1e3,
             staged * 1e3,
         )

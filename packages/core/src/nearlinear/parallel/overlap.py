@@ -23,7 +23,7 @@ from .hierarchy import Hierarchy, cut, worth_it
 from .lane import Lane
 from .reduction import Reduction, UnitReduction
 from .scatter import Scatter
-from .wire import CODECS
+from .wire import CODECS, travelling
 
 SUMMED_AS_THEY_ARE = (torch.float32, torch.bfloat16)  # FSDP2 divides others, before and after
 
@@ -143,8 +143,9 @@ def _staged(units: list[FSDPModule], now: Runtime, dtype: torch.dtype) -> list[b
         return [False] * len(units)
     ranks = now.mesh.shard
     sizes = [sum(-(-p.numel() // ranks) for p in _torch.sharded_parameters(u)) for u in units]
+    sent = [travelling(now.config.gather_dtype, size, dtype) for size in sizes]
     memory = _memory(lanes.gathering, "AllGather")
-    return worth_it(lanes.hierarchy, lanes.gathering, memory, sizes, dtype, now.device)
+    return worth_it(lanes.hierarchy, lanes.gathering, memory, sent, now.device)
 
 
 def reduce_beside(units: list[FSDPModule], now: Runtime) -> Reduction:

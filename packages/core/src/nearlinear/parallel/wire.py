@@ -63,3 +63,14 @@ class Fp8:
 
 
 CODECS = {"same": None, "bf16": Bf16(), "fp8": Fp8()}
+
+
+def codes(codec: Bf16 | Fp8 | None, dtype: torch.dtype) -> bool:
+    """Whether ``codec`` changes how parameters of ``dtype`` travel."""
+    return codec is not None and dtype.is_floating_point and dtype != codec.dtype
+
+
+def travelling(gather_dtype: str, elements: int, dtype: torch.dtype) -> tuple[int, torch.dtype]:
+    """As how many of which dtype ``elements`` of ``dtype`` travel."""
+    codec = CODECS[gather_dtype]
+    return (codec.length(elements), codec.dtype) if codes(codec, dtype) else (elements, dtype)

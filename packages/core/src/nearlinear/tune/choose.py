@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from ..backends import IN_HOST_MEMORY
 from ..config import Config
 from ..errors import ConfigError
 from . import estimate
@@ -121,7 +122,9 @@ def with_settings(work: Work, degree: int, backend: str, times: Times, rest: tup
     kept = estimate.kept_with(work, depth, live)
     gathered = estimate.held(work, depth, kept) * work.gathered_bytes
     memory = estimate.beside_gathered(work, degree, bucket) + gathered
-    step = estimate.communication(work, times, kept, way)
+    # Left alone, this backend's gathers stay in one stage: inside, they are made of two.
+    really = "off" if (way, backend) == ("auto", IN_HOST_MEMORY) else way
+    step = estimate.communication(work, times, kept, really)
     return Layout(degree, backend, way, depth, live, bucket, kept, memory, step)
 
 

@@ -23,6 +23,7 @@ from ..mesh import Mesh
 from ..parallel.hierarchy import Hierarchy, cut
 from ..parallel.overlap import PrivateMemory
 from ..parallel.scatter import Scatter
+from ..parallel.wire import travelling
 from .estimate import GATHER, GATHER_STAGED, JOIN, REDUCE, REDUCE_STAGED
 from .units import Unit
 
@@ -150,11 +151,15 @@ def _groups(mesh: Mesh, now: runtime.Runtime, name: str, opened: dict) -> Groups
 
 
 def _gathers(groups: Groups, elements: int, now: runtime.Runtime) -> Iterator[tuple]:
-    """(collective, bytes, what runs it) for each way to gather ``elements`` per rank."""
+    """(collective, bytes, what runs it) for each way to gather ``elements`` per rank.
+
+    As they travel; the time to pack and unpack them is not in it.
+    """
     shards, hierarchy = groups.shards, groups.hierarchy
     if shards is None:
         return
-    dtype = torch.bfloat16 if now.config.bf16 else torch.float32
+    computed = torch.bfloat16 if now.config.bf16 else torch.float32
+    elements, dtype = travelling(now.config.gather_dtype, elements, computed)
     output = _memory(shards, "AllGather", (elements * shards.size(),), dtype, now)
     mine = output.view(-1, elements)[shards.rank()].zero_()
     yield GATHER, output.nbytes, lambda: all_gather(output, mine, group=shards)
