@@ -24,6 +24,7 @@ USUAL = (
 )
 # What a race is about, in ten minutes on two cores.
 QUICK = ("compute", "zero3", "mics", "fsdp2", "fsdp2_nl", "ours", "ours_nl")
+QUICK_STEPS = 3
 QUICK_FOLDER = Path("artifacts/race")
 EXAMPLES = f"""\
 examples:
@@ -78,6 +79,7 @@ def report_astray(turns: list[dict]) -> int:
 def _plan(options) -> Plan:
     names = options.contestants or (QUICK if options.quick else USUAL)
     if options.quick:
+        options.steps = options.steps or QUICK_STEPS
         options.figures = options.figures or QUICK_FOLDER
         options.json = options.json or options.figures / "quick.json"
     if options.ladder:
@@ -97,7 +99,7 @@ def plan_of(options, names) -> Plan:
     if unknown:
         raise ValueError(f"no contestants {', '.join(unknown)}: there are {', '.join(ENTRIES)}")
     known = {field.name for field in fields(Plan)} - {"contestants"}
-    chosen = {name: value for name, value in vars(options).items() if name in known}
+    chosen = {name: v for name, v in vars(options).items() if name in known and v is not None}
     return Plan(**chosen, contestants=tuple(dict.fromkeys(names)))
 
 
@@ -110,7 +112,7 @@ def add_common(parser: argparse.ArgumentParser, usual: str) -> None:
     add("--shard", type=int, default=2, metavar="S", help="ranks that share a copy (default: 2)")
     add("--micro-batch", type=int, default=3, metavar="B", help="sequences (default: 3)")
     add("--accumulation", type=int, default=4, metavar="A", help="micro-batches (default: 4)")
-    add("--steps", type=int, default=5, metavar="K", help="timed, of each (default: 5)")
+    add("--steps", type=int, metavar="K", help=f"timed, of each (default: {Plan.steps})")
     add("--json", type=Path, metavar="FILE", help="keep every turn there")
     add("--figures", type=Path, metavar="FOLDER", help="draw what was seen there, as SVG")
 
@@ -126,7 +128,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--nodes", type=int, default=4, metavar="N", help="(default: 4)")
     add("--rate", default="1gbit", help="of each NIC, each way (default: 1gbit)")
-    add("--quick", action="store_true", help=f"only {', '.join(QUICK)}")
+    add("--quick", action="store_true", help=f"only {', '.join(QUICK)}, {QUICK_STEPS} steps each")
     add("--ladder", nargs="?", choices=[*LADDERS, "both"], const="both", metavar="ORDER",
         help=f"add the parts one by one: {', '.join(map(repr, LADDERS))}, or both")  # fmt: skip
     return parser

@@ -33,7 +33,7 @@ def step_times(turns: list[dict]):
 
 
 def timelines(turns: list[dict]):
-    """A panel per contestant: what rank 0 does in one step, on one scale."""
+    """A panel per contestant: what rank 0, which is traced, does in one step, on one scale."""
     traced = [turn for turn in turns if turn.get("spans")]
     longest = max(end for t in traced for of in t["spans"].values() for _, end in of)
     figure, axes = _figure(10, 1.15 * len(traced) + 0.9, len(traced))

@@ -35,7 +35,10 @@ class Plan:
         return cls(**{**read, "contestants": tuple(read["contestants"])})
 
     def check(self) -> Plan:
-        """Itself. Raises ValueError for shard groups that do not fit the ranks and nodes."""
+        """Itself. Raises ValueError for what cannot be raced."""
+        for name in ("nodes", "ranks_per_node", "micro_batch", "accumulation", "steps"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name.replace('_', ' ')}: {getattr(self, name)}; at least 1")
         if self.shard < 1 or self.world % self.shard:
             raise ValueError(f"--shard {self.shard} does not divide {self.world} ranks")
         if self.shard % self.ranks_per_node and self.ranks_per_node % self.shard:

@@ -9,6 +9,7 @@ NIC sent; of a traced one, also what rank 0 did when.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import sys
@@ -56,7 +57,7 @@ def take(contestant, plan: Plan, turn: dict) -> dict:
     batches = model.batches(plan, turn["step"], dist.get_rank())
     dist.barrier()
     sent, begin = sent_bytes(), perf_counter()
-    if turn["traced"]:
+    if turn["traced"] and dist.get_rank() == 0:
         loss, found = traced(contestant, batches)
     else:
         loss, found = contestant.step(batches), {}
@@ -67,6 +68,7 @@ def take(contestant, plan: Plan, turn: dict) -> dict:
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     mean = torch.tensor(loss, dtype=torch.float64)
     dist.all_reduce(mean)
+    give_back_memory()
     return {
         "contestant": turn["contestant"],
         "step": turn["step"],
@@ -75,6 +77,13 @@ def take(contestant, plan: Plan, turn: dict) -> dict:
         "loss": mean.item() / dist.get_world_size(),
         **({"spans": found} if found else {}),
     }
+
+
+def give_back_memory() -> None:
+    """Whoever waits shall not hold what it has freed: many contestants share one machine."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc
+    if trim is not None:
+        trim(0)
 
 
 def sent_bytes() -> int:

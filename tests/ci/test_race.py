@@ -58,6 +58,8 @@ def test_contestants_of_one_default_backend_share_processes():
         (["--contestants", "hare"], "no contestants hare"),
         (["--contestants", "ours", "--shard", "3"], "--shard 3 does not divide 4 ranks"),
         (["--contestants", "ours", "--json", "/nowhere/x.json"], "no folder /nowhere"),
+        (["--contestants", "ours", "--steps", "0"], "steps: 0; at least 1"),
+        (["--contestants", "ours", "--nodes", "0"], "nodes: 0; at least 1"),
     ],
 )
 def test_wrong_requests_are_refused(arguments, words, capsys, monkeypatch):
@@ -176,6 +178,16 @@ def test_tidied_spans_neither_overlap_nor_leave_their_bounds(pieces):
     for begin, end in raw:
         inside = any(b - 1e-3 <= begin and end <= e + 1e-3 for b, e in found)
         assert inside or end - begin <= spans.SHORT + 1e-6
+
+
+def test_quick_takes_fewer_steps_unless_told(tmp_path, monkeypatch):
+    monkeypatch.setattr(race, "QUICK_FOLDER", tmp_path)
+
+    def steps(*arguments):
+        return race._plan(race._parser().parse_args(arguments)).steps
+
+    assert steps("--quick") == race.QUICK_STEPS < steps() == Plan.steps
+    assert steps("--quick", "--steps", "7") == steps("--steps", "7") == 7
 
 
 def test_both_ladders_are_one_race_of_everybody_on_them():
