@@ -52,7 +52,8 @@ def timelines(turns: list[dict]):
 def efficiencies(points: dict[str, list[tuple[float, float]]], label: str):
     """A line per contestant: share of the step that computation alone takes, over ``label``."""
     figure, ax = _figure(7, 4)
-    for (name, of), colour in zip(points.items(), COLOURS * 3, strict=False):
+    ours_first = sorted(points.items(), key=lambda item: ENTRIES[item[0]].module != "ours")
+    for (name, of), colour in zip(ours_first, COLOURS * 3, strict=False):
         ax.plot(*zip(*sorted(of), strict=True), "o-", color=colour, label=ENTRIES[name].title)
     ax.set(xlabel=label, ylabel="efficiency", ylim=(0, 1.05))
     ax.grid(axis="y", color=GRID)
