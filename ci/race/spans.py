@@ -2,7 +2,8 @@
 
 Read from torch's profiler: operators of the rank's own thread are computation, collectives are
 those that gloo's threads run, or that block the caller where the backend works on its thread. The
-profiler does not see our lanes, which keep their own record.
+profiler does not see our lanes, which keep their own record, nor what the nearlinear backend does
+for a caller that goes on.
 """
 
 from __future__ import annotations
