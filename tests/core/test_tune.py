@@ -129,6 +129,10 @@ def test_the_collectives_package_left_alone_gathers_in_one_stage():
     }
     assert step["auto"] == step["off"] != step["on"]
     assert picked({(4, "nearlinear"): times})["hierarchical_all_gather"].value == "on"
+    slow = staged_links(3e-3, 1e-3, flat_reduce=1e-3, two_reduce=9e-3)
+    tight = job(memory=estimate.needed(work(), 4, 3))
+    chosen = choose.layout(work(), tight, 4, "nearlinear", slow)
+    assert (chosen.way, chosen.depth) == ("off", 3)  # deep enough for one stage
 
 
 def test_without_nodes_to_span_two_stages_have_no_effect():

@@ -96,7 +96,8 @@ def layout(work: Work, job: Job, degree: int, backend: str, times: Times) -> Lay
     """The settings with the least communication for one degree and backend."""
     found, memory = [], job.memory
     for way in WAYS if staged(times) else ("auto",):
-        depth = prefetch_depth(work, memory, degree, estimate.block_gather(work, times, way))
+        gather = estimate.block_gather(work, times, in_effect(way, backend))
+        depth = prefetch_depth(work, memory, degree, gather)
         bucket = reduce_bucket(work, job, degree, depth)
         live = live_parameters(work, memory, degree, depth, bucket)
         found.append(with_settings(work, degree, backend, times, (way, depth, live, bucket)))
@@ -122,10 +123,14 @@ def with_settings(work: Work, degree: int, backend: str, times: Times, rest: tup
     kept = estimate.kept_with(work, depth, live)
     gathered = estimate.held(work, depth, kept) * work.gathered_bytes
     memory = estimate.beside_gathered(work, degree, bucket) + gathered
-    # Left alone, this backend's gathers stay in one stage: inside, they are made of two.
-    really = "off" if (way, backend) == ("auto", IN_HOST_MEMORY) else way
-    step = estimate.communication(work, times, kept, really)
+    step = estimate.communication(work, times, kept, in_effect(way, backend))
     return Layout(degree, backend, way, depth, live, bucket, kept, memory, step)
+
+
+def in_effect(way: str, backend: str) -> str:
+    """What ``hierarchical_all_gather = way`` comes to: left alone, gathers of the collectives
+    package stay in one stage, for inside they are made of two."""
+    return "off" if (way, backend) == ("auto", IN_HOST_MEMORY) else way
 
 
 def best(layouts: list[Layout]) -> Layout:
