@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 
-from ci.cluster import Cluster, ClusterError, Rank, clean, in_order_of_end, why_not
+from ci.cluster import Cluster, Rank, clean, in_order_of_end, status_of
 
 EXAMPLES = """\
 examples:
@@ -57,20 +57,17 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("give either --clean, or a command after --")
     if args.ranks < 1:
         parser.error(f"--ranks {args.ranks}: a node has at least one rank")
-    if reason := why_not():
-        print(reason, file=sys.stderr)
-        return 2
-    try:
-        if args.clean:
-            print("\n".join(clean()) or "Nothing to remove.")
-            return 0
-        with Cluster(args.nodes, args.rate) as cluster:
-            return run(cluster, args.ranks, command, args.prefix)
-    except (ClusterError, ValueError) as error:
-        print(error, file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
+    return status_of(lambda: _clean() if args.clean else _run(args, command))
+
+
+def _clean() -> int:
+    print("\n".join(clean()) or "Nothing to remove.")
+    return 0
+
+
+def _run(args, command: list[str]) -> int:
+    with Cluster(args.nodes, args.rate) as cluster:
+        return run(cluster, args.ranks, command, args.prefix)
 
 
 def run(cluster: Cluster, ranks_per_node: int, command: list[str], prefix: bool) -> int:

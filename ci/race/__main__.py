@@ -79,18 +79,23 @@ def report_astray(turns: list[dict]) -> int:
 def _plan(options) -> Plan:
     names = options.contestants or (QUICK if options.quick else USUAL)
     if options.quick:
-        options.steps = options.steps or QUICK_STEPS
+        options.steps = QUICK_STEPS if options.steps is None else options.steps
         options.figures = options.figures or QUICK_FOLDER
         options.json = options.json or options.figures / "quick.json"
     if options.ladder:
         orders = LADDERS if options.ladder == "both" else [options.ladder]
         names = ["compute", *(name for order in orders for name in LADDERS[order])]
     plan = plan_of(options, names).check()
+    prepare_outputs(options)
+    return plan
+
+
+def prepare_outputs(options) -> None:
+    """Before anybody races: is there a place for what is to be kept? Raises ValueError."""
     if options.figures:
         options.figures.mkdir(parents=True, exist_ok=True)
     if options.json and not options.json.parent.is_dir():
         raise ValueError(f"{options.json}: there is no folder {options.json.parent}")
-    return plan
 
 
 def plan_of(options, names) -> Plan:

@@ -15,7 +15,7 @@ from ci.cluster import status_of
 from nearlinear_collectives.bench import record
 
 from . import figures, table
-from .__main__ import add_common, plan_of, report_astray
+from .__main__ import add_common, plan_of, prepare_outputs, report_astray
 from .course import race
 from .peers import PeerMissing
 from .plan import Plan
@@ -39,8 +39,7 @@ def _sweep(options, argv: list[str]) -> int:
     plans = [on_cluster(base, n, rate) for n in options.node_counts for rate in options.rates]
     if options.figures and len(options.node_counts) > 1 and len(options.rates) > 1:
         raise ValueError("--figures draws over nodes or over link rates: name several of one only")
-    if options.json and not options.json.parent.is_dir():
-        raise ValueError(f"{options.json}: there is no folder {options.json.parent}")
+    prepare_outputs(options)
     kept = record.header(MODULE, argv, "torch", "nearlinear-collectives", "deepspeed")
     kept["races"] = races = []
     for plan in plans:
@@ -51,7 +50,6 @@ def _sweep(options, argv: list[str]) -> int:
     if options.json:
         record.write(options.json, kept)
     if options.figures:
-        options.figures.mkdir(parents=True, exist_ok=True)
         over_nodes = len(options.node_counts) > 1
         path = options.figures / ("scaling.svg" if over_nodes else "rates.svg")
         label = "nodes" if over_nodes else "link rate, Gbit/s"

@@ -99,7 +99,7 @@ def test_a_refusing_container_is_told_what_to_allow(machine):
 
 
 def test_the_command_line_says_why_it_cannot_run(monkeypatch, capsys):
-    monkeypatch.setattr("ci.cluster.__main__.why_not", lambda: "It needs root.")
+    monkeypatch.setattr("ci.cluster.command.why_not", lambda: "It needs root.")
     assert main(["--nodes", "2", "--", "true"]) == 2
     assert capsys.readouterr().err == "It needs root.\n"
 
@@ -557,7 +557,7 @@ def test_two_cleaners_do_not_hinder_each_other(monkeypatch):
 
 @pytest.mark.parametrize("removed, shown", [(["a", "b"], "a\nb\n"), ([], "Nothing to remove.\n")])
 def test_clean_says_what_it_removed(removed, shown, monkeypatch, capsys):
-    monkeypatch.setattr("ci.cluster.__main__.why_not", lambda: None)
+    monkeypatch.setattr("ci.cluster.command.why_not", lambda: None)
     monkeypatch.setattr("ci.cluster.__main__.clean", lambda: removed)
     assert main(["--clean"]) == 0
     assert capsys.readouterr().out == shown

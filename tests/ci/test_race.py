@@ -59,6 +59,7 @@ def test_contestants_of_one_default_backend_share_processes():
         (["--contestants", "ours", "--shard", "3"], "--shard 3 does not divide 4 ranks"),
         (["--contestants", "ours", "--json", "/nowhere/x.json"], "no folder /nowhere"),
         (["--contestants", "ours", "--steps", "0"], "steps: 0; at least 1"),
+        (["--quick", "--steps", "0", "--figures", "/dev/null/no"], "steps: 0; at least 1"),
         (["--contestants", "ours", "--nodes", "0"], "nodes: 0; at least 1"),
     ],
 )
