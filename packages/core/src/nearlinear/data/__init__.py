@@ -1,8 +1,9 @@
 """Token shards on disk and the resumable loader that feeds them to training.
 
-`format` is the files, `dataset` the fixed-length windows over them, `shuffle` the order, `loader`
-the batches of one data rank. Names are imported on first use: `format`, `shuffle` and `dataset`
-need numpy only, so preparing data does not import torch.
+`format` is the files, `dataset` the fixed-length windows over them, `shuffle` the order and
+`blocks` another for large reads, `loader` the batches of one data rank, `fetch` reads ahead for it,
+and `reads` counts what that asks of a file system. Names are imported on first use: `format`,
+`shuffle` and `dataset` need numpy only, so preparing data does not import torch.
 """
 
 from importlib import import_module
@@ -13,6 +14,7 @@ _PUBLIC = {
     "verify": "format",
     "TokenDataset": "dataset",
     "permute": "shuffle",
+    "BlockShuffle": "loader",
     "Loader": "loader",
     "evaluation_batches": "loader",
 }

@@ -13,6 +13,7 @@ import numpy as np
 
 from ..errors import DataError
 from .format import Manifest, read_index, verify
+from .reads import Reads
 
 logger = logging.getLogger("nearlinear.data")
 
@@ -47,7 +48,8 @@ class TokenDataset:
         self.tokens = self._check_split()
         _verify_once(self.path, self.manifest, split, verify)
         self._shards = self.manifest.splits[split]
-        self._maps = [_map(self.path / p.file, self.manifest.dtype) for p in self._shards]
+        self.reads: Reads | None = None
+        self._maps = [_map(path, self.manifest.dtype) for path in self.files]
         counts = np.array([p.tokens for p in self._shards], dtype=np.int64)
         self._ends = np.cumsum(counts)
         self._starts = self._ends - counts
@@ -86,6 +88,16 @@ class TokenDataset:
         """Identity of the tokens of this split: 64 hex digits, plus the split's name."""
         return f"{self.manifest.fingerprint}/{self.split}"
 
+    @property
+    def files(self) -> list[Path]:
+        """The shards' token files, in stream order."""
+        return [self.path / shard.file for shard in self._shards]
+
+    @property
+    def shard_bytes(self) -> list[int]:
+        """Bytes of each of `files`."""
+        return [shard.bytes for shard in self._shards]
+
     def __len__(self) -> int:
         """The number of whole windows."""
         return self.tokens // self.sequence_length
@@ -101,6 +113,8 @@ class TokenDataset:
         indices = np.asarray(indices, dtype=np.int64)
         if indices.size and not 0 <= int(indices.min()) <= int(indices.max()) < len(self):
             raise IndexError(f"windows {indices.min()}..{indices.max()} of {len(self)}")
+        if self.reads is not None:
+            self.reads.faults(self.extents(indices))
         length = self.sequence_length
         out = np.empty((len(indices), length), dtype=np.int64)
         shard_of = np.searchsorted(self._ends, indices * length, side="right")
@@ -111,6 +125,40 @@ class TokenDataset:
         for row in np.flatnonzero(~inside):
             self._read_across(int(indices[row]) * length, out[row])
         return out
+
+    def count_reads(self, **options) -> Reads:
+        """From now on count what reading asks of the file system; the counters, see `Reads`."""
+        self.reads = Reads(self.shard_bytes, **options)
+        return self.reads
+
+    def extents(self, first, end=None) -> np.ndarray:
+        """Where windows [first, end) lie: int64 [pieces, 3] of shard, first byte, end in its file.
+
+        Arrays of equal length; without `end` single windows. Where the stream goes on in the next
+        shard there are two pieces, or more.
+        """
+        size, first = self.manifest.dtype.itemsize, np.asarray(first, dtype=np.int64).reshape(-1)
+        begin = first * self.sequence_length
+        end = (first + 1 if end is None else end) * self.sequence_length
+        shard = np.searchsorted(self._ends, begin, side="right")
+        pieces = [np.empty((0, 3), dtype=np.int64)]
+        while begin.size:
+            stop = np.minimum(end, self._ends[shard])
+            offset = self._starts[shard]
+            pieces.append(np.stack([shard, (begin - offset) * size, (stop - offset) * size], 1))
+            rest = stop < end
+            begin, end, shard = stop[rest], end[rest], shard[rest] + 1
+        return np.concatenate(pieces)
+
+    def block_starts(self, block_bytes: int) -> np.ndarray:
+        """The first window that begins in each aligned block of the files, int64 [blocks]."""
+        step = max(1, block_bytes // self.manifest.dtype.itemsize)
+        firsts = [
+            start + np.arange(0, end - start, step)
+            for start, end in zip(self._starts, self._ends, strict=True)
+        ]
+        starts = np.unique(-(-np.concatenate(firsts) // self.sequence_length))
+        return starts[starts < len(self)]
 
     def document_lengths(self) -> np.ndarray:
         """Tokens per document of the split in stream order, int64 [documents], EOS counted."""

@@ -2,22 +2,43 @@
 
 The order is a function of (seed, position) alone: sample g is window permute(g mod n) of epoch
 g // n, and a step takes the next G samples whoever reads them. So the state is one integer, and
-resuming is instant at any position. Source: the elastic resume of OLMo-core and Grain.
+resuming is instant at any position. Source: the elastic resume of OLMo-core and Grain. Where reads
+must be large (`BlockShuffle`), another function of the same kind takes permute's place, and the
+ranks share a step's samples out by where they lie.
 """
 
 import hashlib
 from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from .. import runtime
 from ..errors import DataError
+from .blocks import BlockOrder
 from .dataset import TokenDataset
+from .fetch import Fetcher
+from .reads import UNIT
 from .shuffle import permute
 
-_STATE_FORMAT = 1
+_STATE_FORMAT, _BLOCK_STATE_FORMAT = 1, 2  # the second also names the blocks
 _IGNORED_LABEL = -100  # the ignore_index of torch's cross entropy and of Hugging Face models
+
+
+@dataclass(frozen=True)
+class BlockShuffle:
+    """Shuffle blocks of the files over the split, and windows inside groups of blocks.
+
+    Reads become large and each part of a file is read once, by the rank that uses it. In return an
+    epoch mixes less, and a rank's windows of one step are neighbours; the step as a whole is not.
+    """
+
+    block_mib: int = 4
+    """MiB of a file that are shuffled together"""
+    blocks: int = 64
+    """of them in a group, the windows of which are mixed; at least as many as there are nodes"""
 
 
 class Loader:
@@ -29,6 +50,9 @@ class Loader:
     G = micro_batch_size * micro_batches * data_ranks samples, and which samples depends on G only.
     `data_rank` counts ranks that read different data, not all ranks of the job; both default to
     this rank's place in the mesh of `nearlinear.init`.
+
+    `blocks` takes another order, for file systems that want large reads; None is the order it has
+    always been. `read_ahead` steps are read by a thread before they are needed.
     """
 
     def __init__(
@@ -39,8 +63,12 @@ class Loader:
         data_rank: int | None = None,
         data_ranks: int | None = None,
         seed: int = 0,
+        blocks: BlockShuffle | None = None,
+        read_ahead: int = 0,
     ):
         _require_positive(micro_batch_size=micro_batch_size, micro_batches=micro_batches)
+        if read_ahead < 0:
+            raise DataError(f"read_ahead is {read_ahead}: give 0 or more steps")
         if (data_rank is None) != (data_ranks is None):
             raise DataError("give both data_rank and data_ranks, or neither")
         if data_rank is None:
@@ -49,6 +77,12 @@ class Loader:
         self.dataset, self.seed = dataset, seed
         self.micro_batch_size, self.micro_batches = micro_batch_size, micro_batches
         self.data_rank, self.data_ranks = data_rank, data_ranks
+        self.blocks, self.read_ahead = blocks, read_ahead
+        self.order = _block_order(dataset, blocks, seed) if blocks else None
+        self._fetcher = None
+        if blocks or read_ahead:  # of blocks, this group's and the next one's are remembered
+            self._fetcher = Fetcher(dataset, 2 * blocks.blocks if blocks else 0)
+        self._coming: dict[int, tuple[np.ndarray, Future]] = {}
         self._next_sample = 0
         self._last_step: int | None = None
 
@@ -61,14 +95,43 @@ class Loader:
         return self
 
     def __next__(self) -> list[dict[str, torch.Tensor]]:
-        base, size = self._next_sample, self.micro_batch_size
+        base = self._next_sample
         step = []
-        for micro in range(self.micro_batches):
-            first = base + (micro * self.data_ranks + self.data_rank) * size
-            tokens = torch.from_numpy(self.dataset.windows(self._windows(first, size)))
+        for windows in self._read(base):
+            tokens = torch.from_numpy(self.dataset.windows(windows))
             step.append({"input_ids": tokens, "labels": tokens.clone()})
         self._last_step, self._next_sample = base, base + self.samples_per_step
         return step
+
+    def _share(self, base: int) -> tuple[np.ndarray, np.ndarray]:
+        """This rank's windows of the step from sample `base`, int64 [micro_batches, B].
+
+        And what to read for them: ranges of windows, [N, 2] of first and end.
+        """
+        size, count = self.micro_batch_size, self.micro_batches
+        if self.order is None:
+            firsts = [base + (m * self.data_ranks + self.data_rank) * size for m in range(count)]
+            mine = np.stack([self._windows(first, size) for first in firsts])
+            return mine, np.stack([mine.reshape(-1), mine.reshape(-1) + 1], axis=1)
+        # Neighbours in the files go to one rank, and to the same one in every step of a group.
+        places = self.order.places(np.arange(base, base + self.samples_per_step))
+        ranks = np.argsort(places[:, 1], kind="stable").reshape(self.data_ranks, -1)
+        places = places[ranks[self.data_rank]]
+        mine = self.order.windows(places).reshape(count, size)
+        return mine, self.order.ranges(np.unique(places[:, 1]))
+
+    def _read(self, base: int) -> np.ndarray:
+        """The windows of `_share`, read from the files, with the steps after it under way."""
+        if self._fetcher is None:
+            return self._share(base)[0]
+        last = base + self.read_ahead * self.samples_per_step
+        for ahead in range(base, last + 1, self.samples_per_step):
+            if ahead not in self._coming:
+                share, ranges = self._share(ahead)
+                self._coming[ahead] = share, self._fetcher.start(ranges)
+        share, reading = self._coming.pop(base)
+        reading.result()
+        return share
 
     @property
     def batch_id(self) -> str:
@@ -84,45 +147,55 @@ class Loader:
 
     def state_dict(self) -> dict:
         """The position, small and JSON-able; the same on every rank."""
-        return {
-            "format": _STATE_FORMAT,
+        state = {
+            "format": _BLOCK_STATE_FORMAT if self.blocks else _STATE_FORMAT,
             "next_sample": self._next_sample,
             "seed": self.seed,
             "sequence_length": self.dataset.sequence_length,
             "dataset": self.dataset.fingerprint,
         }
+        if self.blocks:
+            state["shuffle_block_mib"] = self.blocks.block_mib
+            state["shuffle_blocks"] = self.blocks.blocks
+        return state
 
     def load_state_dict(self, state: dict) -> None:
         """Go on where `state` was taken, whatever the number of ranks and micro-batches was.
 
-        Raises `DataError` when the state is of another dataset, seed or sequence length, since
-        the run would repeat some samples and never see others.
+        Raises `DataError` when the state is of another dataset, seed, sequence length or order,
+        since the run would repeat some samples and never see others.
         """
         here = self.state_dict()
-        if state.get("format") != _STATE_FORMAT:
+        known = _BLOCK_STATE_FORMAT if "shuffle_block_mib" in state else _STATE_FORMAT
+        if state.get("format") != known:
             raise DataError(
                 f"the loader state has format {state.get('format')!r}, this nearlinear reads "
-                f"{_STATE_FORMAT}: resume with the version that wrote it, or start a new run"
+                f"{known}: resume with the version that wrote it, or start a new run"
             )
-        differing = [key for key in ("dataset", "seed", "sequence_length") if
-                     state.get(key) != here[key]]  # fmt: skip
+        keys = ("dataset", "seed", "sequence_length", "shuffle_block_mib", "shuffle_blocks")
+        differing = [key for key in keys if state.get(key, 0) != here.get(key, 0)]
         if differing:
-            what = ", ".join(f"{key} was {state.get(key)} and is {here[key]}" for key in differing)
+            what = ", ".join(
+                f"{key} was {state.get(key, 0)} and is {here.get(key, 0)}" for key in differing
+            )
             raise DataError(
                 f"cannot resume the data order: {what}; use the settings of the interrupted run, "
                 "or start a new run without the loader's state"
             )
         self._next_sample, self._last_step = int(state["next_sample"]), None
+        self._coming.clear()
 
     def _windows(self, first: int, count: int) -> np.ndarray:
         """The windows of samples [first, first + count), int64 [count]."""
         n = len(self.dataset)
         samples = np.arange(first, first + count, dtype=np.int64)
+        if self.order:
+            return self.order.windows(self.order.places(samples))
         epochs, positions = samples // n, samples % n
         windows = np.empty(count, dtype=np.int64)
         for epoch in range(int(epochs[0]), int(epochs[-1]) + 1):
             chosen = epochs == epoch
-            windows[chosen] = permute(positions[chosen], n, _epoch_key(self.seed, epoch))
+            windows[chosen] = permute(positions[chosen], n, _key(self.seed, epoch))
         return windows
 
 
@@ -157,9 +230,16 @@ def _evaluation_batches(dataset, batch_size, data_rank, data_ranks, max_windows)
         yield {"input_ids": tokens, "labels": labels}
 
 
-def _epoch_key(seed: int, epoch: int) -> int:
-    digest = hashlib.blake2b(f"{seed}:{epoch}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little")
+def _block_order(dataset: TokenDataset, blocks: BlockShuffle, seed: int) -> BlockOrder:
+    _require_positive(block_mib=blocks.block_mib, blocks=blocks.blocks)
+    starts = dataset.block_starts(blocks.block_mib * UNIT)
+    return BlockOrder(starts, len(dataset), blocks.blocks, lambda *words: _key(seed, *words))
+
+
+def _key(*words: int) -> int:
+    """The key of the shuffle that ``words`` name: seed, epoch, and the block where it is of one."""
+    text = ":".join(map(str, words))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 def _require_positive(**values: int) -> None:
