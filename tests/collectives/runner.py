@@ -107,8 +107,8 @@ class Call:
         if layout == "mixed":
             layout = ("strided", "contiguous", "offset")[runner.rank % 3]
         room = {"strided": 2 * count, "offset": count + 1}.get(layout, count)
-        if step.pooled:
-            backend = self.group._get_backend(CPU)
+        backend = self.group._get_backend(CPU)
+        if step.pooled and backend.supports_tensor_alloc(CPU):  # torch 2.8 asks no backend
             memory = backend.allocate_tensor(room, dtype=dtype, device=CPU)
         else:
             memory = torch.empty(room, dtype=dtype)

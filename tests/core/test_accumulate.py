@@ -11,6 +11,7 @@ import nearlinear as nl
 from nearlinear.counts import count_collectives
 from nearlinear.parallel.accumulate import count_targets
 from tests.support import tiny
+from tests.support.releases import needs_hooks
 
 
 def sharded(degree, kind="gpt2", layers=3, **options):
@@ -55,6 +56,7 @@ def test_two_hop_moves_a_quarter_of_the_bytes_between_replicas():
     assert one["reduce_scatter"] == two["reduce_scatter"]
 
 
+@needs_hooks
 @pytest.mark.slow
 @pytest.mark.parametrize("two_hop", [True, False])
 def test_counts_on_processes_equal_counts_on_threads(two_hop):

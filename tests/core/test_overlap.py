@@ -10,6 +10,7 @@ import nearlinear as nl
 from nearlinear.counts import count_collectives
 from nearlinear.parallel import overlap
 from tests.support import tiny
+from tests.support.releases import needs_hooks
 
 ROWS = 32
 
@@ -186,6 +187,7 @@ def gathers_of_a_pass(rank, way):
     return counts.calls["all_gather"]
 
 
+@needs_hooks
 @pytest.mark.slow
 def test_two_stages_are_a_gather_across_and_one_inside_for_every_node():
     flat, staged = (
@@ -194,6 +196,7 @@ def test_two_stages_are_a_gather_across_and_one_inside_for_every_node():
     assert staged == 3 * flat
 
 
+@needs_hooks
 @pytest.mark.parametrize(
     ("dtypes", "policy", "expected"),
     [

@@ -9,6 +9,7 @@ from nearlinear.parallel.lane import Item
 from nearlinear.parallel.overlap import PrivateMemory
 from nearlinear.parallel.reduction import Reduction
 from tests.support import tiny
+from tests.support.releases import needs_hooks
 
 
 class Done(Item):
@@ -63,6 +64,7 @@ def under_way_in_a_pass(rank, bucket):
     return max(seen), total
 
 
+@needs_hooks
 @pytest.mark.slow
 def test_a_pass_keeps_to_the_bucket():
     def most(bucket):

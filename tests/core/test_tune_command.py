@@ -14,6 +14,7 @@ from nearlinear.train import config as train_config
 from nearlinear.tune import command, measure, report
 from nearlinear.tune.estimate import GATHER, GATHER_STAGED, JOIN, REDUCE, REDUCE_STAGED
 from tests.support.command_line import nearlinear, write
+from tests.support.releases import needs_hooks
 
 PICKED = [
     "hybrid_shard_degree",
@@ -103,6 +104,7 @@ def on_two_nodes(rank, config):
     return report.plain(found), report.text(found)
 
 
+@needs_hooks
 @pytest.mark.slow
 def test_across_nodes_both_ways_are_measured(small_run):
     results = nl.spmd.run(on_two_nodes, 4, args=(small_run,), processes=True)

@@ -10,6 +10,7 @@ from nearlinear.counts import count_collectives
 from nearlinear.parallel import overlap
 from nearlinear.parallel.wire import CODECS, GREATEST
 from tests.support import tiny
+from tests.support.releases import needs_hooks
 
 LENGTHS = st.integers(0, 1500)
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
@@ -68,6 +69,7 @@ def gathered_bytes(rank, gather_dtype, beside):
     return counts.bytes["all_gather"]
 
 
+@needs_hooks
 @pytest.mark.parametrize("beside", [True, False])
 def test_fewer_bytes_are_gathered(beside):
     same, bf16, fp8 = (nl.spmd.run(gathered_bytes, 4, args=(name, beside))[0] for name in CODECS)
@@ -75,6 +77,7 @@ def test_fewer_bytes_are_gathered(beside):
     assert same / 4 < fp8 < 0.27 * same
 
 
+@needs_hooks
 def test_auto_measures_what_travels(monkeypatch):
     def sharded(rank, gather_dtype):
         nl.init({"hybrid_shard_degree": 4, "gather_dtype": gather_dtype}, ranks_per_node=2)
@@ -100,6 +103,7 @@ def test_auto_measures_what_travels(monkeypatch):
     assert measured("fp8") == [(scaled(elements), torch.uint8) for elements, _ in plain]
 
 
+@needs_hooks
 @pytest.mark.slow
 @pytest.mark.parametrize("gather_dtype", ["bf16", "fp8"])
 def test_training_follows_in_shared_memory(gather_dtype):
@@ -113,6 +117,7 @@ def trained(rank, config):
     return tiny.train_sharded(rank, "gpt2", 2, 4, "sgd", 32, **config)
 
 
+@needs_hooks
 @pytest.mark.parametrize(("gather_dtype", "bound"), [("bf16", 2e-3), ("fp8", 3e-2)])
 @pytest.mark.parametrize("config", [{}, {"hierarchical_all_gather": "on", "ranks_per_node": 1}])
 def test_training_follows_within_the_rounding(gather_dtype, bound, config):

@@ -17,6 +17,7 @@ __all__ = [
     "communicates_by_hooks",
     "communication_classes",
     "gather_asynchronously",
+    "local_block",
     "map_tensors",
     "reduce_unused_parameters",
     "sharded_parameters",
@@ -78,6 +79,15 @@ def after_backward(function) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
+def local_block(tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape and offset of a DTensor's block on this rank. 2.8.0, 2.13.0."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    return compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )
+
+
 def map_tensors(function, tree):
     """``tree`` (dicts, lists, model outputs) with every tensor replaced. 2.8.0, 2.13.0."""
     return _pytree.tree_map_only(torch.Tensor, function, tree)
@@ -87,17 +97,37 @@ def abandon_backward(root) -> None:
     """Drop what a sharded model holds of an unfinished step.
 
     That is queued reductions (`FSDPModule.reset_iter_state`, not in older releases), partial sums,
-    and gradients of gathered parameters whose backward was cut short. Checked on torch 2.8.0 (the
-    partial sums) and 2.13.0.
+    and gradients of gathered parameters whose backward was cut short. Checked on torch 2.8.0 and
+    2.13.0.
     """
     if hasattr(root, "reset_iter_state"):
         root.reset_iter_state()
+    else:
+        _reset_iteration(root)
     for group in _param_groups(root):
         group._partial_reduce_output = None
         for entry in group.fsdp_params:
             entry.unsharded_accumulated_grad = None
             if hasattr(entry, "_unsharded_param"):
                 entry._unsharded_param.grad = None
+
+
+def _reset_iteration(root) -> None:
+    """What torch 2.8.0 lacks: units whose forward or backward was cut short begin anew."""
+    from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+    for module in root.modules():
+        for group in _groups_of(module):
+            module._get_fsdp_state()._training_state = TrainingState.IDLE
+            group._wait_for_post_backward()
+            group.finalize_backward()  # waits for a gather that nobody has used
+            group._training_state = TrainingState.IDLE
+            group._to_sharded()
+    state = root._get_fsdp_state()
+    state._state_ctx.iter_forward_root = None
+    state._state_ctx.post_backward_final_callback_queued = False
+    state._comm_ctx.all_gather_state = state._comm_ctx.reduce_scatter_state = None
+    state._comm_ctx.post_forward_order.clear()
 
 
 def reduce_unused_parameters(root) -> None:

@@ -214,7 +214,8 @@ def glue_library(build: bool = True) -> Path | None:
     """The glue for the torch and Python at hand; ``None``: not there, and not to be built."""
     import torch
 
-    kind = f"{torch.version.git_version} {int(torch._C._GLIBCXX_USE_CXX11_ABI)}"
+    abi = int(torch._C._GLIBCXX_USE_CXX11_ABI)
+    kind = " ".join([torch.version.git_version, str(abi), *pybind_abi()])
     parts = [
         f"torch{torch.__version__}",
         str(sysconfig.get_config_var("SOABI")),
@@ -222,6 +223,21 @@ def glue_library(build: bool = True) -> Path | None:
         sources_hash(glue_sources()),
     ]
     return cached(f"nearlinear_glue-{'-'.join(parts)}.so", build_glue if build else None)
+
+
+def pybind_abi() -> list[str]:
+    """Flags that make this compiler's glue share types with a torch that another one built.
+
+    Up to torch 2.8 pybind11 shares them only where the compilers' names and ABI versions are equal,
+    and torch says what to claim; later ones say nothing, for they do not compare them.
+    """
+    import torch
+
+    values = {
+        name: getattr(torch._C, f"_PYBIND11_{name}", None)
+        for name in ("COMPILER_TYPE", "STDLIB", "BUILD_ABI")
+    }
+    return [f'-DPYBIND11_{name}="{value}"' for name, value in values.items() if value is not None]
 
 
 def build_glue(target: Path) -> None:
@@ -246,6 +262,7 @@ def build_glue(target: Path) -> None:
         "-DTORCH_EXTENSION_NAME=nearlinear_glue",
         f"-DNEARLINEAR_TORCH={major * 100 + minor}",
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}",
+        *pybind_abi(),
         "-fvisibility=hidden",
         "-O1",
         "-Wno-unused-parameter",

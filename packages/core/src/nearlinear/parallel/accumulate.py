@@ -6,6 +6,7 @@ those of one batch holding all micro-batches of all ranks: each micro-batch is w
 number of target tokens, so that uneven ones are right too.
 """
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
@@ -16,6 +17,8 @@ from torch.distributed.fsdp import FSDPModule
 from .. import _torch, runtime
 from ..errors import DataError, NearlinearError
 from . import optimizer_guard
+
+log = logging.getLogger(__name__)
 
 IGNORED_LABEL = -100
 
@@ -114,7 +117,10 @@ class _Step:
             return
         finished = self.position + (self.backwards > 0)
         optimizer_guard.begin(self.model, _unfinished(finished, len(self.micro_batches)))
-        _torch.abandon_backward(self.model)
+        try:
+            _torch.abandon_backward(self.model)
+        except RuntimeError as error:  # a gather under way, and its peers are gone
+            log.debug("an abandoned step: %s", error)
         if self.reduction is not None:
             self.reduction.abandon()
         self._free()

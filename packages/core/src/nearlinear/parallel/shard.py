@@ -67,6 +67,9 @@ def shard(
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=free_root)
     units = [*blocks, model]
     gathered = policy.param_dtype or next(model.parameters()).dtype
+    if now.device.type == "cpu" and not beside:
+        for unit in units:  # torch 2.8's gloo sums where it is asked for a mean
+            unit.set_force_sum_reduction_for_comms(True)
     if beside:
         overlap.gather_beside(model, units, now, gathered)
         model._nearlinear_reduction = overlap.reduce_beside(units, now)

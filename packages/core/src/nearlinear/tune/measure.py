@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from .. import backends, runtime
+from .. import _torch, backends, runtime
 from ..c10d_names import all_gather, reduce_scatter
 from ..errors import ConfigError
 from ..mesh import Mesh
@@ -144,7 +144,7 @@ def _groups(mesh: Mesh, now: runtime.Runtime, name: str, opened: dict) -> Groups
 
     shards, replicas = (group(mesh.group(axis, now.rank)) for axis in ("shard", "replicate"))
     ranks = cut(mesh, now.rank)
-    if ranks is None:
+    if ranks is None or not _torch.communicates_by_hooks():
         return Groups(shards, replicas, None)
     across, inside = map(group, ranks)
     return Groups(shards, replicas, Hierarchy(across, inside, len(ranks[1])))
@@ -176,7 +176,8 @@ def _reductions(groups: Groups, elements: int, now: runtime.Runtime) -> Iterator
     output = _memory(shards, "ReduceScatter", (elements,), torch.float32, now)
     input.zero_()
     op = dist.ReduceOp.AVG
-    if now.device.type != "cpu" or not now.config.overlap_communication:  # FSDP2's own
+    beside = now.config.overlap_communication and _torch.communicates_by_hooks()
+    if now.device.type != "cpu" or not beside:  # FSDP2's own
         run = functools.partial(reduce_scatter, output, input, op=op, group=shards)
         yield REDUCE, input.nbytes, run
         return
@@ -201,8 +202,8 @@ def _joins(groups: Groups, elements: int, now: runtime.Runtime) -> Iterator[tupl
 
 def _memory(group: dist.ProcessGroup, kind: str, size: tuple, dtype, now) -> torch.Tensor:
     """From where FSDP2's buffers come over ``group``."""
-    source = PrivateMemory()
-    if dist.get_backend(group) == backends.IN_HOST_MEMORY:
+    source, shared = PrivateMemory(), dist.get_backend(group) == backends.IN_HOST_MEMORY
+    if shared and _torch.communicates_by_hooks():
         import nearlinear_collectives
 
         source = getattr(nearlinear_collectives, kind)(group)
