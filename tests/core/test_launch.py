@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from nearlinear import cli
+from nearlinear.errors import ConfigError
 from nearlinear.launch import slurm
 
 
@@ -21,6 +22,9 @@ from nearlinear.launch import slurm
         ("gpu[07-12,20],cpu1", "gpu07"),
         ("a1,a2", "a1"),
         ("node[1,3].cluster", "node1.cluster"),
+        ("rack[2-3]node[08,11-12],cpu1", "rack2node08"),
+        ("127.0.0.[1-2]", "127.0.0.1"),
+        ("", ""),
     ],
 )
 def test_the_first_host_of_slurms_list(nodelist, host):
@@ -48,6 +52,22 @@ def test_an_srun_task_becomes_a_rank():
     assert slurm.variables(step | {"MASTER_ADDR": "10.0.0.1"})["MASTER_ADDR"] == "10.0.0.1"
     assert slurm.variables(step | {"SLURM_NTASKS": "1"}) == {}
     assert slurm.variables({}) == {}
+    even = {"SLURM_STEP_TASKS_PER_NODE": "8(x2)"}
+    assert slurm.variables(step | even) == slurm.variables(step)
+
+
+@pytest.mark.parametrize(("tasks", "nodes", "each"), [(3, 2, "2,1"), (4, 2, "3,1"), (3, 2, "")])
+def test_tasks_that_nodes_do_not_share_evenly_are_refused(tasks, nodes, each):
+    step = {
+        "SLURM_PROCID": "0",
+        "SLURM_NTASKS": str(tasks),
+        "SLURM_LOCALID": "0",
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NUM_NODES": str(nodes),
+        "SLURM_STEP_TASKS_PER_NODE": each,
+    }
+    with pytest.raises(ConfigError, match=f"{tasks} tasks on {nodes} nodes.*ntasks-per-node"):
+        slurm.variables(step)
 
 
 @pytest.fixture
@@ -111,7 +131,7 @@ def test_an_interrupted_run_says_so_and_leaves_nothing(config):
     job.send_signal(signal.SIGINT)
     output, _ = job.communicate(timeout=60)
     assert job.returncode == 128 + signal.SIGINT
-    assert "stopped" in output.splitlines()[-1] and "Traceback" not in output
+    assert "stopped" in output.splitlines()[-1] and "Traceback" not in output, output
     assert ended(ranks)
 
 

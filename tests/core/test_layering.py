@@ -15,9 +15,9 @@ FLOORS = {
     "wish": ("config", "schema"),
     "place": ("backends", "counts", "mesh", "runtime", "spmd"),
     "techniques": ("parallel",),
-    "state": ("data",),
+    "state": ("checkpoint", "data"),
     "loop": ("train",),
-    "doors": ("cli", "environment", "launch", "plots", "tune"),
+    "doors": ("cli", "environment", "launch", "plots", "tune", "watch"),
 }
 HEIGHT = {name: height for height, names in enumerate(FLOORS.values()) for name in names}
 MODULES = sorted(path for path in SOURCE.rglob("*.py") if path != SOURCE / "__init__.py")

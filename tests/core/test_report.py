@@ -1,11 +1,13 @@
 """The reporter's three sinks: a line that its own patterns read, JSON lines, TensorBoard events."""
 
 import json
+import math
 import re
+import time
 
 import pytest
 
-from nearlinear.train.report import METRIC_PATTERNS, Reporter, line
+from nearlinear.train.report import INTRODUCTION, METRIC_PATTERNS, Reporter, line
 
 METRICS = {
     "step": 12,
@@ -18,6 +20,11 @@ METRICS = {
     "mem_gib": 11.9,
     "batch_id": "0123456789ab",
 }
+
+
+def read(folder):
+    """The rows of its metrics.jsonl."""
+    return [json.loads(text) for text in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def test_the_line_has_the_documented_fields_in_order():
@@ -43,11 +50,52 @@ def test_sinks(tmp_path, capsys):
     reporter.step(METRICS | {"step": 13, "eval_loss": 5.5})
     reporter.close()
     assert capsys.readouterr().out.splitlines()[1].endswith("eval_loss=5.5000")
-    rows = [json.loads(text) for text in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    rows = read(tmp_path)
+    times = [row.pop("time") for row in rows]
     assert rows == [METRICS, METRICS | {"step": 13, "eval_loss": 5.5}]
+    assert 0 <= times[1] - times[0] and abs(times[1] - time.time()) < 3600
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert [e.step for e in events.Scalars("loss")] == [12, 13]
-    assert events.Scalars("eval_loss")[0].value == 5.5
+    assert [e.step for e in events.Scalars("learning/loss")] == [12, 13]
+    assert events.Scalars("learning/eval_loss")[0].value == 5.5
+    learning = {"learning/loss", "learning/eval_loss", "learning/lr", "learning/grad_norm"}
+    machine = {"tokens_per_s", "tflops_per_gpu", "mfu", "mem_gib"}
+    assert set(events.Tags()["scalars"]) == learning | {f"machine/{name}" for name in machine}
+
+
+def test_those_who_watch_see_a_step_at_once(tmp_path):
+    """Not when a buffer is full, or two minutes later."""
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    reporter = Reporter(tmp_path, 20, active=True, tensorboard=True)
+    for step in (1, 2):
+        reporter.step(METRICS | {"step": step})
+        assert read(tmp_path)[-1]["step"] == step
+        events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+        assert events.Scalars("learning/loss")[-1].step == step
+    reporter.close()
+
+
+def test_what_is_not_a_number_is_null_in_json(tmp_path, capsys):
+    reporter = Reporter(tmp_path, 20, active=True, tensorboard=False)
+    reporter.step(METRICS | {"loss": math.inf, "mfu": math.nan})
+    reporter.close()
+    assert "loss=inf" in (out := capsys.readouterr().out) and "mfu=nan" in out
+    (row,) = read(tmp_path)
+    assert row["loss"] is None and row["mfu"] is None and row["lr"] == 3e-4
+
+
+@pytest.mark.parametrize("hosts", [["a"] * 4, ["a", "a", "b", "b"]])
+def test_the_introduction_reads_back(tmp_path, capsys, hosts):
+    reporter = Reporter(tmp_path, 20, active=True, tensorboard=False)
+    reporter.begin(200, 524288, hosts)
+    reporter.close()
+    out = capsys.readouterr().out
+    steps, tokens = re.search(INTRODUCTION, out).groups()
+    assert (int(steps), int(tokens.replace(",", ""))) == (200, 524288)
+    assert out.endswith("by 4 ranks on a\n" if hosts[-1] == "a" else "by 4 ranks on 2 hosts\n")
+    about = json.loads((tmp_path / "about.json").read_text())
+    assert about == {"steps": 200, "tokens_per_step": 524288, "hosts": hosts}
 
 
 def test_other_ranks_are_silent(tmp_path, capsys):
@@ -58,13 +106,32 @@ def test_other_ranks_are_silent(tmp_path, capsys):
     assert capsys.readouterr().out == "" and not (tmp_path / "run").exists()
 
 
-def test_a_continued_run_appends(tmp_path):
-    for first in (0, 12):
-        reporter = Reporter(tmp_path, 20, active=True, tensorboard=False, first_step=first)
-        reporter.step(METRICS | {"step": first + 1})
+def test_a_continued_run_takes_the_place_of_what_it_repeats(tmp_path):
+    """The first run was killed in the middle of a line, three steps after what it had saved."""
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    first = Reporter(tmp_path, 20, active=True, tensorboard=True)
+    for step in range(1, 16):
+        first.step(METRICS | {"step": step, "loss": 1.0})
+    first.close()
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"step": 16, "lo')
+    second = Reporter(tmp_path, 20, active=True, tensorboard=True, first_step=12)
+    second.step(METRICS | {"step": 13, "loss": 2.0})
+    second.close()
+    expected = [(step, 1.0 if step <= 12 else 2.0) for step in range(1, 14)]
+    assert [(row["step"], row["loss"]) for row in read(tmp_path)] == expected
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(event.step, event.value) for event in events.Scalars("learning/loss")] == expected
+
+
+def test_a_new_run_in_the_same_folder_begins_anew(tmp_path):
+    for step in (1, 2):
+        reporter = Reporter(tmp_path, 20, active=True, tensorboard=False)
+        reporter.step(METRICS | {"step": step})
         reporter.close()
-    rows = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(row)["step"] for row in rows] == [1, 13]
+    assert [row["step"] for row in read(tmp_path)] == [2]
 
 
 def test_a_progress_bar_on_a_terminal(tmp_path, monkeypatch, capsys):

@@ -20,6 +20,8 @@ _PUBLIC = {
     "clip_grad_norm_": "parallel.clip",
     "count_collectives": "counts",
     "delayed_init": "parallel.delayed_init",
+    "save": "checkpoint.save",
+    "load": "checkpoint.load",
     "TokenDataset": "data.dataset",
     "Loader": "data.loader",
     "TrainConfig": "train.config",
@@ -27,6 +29,7 @@ _PUBLIC = {
     "NearlinearError": "errors",
     "ConfigError": "errors",
     "DataError": "errors",
+    "CheckpointError": "errors",
 }
 
 __all__ = ["__version__", *_PUBLIC]

@@ -13,6 +13,8 @@ from pathlib import Path
 
 from . import __version__
 from .errors import NearlinearError
+from .launch import cli as jobs
+from .watch import cli as watching
 
 TRAIN_EXAMPLES = """\
 examples:
@@ -47,20 +49,24 @@ def main(arguments: list[str] | None = None) -> int:
         format="%(message)s",
         stream=sys.stderr,
     )
-    logging.getLogger("torch").setLevel(logging.WARNING)
+    for name in ("torch", "botocore", "boto3"):
+        logging.getLogger(name).setLevel(logging.WARNING)
     try:
         return options.run(options, arguments)
     except NearlinearError as error:
         if options.debug:
             raise
-        if options.launched_by:
-            from .launch.local import leave_error
+        from .launch.local import leave_error
 
-            leave_error(str(error))
-        else:
+        if not (leave_error(str(error)) and options.launched_by):
             who = f"[rank {rank}] " if "RANK" in os.environ else ""
-            print(f"{who}error: {error}", file=sys.stderr, flush=True)
-        return 2
+            print(f"{who}{error.word}: {error}", file=sys.stderr, flush=True)
+        return error.exit_code
+    except Exception as error:
+        from .launch.local import leave_error
+
+        leave_error(f"{type(error).__name__}: {error}")
+        raise
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         return 130
@@ -107,11 +113,14 @@ def _parser() -> argparse.ArgumentParser:
     tune.add_argument("--json", default="", metavar="FILE", help="write all numbers (.json)")
     tune.set_defaults(run=_tune)
 
+    jobs.add_commands(commands)
+    watching.add_commands(commands)
+
     env = commands.add_parser("env", help="print what a bug report needs")
     env.set_defaults(run=_env)
     for command in (train, tune):
         _add_config(command)
-    for command in (train, tune, env):
+    for command in commands.choices.values():
         command.add_argument("--debug", action="store_true", help="show tracebacks of errors")
         command.add_argument("--launched-by", type=int, default=0, help=argparse.SUPPRESS)
     return parser

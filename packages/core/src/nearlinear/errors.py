@@ -1,13 +1,18 @@
 """Errors meant for the person who runs nearlinear.
 
 Every message is one line that names the cause and the remedy. The command line prints the
-message alone and exits with code 2; a traceback appears only with ``--debug``. Anything that
-is not a `NearlinearError` is a defect of ours and keeps its traceback.
+message alone and exits with the error's code; a traceback appears only with ``--debug``. Anything
+that is not a `NearlinearError` is a defect of ours and keeps its traceback.
 """
 
 
 class NearlinearError(Exception):
     """The base of every error a user can act on."""
+
+    exit_code = 2
+    """of the command line"""
+    word = "error"
+    """what the command line calls it"""
 
 
 class ConfigError(NearlinearError, ValueError):
@@ -16,3 +21,7 @@ class ConfigError(NearlinearError, ValueError):
 
 class DataError(NearlinearError, ValueError):
     """Token shards or input text that are missing, empty, altered or of another kind."""
+
+
+class CheckpointError(NearlinearError, ValueError):
+    """A checkpoint that cannot be written, or is not whole, altered, or of another run."""

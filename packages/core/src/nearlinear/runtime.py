@@ -91,6 +91,11 @@ def data_place() -> tuple[int, int]:
     return now.mesh.data_rank(now.rank), now.mesh.data_ranks
 
 
+def first_of_node() -> bool:
+    """Whether this rank is the one of its node that does what nodes do once."""
+    return wish.whole_number("LOCAL_RANK", current().rank) == 0
+
+
 def shutdown() -> None:
     """Leave the job in step with the other ranks; without it torchrun reports a crash at exit."""
     global _of_process

@@ -86,7 +86,8 @@ def coerce(value, kind, key: str):
     if kind is dict or origin is dict:
         if not isinstance(value, typing.Mapping):
             raise ConfigError(f"{key} = {value!r}: expected a table of keys and values")
-        return dict(value)
+        of = options[1] if options else None
+        return {k: coerce(v, of, f"{key}.{k}") if of else v for k, v in value.items()}
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if kind is int and isinstance(value, float) and value.is_integer():
@@ -158,6 +159,8 @@ def to_toml(config, table: str = "") -> str:
         path = f"{table}.{f.name}" if table else f.name
         if dataclasses.is_dataclass(value):
             nested.append(to_toml(value, path))
+        elif isinstance(value, dict) and any(map(dataclasses.is_dataclass, value.values())):
+            nested += [to_toml(each, f"{path}.{name}") for name, each in value.items()]
         elif isinstance(value, dict):
             nested.append("\n".join([f"[{path}]  # {docs.get(f.name, '')}", *_pairs(value), ""]))
         elif value is None:

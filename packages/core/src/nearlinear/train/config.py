@@ -55,6 +55,12 @@ class DataConfig:
     """seed of the global shuffle"""
     verify: Literal["auto", "full", "size"] = "auto"
     """check the shards' sha256 (full), sizes only (size), or full up to 2 GiB (auto)"""
+    shuffle_block_mib: int = 0
+    """MiB of a file that are shuffled and read together, for Lustre; 0 = single sequences"""
+    shuffle_blocks: int = 64
+    """blocks mixed at a time, at least one per node; no effect without shuffle_block_mib"""
+    read_ahead: int = 0
+    """steps whose sequences are read before they are needed, by a thread"""
     resume: str = ""
     """a data_state.json of an earlier run: continue with the batches it had not seen"""
 
@@ -112,6 +118,20 @@ class LoopConfig:
 
 
 @dataclass(frozen=True)
+class CheckpointConfig:
+    """What the run keeps of itself, so that it can go on after an end before its time."""
+
+    folder: str = ""
+    """where checkpoints are, a folder that all nodes see; empty = the run keeps none"""
+    every: int = 0
+    """steps between checkpoints; 0 = only at the end, and when the run is told to end (SIGTERM)"""
+    keep: int = 2
+    """the newest so many are kept"""
+    resume: bool = True
+    """go on from the newest checkpoint in the folder, if there is one"""
+
+
+@dataclass(frozen=True)
 class RunConfig:
     """Where the run leaves its files, and how many ranks to start here."""
 
@@ -137,6 +157,7 @@ class TrainConfig:
     batch: BatchConfig = field(default_factory=BatchConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     train: LoopConfig = field(default_factory=LoopConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     run: RunConfig = field(default_factory=RunConfig)
 
     def __post_init__(self):
@@ -166,6 +187,9 @@ class TrainConfig:
 _LEAST = {
     "model.context": 0,
     "data.sequence_length": 0,
+    "data.shuffle_block_mib": 0,
+    "data.shuffle_blocks": 1,
+    "data.read_ahead": 0,
     "batch.micro_batch_size": 1,
     "batch.accumulation": 1,
     "optimizer.lr": 0.0,
@@ -178,6 +202,8 @@ _LEAST = {
     "train.eval_every": 0,
     "train.eval_sequences": 0,
     "train.sample_tokens": 0,
+    "checkpoint.every": 0,
+    "checkpoint.keep": 1,
     "run.nproc": 0,
     "run.log_every": 1,
     "run.peak_tflops": 0.0,
@@ -187,7 +213,8 @@ _LEAST = {
 def load(source=None, settings=(), environment=None) -> TrainConfig:
     """The config from a path, a dict or None, then ``settings`` ("a.b=value"), then the launcher.
 
-    ``SM_HP_MP_PARAMETERS`` wins over the table ``[parallel]``, key by key. Raises ConfigError.
+    ``SM_HP_MP_PARAMETERS`` wins over the table ``[parallel]``, key by key. The table ``[job]`` is
+    for `launch`. Raises ConfigError.
     """
     data = dict(source) if isinstance(source, dict) else schema.read(source) if source else {}
     changes: dict = {}
@@ -198,18 +225,19 @@ def load(source=None, settings=(), environment=None) -> TrainConfig:
             raise ConfigError(
                 f"parallel = {table['parallel']!r}: expected a table of keys and values"
             )
+    data.pop("job", None)
     file, flags = data.pop("parallel", {}), changes.pop("parallel", {})
     parallel = parallel_config.canonical(file) | parallel_config.canonical(flags)
-    data = _merged(data, changes)
+    data = merged(data, changes)
     data["parallel"] = parallel_config.load(parallel, environment)
     return schema.build(TrainConfig, data)
 
 
-def _merged(data: dict, changes: dict) -> dict:
+def merged(data: dict, changes: dict) -> dict:
     """``data`` with the leaves of ``changes`` put in, table by table."""
     result = dict(data)
     for key, value in changes.items():
         below = result.get(key)
         nested = isinstance(value, dict) and isinstance(below, dict)
-        result[key] = _merged(below, value) if nested else value
+        result[key] = merged(below, value) if nested else value
     return result

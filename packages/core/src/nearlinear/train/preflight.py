@@ -39,19 +39,21 @@ def check(config: TrainConfig, world: int, ranks_per_node: int = 0) -> Mesh:
             config.optimizer.warmup_steps,
             config.train.steps,
         )
-    _check_folder(Path(config.run.folder))
+    _check_folder("run.folder", Path(config.run.folder))
+    if config.checkpoint.folder:
+        _check_folder("checkpoint.folder", Path(config.checkpoint.folder))
     return mesh
 
 
-def _check_folder(folder: Path) -> None:
-    """Make the run's folder and leave nothing in it. Raises ConfigError if it cannot be written."""
+def _check_folder(key: str, folder: Path) -> None:
+    """Make a folder and leave nothing in it. Raises ConfigError if it cannot be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
         raise ConfigError(
-            f"run.folder = {folder} cannot be written ({error.strerror}): choose another folder"
+            f"{key} = {folder} cannot be written ({error.strerror}): choose another folder"
         ) from None
 
 

@@ -2,13 +2,16 @@
 
 The line is ``step=12 loss=6.0312 lr=3.00e-04 ...``; `METRIC_PATTERNS` are the regular expressions
 that read it back, in the form CloudWatch metric definitions take. On a terminal a progress bar
-stands below the lines; elsewhere (papermill, CI, CloudWatch) there are lines only.
+stands below the lines; elsewhere (papermill, CI, CloudWatch) there are lines only. All three are
+written through at once, for those who watch.
 """
 
 import json
 import logging
 import math
+import os
 import sys
+import time
 from pathlib import Path
 
 log = logging.getLogger(__name__)
@@ -28,6 +31,13 @@ FORMATS = {
 
 METRIC_PATTERNS = {name: rf"(?:^|\s){name}=(\S+)" for name in FORMATS}
 
+METRICS = "metrics.jsonl"
+ABOUT = "about.json"
+"""In a run's folder: its last step, tokens of a step, and the host of every rank."""
+
+INTRODUCTION = r"(\d+) steps of ([\d,]+) tokens"
+"""How the line that `Reporter.begin` says is read back."""
+
 
 def line(metrics: dict) -> str:
     """``metrics`` as one line of key=value, in the order of `FORMATS`."""
@@ -37,32 +47,44 @@ def line(metrics: dict) -> str:
 
 
 class Reporter:
-    """The sinks of rank 0; on other ranks (``active=False``) every call does nothing."""
+    """The sinks of rank 0; on other ranks (``active=False``) every call does nothing.
+
+    A run that goes on after ``first_step`` keeps what was reported up to it, and no more.
+    """
 
     def __init__(self, folder, steps: int, *, active: bool, tensorboard: bool, first_step: int = 0):
         self._jsonl = self._events = self._bar = None
         self.active = active
         if not active:
             return
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        self._jsonl = open(folder / "metrics.jsonl", "a" if first_step else "w", encoding="utf-8")
+        self.folder = Path(folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        _cut(self.folder / METRICS, first_step)
+        self._jsonl = open(self.folder / METRICS, "a", encoding="utf-8")
         if tensorboard:
-            self._events = _event_writer(folder / "tensorboard", first_step)
+            self._events = _events(self.folder / "tensorboard", first_step)
         if sys.stdout.isatty():
             self._bar = _Bar(steps, first_step)
+
+    def begin(self, last_step: int, tokens: int, hosts: list[str]) -> None:
+        """Say how much there is to do, and where: ``tokens`` a step, the host of every rank."""
+        if not self.active:
+            return
+        places = hosts[0] if len(set(hosts)) == 1 else f"{len(set(hosts))} hosts"
+        self.say(f"{last_step} steps of {tokens:,} tokens by {len(hosts)} ranks on {places}")
+        about = {"steps": last_step, "tokens_per_step": tokens, "hosts": hosts}
+        (self.folder / ABOUT).write_text(json.dumps(about), encoding="utf-8")
 
     def step(self, metrics: dict) -> None:
         """Record one step's metrics: ``step`` and any of `FORMATS`, and more for the JSON lines."""
         if not self.active:
             return
         self.say(line(metrics))
-        self._jsonl.write(json.dumps(_json_numbers(metrics)) + "\n")
+        row = {"step": 0, "time": round(time.time(), 3)} | _json_numbers(metrics)
+        self._jsonl.write(json.dumps(row) + "\n")
         self._jsonl.flush()
         if self._events:
-            for name in FORMATS:
-                if name in metrics and name != "step":
-                    self._events.add_scalar(name, metrics[name], metrics["step"])
+            self._events.step(metrics)
         if self._bar:
             self._bar.move(metrics["step"], metrics.get("loss"))
 
@@ -77,6 +99,26 @@ class Reporter:
         for sink in (self._bar, self._jsonl, self._events):
             if sink:
                 sink.close()
+
+
+def _cut(path: Path, first_step: int) -> None:
+    """Keep what ``path`` says of steps up to ``first_step``: later ones are taken again."""
+    if not first_step or not path.exists():
+        path.write_text("")
+        return
+    kept = [
+        row for row in path.read_text(encoding="utf-8").splitlines() if _within(row, first_step)
+    ]
+    partial = path.with_suffix(".partial")
+    partial.write_text("".join(f"{row}\n" for row in kept), encoding="utf-8")
+    os.replace(partial, path)
+
+
+def _within(row: str, last: int) -> bool:
+    try:
+        return json.loads(row)["step"] <= last
+    except (ValueError, KeyError, TypeError):  # half a line, of a run that was killed
+        return False
 
 
 def _json_numbers(metrics: dict) -> dict:
@@ -120,11 +162,11 @@ class _Bar:
         self.progress.stop()
 
 
-def _event_writer(folder: Path, first_step: int):
-    """Events after ``first_step``; those of an earlier run in the same folder are superseded."""
+def _events(folder: Path, first_step: int):
+    """TensorBoard's events from ``first_step`` on, where it is installed."""
     try:
-        from torch.utils.tensorboard import SummaryWriter
+        from .events import Events
     except ImportError:
         log.warning('no TensorBoard events: pip install "nearlinear[monitor]" to have them')
         return None
-    return SummaryWriter(str(folder), purge_step=first_step)
+    return Events(folder, first_step)

@@ -15,18 +15,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from .. import runtime, schema
-from ..data.loader import Loader
+from ..data.loader import BlockShuffle, Loader
 from ..errors import NearlinearError
 from ..parallel.accumulate import accumulate, count_targets
+from ..parallel.blocks import find_blocks
 from ..parallel.clip import clip_grad_norm_
 from ..parallel.shard import shard
-from . import preflight
-from .config import TrainConfig, load
+from . import preflight, ranks
+from .config import DataConfig, TrainConfig, load
+from .ending import Ending, Interrupted
 from .evaluate import generate, held_out_loss
 from .flops import flops_per_token, peak_tflops
+from .keeper import Keeper
 from .model import build_model
 from .optimizer import build_optimizer, learning_rate
 from .report import Reporter
@@ -70,14 +72,21 @@ class Trainer:
             config.batch.micro_batch_size,
             config.batch.accumulation,
             seed=config.data.seed,
+            blocks=block_shuffle(config.data),
+            read_ahead=config.data.read_ahead,
         )
         state = preflight.read_state(config)
-        self.first_step = self.done = state["step"] if state else 0
         if state:
             self.loader.load_state_dict(state["loader"])
         model = build_model(config.model, self.dataset.manifest.vocab_size)
-        self.model = shard(model)
+        blocks = find_blocks(model)
+        self.model = shard(model, blocks=blocks)
+        self.own_time = ranks.OwnTime(blocks, self.device)
         self.optimizer = build_optimizer(self.model, config.optimizer)
+        self.keeper = Keeper(config.checkpoint, self.model, self.optimizer, self.loader)
+        self.ending = Ending()
+        self.told_to_end = False
+        self.first_step = self.done = self.keeper.resume() or (state["step"] if state else 0)
         self.flops_per_token = flops_per_token(self.model, config.sequence_length)
         precision = "bf16" if config.parallel.bf16 else "fp32"
         self.peak_tflops = config.run.peak_tflops or peak_tflops(self.device, precision)
@@ -90,24 +99,34 @@ class Trainer:
         )
 
     def fit(self) -> Result:
-        """Train to the last step (or ``train.stop_after``), evaluate, and sample text."""
-        self._introduce()
+        """Train to the last step (or ``train.stop_after``), evaluate, and sample text.
+
+        Where checkpoints are kept, SIGTERM has the run saved and raises Interrupted.
+        """
+        if self.keeper.folder:
+            self.ending.watch()
         loop = self.config.train
         last = min(loop.steps, loop.stop_after or loop.steps)
+        self._introduce(last)
         metrics, eval_loss = {"loss": math.nan}, math.nan
         try:
             while self.done < last:
                 metrics = self.step()
+                if self.told_to_end and self.done < last:
+                    self._end_early(metrics)
                 due = self.done == last or (loop.eval_every and self.done % loop.eval_every == 0)
                 if due and self.held_out:
                     metrics["eval_loss"] = eval_loss = self.evaluate()
                 if due or self.done % self.config.run.log_every == 0:
                     self.reporter.step(metrics)
                 self._save_data_state()
+                if self.keeper.due(self.done, last):
+                    self.keeper.save(self.done)
             sample = self.sample() if loop.sample_tokens else ""
             if sample:
                 self.reporter.say(f"sample: {sample!r}")
         finally:
+            self.ending.leave()
             self.reporter.close()
         guessing = math.log(self.dataset.manifest.vocab_size)
         return Result(self.done, metrics["loss"], eval_loss, guessing, sample)
@@ -118,17 +137,23 @@ class Trainer:
         rate = learning_rate(self.done + 1, self.config.train.steps, self.config.optimizer)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        totals = torch.zeros(2, dtype=torch.float64, device=self.device)
+        totals = torch.zeros(3, dtype=torch.float64, device=self.device)
         two_hop = self.config.train.two_hop
-        for batch in accumulate(self.model, next(self.loader), two_hop=two_hop):
+        reported = (self.done + 1) % self.config.run.log_every == 0
+        self.own_time.begin_step(watching=reported)
+        with self.own_time.loading():
+            micro_batches = next(self.loader)
+        for batch in accumulate(self.model, micro_batches, two_hop=two_hop):
             loss = self.model(**batch).loss  # FSDP moves the batch to the device
             loss.backward()
             targets = count_targets(batch)
             totals[0] += loss.detach().double() * targets
             totals[1] += targets
         norm = clip_grad_norm_(self.model, self.config.optimizer.clip or math.inf)
-        dist.all_reduce(totals)
-        loss = (totals[0] / totals[1]).item()
+        totals[2] = self.ending.told  # one rank's wish is everybody's, after the same step
+        mine = [*self.own_time.take(), _peak_memory(self.device)] if reported else []
+        (loss, targets, told), by_rank = ranks.add_up(totals, mine)
+        loss, self.told_to_end = loss / targets, told > 0
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise NearlinearError(
                 f"step {self.done + 1}: the loss is {loss} and the gradient norm {norm}; the run "
@@ -138,7 +163,8 @@ class Trainer:
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.done += 1
-        return self._metrics(loss, rate, norm, time.perf_counter() - start)
+        metrics = self._metrics(loss, rate, norm, time.perf_counter() - start)
+        return metrics | ranks.columns(by_rank)
 
     def evaluate(self) -> float:
         """Held-out loss in nats, the same on every rank."""
@@ -157,9 +183,7 @@ class Trainer:
         return tokenizer.decode(prompt + generate(self.model, prompt, tokens, context))
 
     def _metrics(self, loss: float, rate: float, norm: float, seconds: float) -> dict:
-        batch = self.config.batch
-        sequences = batch.micro_batch_size * batch.accumulation * self.mesh.data_ranks
-        tokens_per_s = sequences * self.config.sequence_length / seconds
+        tokens_per_s = self._tokens_per_step() / seconds
         tflops = tokens_per_s * self.flops_per_token / self.mesh.world / 1e12
         return {
             "step": self.done,
@@ -173,13 +197,30 @@ class Trainer:
             "batch_id": self.loader.batch_id,
         }
 
-    def _introduce(self) -> None:
+    def _end_early(self, metrics: dict) -> None:
+        """Save what is done, and raise Interrupted."""
+        self.reporter.step(metrics)
+        self._save_data_state()
+        where = self.keeper.save(self.done)
+        raise Interrupted(
+            f"told to end after step {self.done}: saved in {where}; the same command goes on there"
+        )
+
+    def _tokens_per_step(self) -> int:
+        batch = self.config.batch
+        sequences = batch.micro_batch_size * batch.accumulation * self.mesh.data_ranks
+        return sequences * self.config.sequence_length
+
+    def _introduce(self, last: int) -> None:
         parameters = sum(p.numel() for p in self.model.parameters())
         say = self.reporter.say
         say(str(self.mesh))
         say(f"{self.config.model.preset}: {parameters:,} parameters")
         say(f"{self.dataset}")
-        if self.first_step:
+        self.reporter.begin(last, self._tokens_per_step(), ranks.hosts(self.device))
+        if self.keeper.saved:
+            say(f"goes on after step {self.first_step}, from {self.keeper.folder}")
+        elif self.first_step:
             say(f"data continues after step {self.first_step}; the model starts from its beginning")
         if self.reporter.active:
             text = schema.to_toml(self.config)
@@ -192,6 +233,13 @@ class Trainer:
             partial = path.with_suffix(".partial")
             partial.write_text(json.dumps({"step": self.done, "loader": self.loader.state_dict()}))
             os.replace(partial, path)
+
+
+def block_shuffle(data: DataConfig) -> BlockShuffle | None:
+    """The order that the table [data] asks for; None: every sequence by itself."""
+    if not data.shuffle_block_mib:
+        return None
+    return BlockShuffle(data.shuffle_block_mib, data.shuffle_blocks)
 
 
 def _peak_memory(device: torch.device) -> float:

@@ -1,0 +1,158 @@
+"""The index of a checkpoint: which tensors it holds, in which files, and what they must look like.
+
+    step-00000100/index.json                  written last: without it the folder is no checkpoint
+    step-00000100/rank-00003-of-00016.safetensors
+
+The index is JSON and names every file with its size and SHA-256; files are safetensors. Neither can
+carry code.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ..errors import CheckpointError
+from .pieces import Piece, covers
+
+NAME = "index.json"
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One tensor of a checkpoint, whole."""
+
+    dtype: str
+    """in torch's words, as in float32"""
+    shape: tuple[int, ...]
+    pieces: dict[str, Piece]
+    """its block in each file that has one"""
+
+
+@dataclass(frozen=True)
+class File:
+    """What a file must look like."""
+
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Index:
+    """All of a checkpoint but its numbers."""
+
+    step: int
+    world: int
+    """ranks that wrote it"""
+    tensors: dict[str, Tensor]
+    files: dict[str, File]
+    values: dict = field(default_factory=dict)
+    """what is no tensor: learning rates, the data's position"""
+
+    def write(self, folder: Path) -> None:
+        """Make ``folder`` a checkpoint, from one moment to the next."""
+        text = json.dumps({"format": FORMAT} | dataclasses.asdict(self), separators=(",", ":"))
+        partial = folder / f".{NAME}.{os.getpid()}"
+        with partial.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, folder / NAME)
+        settle(folder)
+
+
+def read(folder: Path) -> Index:
+    """The index of the checkpoint in ``folder``. Raises CheckpointError."""
+    path = folder / NAME
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        what = "is no checkpoint, or was not finished" if folder.is_dir() else "does not exist"
+        raise CheckpointError(f"{folder} {what}: there is no {path.name} in it") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read ({error}): {_REMEDY}") from None
+    if not isinstance(data, dict) or data.pop("format", None) != FORMAT:
+        raise CheckpointError(f"{path} is not of format {FORMAT}: use the version that wrote it")
+    try:
+        return _of(data)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{path} does not make sense ({error!r}): {_REMEDY}") from None
+
+
+_REMEDY = "delete its folder to go back to the checkpoint before it"
+
+
+def _of(data: dict) -> Index:
+    files = {_plain(name): File(int(f["bytes"]), str(f["sha256"]))
+             for name, f in data["files"].items()}  # fmt: skip
+    tensors = {}
+    for name, entry in data["tensors"].items():
+        pieces = {
+            file: Piece(_sizes(piece["offset"]), _sizes(piece["shape"]))
+            for file, piece in entry["pieces"].items()
+        }
+        shape = _sizes(entry["shape"])
+        if not pieces.keys() <= files.keys() or not covers(shape, pieces.values()):
+            raise ValueError(f"parts of {name} are missing")
+        tensors[name] = Tensor(str(entry["dtype"]), shape, pieces)
+    return Index(int(data["step"]), int(data["world"]), tensors, files, dict(data["values"]))
+
+
+def _sizes(values) -> tuple[int, ...]:
+    return tuple(int(value) for value in values)
+
+
+def _plain(name: str) -> str:
+    """``name`` if it names a file of the folder itself."""
+    if name != Path(name).name or name.startswith("."):
+        raise ValueError(f"{name!r} is no file of this folder")
+    return name
+
+
+def missing(folder: Path, found: Index) -> str:
+    """What of a checkpoint's files is not there, or cut short, in words; empty: nothing."""
+    for name, file in found.files.items():
+        try:
+            size = (folder / name).stat().st_size
+        except OSError:
+            return f"{name} is missing"
+        if size != file.bytes:
+            return f"{name} has {size} bytes instead of {file.bytes}"
+    return ""
+
+
+def check_content(folder: Path, name: str, file: File) -> None:
+    """Raise CheckpointError unless the file's bytes are those that were written."""
+    path = folder / name
+    try:
+        found = digest(path)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({error.strerror}): {_REMEDY}") from None
+    if found != file:
+        raise CheckpointError(f"{path} has changed since it was written: {_REMEDY}")
+
+
+def digest(path: Path) -> File:
+    """What a file looks like."""
+    with path.open("rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    return File(path.stat().st_size, found)
+
+
+def settle(folder: Path) -> None:
+    """Have the disk know the names in ``folder``, where it can be told to."""
+    try:
+        number = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return
+    try:
+        os.fsync(number)
+    except OSError:
+        pass  # not on every file system
+    finally:
+        os.close(number)

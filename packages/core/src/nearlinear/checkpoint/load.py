@@ -1,0 +1,119 @@
+"""Read a checkpoint into a model and an optimizer of any layout: each rank the blocks it holds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from .. import runtime
+from ..errors import CheckpointError, NearlinearError
+from . import index, state
+from .agree import everyone
+from .pieces import Piece, held, local
+
+_SHOWN = 3  # names in an error
+
+
+def load(folder, model, optimizer=None, loader=None, scheduler=None) -> int:
+    """Put the state in ``folder`` into what is given, in place; the step it is of.
+
+    The layout may be another than the one that saved. Random generators go on where they were if
+    there are as many ranks. Raises CheckpointError on all ranks where one cannot read, before the
+    first value has been changed wherever that can be told from the index. A collective call.
+    """
+    found, failed = None, ""
+    try:
+        found = _load(Path(folder), model, optimizer, loader, scheduler)
+    except NearlinearError as error:
+        failed = str(error)
+    failures = [why for why in everyone(failed) if why]
+    if failures:
+        raise CheckpointError(failures[0])
+    return found.step
+
+
+def _load(folder: Path, model, optimizer, loader, scheduler) -> index.Index:
+    now, found = runtime.current(), index.read(folder)
+    if why := index.missing(folder, found):
+        raise CheckpointError(f"{folder} is not whole: {why}; go back to the checkpoint before it")
+    wanted = dict(state.of_model(model))
+    _compare(folder, wanted, found, state.MODEL)
+    if optimizer is not None:
+        state.restore_settings(optimizer, model, _value(folder, found, "optimizer"))
+        state.make_room(optimizer, model, found.tensors)
+        kept = dict(state.of_optimizer(optimizer, model))
+        _compare(folder, kept, found, state.OPTIMIZER)
+        wanted |= kept
+    for name, part in (("loader", loader), ("scheduler", scheduler)):
+        if part is not None:
+            part.load_state_dict(_value(folder, found, name))
+    random = state.random_state(now.rank, now.device)
+    again = found.world == now.mesh.world and random.keys() <= found.tensors.keys()
+    if again:
+        wanted |= random
+    _Reader(folder, found).fill(wanted)
+    if again:
+        state.restore_random_state(random, now.device)
+    return found
+
+
+def _value(folder: Path, found: index.Index, name: str):
+    if name not in found.values:
+        raise CheckpointError(f"{folder} was saved without {name}: load it without, too")
+    return found.values[name]
+
+
+def _compare(folder: Path, wanted: dict, found: index.Index, room: str) -> None:
+    """Raise CheckpointError unless the checkpoint holds these very tensors."""
+    saved = {name: entry for name, entry in found.tensors.items() if name.startswith(f"{room}/")}
+    faults = [f"has no {name}" for name in wanted.keys() - saved.keys()]
+    faults += [f"has {name}, which is not here" for name in saved.keys() - wanted.keys()]
+    for name in wanted.keys() & saved.keys():
+        here, there = tuple(wanted[name].shape), saved[name].shape
+        if here != there:
+            faults.append(f"has {name} of {list(there)} instead of {list(here)}")
+    if faults:
+        more = f", and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
+        raise CheckpointError(
+            f"{folder} is of another model or optimizer: it {'; '.join(sorted(faults)[:_SHOWN])}"
+            f"{more}; use the config that saved it, or another folder"
+        )
+
+
+class _Reader:
+    """The files of one checkpoint, each checked before it is read."""
+
+    def __init__(self, folder: Path, found: index.Index):
+        self.folder, self.found = folder, found
+
+    def fill(self, wanted: dict[str, torch.Tensor]) -> None:
+        """Copy the blocks this rank holds into ``wanted``, file after file."""
+        needed: dict[str, list[str]] = {}
+        for name, tensor in wanted.items():
+            mine = held(tensor)
+            for file, piece in self.found.tensors[name].pieces.items():
+                if piece.overlap(mine) is not None:
+                    needed.setdefault(file, []).append(name)
+        for file in sorted(needed):
+            index.check_content(self.folder, file, self.found.files[file])
+            try:
+                with safe_open(self.folder / file, "pt") as values, torch.no_grad():
+                    for name in needed[file]:
+                        self._copy(
+                            values, name, self.found.tensors[name].pieces[file], wanted[name]
+                        )
+            except (OSError, SafetensorError) as error:
+                raise CheckpointError(f"{self.folder / file} cannot be read: {error}") from None
+
+    @staticmethod
+    def _copy(values, name: str, saved: Piece, tensor: torch.Tensor) -> None:
+        """Of one file's block of ``tensor`` what this rank holds."""
+        mine = held(tensor)
+        common = saved.overlap(mine)
+        if common == saved:
+            block = values.get_tensor(name)
+        else:
+            block = values.get_slice(name)[common.inside(saved)]
+        local(tensor)[common.inside(mine)].copy_(block)

@@ -1,0 +1,133 @@
+"""What of a run is state: its tensors by name, and its values that JSON can carry."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from ..errors import CheckpointError
+
+MODEL, OPTIMIZER, RANDOM = "model", "optimizer", "random"
+_WRAPPED = "_checkpoint_wrapped_module."  # in names, where activations are checkpointed
+
+
+def parameter_names(model: nn.Module) -> dict[nn.Parameter, str]:
+    """The name of every parameter; tied ones have their first."""
+    return {parameter: plain(name) for name, parameter in model.named_parameters()}
+
+
+def plain(name: str) -> str:
+    """A parameter's name without what wrappers have put into it."""
+    return name.replace(_WRAPPED, "")
+
+
+def of_model(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters, each once, and the buffers that a model keeps."""
+    names = parameter_names(model)
+    for parameter, name in names.items():
+        yield f"{MODEL}/{name}", parameter.data
+    # A tied parameter's other names are in the state dict, too.
+    known = {plain(name) for name, _ in model.named_parameters(remove_duplicate=False)}
+    kept = {plain(name) for name in model.state_dict()} - known
+    for name, buffer in model.named_buffers():
+        if plain(name) in kept:
+            yield f"{MODEL}/{plain(name)}", buffer
+
+
+def of_optimizer(optimizer, model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors that an optimizer keeps for each parameter of ``model``."""
+    names = parameter_names(model)
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            if not isinstance(value, torch.Tensor):
+                raise CheckpointError(
+                    f"{type(optimizer).__name__} keeps {key} as a {type(value).__name__}: only "
+                    "optimizers whose state is tensors can be saved"
+                )
+            yield f"{OPTIMIZER}/{_name(parameter, names)}/{key}", value
+
+
+def settings(optimizer, model: nn.Module) -> dict:
+    """What an optimizer is and its parameter groups, by parameters' names, as JSON can carry it."""
+    names = parameter_names(model)
+    groups = [
+        {key: value for key, value in group.items() if key != "params"}
+        | {"params": [_name(parameter, names) for parameter in group["params"]]}
+        for group in optimizer.param_groups
+    ]
+    return {"kind": type(optimizer).__name__, "groups": groups}
+
+
+def make_room(optimizer, model: nn.Module, saved: dict) -> None:
+    """Give ``optimizer`` the tensors that a checkpoint has for it, still without their values.
+
+    ``saved``: shape and dtype of each, by name, as `index.Tensor`.
+    """
+    names = {name: parameter for parameter, name in parameter_names(model).items()}
+    optimizer.state.clear()
+    for full, entry in saved.items():
+        room, _, rest = full.partition("/")
+        if room != OPTIMIZER:
+            continue
+        name, _, key = rest.rpartition("/")
+        if name not in names:
+            continue  # `load` says what does not fit
+        parameter, dtype = names[name], getattr(torch, entry.dtype)
+        if tuple(parameter.shape) == entry.shape:
+            value = torch.zeros_like(parameter.data, dtype=dtype)
+        else:  # a count of steps, on the CPU unless the optimizer is fused
+            device = parameter.device if _on_device(optimizer) else "cpu"
+            value = torch.zeros(entry.shape, dtype=dtype, device=device)
+        optimizer.state[parameter][key] = value
+
+
+def restore_settings(optimizer, model: nn.Module, saved: dict) -> None:
+    """Set learning rates and the like as `settings` found them. Raises CheckpointError."""
+    here = settings(optimizer, model)
+    if here["kind"] != saved["kind"]:
+        raise CheckpointError(
+            f"the state of {saved['kind']} was saved, which {here['kind']} cannot use: go on with "
+            "the optimizer of the saved run, or load the model alone"
+        )
+    if [group["params"] for group in here["groups"]] != [g["params"] for g in saved["groups"]]:
+        raise CheckpointError("the optimizer groups its parameters otherwise than the saved one")
+    for group, was in zip(optimizer.param_groups, saved["groups"], strict=True):
+        group.update({key: _like(group.get(key), value) for key, value in was.items()
+                      if key != "params"})  # fmt: skip
+
+
+def random_state(rank: int, device: torch.device) -> dict[str, torch.Tensor]:
+    """This rank's random generators, by name."""
+    found = {f"{RANDOM}/cpu/{rank}": torch.get_rng_state()}
+    if device.type == "cuda":
+        found[f"{RANDOM}/cuda/{rank}"] = torch.cuda.get_rng_state(device)
+    return found
+
+
+def restore_random_state(values: dict[str, torch.Tensor], device: torch.device) -> None:
+    """Set the generators that `random_state` named."""
+    for name, value in values.items():
+        if name.split("/")[1] == "cuda":
+            torch.cuda.set_rng_state(value.cpu(), device)
+        else:
+            torch.set_rng_state(value.cpu())
+
+
+def _on_device(optimizer) -> bool:
+    return any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
+
+
+def _like(now, value):
+    """``value`` from JSON as what it was: tuples come back as lists."""
+    return tuple(value) if isinstance(now, tuple) else value
+
+
+def _name(parameter: nn.Parameter, names: dict[nn.Parameter, str]) -> str:
+    if parameter not in names:
+        raise CheckpointError(
+            "the optimizer has a parameter that the model has not: build it from the sharded "
+            "model's parameters()"
+        )
+    return names[parameter]

@@ -1,0 +1,42 @@
+"""When a run saves itself, and from where it goes on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ..checkpoint import kept
+from ..checkpoint.load import load
+from .config import CheckpointConfig
+
+
+class Keeper:
+    """The checkpoints of one run: ``parts`` are its model, optimizer and loader.
+
+    Without a folder in the config it does nothing.
+    """
+
+    def __init__(self, config: CheckpointConfig, *parts):
+        self.config, self.parts = config, parts
+        self.folder = Path(config.folder) if config.folder else None
+        self.saved = 0
+        """the step of the newest checkpoint; 0: there is none"""
+
+    def resume(self) -> int:
+        """Go on from the newest checkpoint; the steps that are done. A collective call."""
+        newest = kept.latest(self.folder) if self.folder and self.config.resume else None
+        if newest is not None:
+            self.saved = load(newest, *self.parts)
+        return self.saved
+
+    def due(self, step: int, last: int) -> bool:
+        """Whether the run should be saved after ``step`` of ``last``."""
+        if self.folder is None or step == self.saved:
+            return False
+        return step == last or (self.config.every > 0 and step % self.config.every == 0)
+
+    def save(self, step: int) -> Path:
+        """Save the run after ``step``, unless it is saved; where. A collective call."""
+        if step != self.saved:
+            kept.keep(self.folder, self.config.keep, step, *self.parts)
+            self.saved = step
+        return kept.folder_of(self.folder, step)

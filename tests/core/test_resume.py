@@ -1,0 +1,104 @@
+"""A run that ends before its time goes on as if it had not."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+import nearlinear as nl
+from nearlinear import runtime
+from nearlinear.checkpoint import kept
+from tests.support.command_line import end_after, write
+
+
+@pytest.fixture(autouse=True)
+def job_of_this_process():
+    """Trainers here join one, which other tests do not expect."""
+    yield
+    runtime.shutdown()
+
+
+def start(config: Path, *settings: str, **options) -> subprocess.Popen:
+    changes = [word for setting in settings for word in ("--set", setting)]
+    return subprocess.Popen(
+        [sys.executable, "-m", "nearlinear.cli", "train", str(config), *changes],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"}, **options,
+    )  # fmt: skip
+
+
+def final_values(folder: Path, step: int) -> dict:
+    """Every block in a checkpoint, by the file it is in."""
+    return {
+        (path.name, name): value
+        for path in sorted(kept.folder_of(folder, step).glob("*.safetensors"))
+        for name, value in load_file(path).items()
+    }
+
+
+def test_a_resumed_run_equals_an_uninterrupted_one_to_the_bit(small_run, tmp_path):
+    small_run["model"]["overrides"] |= {"resid_pdrop": 0.1, "embd_pdrop": 0.1}
+    small_run["train"]["eval_sequences"] = small_run["train"]["sample_tokens"] = 0
+
+    def train(folder: str, **loop):
+        config = small_run | {"checkpoint": {"folder": str(tmp_path / folder), "every": 2}}
+        return nl.Trainer(config | {"train": small_run["train"] | loop}).fit()
+
+    straight = train("straight")
+    train("broken", stop_after=3)
+    assert kept.steps(tmp_path / "broken") == [2, 3]
+    resumed = train("broken")
+    assert (resumed.steps, resumed.loss) == (straight.steps, straight.loss)
+    one, other = (final_values(tmp_path / name, 6) for name in ("straight", "broken"))
+    assert one.keys() == other.keys()
+    assert all(value.equal(other[name]) for name, value in one.items())
+
+
+def losses_of(rank: int, config: dict) -> list[float]:
+    trainer = nl.Trainer(config)
+    return [trainer.first_step, *(trainer.step()["loss"] for _ in range(3))]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_other_ranks_go_on_with_the_same_samples(small_run, tmp_path, ranks):
+    small_run["checkpoint"] = {"folder": str(tmp_path / "kept")}
+    small_run["batch"] = {"micro_batch_size": 4}
+    nl.Trainer(small_run | {"train": small_run["train"] | {"stop_after": 3}}).fit()
+    expected = losses_of(0, small_run)
+    small_run["batch"] = {"micro_batch_size": 4 // ranks}
+    small_run["parallel"] = {"hybrid_shard_degree": 2}
+    for first, *losses in nl.spmd.run(losses_of, ranks=ranks, args=(small_run,)):
+        assert first == expected[0] == 3
+        assert losses == pytest.approx(expected[1:], abs=1e-6)
+
+
+def test_a_finished_run_has_nothing_left_to_do(small_run, tmp_path):
+    config = small_run | {"checkpoint": {"folder": str(tmp_path / "kept")}}
+    nl.Trainer(config).fit()
+    assert nl.Trainer(config).fit().steps == 6
+    fresh = nl.Trainer(config | {"checkpoint": {"folder": str(tmp_path / "kept"), "resume": False}})
+    assert fresh.first_step == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_sigterm_saves_and_the_same_command_goes_on(small_run, tmp_path, ranks):
+    small_run["train"] |= {"steps": 2000, "eval_every": 0}
+    small_run["checkpoint"] = {"folder": str(tmp_path / "kept")}
+    small_run["run"]["nproc"] = ranks
+    config = write(small_run, tmp_path)
+    running = start(config)
+    metrics = Path(small_run["run"]["folder"], "metrics.jsonl")
+    said = end_after(running, metrics, 3)
+    assert running.returncode == 128 + signal.SIGTERM, said
+    [done] = kept.steps(tmp_path / "kept")
+    assert done >= 3 and "stopped" in said
+    again = start(config, f"train.steps={done + 2}")
+    out, err = again.communicate(timeout=120)
+    assert again.returncode == 0, out + err
+    assert f"goes on after step {done}" in out and f"step={done + 1} " in out
+    assert f"step={done} " not in out
