@@ -1,6 +1,9 @@
 """A small corpus of real sentences as token shards, with a small byte-level tokenizer."""
 
+import copy
 import json
+import logging
+import urllib.request
 
 import pytest
 
@@ -53,3 +56,50 @@ def small_run(token_folder, tmp_path):
         "train": {"steps": 6, "eval_every": 3, "eval_sequences": 16, "sample_tokens": 4},
         "run": {"folder": str(tmp_path / "run"), "tensorboard": False},
     }
+
+
+@pytest.fixture(scope="module")
+def moto_address():
+    """Of a server on loopback that speaks AWS's protocols."""
+    server = pytest.importorskip("moto.server")
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)  # a line for every call
+    running = server.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    running.start()
+    host, port = running.get_host_and_port()
+    yield f"http://{host}:{port}"
+    running.stop()
+
+
+@pytest.fixture
+def aws_services(moto_address, monkeypatch):
+    """Clients of an AWS account with nothing in it but a bucket; the environment points there."""
+    import boto3
+
+    region = "us-west-2"
+    monkeypatch.setenv("AWS_ENDPOINT_URL", moto_address)
+    monkeypatch.setenv("AWS_DEFAULT_REGION", region)
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "testing")
+    reset = urllib.request.Request(f"{moto_address}/moto-api/reset", method="POST")
+    urllib.request.urlopen(reset)
+    made = {name: boto3.client(name) for name in ("s3", "sagemaker", "logs", "iam")}
+    place = {"LocationConstraint": region}
+    made["s3"].create_bucket(Bucket="my-bucket", CreateBucketConfiguration=place)
+    return made
+
+
+@pytest.fixture
+def sagemaker_run(tmp_path):
+    """The config file of a faultless SageMaker job with a folder of code."""
+    from tests.core.test_job_faults import RUN
+
+    code = tmp_path / "code"
+    (code / "__pycache__").mkdir(parents=True)
+    (code / "mine.py").write_text("x = 1\n")
+    (code / "__pycache__" / "mine.pyc").write_text("")
+    run = copy.deepcopy(RUN)
+    run["job"]["source"] = str(code)
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps(run))
+    return path

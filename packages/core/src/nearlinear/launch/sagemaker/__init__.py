@@ -1,0 +1,1 @@
+"""Training jobs of Amazon SageMaker: the request, its faults, and what becomes of it."""

@@ -1,0 +1,63 @@
+"""A server on loopback that answers AWS's calls as it was told: what moto cannot say."""
+
+import contextlib
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+REGION = "us-west-2"
+KEYS = {"AWS_ACCESS_KEY_ID": "testing", "AWS_SECRET_ACCESS_KEY": "testing"}
+
+
+class Answers:
+    """What is to be answered to each call, in turn, and what was asked."""
+
+    def __init__(self):
+        self.asked: list[tuple[str, dict]] = []
+        self.ready: dict[str, list[tuple[int, str]]] = {}
+        self.address = ""
+
+    def give(self, operation: str, status: int, body) -> None:
+        """The next answer to ``operation``; the last one goes on. A text is no JSON of AWS's."""
+        said = body if isinstance(body, str) else json.dumps(body)
+        self.ready.setdefault(operation, []).append((status, said))
+
+    def refuse(self, operation: str, code: str, message: str = "no", status: int = 400) -> None:
+        """An error of AWS's."""
+        self.give(operation, status, {"__type": code, "message": message})
+
+    def next(self, operation: str, asked: dict) -> tuple[int, str]:
+        self.asked.append((operation, asked))
+        waiting = self.ready[operation]
+        return waiting.pop(0) if len(waiting) > 1 else waiting[0]
+
+
+@contextlib.contextmanager
+def serving() -> Iterator[Answers]:
+    answers = Answers()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            operation = self.headers["X-Amz-Target"].rpartition(".")[2]
+            status, said = answers.next(operation, asked)
+            self.send_response(status)
+            self.send_header("Content-Type", "application/x-amz-json-1.1")
+            self.send_header("Content-Length", str(len(said.encode())))
+            self.end_headers()
+            self.wfile.write(said.encode())
+
+        def log_message(self, *_):
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+    thread.start()
+    answers.address = f"http://127.0.0.1:{server.server_port}"
+    try:
+        yield answers
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()

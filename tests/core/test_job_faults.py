@@ -1,0 +1,207 @@
+"""Faults of a SageMaker job: each is named, with what to do, before anything is sent."""
+
+import copy
+
+import pytest
+
+from nearlinear import cli
+from nearlinear.errors import ConfigError
+from nearlinear.launch import layout, spec
+from nearlinear.launch.faults import Fault, FaultyJob
+from nearlinear.launch.sagemaker import request, rules, shapes
+
+ACCOUNT = "123456789012"
+NAME, FOLDER = "gpt2-30b-20261122031500", "s3://my-bucket/jobs/gpt2-30b"
+RUN = {
+    "model": {"preset": "gpt2-30b"},
+    "parallel": {"sharded_data_parallel_degree": 128, "bf16": True, "offload_activations": True},
+    "job": {
+        "place": "sagemaker",
+        "image": f"{ACCOUNT}.dkr.ecr.us-west-2.amazonaws.com/nearlinear:2.13-cuda13",
+        "instance_type": "ml.p4d.24xlarge",
+        "nodes": 32,
+        "role": f"arn:aws:iam::{ACCOUNT}:role/nearlinear",
+        "source": ".",
+        "inputs": {
+            "train": {"fsx": "fs-0123456789abcdef0", "directory": "/abcdefgh/train"},
+            "val": {"s3": "s3://my-bucket/val"},
+        },
+        "output": "s3://my-bucket/output",
+        "checkpoints": "s3://my-bucket/checkpoints",
+        "subnets": ["subnet-0123456789abcdef0"],
+        "security_groups": ["sg-0123456789abcdef0"],
+        "tags": {"team": "models"},
+        "retries": 2,
+    },
+}
+
+
+def job_and_config(**changes):
+    data = copy.deepcopy(RUN)
+    for path, value in changes.items():
+        table = data
+        *tables, last = path.split("__")
+        for name in tables:
+            table = table[name]
+        table[last] = value
+    return spec.load(data)
+
+
+def faults(found: dict, job, config) -> list[Fault]:
+    return [*shapes.check(found), *rules.check(found), *layout.check(job, config.parallel)]
+
+
+def good() -> dict:
+    return copy.deepcopy(request.request(*job_and_config(), NAME, FOLDER))
+
+
+def at(found, path):
+    """What holds the last part of ``path`` in a request, and that part."""
+    *above, last = path.split("/")
+    for name in above:
+        found = found[int(name)] if isinstance(found, list) else found[name]
+    return found, int(last) if isinstance(found, list) else last
+
+
+def test_the_published_job_has_no_fault():
+    assert faults(good(), *job_and_config()) == []
+
+
+GONE = object()
+MACHINES, SPOT = "ResourceConfig", {"EnableManagedSpotTraining": True}
+STOP = "StoppingCondition"
+SOURCE = "InputDataConfig/0/DataSource/FileSystemDataSource"
+ALGORITHM = "AlgorithmSpecification"
+METRIC = f"{ALGORITHM}/MetricDefinitions/0"
+SEEDED = [
+    # names, types, enumerations, patterns and ranges of the service's model
+    ({"TrainingJobName": "gpt2_30b"}, "TrainingJobName", "must match"),
+    ({"TrainingJobName": "g" * 80}, "TrainingJobName", "at most 63 characters"),
+    ({"RoleArn": GONE}, "RoleArn", "give it"),
+    ({"RoleArn": "arn:aws:iam::42:role/me"}, "RoleArn", "must match"),
+    ({f"{MACHINES}/InstanceType": "ml.p4d.48xlarge"}, "InstanceType", "'ml.p4d.24xlarge'"),
+    ({f"{MACHINES}/InstanceCount": "32"}, "InstanceCount", "write a number"),
+    ({f"{MACHINES}/KeepAlivePeriodInSeconds": 999_999}, "KeepAlivePeriod", "at most 21600"),
+    ({f"{MACHINES}/VolumeSizeInGb": 500}, "VolumeSizeInGb", "'VolumeSizeInGB'"),
+    ({f"{SOURCE}/FileSystemType": "FSxLustr"}, "FileSystemType", "'FSxLustre'"),
+    ({f"{SOURCE}/FileSystemId": "fs-12"}, "FileSystemId", "at least 11"),
+    ({f"{SOURCE}/FileSystemAccessMode": "read"}, "FileSystemAccessMode", "allowed are rw, ro"),
+    ({"InputDataConfig/1/DataSource/S3DataSource/S3Uri": "my-bucket/val"}, "S3Uri", "must match"),
+    ({"InputDataConfig/1/ChannelName": "my val"}, "ChannelName", "must match"),
+    ({f"{METRIC}/Regex": "(" + "x" * 500 + ")"}, "Regex", "at most 500"),
+    ({"RetryStrategy/MaximumRetryAttempts": 31}, "MaximumRetryAttempts", "at most 30"),
+    ({"OutputDataConfig": GONE}, "OutputDataConfig", "give it"),
+    # between members
+    ({"VpcConfig": GONE}, "VpcConfig", "security group"),
+    ({"VpcConfig/Subnets": ["sg-0123456789abcdef0"]}, "Subnets", "subnet-0123456789abcdef0"),
+    ({f"{SOURCE}/DirectoryPath": "abcdefgh/train"}, "DirectoryPath", "begin it with /"),
+    ({f"{SOURCE}/DirectoryPath": "/fsx"}, "DirectoryPath", "MOUNT_NAME"),
+    ({"InputDataConfig/1/ChannelName": "code"}, "InputDataConfig", "rename yours"),
+    ({"InputDataConfig/0/InputMode": "FastFile"}, "InputMode", "leave it out"),
+    (SPOT, "MaxWaitTimeInSeconds", "capacity together"),
+    (SPOT | {f"{STOP}/MaxWaitTimeInSeconds": 60}, "MaxWaitTimeInSeconds", "at least 86400"),
+    (
+        SPOT
+        | {f"{STOP}/MaxWaitTimeInSeconds": 90_000, f"{MACHINES}/KeepAlivePeriodInSeconds": 600},
+        "KeepAlivePeriodInSeconds",
+        "leave one of the two out",
+    ),
+    (
+        SPOT | {f"{STOP}/MaxWaitTimeInSeconds": 90_000, "CheckpointConfig": GONE},
+        "CheckpointConfig",
+        "folder in S3",
+    ),
+    ({f"{STOP}/MaxWaitTimeInSeconds": 90_000}, "MaxWaitTimeInSeconds", "ask for spot"),
+    ({f"{STOP}/MaxRuntimeInSeconds": 90 * 86_400}, "MaxRuntimeInSeconds", "at most 2419200"),
+    ({f"{ALGORITHM}/AlgorithmName": "mine"}, "TrainingImage", "alone"),
+    ({f"{METRIC}/Regex": "loss=(\\S+"}, "Regex", "mend it"),
+    ({f"{METRIC}/Regex": "loss=\\S+"}, "Regex", "around the number"),
+    ({f"{METRIC}/Name": "loss"}, "MetricDefinitions", "rename one"),
+    ({f"{MACHINES}/InstanceType": "ml.p3.16xlarge"}, "InstanceType", "one with EFA"),
+    ({"Tags/0/Key": "aws:team"}, "Tags", "rename it"),
+    ({"CheckpointConfig/LocalPath": "/opt/ml/model/c"}, "LocalPath", "/opt/ml/checkpoints"),
+]
+
+
+@pytest.mark.parametrize(("changes", "where", "fix"), SEEDED)
+def test_a_fault_is_named_with_its_fix(changes, where, fix):
+    found = good()
+    for path, value in changes.items():
+        holder, last = at(found, path)
+        if value is GONE:
+            del holder[last]
+        else:
+            holder[last] = value
+    named = faults(found, *job_and_config())
+    assert named and all(where in fault.where for fault in named), named
+    assert any(fix in fault.fix for fault in named), named
+
+
+ONE_RANK = {"job__nodes": 1, "parallel__sharded_data_parallel_degree": 1}
+
+
+@pytest.mark.parametrize(
+    ("changes", "where", "fix"),
+    [
+        ({"parallel__sharded_data_parallel_degree": 96}, "parallel", "32 x 8 ranks"),
+        ({"job__ranks_per_node": 4}, "ranks_per_node", "leave it out"),
+        ({"job__ranks_per_node": 16}, "ranks_per_node", "at most 8"),
+        ({"job__accelerators": 4}, "job.accelerators", "leave it out"),
+        ({"job__instance_type": "ml.p2.16xlarge", **ONE_RANK}, "ranks_per_node", "set it"),
+        (
+            {"parallel__sharded_data_parallel_degree": 12, "job__nodes": 3},
+            "hybrid_shard_degree",
+            "a multiple or a divisor of 8",
+        ),
+    ],
+)
+def test_machines_and_layout_are_compared(changes, where, fix):
+    job, config = job_and_config(**changes)
+    (fault,) = faults(request.request(job, config, NAME, FOLDER), job, config)
+    assert where in fault.where and fix in fault.fix
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"job__inputs__train": {}}, "one of path, s3, fsx, efs, claim; this one has none"),
+        ({"job__inputs__train__s3": "s3://a/b"}, "this one has s3 and fsx"),
+        ({"job__inputs__train__directory": "abc"}, "mount name first"),
+        ({"job__inputs__train__mode": "Fast"}, "did you mean 'FastFile'"),
+        ({"job__nodes": 0}, "job.nodes = 0: must be at least 1"),
+        ({"job__max_hours": 0}, "job.max_hours = 0.0: must be more than 0"),
+        ({"job__instance_types": "ml.p4d.24xlarge"}, "did you mean 'instance_type'"),
+        ({"job__tags__team": 3}, "job.tags.team = 3: expected a text"),
+    ],
+)
+def test_a_description_that_makes_no_sense(changes, words):
+    with pytest.raises(ConfigError, match=words):
+        job_and_config(**changes)
+
+
+def test_what_a_job_must_say_is_asked_for_in_its_own_words(tmp_path, capsys):
+    path = tmp_path / "run.toml"
+    path.write_text('[job]\nplace = "sagemaker"\nrole = "arn:aws:iam::123456789012:role/me"\n')
+    assert cli.main(["launch", str(path), "--dry-run"]) == 2
+    said = capsys.readouterr().err
+    assert "job.image: is missing" in said and 'output = "s3://' in said
+    assert "job.role" not in said
+
+
+def test_a_machine_without_a_record_is_told_its_ranks():
+    asked = {"instance_type": "ml.p9.48xlarge", "accelerators": 16}
+    job, config = job_and_config(**{f"job__{key}": value for key, value in asked.items()})
+    found = request.request(job, config, NAME, FOLDER)
+    assert found["Environment"][request.RANKS] == "16" == str(job.ranks_here)
+
+
+def test_a_machine_of_ones_own_fits_by_its_accelerators():
+    job, config = job_and_config(job__instance_type="dgx", job__accelerators=8)
+    assert job.world == 256 and layout.check(job, config.parallel) == []
+
+
+def test_all_faults_are_told_at_once():
+    found = good() | {"TrainingJobName": "gpt2_30b", "RoleArn": "me"}
+    error = FaultyJob(faults(found, *job_and_config()))
+    assert "TrainingJobName: 'gpt2_30b'" in str(error) and "RoleArn: " in str(error)
+    assert "nothing was sent" in str(error)

@@ -1,0 +1,55 @@
+"""What the package's README says of jobs and checkpoints is what happens."""
+
+import json
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from nearlinear import cli
+from nearlinear.launch import spec
+from nearlinear.train import config as train_config
+
+README = Path(__file__).resolve().parents[2] / "packages" / "core" / "README.md"
+TABLES = re.findall(r"```toml\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
+JOB = next(text for text in TABLES if "[job]" in text)
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text(JOB)
+    return str(path)
+
+
+@pytest.mark.parametrize("place", ["sagemaker", "emulate"])
+def test_the_job_is_without_a_fault(file, place, capsys):
+    assert cli.main(["launch", file, "--place", place, "--dry-run"]) == 0
+    assert '"InstanceCount": 32' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("place", "inputs", "shown"),
+    [
+        ("slurm", "{train = {path = '/fsx/tokens'}}", "#SBATCH --nodes=32"),
+        ("kubernetes", "{train = {claim = 'tokens'}}", "kind: PyTorchJob"),
+        ("local", "{train = {path = '/fsx/tokens'}}", "data.path=/fsx/tokens"),
+    ],
+)
+def test_other_places_take_it_with_inputs_of_their_own(place, inputs, shown, capsys, tmp_path):
+    data = tomllib.loads(JOB)
+    data["job"]["inputs"] = tomllib.loads(f"inputs = {inputs}")["inputs"]
+    for of_sagemaker in ("output", "checkpoints"):
+        del data["job"][of_sagemaker]
+    nodes = ["--set", "job.nodes=1"] if place == "local" else []
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps(data))
+    assert cli.main(["launch", str(path), "--place", place, "--dry-run", *nodes]) == 0
+    assert shown in capsys.readouterr().out
+
+
+def test_every_table_is_a_config():
+    for text in TABLES:
+        spec.load(tomllib.loads(text))
+        train_config.load(tomllib.loads(text), environment={})
