@@ -13,7 +13,9 @@ scale = "ci"  # ci: seconds on 2 cores; laptop: minutes; cluster: prints the 32-
 steps = 0  # optimizer steps of the training run; 0 for the number that suits the scale
 
 # %%
+import json
 import math
+import re
 import subprocess
 import sys
 import tempfile
@@ -380,6 +382,140 @@ if scale != "cluster":
     assert held_out < guessing - 2.5
 
 # %% [markdown]
+# ## The same run on 32 machines
+#
+# The table `[job]` of a config says where it runs. Here it asks SageMaker for 32 `p4d.24xlarge` (8
+# GPUs of 40 GB each), reads the tokens from an FSx for Lustre file system, and keeps checkpoints in
+# S3. `sharded_data_parallel_degree` is SMP's name for the shard degree; both are understood.
+
+# %%
+cluster_config = f"""
+[model]
+preset = "gpt2-30b"
+
+[data]
+sequence_length = 2048
+
+[parallel]
+sharded_data_parallel_degree = {degree}
+bf16 = true
+sm_activation_offloading = true
+activation_loading_horizon = 4
+
+[batch]
+micro_batch_size = 6
+
+[optimizer]
+lr = 1.2e-4
+
+[train]
+steps = 1000
+
+[checkpoint]
+every = 100
+
+[job]
+name = "gpt2-30b"
+place = "sagemaker"
+image = "123456789012.dkr.ecr.us-west-2.amazonaws.com/nearlinear:2.13-cuda13"
+instance_type = "ml.p4d.24xlarge"
+nodes = 32
+role = "arn:aws:iam::123456789012:role/nearlinear"
+region = "us-west-2"
+output = "s3://my-bucket/gpt2-30b"
+checkpoints = "s3://my-bucket/gpt2-30b/checkpoints"
+subnets = ["subnet-0123456789abcdef0"]
+security_groups = ["sg-0123456789abcdef0"]
+tags = {{ team = "models" }}
+
+[job.inputs.train]
+fsx = "fs-0123456789abcdef0"
+directory = "/abcdefgh/tokens"
+"""
+cluster_path = work / "cluster.toml"
+cluster_path.write_text(cluster_config)
+
+
+def nearlinear(*words: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "nearlinear.cli", *words]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+shown = nearlinear("launch", str(cluster_path), "--dry-run")
+assert shown.returncode == 0, shown.stderr
+request = json.loads(shown.stdout)
+for key in ("TrainingJobName", "ResourceConfig", "VpcConfig", "CheckpointConfig"):
+    print(f"{key}: {request[key]}")
+print("HyperParameters:")
+for key, value in request["HyperParameters"].items():
+    print(f"  {key} = {value}")
+
+asked = json.loads(request["HyperParameters"]["mp_parameters"])
+assert request["ResourceConfig"]["InstanceCount"] == 32
+assert asked["hybrid_shard_degree"] == 128 and asked["activation_loading_horizon"] == 4
+
+# %% [markdown]
+# That is the request of SageMaker's `CreateTrainingJob`, and nothing was sent: without `--dry-run`
+# the same line submits it, and `nearlinear logs NAME --follow` reads along. What would be refused
+# after minutes of waiting is refused here, with what to do about it.
+
+# %%
+faulty = nearlinear(
+    "launch", str(cluster_path), "--dry-run",
+    "--set", "job.subnets=[]", "--set", "job.security_groups=[]",
+    "--set", "job.instance_type=ml.p4d.48xlarge", "--set", "job.ranks_per_node=8",
+    "--set", "job.spot=true", "--set", "job.keep_warm_minutes=30",
+)  # fmt: skip
+print(faulty.stderr)
+assert faulty.returncode == 2
+assert all(word in faulty.stderr for word in ("VpcConfig", "InstanceType", "KeepAlive"))
+
+# %% [markdown]
+# Does the request train? `--place emulate` runs it on this machine, in the layout that a training
+# container has: 2 hosts of 2 ranks, each with its own `/opt/ml`, hyperparameters and channels. A
+# small model stands in for the large one, and a folder for the file system. It is the same request,
+# the same entry point and the same files; only the machines are emulated.
+
+# %%
+job = work / "job"
+small = {
+    "model.preset": "gpt2-tiny",
+    "model.overrides": "{n_layer = 2, n_embd = 64, n_head = 4}",
+    "data.sequence_length": 128,
+    "parallel.sharded_data_parallel_degree": 2,
+    "parallel.bf16": "false",
+    "batch.micro_batch_size": 2,
+    "optimizer.lr": 5e-3,
+    "train.steps": 10,
+    "train.eval_sequences": 16,
+    "train.sample_tokens": 0,
+}
+emulated = nearlinear(
+    "launch", str(cluster_path), "--place", "emulate", "--hosts", "2", "--ranks", "2",
+    "--folder", str(job), "--stand-in", f"fs-0123456789abcdef0/abcdefgh/tokens={work / 'tokens'}",
+    *(word for key, value in small.items() for word in ("--set", f"{key}={value}")),
+)  # fmt: skip
+print(emulated.stdout)
+assert emulated.returncode == 0, emulated.stderr
+
+metrics = plots.read_metrics(job / "algo-1" / "output" / "data")
+assert len(metrics) == 10 and metrics[-1]["loss"] < metrics[0]["loss"]
+assert [path.name for path in (job / "kept").iterdir()] == ["step-00000010"]  # stands for S3
+
+# %% [markdown]
+# CloudWatch draws its graphs from what a job prints: the request's metric definitions are regular
+# expressions for it. Do they find every number?
+
+# %%
+definitions = request["AlgorithmSpecification"]["MetricDefinitions"]
+steps_said = [line for line in emulated.stdout.splitlines() if line.startswith("step=")]
+for definition in definitions:
+    found = [re.search(definition["Regex"], line) for line in steps_said]
+    values = [match[1] for match in found if match]
+    print(f"{definition['Name']:>15}: {len(values):>2} values, the last {values[-1]}")
+    assert values
+
+# %% [markdown]
 # ## Summary
 #
 # - A shard group is the smallest set of ranks that holds the model states; replicas of it fill the
@@ -387,7 +523,8 @@ if scale != "cluster":
 # - `nl.init`, `nl.shard` and `nl.accumulate` are the change to a PyTorch script. The numbers are
 #   those of one process, to rounding.
 # - Two-hop synchronisation lets replicas talk once per step instead of once per micro-batch.
-# - The same file and the same command train on a laptop and on 32 nodes.
+# - The same file and the same command train on a laptop and on 32 nodes. `nearlinear launch` turns
+#   its `[job]` into SageMaker's, Slurm's or Kubernetes' words, and checks it before it is sent.
 #
 # ## Exercises
 #
@@ -398,5 +535,6 @@ if scale != "cluster":
 #    come from, and what do they buy? What if you leave `sdp_max_live_parameters` out instead?
 # 4. A 13-billion-parameter model on 8 nodes: which degree does the rule give, and how many
 #    replicas? Check with `nl.Mesh.from_config`.
-# 5. Run this notebook with `scale = "laptop"` and `--set parallel.hybrid_shard_degree=4`. Do the
+# 5. Print the run as a batch script for Slurm: `--place slurm`. Which fault must you mend first?
+# 6. Run this notebook with `scale = "laptop"` and `--set parallel.hybrid_shard_degree=4`. Do the
 #    losses change? Should they?

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import data_prep
+from ci.torch_matrix import studio
 from nearlinear.train import config as train_config
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -44,6 +45,12 @@ def test_the_files_it_names_exist():
         assert (ROOT / link).exists(), link
     for folder in re.findall(r"^\| `(\w[\w/]*)` \|", README, re.MULTILINE):
         assert (ROOT / folder).is_dir(), folder
+
+
+def test_studio_is_told_what_is_checked_in_its_versions():
+    assert f"```sh\n{studio.LINES}```" in README
+    for name in ("torch", "transformers", "numpy"):
+        assert studio.PACKAGES[name] in README
 
 
 def test_every_notebook_is_in_the_table():

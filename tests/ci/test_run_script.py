@@ -154,13 +154,13 @@ def test_a_fresh_set_up_installs_torch_first_and_compiles_against_it(workspace, 
     assert list(installs) == [
         "an empty environment",
         "PyTorch",
-        "packages/core[data,notebooks,monitor,dev]",
+        f"packages/core[{environment.EXTRAS}]",
         "build tools of fast",
         "packages/fast",
     ]
     assert "--without-pip" not in installs["an empty environment"]
     assert "--no-build-isolation" in installs["packages/fast"]
-    assert "--no-build-isolation" not in installs["packages/core[data,notebooks,monitor,dev]"]
+    assert "--no-build-isolation" not in installs[f"packages/core[{environment.EXTRAS}]"]
     assert installs["build tools of fast"][-1] == "setuptools>=77"
     for what in list(installs)[1:]:
         assert "constraints.txt" in installs[what]
@@ -204,7 +204,7 @@ def test_lab_is_added_once_and_kept(workspace, installs):
     environment.ensure()
     installs.clear()
     environment.ensure(lab=True)
-    assert "packages/core[data,notebooks,monitor,dev,lab]" in installs
+    assert f"packages/core[{environment.EXTRAS},lab]" in installs
     installs.clear()
     environment.ensure()
     environment.ensure(lab=True)

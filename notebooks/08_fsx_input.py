@@ -1,0 +1,498 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # FSx for Lustre as input: from S3 to the training step
+#
+# After this notebook you can say when a file system pays and when S3 alone is better, make one and
+# link it to S3, bring the files over before the first step asks for them, give it to a training
+# job, find out why a job would not reach it, and read in a way that suits its servers.
+#
+# At scale `ci` the AWS account is a server on this machine (moto), and the mounted file system is a
+# folder with a small `lfs` beside it. Requests, answers, files and training are real; the services
+# are not. Give `scale = "aws"` and a subnet, and the same cells speak to your account.
+
+# %% tags=["parameters"]
+scale = "ci"  # ci: an account on this machine, seconds; laptop: more data; aws: yours, for money
+subnet = ""  # aws: where the file system and the job are
+security_group = ""  # aws: lets TCP 988 and 1018-1023 through, from and to itself
+bucket = ""  # aws: an S3 bucket in the same region
+role = ""  # aws: ARN of the role that the job runs as
+image = "123456789012.dkr.ecr.us-west-2.amazonaws.com/nearlinear:2.13-cuda13"
+mounted = ""  # aws: where this machine has mounted it; empty: the cells that need it are left out
+
+# %%
+import contextlib
+import json
+import math
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path.cwd().parent))  # ci, data_prep, when Jupyter was started in this folder
+
+import boto3
+import matplotlib.pyplot as plt
+import numpy as np
+
+import ci.aws
+import data_prep
+import nearlinear as nl
+from nearlinear import cli, plots
+from nearlinear.data.format import Manifest, Shard, encode_index
+from nearlinear.data.loader import BlockShuffle
+from nearlinear.launch import spec
+from nearlinear.launch.fsx import check, hydrate, mount, service, throughput
+from nearlinear.launch.sagemaker import rules, shapes
+
+assert scale in ("ci", "laptop", "aws"), f"scale = {scale!r}: use ci, laptop or aws"
+keeper = tempfile.TemporaryDirectory(prefix="nearlinear-08-")  # removed when the kernel ends
+work = Path(keeper.name)
+open_until_the_end = contextlib.ExitStack()
+
+
+def nearlinear(line: str) -> None:
+    """What `nearlinear ...` does in a terminal."""
+    print(f"$ nearlinear {line}")
+    assert cli.main(line.split()) == 0, "the command failed; its message is above"
+
+
+# %% [markdown]
+# ## When it pays
+#
+# | the data | take | because |
+# |:--|:--|:--|
+# | up to 50-100 GB, read by one job | S3, `File` | it is copied to each machine, once |
+# | larger, in files over 50 MB, in order | S3, `FastFile` | training starts while it streams |
+# | larger, in random order, or small files | FSx for Lustre | many servers answer such reads |
+# | read by job after job | FSx for Lustre | what one has brought from S3 is there for all |
+#
+# Source: Amazon SageMaker AI developer guide, "Choosing an input mode and a storage unit" and
+# "Setting up training jobs to access datasets", 2026-11. Token shards are large files, so
+# `FastFile` is the first thing to try. A global shuffle reads them in random order, though, which
+# is what streams are worst at.
+#
+# ## The account
+
+# %%
+account = None
+if scale != "aws":
+    account = open_until_the_end.enter_context(ci.aws.account(work / "account"))
+    subnet, security_group = account.subnet, account.security_group
+    bucket, role, mounted = account.bucket, account.role, str(account.lustre.folder)
+    service.PAUSE = hydrate.PAUSE = 0.2  # nothing here takes minutes
+    print(f"an account on {account.endpoint}, with a network, a role and s3://{bucket}")
+for name in ("subnet", "security_group", "bucket", "role"):
+    assert globals()[name], f"scale aws needs the parameter {name}"
+
+# %% [markdown]
+# ## Token shards in S3
+#
+# Notebook 01 shows how text becomes token shards. Here a few of them, so that there is an order in
+# which to bring them.
+
+# %%
+documents = {"ci": 3000, "laptop": 9000, "aws": 9000}[scale]
+data_prep.prepare(
+    data_prep.sources.botocore(), work / "tokens", max_documents=documents, val_fraction=0.05,
+    shard_tokens=30 * documents, progress=False,
+)  # fmt: skip
+s3, uploaded = boto3.client("s3"), mount.files(work / "tokens")
+for path in uploaded:
+    s3.upload_file(str(path), bucket, f"tokens/{path.relative_to(work / 'tokens')}")
+total = sum(path.stat().st_size for path in uploaded)
+print(f"s3://{bucket}/tokens: {len(uploaded)} files, {total / 2**20:.2f} MiB")
+assert len(uploaded) > 10
+
+# %% [markdown]
+# ## A file system
+#
+# Two types matter for training. *SCRATCH_2* is not replicated: right for data that S3 keeps, gone
+# when a server fails. *PERSISTENT_2* is replicated, and sells throughput apart from size. Both come
+# in 1.2 TiB, 2.4 TiB and multiples of that. How fast they are, by the service's own formula:
+
+# %%
+sizes = np.array([1200, 2400, 4800, 9600, 19200, 38400])
+fig, ax = plt.subplots(figsize=(7, 3.2), layout="constrained")
+for deployment, per_tib, colour in (
+    ("SCRATCH_2", 200, plots.PALETTE[1]), ("PERSISTENT_2", 125, "#93c5fd"),
+    ("PERSISTENT_2", 1000, plots.PALETTE[0]),
+):  # fmt: skip
+    rates = [service.wish.throughput(int(gib), per_tib) / 1000 for gib in sizes]
+    ax.plot(sizes / 1000, rates, "o-", color=colour, label=f"{deployment}, {per_tib} MB/s per TiB")
+ax.set(xscale="log", yscale="log", xlabel="TiB", ylabel="GB/s", title="throughput bought")
+ax.set_xticks(sizes / 1000, [f"{s / 1000:g}" for s in sizes])
+ax.set_xticks([], minor=True)
+ax.grid(color=plots.GRID, lw=0.8)
+ax.spines[["top", "right"]].set_visible(False)
+ax.legend(frameon=False)
+plt.show()
+
+# %% [markdown]
+# What would be sent, and nothing else:
+
+# %%
+words = f"fsx create --subnet {subnet} --security-group {security_group} --capacity 1200"
+nearlinear(f"{words} --dry-run")
+assert scale == "aws" or service.every() == []
+
+# %% [markdown]
+# A request that the service would refuse is refused here, before it is sent. Every fault comes with
+# what to do.
+
+# %%
+wrong = service.wish.FileSystem(subnet, deployment="PERSISTENT_2", capacity_gib=3600, mb_per_tib=99)
+for fault in wrong.faults():
+    print(fault)
+assert len(wrong.faults()) == 2
+
+# %% [markdown]
+# Now for real. It takes five to ten minutes on AWS, and none here.
+
+# %%
+before = {each.id for each in service.every()}
+nearlinear(words)
+(made,) = {each.id for each in service.every()} - before
+assert service.describe(made).throughput == 240  # 1.2 TiB x 200 MB/s per TiB
+
+# %% [markdown]
+# ## The link to S3
+#
+# A *data repository association* lets a folder of the file system show a folder of S3. Names appear
+# at once; bytes come when somebody reads them. File systems of Lustre 2.12 and later can have eight
+# such links; SCRATCH_1 has none.
+
+# %%
+nearlinear(f"fsx link {made} s3://{bucket}/tokens /tokens")
+system = service.describe(made)
+(link,) = system.associations
+assert link.lifecycle == "AVAILABLE" and link.s3 == f"s3://{bucket}/tokens"
+
+# %% [markdown]
+# The *mount name* is what everybody forgets. A training job does not ask for `/tokens` but for
+# `/MOUNT_NAME/tokens`, as the last lines above say.
+#
+# ## Seen from a machine that has mounted it
+#
+# On AWS run the mount command above on a machine of the VPC, and give the folder as the parameter
+# `mounted`. Files are there with their names and sizes, and so far without their bytes.
+
+# %%
+mounts = account.lustre.mounts if account else mount.MOUNTS
+folder = Path(mounted) / "tokens" if mounted else None
+if folder:
+    for line in mount.report(mount.look(folder, mounts)):
+        print(line)
+    hydrate.check(folder, mounts)
+    start = hydrate.progress(mount.files(folder))
+    print(start)
+    assert start.files == len(uploaded) and start.bytes == total
+    assert start.share == 0 or scale == "aws"
+
+# %% [markdown]
+# Read now, the first step would wait for S3, on every rank. `nearlinear fsx hydrate FOLDER` asks
+# for the files beforehand, in the order in which the loader will want them: the manifest, the
+# tokenizer, then shards as the shuffle comes to them. Lustre's servers queue what is asked for, so
+# it goes batch by batch.
+
+# %%
+if folder:
+    order = hydrate.in_order(folder)
+    seen = []
+    end = hydrate.restore(order, at_once=6, say=seen.append)
+    print(end)
+
+    fig, ax = plt.subplots(figsize=(7, 2.6), layout="constrained")
+    ax.plot([now.files_here for now in seen], [100 * now.share for now in seen], "o-",
+            color=plots.PALETTE[0])  # fmt: skip
+    ax.set(xlabel="files in the file system", ylabel="% of the bytes", ylim=(0, 104))
+    ax.xaxis.get_major_locator().set_params(integer=True)
+    ax.grid(color=plots.GRID, lw=0.8)
+    ax.spines[["top", "right"]].set_visible(False)
+    plt.show()
+
+    assert end.share == 1 and [path.name for path in order[:2]] == ["index.json", "tokenizer.json"]
+    for path in uploaded:
+        assert (folder / path.relative_to(work / "tokens")).read_bytes() == path.read_bytes()
+
+# %% [markdown]
+# ## Reads that suit Lustre
+#
+# The usual order shuffles single sequences over the whole dataset. A sequence of 2,048 tokens is
+# 4 KiB; the loader reads it through mapped memory, and a page fault makes Lustre's client fetch the
+# whole MiB around it (source: LUDOC-485). So of what travels, 255 parts of 256 are for nobody,
+# unless they are still in memory when a neighbour is wanted.
+#
+# `data.shuffle_block_mib = 4` shuffles blocks of 4 MiB instead, and deals out the sequences of
+# `data.shuffle_blocks` blocks at a time evenly, so that every step takes from all of them. Which
+# sequences a step has is again a function of seed and position, whatever the number of ranks. Ranks
+# share a step out by place: each reads its own blocks, and each block once.
+#
+# We count requests for one epoch. The files are holes, which read like files of that size; the
+# order does not depend on what is in them. Each of four ranks remembers a quarter of the data.
+
+# %%
+RANKS, MIB = 4, 2**20
+
+
+def shards(path: Path, mib: list[int], bytes_of=None) -> nl.TokenDataset:
+    """Token shards of so many MiB; holes, which take no disk, or of `bytes_of(count)`."""
+    (path / "train").mkdir(parents=True)
+    made = []
+    for number, each in enumerate(mib):
+        tokens, name = each * MIB // 2, f"train/shard-{number:05d}.bin"
+        with open(path / name, "wb") as file:
+            file.write(bytes_of(each * MIB)) if bytes_of else file.truncate(each * MIB)
+        index = encode_index(np.array([tokens]), np.dtype("<u2"))
+        (path / name).with_suffix(".idx").write_bytes(index)
+        made.append(Shard(name, tokens, 1, each * MIB, "", len(index), ""))
+    words = {"name": "none", "file": "", "sha256": ""}
+    Manifest(65_536, 0, words, {"train": tuple(made)}).write(path)
+    return nl.TokenDataset(path, sequence_length=2048, verify="size")
+
+
+size = {"ci": 64, "laptop": 512, "aws": 512}[scale]
+large = shards(work / "holes", [size, size])
+
+
+def epoch(blocks: BlockShuffle | None) -> list[float]:
+    """Requests per step, KiB per message and bytes fetched per byte used; of all ranks together."""
+    counts, steps = [], len(large) // 128
+    for rank in range(RANKS):
+        counts.append(large.count_reads(memory=size // 2 * MIB))
+        loader = nl.Loader(large, 16, 2, rank, RANKS, blocks=blocks)
+        for _ in range(steps):
+            next(loader)
+    fetched, used = sum(c.fetched for c in counts), sum(c.used for c in counts)
+    requests, messages = sum(c.requests for c in counts), sum(c.rpcs for c in counts)
+    return [requests / steps, used / messages / 1024, fetched / used]
+
+
+usual, in_blocks = epoch(None), epoch(BlockShuffle(4, 8))
+large.reads = None
+titles = ["requests per step", "useful KiB per message", "bytes fetched per byte used"]
+fig, axes = plt.subplots(1, 3, figsize=(9, 2.8), layout="constrained")
+for ax, title, *pair in zip(axes, titles, usual, in_blocks, strict=True):
+    bars = ax.bar(["sequences", "blocks"], pair, color=[plots.PALETTE[1], plots.PALETTE[0]])
+    ax.bar_label(bars, [f"{value:,.0f}" if value > 9 else f"{value:.2g}" for value in pair])
+    ax.set_yscale("log")
+    ax.set_ylim(min(pair) / 3, max(pair) * 4)
+    ax.set_title(title, fontsize=10)
+    ax.spines[["top", "right"]].set_visible(False)
+plt.show()
+
+assert usual[2] > 100 and in_blocks[2] < 1.05  # of what travels, nearly all is used
+assert usual[0] > 100 * in_blocks[0] and in_blocks[1] > 700
+
+# %% [markdown]
+# That costs mixing: in one epoch a sequence meets those of its own 32 MiB only, and a rank's
+# sequences of one step are neighbours, although the step as a whole is not. Where documents of one
+# kind lie side by side, shuffle them when you prepare the data, or take more blocks.
+#
+# ## Who limits?
+#
+# Three rates: the file system's, for large reads past the page cache; the loader's, on the same
+# files; and what training takes. `nearlinear fsx throughput FOLDER` measures the first two. Here
+# the file system is this machine's disk.
+
+# %%
+some = nl.TokenDataset(folder, sequence_length=128) if scale == "aws" and folder else None
+some = some or shards(work / "some", [64, 64], np.random.default_rng(0).bytes)
+measured = throughput.sequential(some.files, seconds=2)
+loader = nl.Loader(some, 8, data_rank=0, data_ranks=1, blocks=BlockShuffle(4, 8), read_ahead=2)
+found = throughput.loading(loader, seconds=1)
+for line in throughput.report(measured, found, throughput.Needed(tokens_per_s=20_000)):
+    print(line)
+assert measured.bytes > 0 and found.tokens_per_s > 0
+
+# %% [markdown]
+# ## The job
+#
+# The config's table `[job]` says where to run. Its input is the lines that `nearlinear fsx
+# describe` printed.
+
+# %%
+steps, per_rank = 12, 2
+config = f"""
+[model]
+preset = "gpt2-tiny"
+overrides = {{ n_layer = 2, n_embd = 32, n_head = 2 }}
+
+[data]
+sequence_length = 64
+shuffle_block_mib = 1
+shuffle_blocks = 8
+read_ahead = 2
+
+[parallel]
+sharded_data_parallel_degree = 2
+
+[batch]
+micro_batch_size = {per_rank}
+
+[optimizer]
+lr = 1e-2
+warmup_steps = 2
+
+[train]
+steps = {steps}
+eval_sequences = 8
+sample_tokens = 0
+
+[run]
+tensorboard = false
+
+[job]
+name = "gpt2-fsx"
+place = "sagemaker"
+image = "{image}"
+instance_type = "ml.p4d.24xlarge"
+nodes = 2
+role = "{role}"
+output = "s3://{bucket}/output"
+checkpoints = "s3://{bucket}/checkpoints"
+subnets = ["{subnet}"]
+security_groups = ["{security_group}"]
+max_hours = 1
+
+{system.input_toml("tokens")}"""
+run = work / "run.toml"
+run.write_text(config)
+print(config[config.index("[job]") :])
+
+# %% [markdown]
+# Can the job reach its data? Is the file system there and available, in the job's VPC, are Lustre's
+# ports open both ways, does the folder begin with the mount name?
+
+# %%
+nearlinear(f"fsx check {run}")
+
+settings = ["job.inputs.train.directory=/tokens", 'job.subnets=["subnet-00000000000000000"]']
+faulty, _ = spec.load(str(run), settings)
+named = check.check(faulty)
+for fault in named:
+    print(f"\n{fault.where}: {fault.what}\n  -> {fault.fix}")
+assert {fault.where for fault in named} == {"job.subnets", "job.inputs.train.directory"}
+
+# %% [markdown]
+# The request that would go to SageMaker. `--dry-run` touches nothing; the request is held against
+# the service's model and its rules all the same.
+
+# %%
+shown = subprocess.run(
+    [sys.executable, "-m", "nearlinear.cli", "launch", str(run), "--dry-run"],
+    capture_output=True, text=True,
+)  # fmt: skip
+assert shown.returncode == 0, shown.stderr
+request = json.loads(shown.stdout)
+print(json.dumps({key: request[key] for key in ("InputDataConfig", "VpcConfig")}, indent=2))
+
+channel = request["InputDataConfig"][0]["DataSource"]["FileSystemDataSource"]
+assert channel["FileSystemId"] == made and channel["FileSystemType"] == "FSxLustre"
+assert channel["DirectoryPath"] == f"/{system.mount_name}/tokens"
+assert shapes.check(request) == [] and rules.check(request) == []
+
+# %% [markdown]
+# Sent. The account on this machine takes the request as the service would, and then runs nothing.
+# On AWS the machines start, and mount the file system.
+
+# %%
+nearlinear(f"launch {run}")
+summaries = boto3.client("sagemaker").list_training_jobs(NameContains="gpt2-fsx")
+job = summaries["TrainingJobSummaries"][0]["TrainingJobName"]
+nearlinear(f"status {job}")
+
+# %% [markdown]
+# So that something trains, the same request runs here: two hosts with the layout of the service's
+# container, two ranks each, and the mounted folder in place of the file system.
+
+# %%
+name = f"{made}{channel['DirectoryPath']}"
+stand_in = f"{name}={folder or work / 'tokens'}"
+command = [sys.executable, "-m", "nearlinear.cli", "launch", str(run), "--place", "emulate"]
+command += ["--hosts", "2", "--ranks", "2", "--folder", str(work / "hosts")]
+command += ["--stand-in", stand_in]
+pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+printed = []
+with subprocess.Popen(command, **pipe) as emulated:
+    for line in emulated.stdout:
+        if re.match(r"step=|done|error|mesh", line.strip()):
+            printed.append(line.strip())
+            print(line, end="")
+assert emulated.returncode == 0, "the emulated job failed; its message is above"
+
+# %% [markdown]
+# What a job prints goes to CloudWatch. The job that was sent has printed nothing, so here the lines
+# above are put where the service would put them; on AWS they are there.
+
+# %%
+if account:
+    account.say(job, "algo-1", printed)
+nearlinear(f"logs {job}")
+
+# %% [markdown]
+# Enough seen: machines cost money. The ranks get SIGTERM, and save themselves before they end.
+
+# %%
+nearlinear(f"stop {job}")
+described = boto3.client("sagemaker").describe_training_job(TrainingJobName=job)
+print(described["TrainingJobStatus"])
+assert described["TrainingJobStatus"] in ("Stopping", "Stopped")
+
+# %%
+left = work / "hosts" / "algo-1" / "output" / "data"
+metrics = plots.read_metrics(left)
+vocabulary = Manifest.read(work / "tokens").vocab_size
+plots.loss_curve(metrics, vocabulary=vocabulary)
+plt.show()
+
+assert metrics[-1]["step"] == steps
+assert metrics[-1]["loss"] < metrics[0]["loss"] < math.log(vocabulary) + 0.5
+kept = (left / "config.toml").read_text()
+assert "shuffle_block_mib = 1" in kept and "hybrid_shard_degree = 2" in kept
+state = json.loads((left / "data_state.json").read_text())["loader"]
+assert state["shuffle_block_mib"] == 1 and state["next_sample"] == steps * 4 * per_rank
+
+# %% [markdown]
+# ## Cleaning up
+#
+# A file system costs money for as long as it is there, used or not. What came from S3 is still in
+# S3. Without `--yes` the command asks.
+
+# %%
+nearlinear(f"fsx delete {made} --yes")
+assert scale == "aws" or made not in {each.id for each in service.every()}
+open_until_the_end.close()
+
+# %% [markdown]
+# ## Summary
+#
+# - S3 alone is simpler. FSx for Lustre pays for data that is large and read in random order, or by
+#   many jobs.
+# - `nearlinear fsx create`, `link`, `describe`, `check` and `delete` are all of it on AWS; every
+#   request is checked before it is sent, and shown by `--dry-run`.
+# - Hydrate before the job: the first read of a file waits for S3.
+# - The folder of a job begins with the mount name; ports 988 and 1018-1023 are open both ways.
+# - `data.shuffle_block_mib` makes reads large, at the price of mixing less. Counters say what it
+#   saves.
+#
+# ## Exercises
+#
+# 1. Which of the two measures makes more of the difference? In `epoch`, give `BlockShuffle(1, 64)`
+#    and `BlockShuffle(16, 4)`. Why do useful KiB per message change, and bytes fetched not?
+# 2. Let each rank remember 8 MiB instead of 32. Which order suffers, and from what size on?
+# 3. Give the loader `read_ahead=4` without blocks. What becomes of the requests, and of the bytes
+#    fetched? (Explicit reads fetch what they name.)
+# 4. Take the rule for port 988 out of the security group and run `nearlinear fsx check`. Which side
+#    does it name?
+# 5. What does 1.2 TiB of SCRATCH_2 give each of 32 machines? How many tokens per second is that,
+#    and is it enough for the model of notebook 02?
