@@ -18,10 +18,10 @@ from pathlib import Path
 
 from ci.aws import fsx, jobs, lustre
 from nearlinear.launch.sagemaker import policies
+from nearlinear.launch.sagemaker.follow import LOGS
 
 REGION = "us-west-2"
 BUCKET = "my-bucket"
-LOGS = "/aws/sagemaker/TrainingJobs"
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ import yaml
 from nearlinear import schema
 from nearlinear.errors import ConfigError
 from nearlinear.launch import kubernetes, kubernetes_rules, spec
+from nearlinear.launch.local import NOTICE
 from nearlinear.train import config as train_config
 
 NAME = "gpt2-30b-20261122031500"
@@ -256,7 +257,7 @@ def test_ranks_have_their_notice():
     pod = training["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]
     variables = {it["name"]: it["value"] for it in pod["containers"][0]["env"]}
     ranks = int(variables["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"])
-    assert ranks < pod["terminationGracePeriodSeconds"] == spec.NOTICE < ranks + 30
+    assert ranks < pod["terminationGracePeriodSeconds"] == NOTICE < ranks + 30
 
 
 # --- what is refused -----------------------------------------------------------------------------

@@ -53,7 +53,7 @@ def _load(folder: Path, model, optimizer, loader, scheduler) -> index.Index:
     again = found.world == now.mesh.world and random.keys() <= found.tensors.keys()
     if again:
         wanted |= random
-    _Reader(folder, found).fill(wanted)
+    _fill(folder, found, wanted)
     if again:
         state.restore_random_state(random, now.device)
     return found
@@ -82,38 +82,30 @@ def _compare(folder: Path, wanted: dict, found: index.Index, room: str) -> None:
         )
 
 
-class _Reader:
-    """The files of one checkpoint, each checked before it is read."""
-
-    def __init__(self, folder: Path, found: index.Index):
-        self.folder, self.found = folder, found
-
-    def fill(self, wanted: dict[str, torch.Tensor]) -> None:
-        """Copy the blocks this rank holds into ``wanted``, file after file."""
-        needed: dict[str, list[str]] = {}
-        for name, tensor in wanted.items():
-            mine = held(tensor)
-            for file, piece in self.found.tensors[name].pieces.items():
-                if piece.overlap(mine) is not None:
-                    needed.setdefault(file, []).append(name)
-        for file in sorted(needed):
-            index.check_content(self.folder, file, self.found.files[file])
-            try:
-                with safe_open(self.folder / file, "pt") as values, torch.no_grad():
-                    for name in needed[file]:
-                        self._copy(
-                            values, name, self.found.tensors[name].pieces[file], wanted[name]
-                        )
-            except (OSError, SafetensorError) as error:
-                raise CheckpointError(f"{self.folder / file} cannot be read: {error}") from None
-
-    @staticmethod
-    def _copy(values, name: str, saved: Piece, tensor: torch.Tensor) -> None:
-        """Of one file's block of ``tensor`` what this rank holds."""
+def _fill(folder: Path, found: index.Index, wanted: dict[str, torch.Tensor]) -> None:
+    """Copy the blocks this rank holds into ``wanted``, file after file, each checked before."""
+    needed: dict[str, list[str]] = {}
+    for name, tensor in wanted.items():
         mine = held(tensor)
-        common = saved.overlap(mine)
-        if common == saved:
-            block = values.get_tensor(name)
-        else:
-            block = values.get_slice(name)[common.inside(saved)]
-        local(tensor)[common.inside(mine)].copy_(block)
+        for file, piece in found.tensors[name].pieces.items():
+            if piece.overlap(mine) is not None:
+                needed.setdefault(file, []).append(name)
+    for file in sorted(needed):
+        index.check_content(folder, file, found.files[file])
+        try:
+            with safe_open(folder / file, "pt") as values, torch.no_grad():
+                for name in needed[file]:
+                    _copy(values, name, found.tensors[name].pieces[file], wanted[name])
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{folder / file} cannot be read: {error}") from None
+
+
+def _copy(values, name: str, saved: Piece, tensor: torch.Tensor) -> None:
+    """Of one file's block of ``tensor`` what this rank holds."""
+    mine = held(tensor)
+    common = saved.overlap(mine)
+    if common == saved:
+        block = values.get_tensor(name)
+    else:
+        block = values.get_slice(name)[common.inside(saved)]
+    local(tensor)[common.inside(mine)].copy_(block)

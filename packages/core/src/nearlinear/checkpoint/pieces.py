@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -71,13 +72,4 @@ def writers(holdings: Sequence[Mapping[str, tuple[Piece, int]]]) -> list[set[str
 
 def covers(whole: Iterable[int], parts: Iterable[Piece]) -> bool:
     """Whether ``parts``, which do not overlap, make up a tensor of shape ``whole``."""
-    wanted = 1
-    for size in whole:
-        wanted *= size
-    found = 0
-    for part in parts:
-        block = 1
-        for size in part.shape:
-            block *= size
-        found += block
-    return found == wanted
+    return sum(math.prod(part.shape) for part in parts) == math.prod(whole)

@@ -18,7 +18,8 @@ from ..errors import ConfigError
 from ..train.config import TrainConfig
 from . import kubernetes, kubernetes_rules, layout, sbatch
 from .faults import Fault, FaultyJob
-from .sagemaker import emulate, request, rules, shapes
+from .sagemaker import emulate, request
+from .sagemaker.faultless import faultless
 from .spec import JobSpec
 
 
@@ -99,7 +100,7 @@ def _kubernetes(asked: Launch) -> int:
 
 
 def _sagemaker(asked: Launch) -> int:
-    found = _request(asked)
+    found = faultless(asked.job, asked.config)
     if asked.dry_run:
         print(json.dumps(found, indent=2))
         return 0
@@ -109,22 +110,12 @@ def _sagemaker(asked: Launch) -> int:
 
 
 def _emulate(asked: Launch) -> int:
-    found = _request(asked)
+    found = faultless(asked.job, asked.config)
     if asked.dry_run:
         print(json.dumps(found, indent=2))
         return 0
     folder = Path(asked.folder or f"runs/{found['TrainingJobName']}")
     return emulate.run(found, folder, asked.stand_ins, asked.hosts, asked.ranks)
-
-
-def _request(asked: Launch) -> dict:
-    """The request for SageMaker, without a fault."""
-    job, config = asked.job, asked.config
-    _refuse(request.missing(job))
-    name = request.job_name(job.name)
-    found = request.request(job, config, name, f"{job.output.rstrip('/')}/{name}")
-    _refuse([*shapes.check(found), *rules.check(found), *layout.check(job, config.parallel)])
-    return found
 
 
 def _refuse(faults: list[Fault]) -> None:

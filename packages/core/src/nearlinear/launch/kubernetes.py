@@ -13,13 +13,13 @@ from .. import schema
 from ..errors import ConfigError
 from ..train.config import TrainConfig
 from . import instances
-from .spec import NOTICE, Input, JobSpec
+from .local import GRACE, NOTICE
+from .spec import Input, JobSpec
 
 CONFIG, DATA = "/etc/nearlinear", "/data"
 FILE = "run.toml"
 GPU, EFA = "nvidia.com/gpu", "vpc.amazonaws.com/efa"
 PLAIN = re.compile(r"[A-Za-z/][A-Za-z0-9_./-]+")  # what no reader of YAML takes for a number
-MARGIN = 10  # seconds of the notice that torchrun needs itself
 
 
 def render(job: JobSpec, config: TrainConfig, name: str) -> str:
@@ -110,7 +110,7 @@ def _places(job: JobSpec, config: TrainConfig) -> dict[str, str]:
 
 
 def _pod(job: JobSpec, config: TrainConfig, name: str) -> dict:
-    variables = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(NOTICE - MARGIN)} | job.environment
+    variables = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(GRACE)} | job.environment
     volumes, mounts = _volumes(job, name)
     container = {
         "name": "pytorch",  # the operator looks for this name

@@ -11,10 +11,14 @@ import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from ..train.ending import Interrupted
 from . import slurm
 
-GRACE = 110  # seconds between SIGTERM and SIGKILL for ranks to save: SageMaker leaves 120
-SAVED = 128 + signal.SIGTERM  # exit code of a rank that was told to end
+NOTICE = (
+    120  # seconds between SIGTERM and the end: what SageMaker gives, and is asked for elsewhere
+)
+GRACE = NOTICE - 10  # of them for the ranks to save: torchrun needs some itself
+SAVED = Interrupted.exit_code
 
 
 @dataclass(frozen=True)

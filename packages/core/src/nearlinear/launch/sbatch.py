@@ -9,7 +9,8 @@ from pathlib import PurePosixPath
 
 from . import names
 from .faults import Fault
-from .spec import NOTICE, JobSpec
+from .local import NOTICE
+from .spec import JobSpec
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 

@@ -17,9 +17,6 @@ from ..train.config import TrainConfig
 from . import instances
 
 PLACES = Literal["local", "emulate", "sagemaker", "slurm", "kubernetes"]
-NOTICE = (
-    120  # seconds between SIGTERM and the end: what SageMaker gives, and is asked for elsewhere
-)
 
 
 @dataclass(frozen=True)

@@ -48,8 +48,7 @@ def hydrate(options) -> int:
 def throughput(options) -> int:
     """Measure the file system, and the loader where there are token shards."""
     folder, found = Path(options.folder), None
-    if not folder.is_dir():
-        raise ConfigError(f"{folder}: no such folder; is the file system mounted? findmnt says")
+    mount.require(folder)
     if not options.seconds > 0:
         raise ConfigError(f"--seconds {options.seconds}: give more than 0")
     system = rates.sequential(mount.files(folder), options.seconds)

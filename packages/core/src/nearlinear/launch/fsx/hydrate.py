@@ -51,8 +51,7 @@ class Progress:
 
 def check(folder: Path, mounts: Path | None = None) -> None:
     """Raise ConfigError where it cannot be told which files are only in S3."""
-    if not folder.is_dir():
-        raise ConfigError(f"{folder}: no such folder; is the file system mounted? findmnt says")
+    mount.require(folder)
     found = mount.of(folder, mounts)
     if found is not None and not found.lustre:
         raise ConfigError(

@@ -69,8 +69,7 @@ def of(folder: Path, mounts: Path | None = None) -> Mount | None:
 
 def look(folder: Path, mounts: Path | None = None) -> Looked:
     """Everything about ``folder``. Raises ConfigError where it is no folder."""
-    if not folder.is_dir():
-        raise ConfigError(f"{folder}: no such folder; is the file system mounted? findmnt says")
+    require(folder)
     mount, space = of(folder, mounts), os.statvfs(folder)
     stripes = largest = None
     if mount and mount.lustre and lfs.there():
@@ -85,6 +84,12 @@ def look(folder: Path, mounts: Path | None = None) -> Looked:
         stripes=stripes,
         striped_file=largest,
     )
+
+
+def require(folder: Path) -> None:
+    """Raise ConfigError where there is no such folder."""
+    if not folder.is_dir():
+        raise ConfigError(f"{folder}: no such folder; is the file system mounted? findmnt says")
 
 
 def files(folder: Path) -> list[Path]:

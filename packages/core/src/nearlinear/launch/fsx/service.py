@@ -103,7 +103,7 @@ def describe(file_system: str, region: str = "") -> Described:
         with told(f"describing {file_system}"):
             found = fsx.describe_file_systems(FileSystemIds=[file_system])["FileSystems"]
     except ServiceRefused as error:
-        if "FileSystemNotFound" in str(error):
+        if error.code == "FileSystemNotFound":
             raise ConfigError(f"{error}; nearlinear fsx list names all") from None
         raise
     if not found:

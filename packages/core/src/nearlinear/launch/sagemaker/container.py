@@ -22,7 +22,6 @@ from .request import RANKS, plain, text
 PORT = "7777"  # where ranks meet, on the first host
 PARALLEL = "mp_parameters"
 CONFIG = "input/config/nearlinear.json"  # what the hyperparameters come to
-OURS = ("code", "sm_drivers")
 MOST_SHOWN = 1024  # characters of a failure
 
 

@@ -20,12 +20,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from ...errors import ConfigError
+from ..local import NOTICE
 from . import drivers
 from .copied import Copied
 from .request import DRIVERS, RANKS
 
 PLACE = "/opt/ml"
-GRACE = 120.0  # seconds between SIGTERM and SIGKILL, as the service leaves
 
 
 def run(request: dict, folder: Path, found: Mapping[str, Path], hosts: int, ranks: int) -> int:
@@ -161,7 +161,7 @@ def _end(hosts: list[subprocess.Popen]) -> None:
     for host in hosts:
         if host.poll() is None:
             host.terminate()
-    deadline = time.monotonic() + GRACE
+    deadline = time.monotonic() + NOTICE
     for host in hosts:
         try:
             host.wait(max(0.1, deadline - time.monotonic()))

@@ -17,10 +17,9 @@ from pathlib import Path
 
 from ...errors import ConfigError
 from ...train.config import TrainConfig
-from .. import layout
-from ..faults import FaultyJob
 from ..spec import Input, JobSpec
-from . import aws, request, rules, shapes
+from . import aws, request
+from .faultless import faultless
 from .submit import LEFT_OUT
 
 COMMAND = "python -m nearlinear.launch.sagemaker.container"
@@ -41,7 +40,7 @@ def model_trainer(job: JobSpec, config: TrainConfig, session=None):
             f"a ModelTrainer needs the SageMaker SDK 3 ({error}): pip install "
             '"nearlinear[sagemaker-sdk]", without its version 2 in the same environment'
         ) from None
-    _refuse_faults(job, config)
+    faultless(job, config)
     trainer = ModelTrainer(
         sagemaker_session=session or _session(job),
         training_image=job.image,
@@ -73,15 +72,6 @@ def hyperparameters(config: TrainConfig) -> dict:
     written = request.hyperparameters(config)
     values = {name: request.plain(text) for name, text in written.items()}
     return {name: written[name] if isinstance(it, str) else it for name, it in values.items()}
-
-
-def _refuse_faults(job: JobSpec, config: TrainConfig) -> None:
-    if missing := request.missing(job):
-        raise FaultyJob(missing)
-    found = request.request(job, config, request.job_name(job.name), job.output)
-    faults = [*shapes.check(found), *rules.check(found), *layout.check(job, config.parallel)]
-    if faults:
-        raise FaultyJob(faults)
 
 
 def _session(job: JobSpec):

@@ -13,8 +13,9 @@ from collections.abc import Iterator
 
 from .. import instances
 from ..faults import Fault
+from .request import CODE, DRIVERS
 
-OURS = ("code", "sm_drivers")  # channels
+OURS = (CODE, DRIVERS)  # channels
 RESERVED_PATHS = ("/opt/ml/input", "/opt/ml/output", "/opt/ml/model", "/opt/ml/code")
 LONGEST_RUN = 28 * 24 * 3600
 REGION = re.compile(r"\.dkr\.ecr\.([a-z0-9-]+)\.amazonaws\.com")
@@ -126,12 +127,7 @@ def _image(request: dict) -> Iterator[Fault]:
             f"{image!r} is in no registry",
             "write ACCOUNT.dkr.ecr.REGION.amazonaws.com/NAME:TAG",
         )
-    if (
-        ":latest" not in image
-        and ":" not in image.rpartition("/")[2]
-        and "@" not in image
-        and image
-    ):
+    if image and ":" not in image.rpartition("/")[2] and "@" not in image:
         yield Fault(
             "AlgorithmSpecification.TrainingImage",
             f"{image!r} has no tag",
