@@ -3,6 +3,7 @@
 import pytest
 
 from nearlinear.config import Config
+from nearlinear.errors import ConfigError
 from nearlinear.mesh import Mesh
 
 ALL_TWO = Mesh(pipeline=2, replicate=2, shard=2, context=2, tensor=2, ranks_per_node=8)
@@ -76,3 +77,60 @@ def test_degrees_of_the_config_reach_their_axes():
         tensor_parallel_degree=7,
     )
     assert Mesh.from_config(config, 840).shape == (2, 4, 3, 5, 7)
+
+
+def test_ranks_that_share_states_are_those_of_shard_and_context():
+    assert ALL_TWO.sharing == 4
+    assert ALL_TWO.group("sharing", 0) == [0, 2, 4, 6]
+    assert ALL_TWO.group("sharing", 21) == [17, 19, 21, 23]
+    assert [ALL_TWO.state_rank(rank) for rank in (0, 2, 4, 6, 21)] == [0, 1, 2, 3, 2]
+
+
+def test_experts_are_cut_among_neighbours_and_shared_across():
+    mesh = Mesh(replicate=2, shard=4, tensor=2, expert=2)
+    assert mesh.group("sharing", 0) == [0, 2, 4, 6]
+    assert mesh.group("expert", 0) == [0, 2]
+    assert mesh.group("expert", 7) == [5, 7]
+    assert mesh.group("expert_sharing", 0) == [0, 4]
+    assert mesh.group("expert_sharing", 15) == [11, 15]
+    assert (mesh.sharing, mesh.expert_sharing) == (4, 2)
+    assert Mesh(shard=2, context=2, expert=4).group("expert", 1) == [0, 1, 2, 3]
+
+
+def test_smps_own_placements():
+    """8 ranks, tensor 2, pipeline 2, data 2: the table of the SMP v1 guide."""
+
+    def rank_of(placement, **at):
+        config = Config(
+            tensor_parallel_degree=2,
+            pipeline_parallel_degree=2,
+            hybrid_shard_degree=1,
+            placement_strategy=placement,
+        )
+        mesh = Mesh.from_config(config, 8)
+        return [r for r in range(8) if at.items() <= mesh.coordinates(r).items()]
+
+    for pipeline in range(2):
+        for data in range(2):
+            for tensor in range(2):
+                at = {"pipeline": pipeline, "replicate": data, "tensor": tensor}
+                assert rank_of("cluster", **at) == [(data * 2 + pipeline) * 2 + tensor]
+                assert rank_of("DPT", **at) == [(data * 2 + pipeline) * 2 + tensor]
+                assert rank_of("PTD", **at) == [(pipeline * 2 + tensor) * 2 + data]
+                assert rank_of("spread", **at) == [(tensor * 2 + pipeline) * 2 + data]
+
+
+@pytest.mark.parametrize("placement", ["DPT", "TPD", "PTD", "DTP", "TDP", "PDT"])
+def test_groups_of_every_placement_differ_on_their_axis_only(placement):
+    mesh = Mesh(2, 3, 2, 2, 2, expert=2, placement=placement)
+    for axis in ("pipeline", "replicate", "shard", "context", "tensor"):
+        for group in mesh.groups(axis):
+            places = [mesh.coordinates(rank) for rank in group]
+            assert [place[axis] for place in places] == list(range(getattr(mesh, axis)))
+            assert len({tuple(p[a] for a in p if a != axis) for p in places}) == 1
+
+
+@pytest.mark.parametrize("placement", ["DP", "PPT", "pdt", "near", ""])
+def test_other_placements_are_refused(placement):
+    with pytest.raises(ConfigError, match="placement_strategy = .*'cluster', 'spread'"):
+        Config(placement_strategy=placement)

@@ -29,7 +29,7 @@ ALIASES = {
 TUNING_OF_V1 = frozenset(
     "active_microbatches auto_partition checkpoint_attentions contiguous ddp ddp_dist_backend "
     "ddp_port default_partition deterministic_server fast_mode fp16_params horovod load_partition "
-    "memory_weight optimize overlapping_allreduce partition_file pipeline placement_strategy "
+    "memory_weight optimize overlapping_allreduce partition_file pipeline "
     "prescaled_batch sdp_gradient_clipping "
     "sdp_param_persistence_threshold shard_optimizer_state skip_tracing "
     "static_mode _fp32_grad_accumulation _match_weights".split()
@@ -41,7 +41,11 @@ COUNTS_OF_V1 = ("sdp_max_live_parameters", "sdp_reduce_bucket_size")  # of param
 WORDS = {
     "hierarchical_all_gather": ("auto", "on", "off"),
     "gather_dtype": ("same", "bf16", "fp8"),
+    "cp_comm_type": ("p2p", "all_gather"),
 }
+
+PLACEMENTS = {"cluster": "DPT", "spread": "TPD"}
+"""SMP's names of two placements; any order of the three letters is one."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,11 @@ class Config:
     """ranks that split a mixture's experts; they are part of the shard group"""
     pipeline_parallel_degree: int = 1
     """stages the layers are cut into"""
+    placement_strategy: str = "PDT"
+    """which of pipeline (P), data (D) and tensor (T) ranks are far apart and, last, neighbours;
+    cluster = DPT, spread = TPD"""
+    cp_comm_type: str = "p2p"
+    """how keys and values reach the other context ranks: p2p = round a ring, or all_gather"""
     microbatches: int = 1
     """micro-batches a pipeline cuts each batch into"""
     bf16: bool = False
@@ -114,8 +123,18 @@ class Config:
                 raise ConfigError(
                     f"{name} = {getattr(self, name)!r}: allowed are {', '.join(map(repr, allowed))}"
                 )
+        if sorted(self.placement) != ["D", "P", "T"]:
+            raise ConfigError(
+                f"placement_strategy = {self.placement_strategy!r}: allowed are 'cluster', "
+                "'spread', and the letters D, P and T in any order, neighbours last"
+            )
         if self.bf16 and self.fp16:
             raise ConfigError("bf16 = true and fp16 = true: choose one of the two")
+
+    @property
+    def placement(self) -> str:
+        """``placement_strategy`` as three letters, slowest first."""
+        return PLACEMENTS.get(self.placement_strategy, self.placement_strategy)
 
     def check_supported(self) -> None:
         """Refuse what this release cannot do, and say what has no effect: nothing is ignored."""

@@ -72,7 +72,7 @@ def rank_map(mesh: Mesh, ax=None):
     rows, columns = cells.shape
     ax = _axes(ax, (min(11, 1.4 + 0.8 * columns), 0.9 + 0.75 * rows))
     for (row, column), rank in np.ndenumerate(cells):
-        shard = mesh.coordinates(int(rank))["shard"]
+        shard = mesh.state_rank(int(rank))
         colour = PALETTE[shard % len(PALETTE)]
         ax.add_patch(Rectangle((column + 0.06, row + 0.1), 0.88, 0.8, color=colour, alpha=0.85))
         if columns <= 32:
@@ -81,7 +81,7 @@ def rank_map(mesh: Mesh, ax=None):
         if starts_node and columns > 1 and 0 < column:
             ax.plot([column, column], [row, row + 1], color=INK, lw=2)
     ax.set(xlim=(0, columns), ylim=(rows, 0), xticks=np.arange(columns) + 0.5)
-    shards = [mesh.coordinates(int(rank))["shard"] for rank in cells[0]]
+    shards = [mesh.state_rank(int(rank)) for rank in cells[0]]
     shown = shards if columns <= 16 else [s if i % 16 == 0 else "" for i, s in enumerate(shards)]
     ax.set_xticklabels(shown)
     ax.set_yticks(np.arange(rows) + 0.5, [f"replica {r % mesh.replicate}" for r in range(rows)])

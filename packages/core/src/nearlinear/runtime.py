@@ -7,7 +7,7 @@ becomes a job of one rank. One runtime per process, or per thread where ranks ar
 
 import os
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,8 @@ class Runtime:
     rank: int
     device: torch.device
     _device_mesh: DeviceMesh | None = None
+    _expert_mesh: DeviceMesh | None = None
+    _groups: dict[str, dist.ProcessGroup] = field(default_factory=dict)
     lanes: object = None  # `parallel.overlap.Lanes`, once a model uses them
 
     @property
@@ -38,6 +40,24 @@ class Runtime:
         if self._device_mesh is None:
             self._device_mesh = self.mesh.device_mesh(self.device.type)
         return self._device_mesh
+
+    @property
+    def expert_mesh(self) -> DeviceMesh:
+        """The mesh of experts' states as torch's, made on first use: a collective call."""
+        if self._expert_mesh is None:
+            self._expert_mesh = self.mesh.expert_mesh(self.device.type)
+        return self._expert_mesh
+
+    def group(self, axis: str) -> dist.ProcessGroup:
+        """This rank's process group on ``axis``, or of `mesh.JOINT`, made on first use.
+
+        A collective call of the group's ranks. For what is not FSDP2's: its groups are in
+        `device_mesh`, and collectives of one group must come in one order on all ranks.
+        """
+        if axis not in self._groups:
+            ranks = self.mesh.group(axis, self.rank)
+            self._groups[axis] = dist.new_group(ranks, use_local_synchronization=True)
+        return self._groups[axis]
 
 
 _of_thread = threading.local()

@@ -50,7 +50,7 @@ def cut(mesh: Mesh, rank: int) -> tuple[list[int], list[int]] | None:
     None where two stages make no sense: one node, one rank per node, or nodes that hold different
     numbers of the group's ranks.
     """
-    ranks = mesh.group("shard", rank)
+    ranks = mesh.group("sharing", rank)
     nodes: dict[int, list[int]] = {}
     for member in ranks:
         nodes.setdefault(mesh.node(member), []).append(member)

@@ -30,7 +30,7 @@ SUMMED_AS_THEY_ARE = (torch.float32, torch.bfloat16)  # FSDP2 divides others, be
 
 def possible(now: Runtime, model: nn.Module, policy: MixedPrecisionPolicy) -> bool:
     """Whether ``model``'s units can communicate on lanes: on the CPU, over shards, in one dtype."""
-    if now.device.type != "cpu" or now.mesh.shard == 1 or not _torch.communicates_by_hooks():
+    if now.device.type != "cpu" or now.mesh.sharing == 1 or not _torch.communicates_by_hooks():
         return False
     masters = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
     reduced = {policy.reduce_dtype or dtype for dtype in masters}
@@ -71,8 +71,8 @@ def lanes_of(now: Runtime) -> Lanes:
         now.lanes = Lanes(
             Lane("gathers", inline),
             Lane("reductions", inline),
-            group(now, "shard"),
-            Scatter(group(now, "shard"), _hierarchy(now)),
+            group(now, "sharing"),
+            Scatter(group(now, "sharing"), _hierarchy(now)),
             group(now, "replicate") if replicate else None,
             _hierarchy(now),
         )
@@ -80,7 +80,7 @@ def lanes_of(now: Runtime) -> Lanes:
 
 
 def _of_mesh(now: Runtime, axis: str) -> dist.ProcessGroup:
-    return now.device_mesh[axis].get_group()
+    return now.device_mesh["shard" if axis == "sharing" else axis].get_group()
 
 
 def _of_its_own(now: Runtime, axis: str) -> dist.ProcessGroup:
@@ -114,7 +114,7 @@ def gather_in_stages(units: list[FSDPModule], now: Runtime, dtype: torch.dtype) 
     All are given a gather of ours where parameters travel smaller than they compute.
     """
     staged = _staged(units, now, dtype)
-    if CODECS[now.config.gather_dtype] is not None and now.mesh.shard > 1:
+    if CODECS[now.config.gather_dtype] is not None and now.mesh.sharing > 1:
         _give_gathers(units, now, staged)
         return
     chosen = [unit for unit, two in zip(units, staged, strict=True) if two]
@@ -141,7 +141,7 @@ def _staged(units: list[FSDPModule], now: Runtime, dtype: torch.dtype) -> list[b
     lanes = lanes_of(now)
     if dist.get_backend(lanes.gathering) == IN_HOST_MEMORY:  # its gathers are made so already
         return [False] * len(units)
-    ranks = now.mesh.shard
+    ranks = now.mesh.sharing
     sizes = [sum(-(-p.numel() // ranks) for p in _torch.sharded_parameters(u)) for u in units]
     sent = [travelling(now.config.gather_dtype, size, dtype) for size in sizes]
     memory = _memory(lanes.gathering, "AllGather")

@@ -142,7 +142,7 @@ def _groups(mesh: Mesh, now: runtime.Runtime, name: str, opened: dict) -> Groups
             opened[key] = dist.new_group(ranks, backend=backend, use_local_synchronization=True)
         return opened.get(key)
 
-    shards, replicas = (group(mesh.group(axis, now.rank)) for axis in ("shard", "replicate"))
+    shards, replicas = (group(mesh.group(axis, now.rank)) for axis in ("sharing", "replicate"))
     ranks = cut(mesh, now.rank)
     if ranks is None or not _torch.communicates_by_hooks():
         return Groups(shards, replicas, None)
