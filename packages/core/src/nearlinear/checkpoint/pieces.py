@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from .. import _torch
+from ..parallel.layout import Cut
 
 
 @dataclass(frozen=True, order=True)
@@ -41,6 +42,30 @@ def held(tensor: torch.Tensor) -> Piece:
         shape, offset = _torch.local_block(tensor)
         return Piece(tuple(offset), tuple(shape))
     return Piece((0,) * tensor.dim(), tuple(tensor.shape))
+
+
+def in_whole(cuts: tuple[Cut, ...], piece: Piece) -> Iterator[tuple[Piece, tuple[slice, ...]]]:
+    """Where ``piece`` of a rank's part lies in the whole parameter: blocks, and each one's place.
+
+    A place is that of the block in ``piece``. A fused projection comes as several blocks.
+    """
+    blocks = [(piece, tuple(slice(0, size) for size in piece.shape))]
+    for cut in cuts:
+        blocks = [found for block, place in blocks for found in _split(cut, block, place)]
+    yield from blocks
+
+
+def _split(cut: Cut, block: Piece, place: tuple[slice, ...]):
+    dim, begin = cut.dim, block.offset[cut.dim]
+    end, lies = begin + block.shape[dim], 0
+    for first, count in cut.mine:
+        low, high = max(begin, lies), min(end, lies + count)
+        if low < high or (count == 0 and begin == end):
+            offset, shape, where = list(block.offset), list(block.shape), list(place)
+            offset[dim], shape[dim] = first + low - lies, high - low
+            where[dim] = slice(low - begin, high - begin)
+            yield Piece(tuple(offset), tuple(shape)), tuple(where)
+        lies += count
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
