@@ -1,8 +1,7 @@
 """Make an untouched Hugging Face model parallel inside: its matrices, its sequences, its experts.
 
-What the config asks for is done in place, by a plan for the model's family; `nearlinear.shard` comes
-after. Between the two the model is not ready to train: gradients of what tensor ranks share are
-summed by what `shard` installs.
+What the config asks for is done in place, by a plan for the model's family; `nearlinear.shard` must
+follow: it also installs what sums the gradients that several ranks have parts of.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from torch import nn
 
 from .. import runtime
 from ..errors import ConfigError
+from ..spmd import one_at_a_time
 from . import layout, tensor
 
 
@@ -31,5 +31,6 @@ def transform(model: nn.Module) -> nn.Module:
     if "tensor" in asked:
         tensor.apply(model, now)
     if asked:
-        torch.manual_seed(now.config.random_seed + now.rank)
+        with one_at_a_time():  # ranks that are threads have one generator
+            torch.manual_seed(now.config.random_seed + now.rank)
     return model
