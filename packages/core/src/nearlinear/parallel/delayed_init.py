@@ -72,8 +72,7 @@ def materialise(model: nn.Module, unit: nn.Module, device: torch.device) -> None
                 f"{name} is on the meta device, and nobody knows its values: build the model "
                 "inside nl.delayed_init()"
             )
-        with one_at_a_time():
-            values = history.values(name, parameter, cut.whole(name, tuple(parameter.shape)))
+        values = history.values(name, parameter, cut.whole(name, tuple(parameter.shape)))
         part = cut.take(name, values).to(device)
         new[parameter] = nn.Parameter(part, requires_grad=parameter.requires_grad)
     for module in model.modules():

@@ -19,6 +19,7 @@ from torch import nn
 
 from .._torch import TorchDispatchMode, instead_of_truncated_normal
 from ..errors import ConfigError
+from ..spmd.ranks import one_at_a_time
 
 SMALL = 1 << 16
 """elements of a parameter whose values are kept if it had some before it was one (norms, biases)"""
@@ -68,8 +69,7 @@ class History:
                 "build the model outside nl.delayed_init()"
             )
         memory = torch.empty(self.elements, dtype=like.dtype)
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self.seed)
+        with torch.no_grad(), one_at_a_time(seed=self.seed):
             for deed in self.deeds:
                 deed.repeat(memory)
         return memory.view(shape)
