@@ -1,0 +1,1 @@
+"""Context parallelism: every sequence is split among the ranks of a group."""
