@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from .. import _torch, runtime
 from ..errors import ConfigError
-from . import optimizer_guard, overlap, schedule
+from . import joint, layout, optimizer_guard, overlap, schedule
 from .blocks import find_blocks
 from .delayed_init import materialise
 
@@ -48,6 +48,7 @@ def shard(
         )
     if isinstance(model, FSDPModule):
         raise ConfigError("the model is sharded already: call nl.shard once")
+    _require_transformed(model, now)
     blocks = find_blocks(model) if blocks is None else list(blocks)
     inside = set(model.modules())
     if any(block not in inside for block in blocks):
@@ -81,10 +82,35 @@ def shard(
         depth, live = now.config.prefetch_depth, now.config.sdp_max_live_parameters
         model._nearlinear_schedule = schedule.arrange(model, blocks, sizes, depth, live)
     _torch.reduce_unused_parameters(model)
+    layout.mark(model)
+    joint.install(model, _joints(model, now))
     kept = {id(parameter) for parameter in model.parameters()}
     optimizer_guard.retire(p for p in replaced if id(p) not in kept)
     optimizer_guard.watch_optimizers()
     return model
+
+
+def _require_transformed(model: nn.Module, now: runtime.Runtime) -> None:
+    """Raise ConfigError where a degree asks for what nobody has done to the model."""
+    for axis in ("tensor", "context", "expert"):
+        degree = getattr(now.mesh, axis)
+        if degree > 1 and axis not in layout.of(model).axes:
+            raise ConfigError(
+                f"{axis}_parallel_degree = {degree}, but the model is not transformed: call "
+                "nl.transform(model) before nl.shard(model)"
+            )
+
+
+def _joints(model: nn.Module, now: runtime.Runtime) -> list[joint.Joint]:
+    """What several ranks have a part of the gradient of, each."""
+    if now.mesh.tensor == 1:
+        return []
+    whole = [
+        parameter
+        for parameter in model.parameters()
+        if all(cut.axis != "tensor" for cut in layout.cuts_of(parameter))
+    ]
+    return [joint.Joint(now.group("tensor"), whole)]
 
 
 def _place(model: nn.Module, unit: nn.Module, now: runtime.Runtime) -> None:
