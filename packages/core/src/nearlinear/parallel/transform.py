@@ -12,7 +12,8 @@ from torch import nn
 
 from .. import runtime
 from ..errors import ConfigError
-from . import layout, tensor
+from ..spmd import one_at_a_time
+from . import context, layout, tensor
 
 
 def transform(model: nn.Module) -> nn.Module:
@@ -30,6 +31,9 @@ def transform(model: nn.Module) -> nn.Module:
         raise ConfigError("the model is sharded already: call nl.transform before nl.shard")
     if "tensor" in asked:
         tensor.apply(model, now)
+    if "context" in asked:
+        context.apply(model, now, now.config.cp_comm_type)
     if asked:
-        torch.manual_seed(now.config.random_seed + now.rank)
+        with one_at_a_time():  # ranks that are threads have one generator
+            torch.manual_seed(now.config.random_seed + now.rank)
     return model

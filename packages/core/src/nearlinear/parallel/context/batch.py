@@ -34,9 +34,10 @@ class Whole:
     keep: int | torch.Tensor  # HF's ``logits_to_keep``
 
 
-def split(given: dict, rank: int, ranks: int) -> tuple[dict, Whole]:
+def split(given: dict, rank: int, ranks: int, documents: bool) -> tuple[dict, Whole]:
     """A Hugging Face causal model's keyword arguments for ``rank``, from those for the whole batch.
 
+    ``documents``: without a mask, ``position_ids`` that start anew begin another document.
     ``labels`` come out shifted, as ``labels`` and as ``shift_labels``; ``attention_mask`` as what
     `attention` calls segments, (B, 1, 1, S) of the whole sequence (four dims, so that transformers
     hands it on as it is), or None where every token sees all before it. Raises ConfigError for
@@ -62,7 +63,7 @@ def split(given: dict, rank: int, ranks: int) -> tuple[dict, Whole]:
     local = {name: value for name, value in given.items() if name not in KNOWN}
     local |= {name: mine(given[name]) for name in TOKENS if name in given}
     positions = given.get("position_ids")
-    segments = _segments(given.get("attention_mask"), positions)
+    segments = _segments(given.get("attention_mask"), positions if documents else None)
     if positions is None:
         positions = torch.arange(length, device=tokens.device).unsqueeze(0)
     local["position_ids"] = mine(positions)
@@ -83,8 +84,9 @@ def gather(logits: torch.Tensor, whole: Whole, group: dist.ProcessGroup) -> torc
 
     All ranks do the same with them: what comes back as a gradient needs no communication.
     """
-    logits = _AllRows.apply(logits, whole.length, group)
-    keep = whole.keep
+    logits, keep = _AllRows.apply(logits, whole.length, group), whole.keep
+    if _all_logits(keep):
+        return logits
     return logits[:, -keep:] if isinstance(keep, int) else logits[:, keep]
 
 
@@ -96,7 +98,7 @@ class _AllRows(torch.autograd.Function):
         ctx.rank, ctx.ranks = dist.get_rank(group), group.size()
         everyones = mine.new_empty(ctx.ranks, *mine.shape)
         all_gather(everyones.flatten(0, 1), mine.contiguous(), group=group)
-        return zigzag.restore(everyones.unbind(0))[:, :length]
+        return zigzag.restore(everyones.unbind(0))[:, :length].contiguous()
 
     @staticmethod
     def backward(ctx, gradient):
@@ -115,10 +117,7 @@ def _longer(whole: torch.Tensor, ranks: int, filling=None) -> torch.Tensor:
 
 
 def _segments(mask_BS: torch.Tensor | None, positions_BS: torch.Tensor | None):
-    """Segments as in `attention`, or None: from a padding mask, or positions that start anew.
-
-    As in transformers, positions tell of packed documents only where there is no mask.
-    """
+    """Segments as in `attention`, or None: from a padding mask, else positions that start anew."""
     if mask_BS is not None:
         seen = mask_BS != 0
         return None if bool(seen.all()) else seen.int()
@@ -146,7 +145,13 @@ def _refuse(given: dict) -> None:
         shape = f"has shape {tuple(mask.shape)}" if isinstance(mask, torch.Tensor) else "is a dict"
         raise ConfigError(
             f"attention_mask {shape}: context parallelism takes a padding mask (batch, tokens); "
-            "for packed documents give position_ids that start anew with each, and no mask"
+            "for packed documents give position_ids that start anew with each, use_cache=False, "
+            "and no mask"
+        )
+    if given.get("is_causal") is False:
+        raise ConfigError(
+            "is_causal = False: context parallelism splits causal attention only; leave it out, "
+            "or set context_parallel_degree = 1"
         )
     if "labels" in given and not _all_logits(given.get("logits_to_keep", 0)):
         raise ConfigError("logits_to_keep with labels: leave one of them out")

@@ -73,7 +73,7 @@ def _attends_by_interface(module: nn.Module) -> bool:
 
 
 def _rope_types(config) -> set[str]:
-    """All values named ``rope_type`` or ``type``: one for the model, or one for each kind of layer."""
+    """All values named ``rope_type`` or ``type``: of the model, or of each kind of layer."""
     found, todo = set(), []
     for name in ("rope_parameters", "rope_scaling"):
         todo.append(getattr(config, name, None))

@@ -31,7 +31,7 @@ class Context:
     """The context ranks of one model, and the batch it is computing."""
 
     def __init__(self, model: nn.Module, group: dist.ProcessGroup, comm_type: str):
-        self.travel = TRAVELS[comm_type](group)
+        self.model, self.travel = model, TRAVELS[comm_type](group)
         self.names = list(inspect.signature(type(model).forward).parameters)[1:]
         self.counts_by_mask = _counts_by_mask(model)
         self.batch: Whole | None = None
@@ -46,9 +46,20 @@ class Context:
                     "this model counts positions by its attention_mask: give position_ids too, "
                     "as context_parallel_degree > 1 splits them"
                 )
-        local, self.batch = split(given, self.travel.rank, self.travel.ranks)
+        documents = not self._would_cache(given.get("use_cache"))
+        local, self.batch = split(given, self.travel.rank, self.travel.ranks, documents)
         self.attended = False
         return local
+
+    def _would_cache(self, use_cache: bool | None) -> bool:
+        """Whether the untouched model would keep keys and values.
+
+        Where it does, transformers does not look for packed documents.
+        """
+        base = self.model.base_model
+        recomputes = base.training and getattr(base, "gradient_checkpointing", False)
+        asked = getattr(self.model.config, "use_cache", False) if use_cache is None else use_cache
+        return bool(asked) and not recomputes
 
     def gather(self, output):
         """The model's output, with the logits of all tokens where there were no labels."""
