@@ -188,3 +188,14 @@ def test_waiting_for_a_message_ends_when_its_sender_fails():
 
     with pytest.raises(nl.spmd.RankError, match="rank 1 of 2 failed: ValueError: no message"):
         nl.spmd.run(work, 2, timeout=100)
+
+
+def test_no_message_outlives_its_run():
+    nl.spmd.run(lambda rank: dist.isend(torch.zeros(1), 1).wait() if rank == 0 else None, 2)
+
+    def work(rank):
+        came = torch.ones(1)
+        dist.recv(came, 0) if rank == 1 else dist.send(came + 1, 1)
+        return came.item()
+
+    assert nl.spmd.run(work, 2) == [1.0, 2.0]

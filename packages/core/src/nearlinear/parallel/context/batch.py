@@ -120,6 +120,7 @@ def _segments(mask_BS: torch.Tensor | None, positions_BS: torch.Tensor | None):
     """Segments as in `attention`, or None: from a padding mask, else positions that start anew."""
     if mask_BS is not None:
         seen = mask_BS != 0
+        # waits for the device, as transformers does; without a mask the flash kernels can be used
         return None if bool(seen.all()) else seen.int()
     if positions_BS is None:
         return None

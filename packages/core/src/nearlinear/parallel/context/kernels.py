@@ -65,7 +65,10 @@ def forward(
     mask: Mask | None,
     dropout: Dropout | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output (B, H, Q, D) and lse (B, H, Q) of one block; ``causal`` has no mask, if flash can."""
+    """Output (B, H, Q, D) and lse (B, H, Q) of one block.
+
+    A ``mask`` says all of what is seen, causality too; blocks without one are whole or ``causal``.
+    """
     if mask is None and dropout is None and _torch.has_flash_attention(q_BHQD, k_BKSD, v_BKSD):
         return _torch.flash_attention(q_BHQD, k_BKSD, v_BKSD, causal, scale)
     k_BKSD, v_BKSD = k_BKSD.float(), v_BKSD.float()
