@@ -8,8 +8,6 @@ import torch
 import transformers
 
 import nearlinear as nl
-from nearlinear import runtime
-from nearlinear.parallel import context
 from nearlinear.parallel.context.batch import split
 from nearlinear.parallel.context.check import check
 from tests.support import parity
@@ -204,7 +202,7 @@ def test_the_config_that_is_saved_does_not_name_our_attention(tmp_path):
 def test_an_unknown_way_to_travel():
     def run(rank):
         nl.init({"context_parallel_degree": 2})
-        context.apply(parity.build("llama"), runtime.current(), "carrier pigeon")
+        nl.transform(parity.build("llama"), cp_comm_type="carrier pigeon")
 
     with pytest.raises(nl.spmd.RankError, match="allowed are 'p2p' and 'all_gather'"):
         nl.spmd.run(run, 2)

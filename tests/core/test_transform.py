@@ -320,12 +320,13 @@ def other(kind):
     return transformers.AutoModelForCausalLM.from_config(config)
 
 
-def refused(make, ranks=2, config=TP2) -> str:
+def refused(make, ranks=2, config=TP2, times=1) -> str:
     def run(rank):
         nl.init(config, ranks_per_node=2)
         with nl.spmd.one_at_a_time(seed=0):
             model = make()
-        nl.transform(model)
+        for _ in range(times):
+            nl.transform(model)
 
     with pytest.raises(RankError) as caught:
         nl.spmd.run(run, ranks)
@@ -348,7 +349,7 @@ def test_what_cannot_be_split_is_refused_with_the_reason():
     olmo = transformers.Olmo2Config(**parity.FAMILIES["llama"][1])
     said = refused(lambda: transformers.AutoModelForCausalLM.from_config(olmo))
     assert "'colwise_gather_output', which nearlinear does not do" in said
-    said = refused(lambda: nl.transform(parity.build("llama")))
+    said = refused(lambda: parity.build("llama"), times=2)
     assert "transformed already" in said
 
 

@@ -38,8 +38,12 @@ FAMILIES = {
 
 def build(family: str, **changes) -> torch.nn.Module:
     """A model of ``family`` with the values of seed 0."""
-    name, arguments = FAMILIES[family]
     torch.manual_seed(0)
+    return unseeded(family, **changes)
+
+
+def unseeded(family: str, **changes) -> torch.nn.Module:
+    name, arguments = FAMILIES[family]
     config = getattr(transformers, name)(**arguments | changes)
     return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
 
@@ -60,8 +64,8 @@ def split(batch: dict, parts: int) -> list[dict]:
 
 
 def adamw(model, rate: float) -> torch.optim.AdamW:
-    """Its eps keeps noise small: a key's bias has no gradient but rounding errors, which AdamW would
-    otherwise make as large as any."""
+    """With an eps that keeps noise small: a key's bias has no gradient but rounding errors, which
+    AdamW would otherwise make as large as any."""
     return torch.optim.AdamW(model.parameters(), lr=rate, eps=1e-5)
 
 
