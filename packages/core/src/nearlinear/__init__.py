@@ -20,6 +20,7 @@ _PUBLIC = {
     "clip_grad_norm_": "parallel.clip",
     "count_collectives": "counts",
     "delayed_init": "parallel.delayed_init",
+    "MoEConfig": "parallel.expert.config",
     "save": "checkpoint.save",
     "load": "checkpoint.load",
     "TokenDataset": "data.dataset",

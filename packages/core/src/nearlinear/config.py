@@ -139,8 +139,7 @@ class Config:
     def check_supported(self) -> None:
         """Refuse what this release cannot do, and say what has no effect: nothing is ignored."""
         for name in (
-            "tensor_parallel_degree context_parallel_degree expert_parallel_degree "
-            "pipeline_parallel_degree"
+            "tensor_parallel_degree context_parallel_degree pipeline_parallel_degree"
         ).split():
             if getattr(self, name) > 1:
                 raise ConfigError(
