@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor
 
 import nearlinear as nl
 from nearlinear import runtime
-from nearlinear.parallel import expert, layout
+from nearlinear.parallel import layout
 from tests.support import tiny
 
 SHAPE = dict(
@@ -60,8 +60,7 @@ def transformed(kind: str, experts: int, config, **changes):
     """On every rank the same model, its experts divided; `nl.init` came before."""
     with nl.spmd.one_at_a_time(seed=0):
         model = build(kind, experts, **changes)
-    expert.apply(model, runtime.current(), config)
-    return model
+    return nl.transform(model, config)
 
 
 def whole(model, name: str, part: torch.Tensor) -> torch.Tensor:

@@ -15,6 +15,7 @@ _PUBLIC = {
     "current_mesh": "runtime",
     "spmd": None,
     "plots": None,
+    "transform": "parallel.transform",
     "shard": "parallel.shard",
     "accumulate": "parallel.accumulate",
     "clip_grad_norm_": "parallel.clip",

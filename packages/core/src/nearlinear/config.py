@@ -138,13 +138,11 @@ class Config:
 
     def check_supported(self) -> None:
         """Refuse what this release cannot do, and say what has no effect: nothing is ignored."""
-        for name in (
-            "tensor_parallel_degree context_parallel_degree pipeline_parallel_degree"
-        ).split():
+        for name in ("context_parallel_degree", "pipeline_parallel_degree"):
             if getattr(self, name) > 1:
                 raise ConfigError(
-                    f"{name} = {getattr(self, name)}: this release trains with sharded data "
-                    "parallelism only; set it to 1 and raise hybrid_shard_degree instead"
+                    f"{name} = {getattr(self, name)}: this release trains with sharded data and "
+                    "tensor parallelism only; set it to 1 and raise hybrid_shard_degree instead"
                 )
         if self.fp16:
             raise ConfigError("fp16 = true: this release has no loss scaling; use bf16 = true")

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from .. import _torch, runtime
 from ..errors import DataError, NearlinearError
-from . import optimizer_guard
+from . import joint, optimizer_guard
 
 log = logging.getLogger(__name__)
 
@@ -91,6 +91,8 @@ class _Step:
         total = len(self.micro_batches)
         self.model._nearlinear_step = self
         self.hook = self.model.register_forward_hook(self._weigh)
+        for part in joint.of(self.model):
+            part.begin()
         optimizer_guard.begin(self.model, _unfinished(0, total))
         try:
             for position, batch in enumerate(self.micro_batches):
@@ -112,6 +114,8 @@ class _Step:
         self.hook = self.model._nearlinear_step = None
         self._synchronise(last=True)
         if done:
+            for part in joint.of(self.model):
+                part.add_up()
             self._free()
             optimizer_guard.finish(self.model)
             return
@@ -123,6 +127,8 @@ class _Step:
             log.debug("an abandoned step: %s", error)
         if self.reduction is not None:
             self.reduction.abandon()
+        for part in joint.of(self.model):
+            part.before = None
         self._free()
         self.model.zero_grad(set_to_none=True)
 

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from . import optimizer_guard
+from .. import runtime
+from . import layout, optimizer_guard
 
 
 @torch.no_grad()
@@ -28,31 +29,36 @@ def clip_grad_norm_(model: nn.Module | Iterable[torch.Tensor], max_norm: float) 
     parameters = list(model.parameters() if isinstance(model, nn.Module) else model)
     optimizer_guard.check(parameters)
     gradients = [p.grad for p in parameters if p.grad is not None]
-    norm = _global_norm(gradients)
+    norm = _global_norm(parameters)
     if math.isfinite(norm) and norm > max_norm:
         torch._foreach_mul_([_local(g) for g in gradients], max_norm / (norm + 1e-6))
     return norm
 
 
-def _global_norm(gradients: list[torch.Tensor]) -> float:
-    by_mesh = defaultdict(list)
-    for gradient in gradients:
-        by_mesh[_sharding(gradient)].append(_local(gradient))
+def _global_norm(parameters: list[nn.Parameter]) -> float:
+    alike = defaultdict(list)
+    for parameter in parameters:
+        if parameter.grad is not None:
+            alike[_spread(parameter)].append(_local(parameter.grad))
     total = 0.0
-    for (mesh, sharded), shards in by_mesh.items():
+    for (mesh, sharded, axes), shards in alike.items():
         squares = torch.nn.utils.get_total_norm(shards).double().square()
         for dim in sharded:
             dist.all_reduce(squares, group=mesh.get_group(dim))
+        for axis in axes:
+            dist.all_reduce(squares, group=runtime.current().group(axis))
         total += squares.item()
     return math.sqrt(total) if total >= 0 else math.nan
 
 
-def _sharding(gradient: torch.Tensor):
-    """(mesh, the mesh dims it is sharded on): gradients with equal keys reduce together."""
+def _spread(parameter: nn.Parameter):
+    """(mesh, the mesh dims it is sharded on, axes it is cut on): equal keys reduce together."""
+    axes = tuple(sorted({cut.axis for cut in layout.cuts_of(parameter)}))
+    gradient = parameter.grad
     if not isinstance(gradient, DTensor):
-        return None, ()
+        return None, (), axes
     dims = tuple(i for i, place in enumerate(gradient.placements) if place.is_shard())
-    return gradient.device_mesh, dims
+    return gradient.device_mesh, dims, axes
 
 
 def _local(gradient: torch.Tensor) -> torch.Tensor:

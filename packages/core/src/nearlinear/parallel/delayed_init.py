@@ -16,6 +16,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from ..errors import ConfigError
 from ..spmd.ranks import one_at_a_time
+from . import layout
 
 
 @contextmanager
@@ -47,30 +48,47 @@ def materialise(model: nn.Module, unit: nn.Module, device: torch.device, seed: i
     """Give real, initialised values to the parameters of ``unit``, a part of ``model``.
 
     Hugging Face models initialise through their ``_init_weights``; other modules through their own
-    ``reset_parameters``. Parameters tied elsewhere in ``model`` stay tied. Raises ConfigError for a
-    module that knows no initialisation.
+    ``reset_parameters``. Parameters tied elsewhere in ``model`` stay tied. What `transform` has cut
+    is initialised whole, and of that this rank keeps its part. Raises ConfigError for a module that
+    knows no initialisation.
     """
     name = next(name for name, module in model.named_modules() if module is unit)
-    fresh = {
-        id(parameter): nn.Parameter(
-            torch.empty(parameter.shape, dtype=parameter.dtype, device=device),
-            requires_grad=parameter.requires_grad,
-        )
+    cut = layout.of(model)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    wholes = {
+        parameter: _like(parameter, cut.whole(names[parameter], tuple(parameter.shape)), device)
         for parameter in unit.parameters()
         if parameter.is_meta
     }
-    touched = set()
-    for module in model.modules():
-        for key, parameter in module._parameters.items():
-            if id(parameter) in fresh:
-                module._parameters[key] = fresh[id(parameter)]
-                touched.add(module)
+    touched = _exchange(model, wholes)
     initialise = getattr(model, "_init_weights", None) or _reset
     with one_at_a_time(seed=seed + zlib.crc32(name.encode())), torch.no_grad():
         for module in _children_first(unit):
             # a parent may refine what its children drew, as GPT-2 does for its projections
             if any(child in touched for child in module.modules()) and not _done(module):
                 initialise(module)
+        parts = {
+            whole: nn.Parameter(cut.take(names[old], whole), requires_grad=whole.requires_grad)
+            for old, whole in wholes.items()
+            if names[old] in cut.cuts
+        }
+    _exchange(model, parts)
+
+
+def _like(parameter: nn.Parameter, shape: tuple[int, ...], device: torch.device) -> nn.Parameter:
+    values = torch.empty(shape, dtype=parameter.dtype, device=device)
+    return nn.Parameter(values, requires_grad=parameter.requires_grad)
+
+
+def _exchange(model: nn.Module, new: dict[nn.Parameter, nn.Parameter]) -> set[nn.Module]:
+    """Put new parameters in the places of others, all of them; the modules that have such."""
+    touched = set()
+    for module in model.modules():
+        for key, parameter in module._parameters.items():
+            if parameter in new:
+                module._parameters[key] = new[parameter]
+                touched.add(module)
+    return touched
 
 
 def _done(module: nn.Module) -> bool:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import Shard
 
 from .. import _torch, runtime
 from ..errors import ConfigError
-from . import layout, optimizer_guard, overlap, schedule
+from . import joint, layout, optimizer_guard, overlap, schedule
 from .blocks import find_blocks
 from .delayed_init import materialise
 from .expert import parallel_experts
@@ -52,15 +52,11 @@ def shard(
         )
     if isinstance(model, FSDPModule):
         raise ConfigError("the model is sharded already: call nl.shard once")
+    _require_transformed(model, now)
     blocks = find_blocks(model) if blocks is None else list(blocks)
     inside = set(model.modules())
     if any(block not in inside for block in blocks):
         raise ConfigError("nl.shard(model, blocks=...): a block is not a part of the model")
-    if now.mesh.expert > 1 and "expert" not in layout.of(model).axes:
-        raise ConfigError(
-            f"expert_parallel_degree = {now.mesh.expert}, but the model's experts are not divided: "
-            "call nl.transform(model) before nl.shard"
-        )
     policy = _policy(precision or ("bf16" if now.config.bf16 else "fp32"))
     replaced = list(model.parameters())
     beside = now.config.overlap_communication and overlap.possible(now, model, policy)
@@ -99,10 +95,35 @@ def shard(
             model, blocks, sizes, depth, live, inside=experts
         )
     _torch.reduce_unused_parameters(model)
+    layout.mark(model)
+    joint.install(model, _joints(model, now))
     kept = {id(parameter) for parameter in model.parameters()}
     optimizer_guard.retire(p for p in replaced if id(p) not in kept)
     optimizer_guard.watch_optimizers()
     return model
+
+
+def _require_transformed(model: nn.Module, now: runtime.Runtime) -> None:
+    """Raise ConfigError where a degree asks for what nobody has done to the model."""
+    for axis in ("tensor", "context", "expert"):
+        degree = getattr(now.mesh, axis)
+        if degree > 1 and axis not in layout.of(model).axes:
+            raise ConfigError(
+                f"{axis}_parallel_degree = {degree}, but the model is not transformed: call "
+                "nl.transform(model) before nl.shard(model)"
+            )
+
+
+def _joints(model: nn.Module, now: runtime.Runtime) -> list[joint.Joint]:
+    """What several ranks have a part of the gradient of, each."""
+    if now.mesh.tensor == 1:
+        return []
+    whole = [
+        parameter
+        for parameter in model.parameters()
+        if all(cut.axis != "tensor" for cut in layout.cuts_of(parameter))
+    ]
+    return [joint.Joint(now.group("tensor"), whole)]
 
 
 def _place(model: nn.Module, unit: nn.Module, now: runtime.Runtime) -> None:

@@ -1,0 +1,82 @@
+"""Whether a model can be split over so many tensor ranks, and whether that is wise.
+
+The advice is SMP's own: tensor ranks talk several times in every layer and so belong on one node,
+and the shapes that kernels like are powers of two.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from torch import nn
+
+from ...errors import ConfigError
+from ...mesh import Mesh
+from .modules import row_parallel_conv1d
+from .plan import Plan, expand
+
+log = logging.getLogger(__name__)
+
+KEY = "tensor_parallel_degree"
+
+
+def check(model: nn.Module, plan: Plan, mesh: Mesh) -> None:
+    """Raise ConfigError where ``model`` cannot be split; warn where it can but should not be."""
+    config, degree = model.config, mesh.tensor
+    for name in ("num_attention_heads", "num_key_value_heads", "num_experts_per_tok"):
+        count = getattr(config, name, None)
+        if isinstance(count, int) and name != "num_experts_per_tok":
+            _divides(degree, count, name)
+    for pattern, parts in plan.columns.items():
+        for name in expand(model, pattern):
+            _divides(degree, _outputs(model, name) // parts, f"the width of {name}")
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    if degree > vocabulary:
+        raise ConfigError(f"{KEY} = {degree}: there are only {vocabulary} ids in the vocabulary")
+    _check_modules(model, plan)
+    if degree & (degree - 1):
+        log.warning(
+            "%s = %d is no power of two: matrices are cut to widths that kernels are slow with; "
+            "take %d or %d",
+            KEY, degree, 1 << degree.bit_length() - 1, 1 << degree.bit_length(),
+        )  # fmt: skip
+    nodes = mesh.nodes_spanned("tensor")
+    if nodes > 1:
+        log.warning(
+            "%s = %d puts tensor ranks on %d nodes: they talk four times in every layer, over the "
+            "network then; take at most %d, and raise hybrid_shard_degree or "
+            "pipeline_parallel_degree instead",
+            KEY, degree, nodes, mesh.ranks_per_node,
+        )  # fmt: skip
+
+
+def _divides(degree: int, count: int, what: str) -> None:
+    if count % degree:
+        allowed = ", ".join(str(d) for d in range(1, count + 1) if count % d == 0)
+        raise ConfigError(f"{KEY} = {degree} does not divide {what}, {count}: allowed are {allowed}")
+
+
+def _outputs(model: nn.Module, name: str) -> int:
+    holder, _, last = name.rpartition(".")
+    parameter = model.get_submodule(holder)._parameters.get(last)
+    if parameter is not None:
+        return parameter.shape[1]
+    module = model.get_submodule(name)
+    return module.weight.shape[0 if isinstance(module, nn.Linear) else 1]
+
+
+def _check_modules(model: nn.Module, plan: Plan) -> None:
+    """Classes are exchanged, so that they must be the ones that are known."""
+    known = (nn.Linear, row_parallel_conv1d().__base__)
+    split = [name for pattern in (*plan.columns, *plan.rows) for name in expand(model, pattern)]
+    wanted = {name: known for name in split if name in dict(model.named_modules())}
+    names = {module: name for name, module in model.named_modules()}
+    wanted[names[model.get_input_embeddings()]] = (nn.Embedding,)
+    wanted[names[model.get_output_embeddings()]] = (nn.Linear,)
+    for name, classes in wanted.items():
+        found = type(model.get_submodule(name))
+        if found not in classes:
+            raise ConfigError(
+                f"{KEY} > 1: {name} of {type(model).__name__} is a {found.__name__}, which "
+                f"nearlinear cannot split: set {KEY} = 1 and raise hybrid_shard_degree"
+            )

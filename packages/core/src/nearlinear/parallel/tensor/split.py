@@ -1,0 +1,154 @@
+"""Split a Hugging Face causal language model over the tensor ranks, in place.
+
+Source: Megatron-LM (Shoeybi et al. 2019, section 3) with sequence parallelism (see `rows`): of each
+pair of matrices the first is split by columns and the second by rows, so that one gather before and
+one reduce-scatter behind them are all that travels; attention is split by heads, embeddings and
+head by vocabulary.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+
+import torch
+from torch import nn
+
+from ...errors import ConfigError
+from ...runtime import Runtime
+from .. import layout, loss
+from ..blocks import find_blocks
+from ..layout import even
+from . import modules
+from .degree import check
+from .plan import Plan, expand, plan_of
+from .rows import Rows
+
+log = logging.getLogger(__name__)
+
+
+def apply(model: nn.Module, now: Runtime) -> None:
+    """Cut the parameters of ``model`` and have its modules work together. Raises ConfigError."""
+    plan = plan_of(model)
+    check(model, plan, now.mesh)
+    rows = Rows(now.group("tensor"))
+    for pattern, parts in plan.columns.items():
+        for name in expand(model, pattern):
+            _split_columns(model, name, parts, rows)
+    for pattern in plan.rows:
+        for name in expand(model, pattern):
+            _split_rows(model, name, rows)
+    for pattern, attributes in plan.widths.items():
+        for name in expand(model, pattern):
+            for attribute in attributes:
+                module = model.get_submodule(name)
+                setattr(module, attribute, getattr(module, attribute) // rows.ranks)
+    first = _split_vocabulary(model, rows)
+    _connect(model, plan, rows)
+    loss.install(model, now, first)
+    layout.of(model).axes.add("tensor")
+
+
+def _cut(model: nn.Module, name: str, dim: int, rows: Rows, parts: int = 1) -> None:
+    size = model.get_parameter(name).shape[dim]
+    layout.of(model).cut(model, name, even("tensor", dim, size, rows.rank, rows.ranks, parts))
+
+
+def _split_columns(model: nn.Module, name: str, parts: int, rows: Rows) -> None:
+    if _is_parameter(model, name):  # stacked experts: (experts, outputs, inputs)
+        _cut(model, name, 1, rows, parts)
+        return
+    module = model.get_submodule(name)
+    outputs = 0 if isinstance(module, nn.Linear) else 1
+    _cut(model, f"{name}.weight", outputs, rows, parts)
+    if module.bias is not None:
+        _cut(model, f"{name}.bias", 0, rows, parts)
+    if isinstance(module, nn.Linear):
+        module.out_features //= rows.ranks
+
+
+def _split_rows(model: nn.Module, name: str, rows: Rows) -> None:
+    if _is_parameter(model, name):
+        _cut(model, name, 2, rows)
+        return
+    module = model.get_submodule(name)
+    if isinstance(module, nn.Linear):
+        _cut(model, f"{name}.weight", 1, rows)
+        module.in_features //= rows.ranks
+        module.__class__ = modules.RowParallelLinear
+    else:
+        _cut(model, f"{name}.weight", 0, rows)
+        module.nx //= rows.ranks
+        module.__class__ = modules.row_parallel_conv1d()
+    module.rows = rows
+
+
+def _split_vocabulary(model: nn.Module, rows: Rows) -> int:
+    """Split embeddings and head; the id of this rank's first logit."""
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    names = {module: name for name, module in model.named_modules()}
+    vocabulary = embedding.weight.shape[0]
+    pieces = [even("tensor", 0, vocabulary, r, rows.ranks).mine[0] for r in range(rows.ranks)]
+    tied = head.weight is embedding.weight
+    _cut(model, f"{names[embedding]}.weight", 0, rows)
+    if not tied:
+        _cut(model, f"{names[head]}.weight", 0, rows)
+    if head.bias is not None:
+        _cut(model, f"{names[head]}.bias", 0, rows)
+    embedding.__class__ = modules.VocabularyParallelEmbedding
+    head.__class__ = modules.VocabularyParallelHead
+    embedding.rows = head.rows = rows
+    embedding.first = pieces[rows.rank][0]
+    head.counts = [count for _, count in pieces]
+    return pieces[rows.rank][0]
+
+
+def _is_parameter(model: nn.Module, name: str) -> bool:
+    holder, _, last = name.rpartition(".")
+    return last in model.get_submodule(holder)._parameters
+
+
+def _connect(model: nn.Module, plan: Plan, rows: Rows) -> None:
+    """Take and gather rows where layers begin and end."""
+    first = find_blocks(model)[0]
+    first.register_forward_pre_hook(_on_hidden_states(rows.mine), with_kwargs=True)
+    stacked = {name for name in plan.rows if _is_parameter(model, expand(model, name)[0])}
+    for pattern in plan.regions:
+        sums = any(name.startswith(pattern) for name in stacked)
+        for name in expand(model, pattern):
+            region = model.get_submodule(name)
+            region.register_forward_pre_hook(_on_hidden_states(rows.gather), with_kwargs=True)
+            if sums:  # no module of ours is the last in there
+                region.register_forward_hook(lambda _, args, output: rows.sum(output))
+    norm = model.get_submodule(plan.norm)
+    norm.register_forward_hook(lambda _, args, output: rows.gather(output))
+    head = model.get_output_embeddings()
+    names = list(inspect.signature(type(model).forward).parameters)[1:]
+    model.register_forward_pre_hook(_before_model(head, names), with_kwargs=True)
+
+
+def _on_hidden_states(change):
+    """A pre-forward hook that changes the hidden states, a module's first argument."""
+
+    def hook(module, args, kwargs):
+        if args:
+            return (change(args[0]), *args[1:]), kwargs
+        return args, kwargs | {"hidden_states": change(kwargs["hidden_states"])}
+
+    return hook
+
+
+def _before_model(head: nn.Module, names: list[str]):
+    """A pre-forward hook: without labels the logits are wanted, of the whole vocabulary."""
+
+    def hook(model, args, kwargs):
+        given = dict(zip(names, args, strict=False)) | kwargs
+        for name in ("output_hidden_states", "output_attentions"):
+            if given.get(name):
+                raise ConfigError(
+                    f"{name} = True with tensor_parallel_degree > 1: every rank has only its part "
+                    "of them; leave it out, or run the model without tensor parallelism"
+                )
+        head.gathers = not isinstance(given.get("labels"), torch.Tensor)
+
+    return hook

@@ -1,0 +1,39 @@
+"""Make an untouched Hugging Face model parallel inside: its matrices, its sequences, its experts.
+
+What the config asks for is done in place, by a plan for the model's family; `nearlinear.shard` comes
+after. Between the two the model is not ready to train: gradients of what tensor ranks share are
+summed by what `shard` installs.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from .. import runtime
+from ..errors import ConfigError
+from . import expert, layout, tensor
+from .expert import MoEConfig
+
+
+def transform(model: nn.Module, config: MoEConfig | dict | None = None) -> nn.Module:
+    """Split ``model`` as the config asks, in place, and return it.
+
+    All ranks must hold equal values, or none: a model built under `delayed_init` gets its part of
+    them from `shard`. Where it changes anything, each rank's random numbers (dropout) are seeded
+    anew, by ``random_seed`` and the rank. ``config`` is for mixtures of experts, see `MoEConfig`.
+    Raises ConfigError.
+    """
+    now = runtime.current()
+    asked = {axis for axis in ("tensor", "context", "expert") if getattr(now.mesh, axis) > 1}
+    if layout.of(model).axes:
+        raise ConfigError("the model is transformed already: call nl.transform once")
+    if hasattr(model, "_get_fsdp_state"):
+        raise ConfigError("the model is sharded already: call nl.transform before nl.shard")
+    if "tensor" in asked:
+        tensor.apply(model, now)
+    if "expert" in asked or config is not None:
+        expert.apply(model, now, config)
+    if asked:
+        torch.manual_seed(now.config.random_seed + now.rank)
+    return model
