@@ -124,7 +124,7 @@ def train_divided(
         updates.step()
         updates.zero_grad()
         dist.all_reduce(total)
-        losses.append(total.item() / count)
+        losses.append(total.item() * mesh.data_ranks / mesh.world / count)
     with torch.no_grad():
         final = {name: whole(model, name, p) for name, p in model.named_parameters()}
     return losses, gradients, final

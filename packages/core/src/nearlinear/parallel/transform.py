@@ -12,6 +12,7 @@ from torch import nn
 
 from .. import runtime
 from ..errors import ConfigError
+from ..spmd import one_at_a_time
 from . import expert, layout, tensor
 from .expert import MoEConfig
 
@@ -35,5 +36,6 @@ def transform(model: nn.Module, config: MoEConfig | dict | None = None) -> nn.Mo
     if "expert" in asked or config is not None:
         expert.apply(model, now, config)
     if asked:
-        torch.manual_seed(now.config.random_seed + now.rank)
+        with one_at_a_time():  # ranks that are threads have one generator
+            torch.manual_seed(now.config.random_seed + now.rank)
     return model
