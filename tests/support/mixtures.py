@@ -51,9 +51,15 @@ def gpt_oss(experts: int = 4, **changes):
 KINDS = {"mixtral": mixtral, "qwen3_moe": qwen3_moe, "gpt_oss": gpt_oss}
 
 
-def build(kind: str, experts: int, seed: int = 0, **changes):
+def build(kind, experts, seed=0, implementation=None, checkpointing=False, **changes):
+    """A model of `KINDS`; ``implementation`` of its experts, ``changes`` of its config."""
     torch.manual_seed(seed)
-    return KINDS[kind](experts, **changes)
+    model = KINDS[kind](experts, **changes)
+    if implementation is not None:
+        model.set_experts_implementation(implementation)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model.train()
 
 
 def transformed(kind: str, experts: int, config, **changes):
@@ -108,7 +114,8 @@ def train_divided(
     **changes,
 ):
     """The same run with the experts divided, on this rank's share of every batch."""
-    mesh = nl.init(config)
+    config = dict(config)
+    mesh = nl.init(config, ranks_per_node=config.pop("ranks_per_node", None))
     model = nl.shard(transformed(kind, experts, moe, **changes), precision=precision)
     updates, losses, gradients = tiny.optimizer_for(model, "adamw"), [], {}
     for step in range(steps):

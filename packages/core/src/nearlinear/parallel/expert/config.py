@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from ... import schema
 from ...errors import ConfigError
 
 log = logging.getLogger(__name__)
+
+LoadBalancing = Literal["sinkhorn", "balanced", "aux_loss", "none"]
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,7 @@ class MoEConfig:
     """use these mixtures; false = the model's own, which expert_parallel_degree > 1 cannot have"""
     random_seed: int = 12345
     """seed of global_token_shuffle; the place in the expert group is added to it"""
-    moe_load_balancing: Literal["sinkhorn", "balanced", "aux_loss", "none"] | None = None
+    moe_load_balancing: LoadBalancing | None = None
     """sinkhorn and balanced assign tokens evenly in training, aux_loss adds the Switch loss; not
     given = aux_loss where the model's config has output_router_logits, else none ["sinkhorn"]"""
     global_token_shuffle: bool = False
@@ -40,9 +42,13 @@ class MoEConfig:
         for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff"):
             if (getattr(self, name) or 0.0) < 0:
                 raise ConfigError(f"{name} = {getattr(self, name)}: must be 0 or more")
-        if self.assigns:
-            return
-        if self.global_token_shuffle:
+        allowed = get_args(LoadBalancing)
+        if self.moe_load_balancing not in (None, *allowed):
+            raise ConfigError(
+                f"moe_load_balancing = {self.moe_load_balancing!r}: allowed are "
+                f"{', '.join(map(repr, allowed))}"
+            )
+        if self.global_token_shuffle and not self.assigns:
             log.warning(
                 "global_token_shuffle has no effect: it is for moe_load_balancing = sinkhorn and "
                 "balanced; otherwise every token chooses by itself"

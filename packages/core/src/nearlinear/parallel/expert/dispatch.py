@@ -43,10 +43,10 @@ class ParallelExperts:
         if rows == 0:  # a graph all the same: the backward exchange waits for every rank
             x_RE = functional.pad(x_RE, (0, 0, 0, 1))
             expert_R = functional.pad(expert_R, (0, 1))
-        x_RE = _ScaleGradient.apply(x_RE, ranks)
+        x_RE = ScaleGradient.apply(x_RE, ranks)
         ones_R1 = x_RE.new_ones(len(x_RE), 1)
         y_RE = super().forward(x_RE, expert_R.unsqueeze(1), ones_R1)
-        return _ScaleGradient.apply(y_RE, 1 / ranks)[:rows]
+        return ScaleGradient.apply(y_RE, 1 / ranks)[:rows]
 
 
 @cache
@@ -99,7 +99,7 @@ def _everywhere(experts: ParallelExperts, x_TE, index_TK, weights_TK) -> torch.T
     return functional.pad(y_TE, (0, 0, 0, -missing)) if missing else y_TE
 
 
-class _ScaleGradient(torch.autograd.Function):
+class ScaleGradient(torch.autograd.Function):
     """The tensor unchanged; its gradient times ``factor``."""
 
     @staticmethod

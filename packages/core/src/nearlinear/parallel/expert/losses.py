@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from ...errors import NearlinearError
+from .dispatch import ScaleGradient
 
 
 def load_balancing_loss(logits: list[torch.Tensor], top_k: int, counted_T=None) -> torch.Tensor:
@@ -52,6 +53,7 @@ class RouterLosses:
 
     aux: float
     z: float
+    ranks: int = 1  # that all have these tokens, and add up their gradients: tensor ranks
     logits: list[torch.Tensor] | None = None  # None: the model is not running
     asked: bool = False  # for the logits, by the caller
 
@@ -88,14 +90,14 @@ class RouterLosses:
         given = self.takes.bind(model, *args, **kwargs).arguments
         mask = given.get("attention_mask")
         counted_T = mask.reshape(-1) if mask is not None and mask.dim() == 2 else None
-        loss = output.loss
+        more = 0.0
         if self.aux:
-            balance = load_balancing_loss(logits, self.top_k, counted_T)
-            output["aux_loss"] = balance
-            loss = None if loss is None else loss + self.aux * balance
-        if self.z and loss is not None:
-            loss = loss + self.z * z_loss(logits, counted_T)
-        output["loss"] = loss
+            output["aux_loss"] = load_balancing_loss(logits, self.top_k, counted_T)
+            more = more + self.aux * output["aux_loss"]
+        if self.z:
+            more = more + self.z * z_loss(logits, counted_T)
+        if isinstance(more, torch.Tensor) and output.get("loss") is not None:
+            output["loss"] = output["loss"] + ScaleGradient.apply(more, 1 / self.ranks)
         if self.asked:
             output["router_logits"] = tuple(logits)
         return output

@@ -36,14 +36,15 @@ def apply(model: nn.Module, now: Runtime, config: MoEConfig | dict | None = None
     mixtures = find(model)
     check(model, mixtures, degree)
     aux, z = _loss_factors(model, config)
-    routed = bool(aux or z or config.assigns)
-    if routed:
+    # what the model would add by itself is what was asked for here, and nothing else
+    own = bool(getattr(model.config, "output_router_logits", False))
+    if aux or z or config.assigns or own:
         _check_routers(mixtures)
-        if now.mesh.tensor * now.mesh.context > 1:
+        if now.mesh.context > 1:
             raise ConfigError(
-                "router losses and assignments look at the tokens of one rank, which with "
-                "tensor_parallel_degree or context_parallel_degree > 1 are not a batch: set "
-                "moe_load_balancing = 'none' and moe_z_loss_coeff = 0"
+                "router losses and assignments look at the tokens of one rank, which are not a "
+                "batch with context_parallel_degree > 1: set it to 1, or moe_load_balancing = "
+                "'none' and moe_z_loss_coeff = 0"
             )
     group = now.group("expert") if degree > 1 else None
     for mixture in mixtures:
@@ -53,8 +54,9 @@ def apply(model: nn.Module, now: Runtime, config: MoEConfig | dict | None = None
             assign_together(mixture.router, config.moe_load_balancing, shuffle)
         if group is not None:
             _divide(model, mixture, group, config.moe_all_to_all_dispatcher)
-    if aux or z or getattr(model.config, "output_router_logits", False):
-        RouterLosses(aux, z).install(model, [mixture.router for mixture in mixtures])
+    if aux or z or own:
+        routers = [mixture.router for mixture in mixtures]
+        RouterLosses(aux, z, now.mesh.tensor).install(model, routers)
     if group is not None:
         layout.of(model).axes.add("expert")
 
