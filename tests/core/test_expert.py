@@ -8,12 +8,14 @@ from torch.distributed.tensor import DTensor
 import nearlinear as nl
 from nearlinear.parallel import layout
 from nearlinear.parallel.expert import parallel_experts
-from tests.support import mixtures, tiny
+from nearlinear.parallel.layout import cuts_of
+from tests.support import mixtures, parity, tiny
 from tests.support.releases import needs_hooks
 
 ROWS = 32
 EP = "expert_parallel_degree"
 SHARDS = "hybrid_shard_degree"
+TENSOR = {"tensor_parallel_degree": 2}
 
 
 def trained(ranks, kind, experts, config, *, processes=False, accumulation=1, **options):
@@ -85,7 +87,7 @@ def test_activations_that_are_computed_again():
 
 @pytest.mark.parametrize("moe", [None, {"moe_all_to_all_dispatcher": False}], ids=["a2a", "ag"])
 def test_with_tensor_parallelism(moe):
-    config = {EP: 2, SHARDS: 2, "tensor_parallel_degree": 2}
+    config = TENSOR | {EP: 2, SHARDS: 2}
     assert trained(8, "mixtral", 4, config, moe=moe, accumulation=2) < 1e-5
 
 
@@ -246,11 +248,8 @@ def test_all_tokens_to_one_rank(moe, implementation, only_experts):
         mine = tiny.batch(tiny.rows(0, 8).chunk(4)[rank])
         for batch in nl.accumulate(model, [mine]):
             model(**batch).loss.backward()
-        return {
-            name: mixtures.whole(model, name, p.grad)
-            for name, p in model.named_parameters()
-            if p.requires_grad
-        }
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        return {name: parity.gathered(p.grad, cuts_of(p)) for name, p in trained.items()}
 
     used = reference.model.layers[0].mlp.experts.down_proj.grad.flatten(1).any(1)
     assert used.sum() == 2
@@ -276,7 +275,7 @@ def test_batches_of_different_shapes(moe):
         model = nl.shard(mixtures.transformed("mixtral", 4, moe))
         for batch in nl.accumulate(model, [batches[rank]]):
             model(**batch).loss.backward()
-        return {name: mixtures.whole(model, name, p.grad) for name, p in model.named_parameters()}
+        return parity.whole(model, lambda parameter: parameter.grad)
 
     for gradients in nl.spmd.run(divided, 4):
         for name, parameter in reference.named_parameters():
@@ -328,3 +327,47 @@ def test_which_experts_a_rank_has_is_on_record():
 
     for rank, (cut,) in enumerate(nl.spmd.run(cuts, 2)):
         assert (cut.axis, cut.dim, cut.size, cut.mine) == ("expert", 0, 4, ((2 * rank, 2),))
+
+
+def started(rank, config):
+    nl.init(config | {"random_seed": 5})
+    with nl.delayed_init():
+        model = mixtures.build("mixtral", 4)
+    nl.shard(nl.transform(model))
+    return parity.whole(model, lambda parameter: parameter.detach())
+
+
+@pytest.mark.parametrize("config", [{EP: 2}, {EP: 4}, {EP: 2, SHARDS: 2}, TENSOR | {EP: 2}])
+def test_delayed_values_do_not_depend_on_the_layout(config):
+    (alone,) = nl.spmd.run(started, 1, args=({},))
+    for found in nl.spmd.run(started, 4, args=(config,)):
+        for name, value in alone.items():
+            assert torch.equal(found[name], value), name
+
+
+def saved(rank, config, folder, steps):
+    """Train for two steps and save, or load and train for one."""
+    mesh = nl.init(config)
+    model = nl.shard(mixtures.transformed("mixtral", 4, None))
+    optimizer = tiny.optimizer_for(model, "adamw")
+    if steps == [2]:
+        nl.load(folder, model, optimizer)
+    for step in steps:
+        mine = tiny.batch(tiny.rows(step, ROWS).chunk(mesh.data_ranks)[mesh.data_rank(rank)])
+        for batch in nl.accumulate(model, [mine]):
+            model(**batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if steps != [2]:
+        nl.save(folder, model, optimizer, step=2)
+    return parity.whole(model, lambda parameter: parameter.detach())
+
+
+@pytest.mark.parametrize("after", [(4, {EP: 4}), (2, {}), (4, {EP: 2, SHARDS: 2})])
+def test_checkpoints_move_between_layouts(after, tmp_path):
+    nl.spmd.run(saved, 4, args=({EP: 2}, tmp_path / "step", [0, 1]))
+    ranks, config = after
+    _, _, expected = mixtures.train_alone("mixtral", 4, ROWS)
+    for found in nl.spmd.run(saved, ranks, args=(config, tmp_path / "step", [2])):
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, atol=1e-5, rtol=0)

@@ -5,7 +5,7 @@ import torch
 
 import nearlinear as nl
 from nearlinear.parallel.expert.losses import load_balancing_loss, z_loss
-from tests.support import mixtures, tiny
+from tests.support import mixtures, parity, tiny
 
 EP = "expert_parallel_degree"
 
@@ -99,7 +99,7 @@ def test_they_are_averaged_like_the_loss(ranks, config, model, moe, aux, z, padd
             loss.backward()
             seen.append(loss.item())
         assert seen == pytest.approx(losses[first : first + 2], abs=1e-5)
-        return {n: mixtures.whole(sharded, n, p.grad) for n, p in sharded.named_parameters()}
+        return parity.whole(sharded, lambda parameter: parameter.grad)
 
     for found in nl.spmd.run(divided, ranks):
         for name, value in gradients.items():

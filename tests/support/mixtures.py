@@ -4,12 +4,9 @@ import functools
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 import nearlinear as nl
-from nearlinear import runtime
-from nearlinear.parallel import layout
-from tests.support import tiny
+from tests.support import parity, tiny
 
 SHAPE = dict(
     vocab_size=tiny.VOCABULARY,
@@ -69,21 +66,6 @@ def transformed(kind: str, experts: int, config, **changes):
     return nl.transform(model, config)
 
 
-def whole(model, name: str, part: torch.Tensor) -> torch.Tensor:
-    """What all ranks have of ``part``, parameter ``name`` or its gradient. A collective call."""
-    now = runtime.current()
-    part = part.full_tensor() if isinstance(part, DTensor) else part
-    for cut in reversed(layout.of(model).cuts.get(name, ())):
-        shape = list(part.shape)
-        shape[cut.dim] = cut.size
-        pieces = part.split([count for _, count in cut.mine], cut.dim)
-        part = part.new_zeros(shape)
-        for (first, count), piece in zip(cut.mine, pieces, strict=True):
-            part.narrow(cut.dim, first, count).copy_(piece)
-        dist.all_reduce(part, group=now.group(cut.axis))
-    return part
-
-
 @functools.cache
 def train_alone(kind: str, experts: int, count: int, steps: int = 3, **changes):
     """Losses, the first step's gradients and final parameters of the untouched model."""
@@ -127,14 +109,12 @@ def train_divided(
             loss.backward()
             total += loss.detach() * len(batch["input_ids"])
         if step == 0:
-            gradients = {n: whole(model, n, p.grad) for n, p in model.named_parameters()}
+            gradients = parity.whole(model, lambda parameter: parameter.grad)
         updates.step()
         updates.zero_grad()
         dist.all_reduce(total)
         losses.append(total.item() * mesh.data_ranks / mesh.world / count)
-    with torch.no_grad():
-        final = {name: whole(model, name, p) for name, p in model.named_parameters()}
-    return losses, gradients, final
+    return losses, gradients, parity.whole(model, lambda parameter: parameter.detach())
 
 
 def uneven(rows: torch.Tensor, parts: int) -> list[torch.Tensor]:

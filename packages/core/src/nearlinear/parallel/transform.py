@@ -1,8 +1,7 @@
 """Make an untouched Hugging Face model parallel inside: its matrices, its sequences, its experts.
 
-What the config asks for is done in place, by a plan for the model's family; `nearlinear.shard` comes
-after. Between the two the model is not ready to train: gradients of what tensor ranks share are
-summed by what `shard` installs.
+What the config asks for is done in place, by a plan for the model's family; `nearlinear.shard` must
+follow: it also installs what sums the gradients that several ranks have parts of.
 """
 
 from __future__ import annotations
