@@ -155,23 +155,46 @@ def test_replicas_of_experts_meet_once_per_step(overlap):
     assert nl.spmd.run(counted, 4, args=(False,)) == [weights + 3 * units] * 4
 
 
-def test_every_rank_holds_its_part_of_the_experts():
-    def held(rank, config):
+@pytest.mark.parametrize(
+    ("experts", "config", "divided", "sharded"),
+    [
+        (8, {EP: 2}, 2, 8),
+        (8, {EP: 8}, 8, 8),
+        (8, {EP: 2, SHARDS: 4}, 2, 4),
+        (4, {EP: 2}, 2, 8),  # more ranks share an expert than there are experts
+        (8, TENSOR | {EP: 2}, 4, 8),
+    ],
+)
+def test_every_rank_holds_its_part_of_the_experts(experts, config, divided, sharded):
+    def held(rank):
         nl.init(config)
-        model = mixtures.transformed("mixtral", 8, None)
-        (cut,) = {p.numel() for m in parallel_experts(model) for p in [m.gate_up_proj]}
+        model = mixtures.transformed("mixtral", experts, None)
+        cut = sum(p.numel() for m in parallel_experts(model) for p in m.parameters())
         nl.shard(model)
-        experts = [p for m in parallel_experts(model) for p in m.parameters()]
-        assert len(experts) == 4
         assert all(isinstance(p, DTensor) for p in model.parameters())
-        return cut, sum(p.to_local().numel() for p in experts)
+        found = [p for m in parallel_experts(model) for p in m.parameters()]
+        assert len(found) == 4
+        return cut, sum(p.to_local().numel() for p in found)
 
-    whole = [p for p in mixtures.build("mixtral", 8).model.layers.parameters() if p.dim() == 3]
-    total = sum(p.numel() for p in whole)
-    for config, degree, shards in [({EP: 2}, 2, 8), ({EP: 8}, 8, 8), ({EP: 2, SHARDS: 4}, 2, 4)]:
-        for cut, mine in nl.spmd.run(held, 8, args=(config,)):
-            assert cut == whole[0].numel() // degree
-            assert mine == total // shards  # divided and sharded, without padding
+    untouched = mixtures.build("mixtral", experts).named_parameters()
+    whole = sum(p.numel() for name, p in untouched if "experts" in name)
+    assert nl.spmd.run(held, 8) == [(whole // divided, whole // sharded)] * 8
+
+
+@needs_hooks
+@pytest.mark.parametrize("live", [0, 10**9])
+def test_experts_are_gathered_and_kept_with_their_blocks(live):
+    def gathers(rank, config):
+        nl.init({SHARDS: 4, "sdp_max_live_parameters": live} | config)
+        model = nl.shard(mixtures.transformed("mixtral", 4, None, num_hidden_layers=4))
+        with nl.count_collectives() as counts:
+            for batch in nl.accumulate(model, [tiny.batch(tiny.rows(i, 2)) for i in range(3)]):
+                model(**batch).loss.backward()
+        return counts.calls["all_gather"]
+
+    (as_they_are, *_), (divided, *_) = (nl.spmd.run(gathers, 4, args=(c,)) for c in ({}, {EP: 2}))
+    root = 1
+    assert divided - root == 2 * (as_they_are - root)
 
 
 @needs_hooks

@@ -47,7 +47,12 @@ def test_what_has_no_effect_is_said(caplog):
         nl.MoEConfig(global_token_shuffle=True)
         assert "global_token_shuffle has no effect" in caplog.text
         caplog.clear()
+        nl.MoEConfig(moe_aux_loss_coeff=0.1, moe_load_balancing="none")
+        assert "moe_aux_loss_coeff = 0.1 has no effect" in caplog.text
+        caplog.clear()
         nl.MoEConfig(global_token_shuffle=True, moe_load_balancing="balanced")
+        nl.MoEConfig(moe_aux_loss_coeff=0.1)
+        nl.MoEConfig(moe_aux_loss_coeff=0.1, moe_load_balancing="aux_loss")
         assert caplog.text == ""
 
 

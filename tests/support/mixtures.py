@@ -55,7 +55,9 @@ def build(kind, experts, seed=0, implementation=None, checkpointing=False, **cha
     if implementation is not None:
         model.set_experts_implementation(implementation)
     if checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        older = model.gradient_checkpointing_enable
+        enable = getattr(model, "activation_checkpointing_enable", older)
+        enable({"use_reentrant": False})
     return model.train()
 
 

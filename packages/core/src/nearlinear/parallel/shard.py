@@ -74,10 +74,10 @@ def shard(
     free_root = reshard_after_forward is True
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=free_root)
     inner = [unit for units in experts.values() for unit in units]
-    units = {"sharing": [*blocks, model], "expert_sharing": inner}
+    units = {"sharing": [*blocks, model]}
     alone = inner if now.mesh.expert_sharing == 1 else []  # no rank shares its experts' states
-    if alone:
-        del units["expert_sharing"]
+    if inner and not alone:
+        units["expert_sharing"] = inner
     gathered = policy.param_dtype or next(model.parameters()).dtype
     if now.device.type == "cpu":
         for unit in alone if beside else [*blocks, model, *inner]:

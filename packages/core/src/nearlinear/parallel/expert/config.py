@@ -53,6 +53,14 @@ class MoEConfig:
                 "global_token_shuffle has no effect: it is for moe_load_balancing = sinkhorn and "
                 "balanced; otherwise every token chooses by itself"
             )
+        added = self.moe_load_balancing in (None, "aux_loss")
+        if self.moe_aux_loss_coeff is not None and not added:
+            log.warning(
+                "moe_aux_loss_coeff = %s has no effect with moe_load_balancing = %r: only aux_loss "
+                "has one",
+                self.moe_aux_loss_coeff,
+                self.moe_load_balancing,
+            )
 
     @property
     def assigns(self) -> bool:
