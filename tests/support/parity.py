@@ -38,8 +38,12 @@ FAMILIES = {
 
 def build(family: str, **changes) -> torch.nn.Module:
     """A model of ``family`` with the values of seed 0."""
-    name, arguments = FAMILIES[family]
     torch.manual_seed(0)
+    return unseeded(family, **changes)
+
+
+def unseeded(family: str, **changes) -> torch.nn.Module:
+    name, arguments = FAMILIES[family]
     config = getattr(transformers, name)(**arguments | changes)
     return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
 

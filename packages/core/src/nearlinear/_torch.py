@@ -5,6 +5,8 @@ import here fails, tests/core/test_torch_shim.py says which one, and only this f
 On the CPU torch 2.8 is the oldest: FSDP2 of 2.6 does not run there, that of 2.7 not with replicas.
 """
 
+import contextlib
+
 import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.utils import _pytree
@@ -17,6 +19,7 @@ __all__ = [
     "communicates_by_hooks",
     "communication_classes",
     "gather_asynchronously",
+    "instead_of_truncated_normal",
     "local_block",
     "map_tensors",
     "reduce_unused_parameters",
@@ -77,6 +80,24 @@ def gather_asynchronously(root) -> None:
 def after_backward(function) -> None:
     """Call ``function`` at the end of the backward pass that is running on this thread. 2.13.0."""
     torch.autograd.Variable._execution_engine.queue_callback(function)
+
+
+@contextlib.contextmanager
+def instead_of_truncated_normal(function):
+    """Have ``torch.nn.init.trunc_normal_``, by whatever name it was imported, call ``function``.
+
+    That gets the original as its first argument. 2.8.0, 2.13.0.
+    """
+    original = torch.nn.init._no_grad_trunc_normal_
+
+    def instead(*args, **kwargs):
+        return function(original, *args, **kwargs)
+
+    torch.nn.init._no_grad_trunc_normal_ = instead
+    try:
+        yield
+    finally:
+        torch.nn.init._no_grad_trunc_normal_ = original
 
 
 def local_block(tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -12,17 +12,23 @@ from torch import nn
 from .. import runtime
 from ..errors import ConfigError
 from ..spmd import one_at_a_time
-from . import expert, layout, tensor
+from . import expert, from_first, layout, tensor
 from .expert import MoEConfig
 
 
-def transform(model: nn.Module, config: MoEConfig | dict | None = None) -> nn.Module:
+def transform(
+    model: nn.Module,
+    config: MoEConfig | dict | None = None,
+    *,
+    load_state_dict_from_rank0: bool = False,
+) -> nn.Module:
     """Split ``model`` as the config asks, in place, and return it.
 
     All ranks must hold equal values, or none: a model built under `delayed_init` gets its part of
-    them from `shard`. Where it changes anything, each rank's random numbers (dropout) are seeded
-    anew, by ``random_seed`` and the rank. ``config`` is for mixtures of experts, see `MoEConfig`.
-    Raises ConfigError.
+    them from `shard`. With ``load_state_dict_from_rank0`` the values are those of rank 0, whatever
+    the others have; `shard` hands them out. Where it changes anything, each rank's random numbers
+    (dropout) are seeded anew, by ``random_seed`` and the rank. ``config`` is for mixtures of
+    experts, see `MoEConfig`. A collective call. Raises ConfigError.
     """
     now = runtime.current()
     asked = {axis for axis in ("tensor", "context", "expert") if getattr(now.mesh, axis) > 1}
@@ -30,6 +36,8 @@ def transform(model: nn.Module, config: MoEConfig | dict | None = None) -> nn.Mo
         raise ConfigError("the model is transformed already: call nl.transform once")
     if hasattr(model, "_get_fsdp_state"):
         raise ConfigError("the model is sharded already: call nl.transform before nl.shard")
+    if load_state_dict_from_rank0:
+        from_first.prepare(model, now)
     if "tensor" in asked:
         tensor.apply(model, now)
     if "expert" in asked or config is not None:

@@ -31,7 +31,7 @@ def build_model(config: ModelConfig, vocabulary: int) -> nn.Module:
     if unknown:
         raise ConfigError(f"model.overrides.{unknown[0]}: {family.__name__} has no such key")
     try:
-        with delayed_init():
+        with delayed_init(as_without=False):  # billions of numbers take minutes
             model = AutoModelForCausalLM.from_config(
                 family(**arguments), attn_implementation="sdpa"
             )

@@ -67,7 +67,7 @@ def _block_and_input(config: TrainConfig, device, dtype) -> tuple[nn.Module, tup
     shape = {k: v for k, v in config.model.overrides.items() if k != "vocab_size"}
     shape[LAYERS_KEY[config.model.family]] = 1
     model = build_model(dataclasses.replace(config.model, overrides=shape), FEW_WORDS)
-    materialise(model, model, device, seed=config.parallel.random_seed)
+    materialise(model, model, device)
     model.to(device, dtype)
     (block,) = find_blocks(model)
     calls = []
