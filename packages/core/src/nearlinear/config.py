@@ -138,7 +138,7 @@ class Config:
 
     def check_supported(self) -> None:
         """Refuse what this release cannot do, and say what has no effect: nothing is ignored."""
-        for name in ("expert_parallel_degree pipeline_parallel_degree").split():
+        for name in ("pipeline_parallel_degree",):
             if getattr(self, name) > 1:
                 raise ConfigError(
                     f"{name} = {getattr(self, name)}: this release trains with sharded data and "
