@@ -271,11 +271,11 @@ assert communication_share(8192, 8, LINKS["network, 50 GB/s"]) > 1  # longer tha
 # %% [markdown]
 # ## Sequences that no rank holds
 #
-# Context ranks split every *sequence*. Queries stay, keys and values travel: round a ring, from rank
-# to rank while each computes with what it has (`cp_comm_type = "p2p"`), or in one gather
-# (`"all_gather"`). Causal attention makes late tokens expensive and early ones cheap, so consecutive
-# parts would leave the first ranks idle. Rank $r$ of $C$ gets chunks $r$ and $2C-1-r$ instead: the
-# zig-zag. Below, how many scores each of 4 ranks computes.
+# Context ranks split every *sequence*. Queries stay, keys and values travel: round a ring, from
+# rank to rank while each computes with what it has (`cp_comm_type = "p2p"`), or in one gather
+# (`"all_gather"`). Causal attention makes late tokens expensive and early ones cheap, so
+# consecutive parts would leave the first ranks idle. Rank $r$ of $C$ gets chunks $r$ and $2C-1-r$
+# instead: the zig-zag. Below, how many scores each of 4 ranks computes.
 
 # %%
 CONTEXT, SEQUENCE = 4, 64
@@ -319,13 +319,11 @@ print(f"2 tensor x 2 context x 2 replicas: {losses[-1]:.6f}")
 def kept_bytes(rank, degree, length):
     """Bytes that autograd keeps on this rank for the backward pass of one sequence."""
     _, model = split_llama(rank, {"context_parallel_degree": degree})
-    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept = {}
 
     def pack(tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
-            kept[storage.data_ptr()] = storage.nbytes()
+        if not isinstance(tensor, torch.nn.Parameter):
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
     ids = torch.randint(0, 512, (1, length))
@@ -372,8 +370,8 @@ for wrong in (
 # %% [markdown]
 # ## Summary
 #
-# - Sharding alone grows the batch with the cluster; tensor ranks share a batch, and the batch stays.
-# - `nl.transform(model)` before `nl.shard(model)`; no change to the model, to the loss or to the loop.
+# - Sharding alone grows the batch with the cluster; tensor ranks share a batch, and it stays.
+# - `nl.transform(model)` before `nl.shard(model)`; no change to the model, the loss or the loop.
 # - Tensor ranks talk four times per layer and direction: keep them on a node.
 # - Context ranks make the longest sequence grow with their number, at equal memory.
 # - All of them compose with sharding and replicas, and equal one process within 1e-5.
