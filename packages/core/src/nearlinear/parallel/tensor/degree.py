@@ -53,7 +53,9 @@ def check(model: nn.Module, plan: Plan, mesh: Mesh) -> None:
 def _divides(degree: int, count: int, what: str) -> None:
     if count % degree:
         allowed = ", ".join(str(d) for d in range(1, count + 1) if count % d == 0)
-        raise ConfigError(f"{KEY} = {degree} does not divide {what}, {count}: allowed are {allowed}")
+        raise ConfigError(
+            f"{KEY} = {degree} does not divide {what}, {count}: allowed are {allowed}"
+        )
 
 
 def _outputs(model: nn.Module, name: str) -> int:
