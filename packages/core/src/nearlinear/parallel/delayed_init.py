@@ -2,7 +2,7 @@
 
 No rank ever holds the whole model: under `delayed_init` parameters are created on the meta device
 (buffers stay real), and `nearlinear.shard` initialises a block, keeps this rank's shard of it and
-goes on to the next. Values depend on the seed and the unit's name alone, so that any number of
+goes on to the next. Values depend on the seed and the module's name alone, so that any number of
 ranks and any layout start from the same model.
 """
 
@@ -52,7 +52,6 @@ def materialise(model: nn.Module, unit: nn.Module, device: torch.device, seed: i
     is initialised whole, and of that this rank keeps its part. Raises ConfigError for a module that
     knows no initialisation.
     """
-    name = next(name for name, module in model.named_modules() if module is unit)
     cut = layout.of(model)
     names = {parameter: name for name, parameter in model.named_parameters()}
     wholes = {
@@ -62,11 +61,13 @@ def materialise(model: nn.Module, unit: nn.Module, device: torch.device, seed: i
     }
     touched = _exchange(model, wholes)
     initialise = getattr(model, "_init_weights", None) or _reset
-    with one_at_a_time(seed=seed + zlib.crc32(name.encode())), torch.no_grad():
+    called = {module: name for name, module in model.named_modules()}
+    with one_at_a_time(), torch.no_grad():
         for module in _children_first(unit):
             # a parent may refine what its children drew, as GPT-2 does for its projections
             if any(child in touched for child in module.modules()) and not _done(module):
-                initialise(module)
+                with one_at_a_time(seed=seed + zlib.crc32(called[module].encode())):
+                    initialise(module)
         parts = {
             whole: nn.Parameter(cut.take(names[old], whole), requires_grad=whole.requires_grad)
             for old, whole in wholes.items()

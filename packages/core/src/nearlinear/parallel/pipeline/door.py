@@ -57,8 +57,10 @@ def pipeline(
     if hasattr(model, "_get_fsdp_state"):
         raise ConfigError("the model is sharded already: call nl.pipeline before nl.shard")
     found = parts_of(model, parts)
-    plan = plan_for(config.pipeline, now.mesh.pipeline, config.virtual_pipeline_degree)
-    plan.check(min(config.microbatches, _in_flight(plan, config) or config.microbatches))
+    plan = plan_for(
+        config.pipeline, now.mesh.pipeline, config.virtual_pipeline_degree, config.microbatches
+    )
+    plan.check(config.microbatches)
     costs = measured(model, found, now) if measure else partition.estimate(model, found)
     if split is None and config.auto_partition:
         cut = partition.split(costs, plan.stages, partition.memory_weight(config))

@@ -7,7 +7,7 @@ replicas only where `accumulate` says so. Losses are weighted by their micro-bat
 
 from __future__ import annotations
 
-import logging
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -24,8 +24,6 @@ from .parts import Parts
 from .schedules import Plan
 from .stage import Skip, Stage, Work, handed_on
 from .tied import OnOneRank, Tie
-
-log = logging.getLogger(__name__)
 
 
 class _Stage(PipelineStage):
@@ -169,12 +167,26 @@ class Engine:
         if self._built != (shape, self.dtype):  # received hidden states have a place of their own
             self._schedules.clear()
             self._built = (shape, self.dtype)
-        if len(calls) not in self._schedules:
-            self._schedules[len(calls)] = self._schedule(shape, len(calls))
         for stage in self.stages.values():
             _work(stage).calls, _work(stage).consume = calls, _as_row(consume)
         numbers = torch.arange(len(calls))  # no target: a stage knows its own
-        self._schedules[len(calls)].step(target=numbers)
+        if len(calls) in self._schedules:
+            self._schedules[len(calls)].step(target=numbers)
+            return
+        self._schedules[len(calls)] = self._schedule(shape, len(calls))
+        with self._gradients_aside():  # torch drops them when it prepares a schedule
+            self._schedules[len(calls)].step(target=numbers)
+
+    @contextlib.contextmanager
+    def _gradients_aside(self):
+        """Have no gradients at the beginning, and those there were added at the end."""
+        held = [p for stage in self.stages.values() for p in stage.parameters()]
+        before = [(p, p.grad) for p in dict.fromkeys(held) if p.grad is not None]
+        for parameter, _ in before:
+            parameter.grad = None
+        yield
+        for parameter, gradient in before:
+            parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
 
     def _schedule(self, shape: tuple[int, ...], micro_batches: int):
         """Torch's schedule for hidden states of ``shape``."""

@@ -110,10 +110,11 @@ def by_hand(asked: Sequence[int] | Mapping[int, int], blocks: int, stages: int, 
     """
     if not isinstance(asked, Mapping):
         starts = [0, *asked]
-        if len(starts) != stages or any(not 0 <= start < blocks for start in starts):
+        rising = all(0 <= a < b < blocks for a, b in zip(starts, starts[1:], strict=False))
+        if len(starts) != stages or not rising:
             raise ConfigError(
                 f"nl.pipeline(split={list(asked)}): a list names the first block of each of the "
-                f"{stages - 1} later stages, each in 1 .. {blocks - 1}"
+                f"{stages - 1} later stages, rising, in 1 .. {blocks - 1}"
             )
         asked = {i: sum(i >= start for start in starts[1:]) for i in range(blocks)}
     where = [asked.get(block, default) for block in range(blocks)]

@@ -94,9 +94,11 @@ class Plan:
                 )
 
 
-def plan_for(name: str, ranks: int, per_rank: int) -> Plan:
+def plan_for(name: str, ranks: int, per_rank: int, micro_batches: int) -> Plan:
     """The plan of schedule ``name``; ``per_rank`` 0: as few stages as it needs. ConfigError."""
     name = OF_SMP.get(name, name)
+    if name == "1f1b" and micro_batches < ranks:
+        name = "gpipe"  # the same order, as no backward pass can begin before the last forward pass
     schedule = SCHEDULES[name]
     if not hasattr(pipelining, schedule.kind):
         raise ConfigError(
