@@ -91,7 +91,7 @@ def test_every_block_is_written_once_and_replicas_share_the_work(tmp_path):
     kept_bytes = [file.bytes for file in found.files.values()]
     assert max(kept_bytes) < 1.5 * min(kept_bytes)
     embedding = found.tensors["model/transformer.wte.weight"]
-    rows = sorted((piece.offset[0], piece.shape[0]) for piece in embedding.pieces.values())
+    rows = sorted((piece.offset[0], piece.shape[0]) for (piece,) in embedding.pieces.values())
     assert rows == [(0, 49), (49, 48)]
     assert "model/lm_head.weight" not in found.tensors  # tied to the embedding
     assert not any("partial" in path.name for path in tmp_path.iterdir())

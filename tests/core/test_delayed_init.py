@@ -3,9 +3,12 @@
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 import nearlinear as nl
-from tests.support import tiny
+from nearlinear.parallel import history
+from nearlinear.parallel.delayed_init import materialise
+from tests.support import parity, tiny
 
 
 def built(rank, kind, degree, seed=0):
@@ -29,26 +32,57 @@ def test_values_do_not_depend_on_the_layout(kind):
                 assert torch.equal(found[name], value), name
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "llama"])
-def test_values_follow_the_models_own_initialisation(kind):
-    """Same spread, means and constants per parameter as transformers gives."""
+def of_family(rank, family, config, as_without=True):
+    nl.init(config | {"random_seed": 7})
+    with nl.delayed_init(as_without=as_without):
+        model = parity.unseeded(family)
+    model = nl.shard(nl.transform(model))
+    return parity.whole(model, lambda parameter: parameter.detach())
+
+
+SPLIT = {"hybrid_shard_degree": 2, "tensor_parallel_degree": 2}
+
+
+@pytest.mark.parametrize("family", parity.FAMILIES)
+def test_values_are_those_without_delay_under_the_same_seed(family):
+    torch.manual_seed(7)
+    expected = dict(parity.unseeded(family).named_parameters())
+    for ranks, config in [(1, {}), (2, {"hybrid_shard_degree": 2}), (4, SPLIT)]:
+        for found in nl.spmd.run(of_family, ranks, args=(family, config)):
+            assert found.keys() == expected.keys()
+            assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama_tied", "mixtral"])
+def test_values_that_nobody_drew_before_follow_the_same_initialisation(family):
+    """Same spread, means and constants per parameter; the same at any layout."""
     torch.manual_seed(3)
-    expected = dict(tiny.MODELS[kind]().named_parameters())
-    for name, value in nl.spmd.run(built, 2, args=(kind, 2))[0].items():
+    expected = dict(parity.unseeded(family).named_parameters())
+    (found,) = nl.spmd.run(of_family, 1, args=(family, {}, False))
+    for other in nl.spmd.run(of_family, 4, args=(family, SPLIT, False)):
+        assert all(torch.equal(other[name], value) for name, value in found.items())
+    for name, value in found.items():
         theirs = expected[name]
         if theirs.std() == 0 or theirs.numel() == 1:
             assert torch.equal(value, theirs), name
         else:
+            assert not torch.equal(value, theirs)
             assert value.std().item() == pytest.approx(theirs.std().item(), rel=0.2), name
             assert abs(value.mean().item()) < 5 * value.std().item() / value.numel() ** 0.5, name
 
 
-def test_gpt2_scales_its_residual_projections():
-    values = nl.spmd.run(built, 1, args=("gpt2", 1))[0]
-    ratio = values["transformer.h.0.mlp.c_proj.weight"].std() / (
-        values["transformer.h.0.mlp.c_fc.weight"].std()
-    )
-    assert ratio.item() == pytest.approx(6**-0.5, rel=0.1)  # 2 residual additions x 3 layers
+def test_the_generator_is_left_as_it_was():
+    def work(rank):
+        nl.init({"random_seed": 3})
+        torch.manual_seed(11)
+        before = torch.get_rng_state()
+        with nl.delayed_init():
+            model = tiny.gpt2()
+        between = torch.get_rng_state()
+        nl.shard(model)
+        return torch.equal(before, between), torch.equal(before, torch.get_rng_state())
+
+    assert nl.spmd.run(work, 1) == [(True, True)]
 
 
 def test_blocks_and_seeds_differ():
@@ -97,17 +131,109 @@ def test_plain_modules_initialise_themselves():
         assert all(0 < value <= 5**-0.5 for value in largest)
 
 
-def test_a_module_that_cannot_initialise_itself_is_named():
-    class Scale(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.scale = nn.Parameter(torch.ones(3))
+class Odd(nn.Module):
+    """Parameters that come by their values in unusual ways."""
+
+    def __init__(self, inside: bool = True):
+        super().__init__()
+        self.scale = nn.Parameter(torch.arange(3.0))
+        self.table = nn.Parameter(torch.empty(4, 6))
+        self.narrow = nn.Parameter(torch.empty(300, 300))
+        nn.init.trunc_normal_(self.narrow, std=1.0, a=-0.1, b=0.1)
+        nn.init.trunc_normal_(self.table, std=0.5)
+        with torch.no_grad():
+            self.table[1].fill_(2.0)
+            self.table[:, 2:4].uniform_()
+            self.table.mul_(0.5).t()[0].add_(1.0)
+        self.orthogonal = nn.Parameter(torch.empty(3, 3), requires_grad=False)
+        nn.init.eye_(self.orthogonal)
+        self.later = nn.Linear(5, 5)
+
+
+def test_parts_views_and_values_from_before_are_repeated():
+    torch.manual_seed(0)
+    expected = Odd()
 
     def work(rank):
         nl.init()
         with nl.delayed_init():
-            net = nn.Sequential(Scale(), Scale())
-        with pytest.raises(nl.ConfigError, match="Scale has parameters but no reset_parameters"):
+            model = Odd()
+        assert all(p.is_meta for p in model.parameters())
+        materialise(model, model, torch.device("cpu"))
+        return model
+
+    (found,) = nl.spmd.run(work, 1)
+    for (name, value), theirs in zip(found.named_parameters(), expected.parameters(), strict=True):
+        assert torch.equal(value, theirs), name
+        assert value.requires_grad == theirs.requires_grad
+
+
+class Lost(nn.Module):
+    def __init__(self, how: str):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(300, 300))
+        if how == "from meta":
+            with torch.no_grad():
+                self.weight.copy_(self.weight.exp())
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [("before", "was never filled in place"), ("from meta", "had no memory either")],
+)
+def test_what_cannot_be_repeated_is_named(how, words):
+    def work(rank):
+        nl.init()
+        with nl.delayed_init():
+            net = nn.Sequential(Lost(how), Lost(how))
+        with pytest.raises(nl.ConfigError, match=f"0.weight .*{words}.*fill it in place"):
             nl.shard(net)
 
     nl.spmd.run(work, 1)
+
+
+def test_parameters_from_elsewhere_on_meta_are_refused():
+    def work(rank):
+        nl.init()
+        with torch.device("meta"):
+            model = tiny.llama()
+        with pytest.raises(nl.ConfigError, match="build the model inside nl.delayed_init"):
+            nl.shard(model)
+
+    nl.spmd.run(work, 1)
+
+
+def largest_held(rank, config):
+    """Most elements of real parameters at any moment while sharding, and what is left."""
+    nl.init(config)
+    with nl.delayed_init():
+        model = parity.unseeded("llama")
+    model = nl.transform(model)
+    held, take = [0], history.History.values
+
+    def values(self, *arguments):
+        found = take(self, *arguments)
+        here = sum(elements(p) for p in model.parameters() if not p.is_meta)
+        held[0] = max(held[0], here + found.numel())
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(history.History, "values", values)
+        nl.shard(model)
+    return held[0], sum(elements(p) for p in model.parameters())
+
+
+def elements(parameter) -> int:
+    """Of them on this rank, where two share them; all rows are even in number."""
+    return parameter.numel() // (2 if isinstance(parameter, DTensor) else 1)
+
+
+def test_no_rank_holds_more_than_its_shard_and_a_block():
+    alone = parity.unseeded("llama")
+    whole = sum(p.numel() for p in alone.parameters())
+    block = sum(p.numel() for p in alone.model.layers[0].parameters())
+    root = whole - 4 * block
+    for most, left in nl.spmd.run(largest_held, 4, args=(SPLIT,)):
+        assert left < 1.1 * whole / 4
+        assert most <= left + max(block, root)
+        assert most < 0.6 * whole

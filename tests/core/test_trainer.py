@@ -53,6 +53,19 @@ def test_the_layout_does_not_change_the_losses(small_run):
         assert found == pytest.approx(alone, abs=1e-5)
 
 
+def test_tensor_ranks_do_not_change_the_losses(small_run):
+    small_run["model"]["overrides"]["n_head"] = 4
+    small_run["batch"] = {"micro_batch_size": 8, "accumulation": 1}
+    alone = run(small_run, ranks=1)
+    for ranks, tensor, shard in [(2, 2, 1), (4, 4, 1), (8, 2, 2)]:
+        small_run["batch"]["micro_batch_size"] = 8 * tensor // ranks
+        degrees = {"tensor_parallel_degree": tensor, "hybrid_shard_degree": shard}
+        results, rows = run(small_run | {"parallel": degrees}, ranks)
+        assert losses(rows) == pytest.approx(losses(alone[1]), abs=1e-5)
+        assert results[0].eval_loss == pytest.approx(alone[0][0].eval_loss, abs=1e-5)
+        assert results[0].sample == alone[0][0].sample
+
+
 @pytest.mark.parametrize("ranks", [4, 2])
 def test_a_stopped_run_goes_on_with_the_batches_it_had_not_seen(small_run, ranks):
     whole = run(small_run, settings=["train.steps=20"])[1]

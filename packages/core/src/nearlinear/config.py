@@ -174,13 +174,11 @@ class Config:
 
     def check_supported(self) -> None:
         """Refuse what this release cannot do, and say what has no effect: nothing is ignored."""
-        for name in ("context_parallel_degree", "expert_parallel_degree"):
-            if getattr(self, name) > 1:
-                raise ConfigError(
-                    f"{name} = {getattr(self, name)}: this release trains with sharded data, "
-                    "tensor and pipeline parallelism only; set it to 1 and raise "
-                    "hybrid_shard_degree instead"
-                )
+        if self.expert_parallel_degree > 1:
+            raise ConfigError(
+                f"expert_parallel_degree = {self.expert_parallel_degree}: this release has no "
+                "expert parallelism yet; set it to 1 and raise hybrid_shard_degree instead"
+            )
         if self.fp16:
             raise ConfigError("fp16 = true: this release has no loss scaling; use bf16 = true")
         for name in (

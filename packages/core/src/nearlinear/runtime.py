@@ -94,6 +94,11 @@ def current() -> Runtime:
     return runtime
 
 
+def is_initialized() -> bool:
+    """Whether `init` was called on this rank."""
+    return _known() is not None
+
+
 def current_mesh() -> Mesh:
     """The mesh of this rank's job; NearlinearError before `init`."""
     return current().mesh
@@ -105,7 +110,7 @@ def data_place() -> tuple[int, int]:
     (0, 1) where there is no job, before `init` in a single process. NearlinearError before `init`
     among several ranks, which would otherwise all read the same.
     """
-    if _known() is None and not (dist.is_initialized() and dist.get_world_size() > 1):
+    if not is_initialized() and not (dist.is_initialized() and dist.get_world_size() > 1):
         return 0, 1
     now = current()
     return now.mesh.data_rank(now.rank), now.mesh.data_ranks

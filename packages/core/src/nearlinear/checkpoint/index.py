@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import os
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from ..errors import CheckpointError
 from .pieces import Piece, covers
 
 NAME = "index.json"
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -30,8 +31,13 @@ class Tensor:
     dtype: str
     """in torch's words, as in float32"""
     shape: tuple[int, ...]
-    pieces: dict[str, Piece]
-    """its block in each file that has one"""
+    pieces: dict[str, list[Piece]]
+    """its blocks in each file that has some"""
+
+
+def key(name: str, block: int) -> str:
+    """What the ``block``-th block of a tensor is called in a file."""
+    return f"{name}:{block}" if block else name
 
 
 @dataclass(frozen=True)
@@ -93,11 +99,12 @@ def _of(data: dict) -> Index:
     tensors = {}
     for name, entry in data["tensors"].items():
         pieces = {
-            file: Piece(_sizes(piece["offset"]), _sizes(piece["shape"]))
-            for file, piece in entry["pieces"].items()
+            file: [Piece(_sizes(piece["offset"]), _sizes(piece["shape"])) for piece in blocks]
+            for file, blocks in entry["pieces"].items()
         }
         shape = _sizes(entry["shape"])
-        if not pieces.keys() <= files.keys() or not covers(shape, pieces.values()):
+        parts = itertools.chain.from_iterable(pieces.values())
+        if not pieces.keys() <= files.keys() or not covers(shape, parts):
             raise ValueError(f"parts of {name} are missing")
         tensors[name] = Tensor(str(entry["dtype"]), shape, pieces)
     return Index(int(data["step"]), int(data["world"]), tensors, files, dict(data["values"]))

@@ -11,7 +11,7 @@ from .. import runtime
 from ..errors import CheckpointError, NearlinearError
 from . import index, state
 from .agree import everyone
-from .pieces import Piece, held, local
+from .pieces import Piece, blocks
 
 _SHOWN = 3  # names in an error
 
@@ -71,7 +71,7 @@ def _compare(folder: Path, wanted: dict, found: index.Index, room: str) -> None:
     faults = [f"has no {name}" for name in wanted.keys() - saved.keys()]
     faults += [f"has {name}, which is not here" for name in saved.keys() - wanted.keys()]
     for name in wanted.keys() & saved.keys():
-        here, there = tuple(wanted[name].shape), saved[name].shape
+        here, there = wanted[name].shape, saved[name].shape
         if here != there:
             faults.append(f"has {name} of {list(there)} instead of {list(here)}")
     if faults:
@@ -82,30 +82,32 @@ def _compare(folder: Path, wanted: dict, found: index.Index, room: str) -> None:
         )
 
 
-def _fill(folder: Path, found: index.Index, wanted: dict[str, torch.Tensor]) -> None:
+def _fill(folder: Path, found: index.Index, wanted: dict[str, state.Part]) -> None:
     """Copy the blocks this rank holds into ``wanted``, file after file, each checked before."""
-    needed: dict[str, list[str]] = {}
-    for name, tensor in wanted.items():
-        mine = held(tensor)
-        for file, piece in found.tensors[name].pieces.items():
-            if piece.overlap(mine) is not None:
-                needed.setdefault(file, []).append(name)
+    needed: dict[str, list[tuple]] = {}
+    for name, part in wanted.items():
+        mine = blocks(part.tensor, part.cuts)
+        for file, pieces in found.tensors[name].pieces.items():
+            for number, saved in enumerate(pieces):
+                for piece, values in mine.items():
+                    if saved.overlap(piece) is not None:
+                        copy = (index.key(name, number), saved, piece, values)
+                        needed.setdefault(file, []).append(copy)
     for file in sorted(needed):
         index.check_content(folder, file, found.files[file])
         try:
             with safe_open(folder / file, "pt") as values, torch.no_grad():
-                for name in needed[file]:
-                    _copy(values, name, found.tensors[name].pieces[file], wanted[name])
+                for copy in needed[file]:
+                    _copy(values, *copy)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{folder / file} cannot be read: {error}") from None
 
 
-def _copy(values, name: str, saved: Piece, tensor: torch.Tensor) -> None:
-    """Of one file's block of ``tensor`` what this rank holds."""
-    mine = held(tensor)
+def _copy(file, key: str, saved: Piece, mine: Piece, values: torch.Tensor) -> None:
+    """Into ``values``, this rank's block ``mine``, what the block ``saved`` of a file has of it."""
     common = saved.overlap(mine)
     if common == saved:
-        block = values.get_tensor(name)
+        block = file.get_tensor(key)
     else:
-        block = values.get_slice(name)[common.inside(saved)]
-    local(tensor)[common.inside(mine)].copy_(block)
+        block = file.get_slice(key)[common.inside(saved)]
+    values[common.inside(mine)].copy_(block)

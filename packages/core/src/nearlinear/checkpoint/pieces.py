@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -36,62 +36,64 @@ class Piece:
         return tuple(slice(at, at + n) for at, n in zip(starts, self.shape, strict=True))
 
 
-def held(tensor: torch.Tensor) -> Piece:
-    """The block of ``tensor`` on this rank: all of it, unless it is sharded."""
+def whole_shape(tensor: torch.Tensor, cuts: Sequence[Cut] = ()) -> tuple[int, ...]:
+    """The shape in the model of what is ``tensor`` here, cut so before it was sharded."""
+    shape = list(tensor.shape)
+    for cut in cuts:
+        shape[cut.dim] = cut.size
+    return tuple(shape)
+
+
+def blocks(tensor: torch.Tensor, cuts: Sequence[Cut] = ()) -> dict[Piece, torch.Tensor]:
+    """What of a whole tensor this rank has, and the memory of each block: several where it is cut
+    out of a fused projection, none where there are more ranks than rows."""
+    values = tensor.detach()
+    mine = Piece((0,) * tensor.dim(), tuple(tensor.shape))
     if isinstance(tensor, DTensor):
         shape, offset = _torch.local_block(tensor)
-        return Piece(tuple(offset), tuple(shape))
-    return Piece((0,) * tensor.dim(), tuple(tensor.shape))
-
-
-def in_whole(cuts: tuple[Cut, ...], piece: Piece) -> Iterator[tuple[Piece, tuple[slice, ...]]]:
-    """Where ``piece`` of a rank's part lies in the whole parameter: blocks, and each one's place.
-
-    A place is that of the block in ``piece``. A fused projection comes as several blocks.
-    """
-    blocks = [(piece, tuple(slice(0, size) for size in piece.shape))]
+        values, mine = values.to_local(), Piece(tuple(offset), tuple(shape))
+    found = {mine: values}
     for cut in cuts:
-        blocks = [found for block, place in blocks for found in _split(cut, block, place)]
-    yield from blocks
+        found = {
+            piece: part for block, part in found.items() for piece, part in _cut(cut, block, part)
+        }
+    return {piece: part for piece, part in found.items() if 0 not in piece.shape}
 
 
-def _split(cut: Cut, block: Piece, place: tuple[slice, ...]):
+def _cut(cut: Cut, block: Piece, values: torch.Tensor) -> Iterator[tuple[Piece, torch.Tensor]]:
+    """``block`` of a rank's part, where its pieces lie in what was cut."""
     dim, begin = cut.dim, block.offset[cut.dim]
     end, lies = begin + block.shape[dim], 0
     for first, count in cut.mine:
         low, high = max(begin, lies), min(end, lies + count)
-        if low < high or (count == 0 and begin == end):
-            offset, shape, where = list(block.offset), list(block.shape), list(place)
+        if low < high:
+            offset, shape = list(block.offset), list(block.shape)
             offset[dim], shape[dim] = first + low - lies, high - low
-            where[dim] = slice(low - begin, high - begin)
-            yield Piece(tuple(offset), tuple(shape)), tuple(where)
+            yield Piece(tuple(offset), tuple(shape)), values.narrow(dim, low - begin, high - low)
         lies += count
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of `held`."""
-    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
+Held = Sequence[tuple[str, Piece, int]]
+"""What a rank has: names, blocks, and the bytes of each."""
 
 
-def writers(holdings: Sequence[Mapping[str, tuple[Piece, int]]]) -> list[set[str]]:
-    """For every rank the names whose block it writes: each block once, bytes spread evenly.
+def writers(holdings: Sequence[Held]) -> list[set[tuple[str, Piece]]]:
+    """For every rank the blocks that it writes: each block once, bytes spread evenly.
 
-    ``holdings[rank]``: the block and its bytes, by name. Replicas hold the same blocks; every rank
-    computes the same answer.
+    Replicas hold the same blocks; every rank computes the same answer.
     """
     holders: dict[tuple[str, Piece], list[int]] = {}
     sizes: dict[tuple[str, Piece], int] = {}
-    for rank, blocks in enumerate(holdings):
-        for name, (piece, size) in blocks.items():
-            if 0 not in piece.shape:  # where there are more ranks than rows, some hold nothing
-                holders.setdefault((name, piece), []).append(rank)
-                sizes[name, piece] = size
+    for rank, held in enumerate(holdings):
+        for name, piece, size in held:
+            holders.setdefault((name, piece), []).append(rank)
+            sizes[name, piece] = size
     load = [0] * len(holdings)
-    chosen: list[set[str]] = [set() for _ in holdings]
+    chosen: list[set[tuple[str, Piece]]] = [set() for _ in holdings]
     for block in sorted(sizes, key=lambda block: (-sizes[block], block)):
         rank = min(holders[block], key=lambda rank: (load[rank], rank))
         load[rank] += sizes[block]
-        chosen[rank].add(block[0])
+        chosen[rank].add(block)
     return chosen
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -14,7 +15,7 @@ from ..errors import CheckpointError
 from . import index, state
 from .agree import everyone
 from .index import Index
-from .pieces import Piece, held, local, writers
+from .pieces import Piece, blocks, writers
 
 
 def save(folder, model, optimizer=None, loader=None, scheduler=None, *, step: int = 0) -> Path:
@@ -34,18 +35,25 @@ def save(folder, model, optimizer=None, loader=None, scheduler=None, *, step: in
         if part is not None:
             values[name] = part.state_dict()
     tensors |= state.random_state(now.rank, now.device)
-    blocks = {name: held(tensor) for name, tensor in tensors.items()}
+    here = {name: blocks(part.tensor, part.cuts) for name, part in tensors.items()}
     told = everyone(
         {
-            name: [str(tensors[name].dtype).removeprefix("torch."), tuple(tensors[name].shape),
-                   piece.offset, piece.shape, local(tensors[name]).nbytes]
-            for name, piece in blocks.items()
+            name: {"dtype": str(part.tensor.dtype).removeprefix("torch."), "shape": part.shape,
+                   "blocks": [(p.offset, p.shape, v.nbytes) for p, v in here[name].items()]}
+            for name, part in tensors.items()
         }
     )  # fmt: skip
-    holdings = [{name: (_piece(entry), entry[4]) for name, entry in rank.items()} for rank in told]
-    chosen = writers(holdings)
-    files = _write(folder, {name: tensors[name] for name in chosen[now.rank]})
-    found = _index(step, told, chosen, files, values)
+    chosen = writers([list(_held(rank)) for rank in told])
+    parts = [_by_name(blocks_of_rank) for blocks_of_rank in chosen]
+    files = _write(
+        folder,
+        {
+            index.key(name, number): here[name][piece]
+            for name, pieces in parts[now.rank].items()
+            for number, piece in enumerate(pieces)
+        },
+    )
+    found = _index(step, told, parts, files, values)
     _finish(folder, found)
     return folder
 
@@ -83,9 +91,7 @@ def _write_file(path: Path, mine: dict[str, torch.Tensor]) -> index.File:
     """The file at ``path``, on the disk when this returns."""
     partial = path.with_name(f".{path.name}.partial")
     try:
-        save_file(
-            {name: local(tensor).cpu().contiguous() for name, tensor in mine.items()}, partial
-        )
+        save_file({key: block.cpu().contiguous() for key, block in mine.items()}, partial)
         with partial.open("rb") as file:
             os.fsync(file.fileno())
         found = index.digest(partial)
@@ -95,20 +101,30 @@ def _write_file(path: Path, mine: dict[str, torch.Tensor]) -> index.File:
     return found
 
 
-def _index(step: int, told: list[dict], chosen: list[set[str]], files: list, values: dict) -> Index:
-    """The same on every rank."""
+def _held(told: dict) -> Iterator[tuple[str, Piece, int]]:
+    """What a rank has told of its blocks."""
+    for name, entry in told.items():
+        for offset, shape, size in entry["blocks"]:
+            yield name, Piece(tuple(offset), tuple(shape)), size
+
+
+def _by_name(chosen: set[tuple[str, Piece]]) -> dict[str, list[Piece]]:
+    found: dict[str, list[Piece]] = {}
+    for name, piece in sorted(chosen):
+        found.setdefault(name, []).append(piece)
+    return found
+
+
+def _index(step: int, told: list[dict], chosen: list[dict], files: list, values: dict) -> Index:
+    """The same on every rank. ``chosen``: the blocks each rank has written, by name."""
     world, tensors = len(told), {}
-    for rank, names in enumerate(chosen):
-        for name in sorted(names):
-            dtype, shape = told[rank][name][:2]
-            entry = tensors.setdefault(name, index.Tensor(dtype, tuple(shape), {}))
-            entry.pieces[file_of(rank, world)] = _piece(told[rank][name])
-    written = {file_of(rank, world): file for rank, file in enumerate(files) if file}
-    return Index(step, world, tensors, written, values)
-
-
-def _piece(entry: list) -> Piece:
-    return Piece(tuple(entry[2]), tuple(entry[3]))
+    for rank, written in enumerate(chosen):
+        for name, pieces in written.items():
+            entry = told[rank][name]
+            tensor = index.Tensor(entry["dtype"], tuple(entry["shape"]), {})
+            tensors.setdefault(name, tensor).pieces[file_of(rank, world)] = pieces
+    there = {file_of(rank, world): file for rank, file in enumerate(files) if file}
+    return Index(step, world, tensors, there, values)
 
 
 def _finish(folder: Path, found: Index) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from ..errors import CheckpointError
+from ..parallel.layout import Cut, cuts_of
+from .pieces import Piece, blocks, whole_shape
 
 MODEL, OPTIMIZER, RANDOM = "model", "optimizer", "random"
 _WRAPPED = "_checkpoint_wrapped_module."  # in names, where activations are checkpointed
@@ -23,20 +26,42 @@ def plain(name: str) -> str:
     return name.replace(_WRAPPED, "")
 
 
-def of_model(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+@dataclass(frozen=True)
+class Part:
+    """What a rank has of a tensor of the run."""
+
+    tensor: torch.Tensor
+    cuts: tuple[Cut, ...] = ()
+    """how it was cut out of the model's, before it was sharded"""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole tensor."""
+        return whole_shape(self.tensor, self.cuts)
+
+
+def held(model: nn.Module) -> dict[str, list[Piece]]:
+    """The blocks of every parameter that this rank has, by the parameter's name."""
+    return {
+        name: sorted(blocks(parameter.data, cuts_of(parameter)))
+        for parameter, name in parameter_names(model).items()
+    }
+
+
+def of_model(model: nn.Module) -> Iterator[tuple[str, Part]]:
     """Parameters, each once, and the buffers that a model keeps."""
     names = parameter_names(model)
     for parameter, name in names.items():
-        yield f"{MODEL}/{name}", parameter.data
+        yield f"{MODEL}/{name}", Part(parameter.data, cuts_of(parameter))
     # A tied parameter's other names are in the state dict, too.
     known = {plain(name) for name, _ in model.named_parameters(remove_duplicate=False)}
     kept = {plain(name) for name in model.state_dict()} - known
     for name, buffer in model.named_buffers():
         if plain(name) in kept:
-            yield f"{MODEL}/{plain(name)}", buffer
+            yield f"{MODEL}/{plain(name)}", Part(buffer)
 
 
-def of_optimizer(optimizer, model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def of_optimizer(optimizer, model: nn.Module) -> Iterator[tuple[str, Part]]:
     """The tensors that an optimizer keeps for each parameter of ``model``."""
     names = parameter_names(model)
     for parameter, state in optimizer.state.items():
@@ -46,7 +71,8 @@ def of_optimizer(optimizer, model: nn.Module) -> Iterator[tuple[str, torch.Tenso
                     f"{type(optimizer).__name__} keeps {key} as a {type(value).__name__}: only "
                     "optimizers whose state is tensors can be saved"
                 )
-            yield f"{OPTIMIZER}/{_name(parameter, names)}/{key}", value
+            cuts = cuts_of(parameter) if value.shape == parameter.shape else ()
+            yield f"{OPTIMIZER}/{_name(parameter, names)}/{key}", Part(value, cuts)
 
 
 def settings(optimizer, model: nn.Module) -> dict:
@@ -75,7 +101,7 @@ def make_room(optimizer, model: nn.Module, saved: dict) -> None:
         if name not in names:
             continue  # `load` says what does not fit
         parameter, dtype = names[name], getattr(torch, entry.dtype)
-        if tuple(parameter.shape) == entry.shape:
+        if whole_shape(parameter, cuts_of(parameter)) == entry.shape:
             value = torch.zeros_like(parameter.data, dtype=dtype)
         else:  # a count of steps, on the CPU unless the optimizer is fused
             device = parameter.device if _on_device(optimizer) else "cpu"
@@ -98,21 +124,21 @@ def restore_settings(optimizer, model: nn.Module, saved: dict) -> None:
                       if key != "params"})  # fmt: skip
 
 
-def random_state(rank: int, device: torch.device) -> dict[str, torch.Tensor]:
+def random_state(rank: int, device: torch.device) -> dict[str, Part]:
     """This rank's random generators, by name."""
-    found = {f"{RANDOM}/cpu/{rank}": torch.get_rng_state()}
+    found = {f"{RANDOM}/cpu/{rank}": Part(torch.get_rng_state())}
     if device.type == "cuda":
-        found[f"{RANDOM}/cuda/{rank}"] = torch.cuda.get_rng_state(device)
+        found[f"{RANDOM}/cuda/{rank}"] = Part(torch.cuda.get_rng_state(device))
     return found
 
 
-def restore_random_state(values: dict[str, torch.Tensor], device: torch.device) -> None:
+def restore_random_state(values: dict[str, Part], device: torch.device) -> None:
     """Set the generators that `random_state` named."""
     for name, value in values.items():
         if name.split("/")[1] == "cuda":
-            torch.cuda.set_rng_state(value.cpu(), device)
+            torch.cuda.set_rng_state(value.tensor.cpu(), device)
         else:
-            torch.set_rng_state(value.cpu())
+            torch.set_rng_state(value.tensor.cpu())
 
 
 def _on_device(optimizer) -> bool:

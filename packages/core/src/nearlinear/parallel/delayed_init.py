@@ -1,12 +1,11 @@
-"""Build a model without its values; give them one unit at a time, while it is being sharded.
+"""Build a model without its values; give them to it later, each rank its own part of them.
 
 No rank ever holds the whole model: under `delayed_init` parameters are created on the meta device
-(buffers stay real), and `nearlinear.shard` initialises a block, keeps this rank's shard of it and
-goes on to the next. Values depend on the seed and the module's name alone, so that any number of
-ranks and any layout start from the same model.
+(buffers stay real), and `nearlinear.shard` fills a block, keeps this rank's shard of it and goes on
+to the next. The values are those of the model built without delay under the same seed, whatever the
+layout: see `history`.
 """
 
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -14,27 +13,39 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from .. import runtime
 from ..errors import ConfigError
 from ..spmd.ranks import one_at_a_time
 from . import layout
+from .history import Recorder
 
 
 @contextmanager
-def delayed_init() -> Iterator[None]:
+def delayed_init(seed: int | None = None, *, as_without: bool = True) -> Iterator[None]:
     """Create parameters without memory inside the block; `nearlinear.shard` fills them later.
 
-    Ranks that are threads enter one at a time.
+    ``seed``: of the model's random numbers (default: the config's ``random_seed``; before `init`,
+    the generator as it is). The values are those the model has without delay after
+    ``torch.manual_seed(seed)``; for that all numbers are drawn here too, on every rank. With
+    ``as_without=False`` that time is saved: other values follow from the seed, the same on any
+    number of ranks. The generator is left as it was. Ranks that are threads enter one at a time.
     """
+    if seed is None and runtime.is_initialized():
+        seed = runtime.current().config.random_seed
+    recorder = Recorder(None if as_without else seed or 0)
 
     def without_values(module, name, parameter):
         if parameter is None or parameter.is_meta:
             return None
-        return nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+        meta = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+        recorder.show(parameter, meta)
+        return meta
 
-    with one_at_a_time():
+    with one_at_a_time(seed=seed):
         handle = register_module_parameter_registration_hook(without_values)
         try:
-            yield
+            with recorder:
+                yield
         finally:
             handle.remove()
 
@@ -44,71 +55,27 @@ def is_delayed(model: nn.Module) -> bool:
     return any(parameter.is_meta for parameter in model.parameters())
 
 
-def materialise(model: nn.Module, unit: nn.Module, device: torch.device, seed: int) -> None:
+def materialise(model: nn.Module, unit: nn.Module, device: torch.device) -> None:
     """Give real, initialised values to the parameters of ``unit``, a part of ``model``.
 
-    Hugging Face models initialise through their ``_init_weights``; other modules through their own
-    ``reset_parameters``. Parameters tied elsewhere in ``model`` stay tied. What `transform` has cut
-    is initialised whole, and of that this rank keeps its part. Raises ConfigError for a module that
-    knows no initialisation.
+    Parameters tied elsewhere in ``model`` stay tied. Of what `transform` has cut this rank gets its
+    part; the whole is there for a moment, on the CPU, one parameter at a time. Raises ConfigError.
     """
     cut = layout.of(model)
     names = {parameter: name for name, parameter in model.named_parameters()}
-    wholes = {
-        parameter: _like(parameter, cut.whole(names[parameter], tuple(parameter.shape)), device)
-        for parameter in unit.parameters()
-        if parameter.is_meta
-    }
-    touched = _exchange(model, wholes)
-    initialise = getattr(model, "_init_weights", None) or _reset
-    called = {module: name for name, module in model.named_modules()}
-    with one_at_a_time(), torch.no_grad():
-        for module in _children_first(unit):
-            # a parent may refine what its children drew, as GPT-2 does for its projections
-            if any(child in touched for child in module.modules()) and not _done(module):
-                with one_at_a_time(seed=seed + zlib.crc32(called[module].encode())):
-                    initialise(module)
-        parts = {
-            whole: nn.Parameter(cut.take(names[old], whole), requires_grad=whole.requires_grad)
-            for old, whole in wholes.items()
-            if names[old] in cut.cuts
-        }
-    _exchange(model, parts)
-
-
-def _like(parameter: nn.Parameter, shape: tuple[int, ...], device: torch.device) -> nn.Parameter:
-    values = torch.empty(shape, dtype=parameter.dtype, device=device)
-    return nn.Parameter(values, requires_grad=parameter.requires_grad)
-
-
-def _exchange(model: nn.Module, new: dict[nn.Parameter, nn.Parameter]) -> set[nn.Module]:
-    """Put new parameters in the places of others, all of them; the modules that have such."""
-    touched = set()
+    inside = [parameter for parameter in unit.parameters() if parameter.is_meta]
+    new = {}
+    for parameter in inside:
+        name, history = names[parameter], getattr(parameter, "_nearlinear_history", None)
+        if history is None:
+            raise ConfigError(
+                f"{name} is on the meta device, and nobody knows its values: build the model "
+                "inside nl.delayed_init()"
+            )
+        values = history.values(name, parameter, cut.whole(name, tuple(parameter.shape)))
+        part = cut.take(name, values).to(device)
+        new[parameter] = nn.Parameter(part, requires_grad=parameter.requires_grad)
     for module in model.modules():
         for key, parameter in module._parameters.items():
             if parameter in new:
                 module._parameters[key] = new[parameter]
-                touched.add(module)
-    return touched
-
-
-def _done(module: nn.Module) -> bool:
-    """Whether ``module`` is a sharded unit already, or holds one."""
-    return any(hasattr(child, "_get_fsdp_state") for child in module.modules())
-
-
-def _children_first(module: nn.Module) -> Iterator[nn.Module]:
-    for child in module.children():
-        yield from _children_first(child)
-    yield module
-
-
-def _reset(module: nn.Module) -> None:
-    if not any(True for _ in module.parameters(recurse=False)):
-        return
-    if not hasattr(module, "reset_parameters"):
-        raise ConfigError(
-            f"{type(module).__name__} has parameters but no reset_parameters(): give it one, or "
-            "build the model outside nl.delayed_init()"
-        )
-    module.reset_parameters()

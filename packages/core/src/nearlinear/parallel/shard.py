@@ -164,7 +164,7 @@ def _joints(model: nn.Module, now: runtime.Runtime) -> list[joint.Joint]:
 
 def _place(model: nn.Module, unit: nn.Module, now: runtime.Runtime) -> None:
     """Put ``unit`` on this rank's device, with values where `delayed_init` left it without."""
-    materialise(model, unit, now.device, seed=now.config.random_seed)
+    materialise(model, unit, now.device)
     unit.to(now.device)
 
 

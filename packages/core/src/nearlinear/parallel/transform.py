@@ -1,8 +1,7 @@
 """Make an untouched Hugging Face model parallel inside: its matrices, its sequences, its experts.
 
-What the config asks for is done in place, by a plan for the model's family; `nearlinear.shard` comes
-after. Between the two the model is not ready to train: gradients of what tensor ranks share are
-summed by what `shard` installs.
+What the config asks for is done in place, by a plan for the model's family; `nearlinear.shard` must
+follow: it also installs what sums the gradients that several ranks have parts of.
 """
 
 from __future__ import annotations
@@ -12,15 +11,20 @@ from torch import nn
 
 from .. import runtime
 from ..errors import ConfigError
-from . import layout, tensor
+from ..spmd import one_at_a_time
+from . import context, from_first, layout, tensor
 
 
-def transform(model: nn.Module) -> nn.Module:
+def transform(
+    model: nn.Module, *, load_state_dict_from_rank0: bool = False, cp_comm_type: str | None = None
+) -> nn.Module:
     """Split ``model`` as the config asks, in place, and return it.
 
     All ranks must hold equal values, or none: a model built under `delayed_init` gets its part of
-    them from `shard`. Where it changes anything, each rank's random numbers (dropout) are seeded
-    anew, by ``random_seed`` and the rank. Raises ConfigError.
+    them from `shard`. With ``load_state_dict_from_rank0`` the values are those of rank 0, whatever
+    the others have; `shard` hands them out. ``cp_comm_type``: instead of the config's. Where it
+    changes anything, each rank's random numbers (dropout) are seeded anew, by ``random_seed`` and
+    the rank. A collective call. Raises ConfigError.
     """
     now = runtime.current()
     asked = {axis for axis in ("tensor", "context", "expert") if getattr(now.mesh, axis) > 1}
@@ -28,8 +32,13 @@ def transform(model: nn.Module) -> nn.Module:
         raise ConfigError("the model is transformed already: call nl.transform once")
     if hasattr(model, "_get_fsdp_state"):
         raise ConfigError("the model is sharded already: call nl.transform before nl.shard")
+    if load_state_dict_from_rank0:
+        from_first.prepare(model, now)
     if "tensor" in asked:
         tensor.apply(model, now)
+    if "context" in asked:
+        context.apply(model, now, cp_comm_type or now.config.cp_comm_type)
     if asked:
-        torch.manual_seed(now.config.random_seed + now.rank)
+        with one_at_a_time():  # ranks that are threads have one generator
+            torch.manual_seed(now.config.random_seed + now.rank)
     return model

@@ -2,8 +2,7 @@
 
 Built on the threaded process group of torch's own tests. Collectives copy between the ranks'
 tensors in shared memory; rank 0 of each group does the arithmetic, so sums are in rank order.
-Messages from one rank to another, which that group lacks, are in `letters`. Not for timing: all
-ranks share one interpreter.
+Not for timing: all ranks share one interpreter.
 """
 
 import sys
@@ -19,27 +18,27 @@ from .. import _torch
 from ..counts import report
 from ..errors import NearlinearError
 from .failures import RankError
-from .letters import Letters
+from .point_to_point import Mail, Transfer
 
 BACKEND = "nearlinear_threads"
 
 _one_run = threading.Lock()
 _Base, _install, _uninstall, _ending = _torch.thread_group_base()
-
-
-_letters = Letters(_ending)
+_mail = Mail(_ending)
 
 
 class ThreadGroup(_Base):
     """The threaded process group, telling open collective counters what passes through it."""
 
-    def send(self, tensors, to, tag=0):
-        report("send", *tensors)
-        return _letters.send((self.pg_name, self._rank, to, tag), tensors)
+    def send(self, tensors: list[torch.Tensor], receiver: int, tag: int) -> Transfer:
+        (tensor,) = tensors
+        report("send", tensor)
+        return _mail.send((self.pg_name, self.rank(), receiver, tag), tensor)
 
-    def recv(self, tensors, source, tag=0):
-        report("recv", *tensors)
-        return _letters.receive((self.pg_name, source, self._rank, tag), tensors)
+    def recv(self, tensors: list[torch.Tensor], sender: int, tag: int) -> Transfer:
+        (tensor,) = tensors
+        report("recv", tensor)
+        return _mail.receive((self.pg_name, sender, self.rank(), tag), tensor)
 
 
 def _reporting(name: str):
@@ -120,7 +119,7 @@ def run_threads(fn, ranks: int, args: tuple, timeout: float) -> list:
         raise
     finally:
         _Base.reset()
-        _letters.clear()
+        _mail.clear()
         _uninstall()
         sys.excepthook = excepthook
         torch.set_num_threads(intra_op)

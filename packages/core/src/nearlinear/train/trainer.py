@@ -23,6 +23,7 @@ from ..parallel.accumulate import accumulate, count_targets
 from ..parallel.blocks import find_blocks
 from ..parallel.clip import clip_grad_norm_
 from ..parallel.shard import shard
+from ..parallel.transform import transform
 from . import preflight, ranks
 from .config import DataConfig, TrainConfig, load
 from .ending import Ending, Interrupted
@@ -79,6 +80,9 @@ class Trainer:
         if state:
             self.loader.load_state_dict(state["loader"])
         model = build_model(config.model, self.dataset.manifest.vocab_size)
+        self.parameters = sum(p.numel() for p in model.parameters())
+        self.flops_per_token = flops_per_token(model, config.sequence_length)
+        model = transform(model)
         blocks = find_blocks(model)
         self.model = shard(model, blocks=blocks)
         self.own_time = ranks.OwnTime(blocks, self.device)
@@ -87,7 +91,6 @@ class Trainer:
         self.ending = Ending()
         self.told_to_end = False
         self.first_step = self.done = self.keeper.resume() or (state["step"] if state else 0)
-        self.flops_per_token = flops_per_token(self.model, config.sequence_length)
         precision = "bf16" if config.parallel.bf16 else "fp32"
         self.peak_tflops = config.run.peak_tflops or peak_tflops(self.device, precision)
         self.reporter = Reporter(
@@ -212,10 +215,9 @@ class Trainer:
         return sequences * self.config.sequence_length
 
     def _introduce(self, last: int) -> None:
-        parameters = sum(p.numel() for p in self.model.parameters())
         say = self.reporter.say
         say(str(self.mesh))
-        say(f"{self.config.model.preset}: {parameters:,} parameters")
+        say(f"{self.config.model.preset}: {self.parameters:,} parameters")
         say(f"{self.dataset}")
         self.reporter.begin(last, self._tokens_per_step(), ranks.hosts(self.device))
         if self.keeper.saved:

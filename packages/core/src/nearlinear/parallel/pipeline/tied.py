@@ -45,23 +45,15 @@ def untie(model: nn.Module, ties: list[Tie]) -> None:
         module, _, key = tie.copy.rpartition(".")
         old = model.get_parameter(tie.copy)
         new = nn.Parameter(old.detach().clone(), requires_grad=old.requires_grad)
+        if old.is_meta:
+            new._nearlinear_history = old._nearlinear_history
         model.get_submodule(module)._parameters[key] = new
-
-
-class AcrossRanks(joint.Joint):
-    """Copies on two ranks: gradients are summed over both."""
-
-    def equalise(self, source: int) -> None:
-        """Take the values of global rank ``source``. A collective call of the group."""
-        with torch.no_grad():
-            for parameter in self.parameters:
-                dist.broadcast(_local(parameter.data), source, group=self.group)
 
 
 class OnOneRank:
     """Two copies on one rank: ``copies`` follow ``parameters``, which the optimizer updates.
 
-    Has `joint.Joint`'s interface.
+    Has the interface of `joint.Joint`, which copies on two ranks have.
     """
 
     def __init__(self, parameters: list[nn.Parameter], copies: list[nn.Parameter]):
@@ -79,12 +71,6 @@ class OnOneRank:
             _local(twin.data).copy_(_local(parameter.data))
 
     @torch.no_grad()
-    def equalise(self) -> None:
-        """Begin with the copies' values."""
-        for parameter, twin in self.pairs:
-            _local(parameter.data).copy_(_local(twin.data))
-
-    @torch.no_grad()
     def add_up(self) -> None:
         """Give what has come to the copies to the parameters."""
         if self.before is None:
@@ -97,7 +83,7 @@ class OnOneRank:
 
 
 def install(model: nn.Module, now: Runtime) -> list:
-    """What sums the gradients of both ends of ``model``, whose stages are sharded; values equal.
+    """What sums the gradients of both ends of ``model``, whose stages are sharded.
 
     A collective call of all ranks.
     """
@@ -106,9 +92,7 @@ def install(model: nn.Module, now: Runtime) -> list:
         return []
     if engine.ends_here:
         copies = [model.get_parameter(tie.copy) for tie in engine.ties]
-        parts = OnOneRank([model.get_parameter(tie.name) for tie in engine.ties], copies)
-        parts.equalise()
-        return [parts]
+        return [OnOneRank([model.get_parameter(tie.name) for tie in engine.ties], copies)]
     first, last = now.mesh.group("pipeline", now.rank)[0], engine.source
     at_an_end = now.rank in (first, last)
     if first == last:
@@ -120,11 +104,10 @@ def install(model: nn.Module, now: Runtime) -> list:
     if not at_an_end:
         return []
     names = [tie.name if now.rank == first else tie.copy for tie in engine.ties]
-    parts = AcrossRanks(group, [model.get_parameter(name) for name in names])
-    parts.equalise(last)
-    for parameter in parts.parameters if now.rank == last else ():
+    parameters = [model.get_parameter(name) for name in names]
+    for parameter in parameters if now.rank == last else ():
         parameter._nearlinear_copy = True
-    return [parts]
+    return [joint.Joint(group, parameters)]
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -21,11 +21,11 @@ KEY = "tensor_parallel_degree"
 
 
 def check(model: nn.Module, plan: Plan, mesh: Mesh) -> None:
-    """Raise ConfigError where ``model`` cannot be split; warn where it can but should not be."""
+    """Raise ConfigError where ``model`` cannot be split over ``mesh.tensor`` ranks."""
     config, degree = model.config, mesh.tensor
-    for name in ("num_attention_heads", "num_key_value_heads", "num_experts_per_tok"):
+    for name in ("num_attention_heads", "num_key_value_heads"):
         count = getattr(config, name, None)
-        if isinstance(count, int) and name != "num_experts_per_tok":
+        if isinstance(count, int):
             _divides(degree, count, name)
     for pattern, parts in plan.columns.items():
         for name in expand(model, pattern):
@@ -34,13 +34,17 @@ def check(model: nn.Module, plan: Plan, mesh: Mesh) -> None:
     if degree > vocabulary:
         raise ConfigError(f"{KEY} = {degree}: there are only {vocabulary} ids in the vocabulary")
     _check_modules(model, plan)
+
+
+def advise(mesh: Mesh) -> None:
+    """Say where a degree is possible but not wise."""
+    degree, nodes = mesh.tensor, mesh.nodes_spanned("tensor")
     if degree & (degree - 1):
         log.warning(
             "%s = %d is no power of two: matrices are cut to widths that kernels are slow with; "
             "take %d or %d",
             KEY, degree, 1 << degree.bit_length() - 1, 1 << degree.bit_length(),
         )  # fmt: skip
-    nodes = mesh.nodes_spanned("tensor")
     if nodes > 1:
         log.warning(
             "%s = %d puts tensor ranks on %d nodes: they talk four times in every layer, over the "

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from ...c10d_names import all_gather
 from .rows import Rows
 
 
@@ -85,8 +86,6 @@ class _AllLogits(torch.autograd.Function):
         widest = max(counts)
         mine = functional.pad(logits, (0, widest - logits.shape[-1])).contiguous()
         everyones = mine.new_empty(rows.ranks, *mine.shape)
-        from ...c10d_names import all_gather
-
         all_gather(everyones.view(-1), mine.view(-1), group=rows.group)
         parts = [part[..., :n] for part, n in zip(everyones.unbind(0), counts, strict=True)]
         return torch.cat(parts, -1)

@@ -1,8 +1,8 @@
 """Which modules of a model are split how: what Hugging Face models say of themselves, and GPT-2.
 
-Names are patterns in which ``*`` stands for a block's number. A transformer's ``base_model_tp_plan``
-calls layers column- and row-parallel; where tokens must be whole follows from it: from the module
-that holds both, attention or MLP, on its entry.
+Names are patterns in which ``*`` stands for a block's number. ``base_model_tp_plan`` of a model's
+config calls layers column- and row-parallel; where tokens must be whole follows from it: in the
+module that holds both, attention or MLP.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ def plan_of(model: nn.Module) -> Plan:
             rows.append(base + name)
         elif how not in UNSPLIT:
             raise ConfigError(
-                f"tensor_parallel_degree > 1: {type(model).__name__} wants {name} split as {how!r}, "
-                "which nearlinear does not do: set tensor_parallel_degree = 1 and raise "
+                f"tensor_parallel_degree > 1: {type(model).__name__} wants {name} split as "
+                f"{how!r}, which nearlinear does not do: set tensor_parallel_degree = 1 and raise "
                 "hybrid_shard_degree"
             )
     return Plan(columns, tuple(rows), base + list(order)[-1])

@@ -9,7 +9,6 @@ head by vocabulary.
 from __future__ import annotations
 
 import inspect
-import logging
 
 import torch
 from torch import nn
@@ -20,17 +19,17 @@ from .. import layout, loss
 from ..blocks import find_blocks
 from ..layout import even
 from . import modules
-from .degree import check
+from .degree import advise, check
 from .plan import Plan, expand, plan_of
 from .rows import Rows
-
-log = logging.getLogger(__name__)
 
 
 def apply(model: nn.Module, now: Runtime) -> None:
     """Cut the parameters of ``model`` and have its modules work together. Raises ConfigError."""
     plan = plan_of(model)
     check(model, plan, now.mesh)
+    if now.rank == 0:
+        advise(now.mesh)
     rows = Rows(now.group("tensor"))
     for pattern, parts in plan.columns.items():
         for name in expand(model, pattern):
