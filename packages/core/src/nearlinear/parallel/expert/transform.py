@@ -40,6 +40,12 @@ def apply(model: nn.Module, now: Runtime, config: MoEConfig | dict | None = None
     own = bool(getattr(model.config, "output_router_logits", False))
     if aux or z or config.assigns or own:
         _check_routers(mixtures)
+        if now.mesh.pipeline > 1:
+            raise ConfigError(
+                "router losses and assignments look at all layers, which are not on one rank with "
+                "pipeline_parallel_degree > 1: set it to 1, or moe_load_balancing = 'none' and "
+                "moe_z_loss_coeff = 0"
+            )
         if now.mesh.context > 1:
             raise ConfigError(
                 "router losses and assignments look at the tokens of one rank, which are not a "
