@@ -28,6 +28,14 @@ def test_an_untied_input_table_is_no_matrix_product():
     assert flops_per_token(model, 100) == 6 * (total - 32000 * 4096) + attention
 
 
+def test_a_token_uses_two_of_eight_experts():
+    """12.9 of Mixtral 8x7B's 46.7 billion parameters (Jiang et al. 2024)."""
+    model = build_model(ModelConfig(preset="mixtral-8x7b"), 32000)
+    used = flops_per_token(model, 0) / 6 + 32000 * 4096
+    assert sum(p.numel() for p in model.parameters()) == pytest.approx(46.7e9, rel=0.01)
+    assert used == pytest.approx(12.9e9, rel=0.01)
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_cpus_peak_is_measured(precision):
     def measure(rank):

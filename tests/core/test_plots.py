@@ -10,6 +10,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # noqa: E402
 
 from nearlinear import plots  # noqa: E402
+from nearlinear.checkpoint.pieces import Piece  # noqa: E402
 from nearlinear.mesh import Mesh  # noqa: E402
 
 METRICS = [
@@ -59,3 +60,13 @@ def test_rank_map_has_a_cell_per_rank_and_a_colour_per_shard():
 def test_figures_draw_on_given_axes():
     _, axes = plt.subplots()
     assert plots.rank_map(Mesh(shard=2), axes) is axes
+
+
+def test_slices_stand_where_they_lie_with_their_ranks():
+    halves = [[Piece((0, 0), (4, 3))], [Piece((0, 3), (4, 3))]]
+    ax = plots.slices((4, 6), [*halves, *halves], title="two replicas")
+    boxes = {(*patch.get_xy(), patch.get_width(), patch.get_height()) for patch in ax.patches}
+    assert boxes == {(0, 0, 3, 4), (3, 0, 3, 4)}
+    assert {text.get_text() for text in ax.texts} == {"0, 2", "1, 3"}
+    assert len({patch.get_facecolor() for patch in ax.patches}) == 2
+    assert ax.get_title() == "two replicas" and ax.get_ylim() == (4, 0)

@@ -145,3 +145,57 @@ def test_init_joins_the_ranks_that_are_there(processes):
 def test_what_belongs_to_a_rank_needs_init():
     with pytest.raises(nl.NearlinearError, match=r"call nl\.init\(\) first"):
         nl.spmd.run(lambda rank: nl.current_mesh(), 1)[0]
+
+
+def _pass_on(rank):
+    ranks, came = dist.get_world_size(), torch.full((2, 3), -1.0)
+    following, previous = (rank + 1) % ranks, (rank - 1) % ranks
+    second = torch.empty(1)
+    with nl.count_collectives() as counts:
+        transfers = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, torch.full((2, 3), float(rank)), following),
+                dist.P2POp(dist.isend, torch.tensor([rank + 100.0]), following),
+                dist.P2POp(dist.irecv, came, previous),
+                dist.P2POp(dist.irecv, second, previous),
+            ]
+        )
+        for transfer in reversed(transfers):  # messages meet in posting order, not waiting order
+            transfer.wait()
+    if rank == 0:
+        dist.send(came + 1, 1)
+    elif rank == 1:
+        dist.recv(came, 0)
+    return came.tolist(), second.item(), dict(counts.calls), counts.bytes["recv"]
+
+
+@both
+def test_ranks_send_to_each_other(processes):
+    results = nl.spmd.run(_pass_on, 3, processes=processes)
+    for rank, (came, second, calls, size) in enumerate(results):
+        previous = (rank - 1) % 3
+        assert came == [[float(3 if rank == 1 else previous)] * 3] * 2
+        assert second == previous + 100
+        assert calls == {"send": 2, "recv": 2}
+        assert size == 24 + 4
+
+
+def test_waiting_for_a_message_ends_when_its_sender_fails():
+    def work(rank):
+        if rank == 1:
+            raise ValueError("no message")
+        dist.recv(torch.empty(1), 1)
+
+    with pytest.raises(nl.spmd.RankError, match="rank 1 of 2 failed: ValueError: no message"):
+        nl.spmd.run(work, 2, timeout=100)
+
+
+def test_no_message_outlives_its_run():
+    nl.spmd.run(lambda rank: dist.isend(torch.zeros(1), 1).wait() if rank == 0 else None, 2)
+
+    def work(rank):
+        came = torch.ones(1)
+        dist.recv(came, 0) if rank == 1 else dist.send(came + 1, 1)
+        return came.item()
+
+    assert nl.spmd.run(work, 2) == [1.0, 2.0]

@@ -22,3 +22,15 @@ def test_map_tensors_reaches_into_model_outputs():
     doubled = _torch.map_tensors(lambda tensor: tensor * 2, output)
     assert type(doubled) is type(output)
     assert doubled.loss.item() == pytest.approx(2 * output.loss.item())
+
+
+def test_the_cuda_flash_kernels_have_the_shapes_we_count_on():
+    """By their declarations, which torch checks for tensors without memory anywhere."""
+    q = torch.empty(2, 8, 16, 64, dtype=torch.bfloat16, device="meta")
+    k = torch.empty(2, 2, 24, 64, dtype=torch.bfloat16, device="meta")
+    out, lse = _torch.flash_attention(q, k, k, causal=False, scale=0.125)
+    assert (out.shape, out.dtype) == (q.shape, q.dtype)
+    assert (lse.shape, lse.dtype) == ((2, 8, 16), torch.float32)
+    gradients = _torch.flash_attention_backward(out, q, k, k, out, lse, causal=False, scale=0.125)
+    assert [gradient.shape for gradient in gradients] == [q.shape, k.shape, k.shape]
+    assert not _torch.has_flash_attention(q, k, k), "neither the CPU nor CUDA"

@@ -10,7 +10,7 @@ from nearlinear.config import LAUNCHER_VARIABLE
 from nearlinear.errors import ConfigError
 from nearlinear.train import config as train_config
 from nearlinear.train.config import TrainConfig
-from nearlinear.train.presets import PRESETS, preset
+from nearlinear.train.presets import CONFIG, CONTEXT_KEY, LAYERS_KEY, PRESETS, preset
 
 
 def test_every_key_is_explained_and_reads_back():
@@ -73,19 +73,23 @@ def test_mistakes(data, words):
         ("llama2-7b", 6.738),
         ("llama2-13b", 13.016),
         ("llama2-70b", 68.977),
+        ("gpt-neox-20b", 20.55),
+        ("mistral-7b", 7.242),
+        ("mixtral-8x7b", 46.703),
     ],
 )
 def test_presets_have_the_published_sizes(name, billions):
     from nearlinear.train.config import ModelConfig
     from nearlinear.train.model import build_model
 
-    vocabulary = 50257 if preset(name)["family"] == "gpt2" else 32000
+    vocabulary = {"gpt2": 50257, "gpt_neox": 50432}.get(preset(name)["family"], 32000)
     model = build_model(ModelConfig(preset=name), vocabulary)
     assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(billions, rel=1e-3)
 
 
 def test_every_preset_has_a_family_the_code_knows():
-    assert {entry["family"] for entry in PRESETS.values()} == {"gpt2", "llama"}
+    families = {entry["family"] for entry in PRESETS.values()}
+    assert families == set(CONFIG) == set(CONTEXT_KEY) == set(LAYERS_KEY)
 
 
 def test_an_override_the_model_does_not_have():

@@ -27,10 +27,9 @@ ALIASES = {
 """Names of SMP v1 (and one of the v2 launch notes) for keys of `Config`."""
 
 TUNING_OF_V1 = frozenset(
-    "active_microbatches auto_partition checkpoint_attentions contiguous ddp ddp_dist_backend "
-    "ddp_port default_partition deterministic_server fast_mode fp16_params horovod load_partition "
-    "memory_weight optimize overlapping_allreduce partition_file pipeline "
-    "prescaled_batch sdp_gradient_clipping "
+    "checkpoint_attentions contiguous ddp ddp_dist_backend "
+    "ddp_port deterministic_server fast_mode fp16_params horovod load_partition "
+    "overlapping_allreduce partition_file sdp_gradient_clipping "
     "sdp_param_persistence_threshold shard_optimizer_state skip_tracing "
     "static_mode _fp32_grad_accumulation _match_weights".split()
 )
@@ -42,6 +41,18 @@ WORDS = {
     "hierarchical_all_gather": ("auto", "on", "off"),
     "gather_dtype": ("same", "bf16", "fp8"),
     "cp_comm_type": ("p2p", "all_gather"),
+    "pipeline": (
+        "simple",
+        "interleaved",
+        "gpipe",
+        "1f1b",
+        "interleaved_1f1b",
+        "looped_bfs",
+        "interleaved_zero_bubble",
+        "zbv_zero_bubble",
+        "dualpipev",
+    ),
+    "optimize": ("memory", "speed"),
 }
 
 PLACEMENTS = {"cluster": "DPT", "spread": "TPD"}
@@ -67,8 +78,25 @@ class Config:
     cluster = DPT, spread = TPD"""
     cp_comm_type: str = "p2p"
     """how keys and values reach the other context ranks: p2p = round a ring, or all_gather"""
+    pipeline: str = "interleaved"
+    """order of a pipeline's work: simple (gpipe), interleaved (1f1b), or with several stages per
+    rank interleaved_1f1b, looped_bfs, interleaved_zero_bubble, zbv_zero_bubble, dualpipev"""
+    virtual_pipeline_degree: int = 0
+    """stages per rank of a pipeline; 0 = as few as its schedule needs"""
     microbatches: int = 1
-    """micro-batches a pipeline cuts each batch into"""
+    """micro-batches a pipeline, or nl.step, cuts each batch into"""
+    active_microbatches: int = 0
+    """micro-batches in flight at most where forward passes come first; 0 = two more than stages"""
+    prescaled_batch: bool = True
+    """ranks that split a model are given the same batch; it cannot be otherwise here"""
+    auto_partition: bool = True
+    """find which blocks go to which stage; false = by nl.pipeline(model, split=...)"""
+    default_partition: int | None = None
+    """the stage of blocks that split does not name"""
+    optimize: str = "memory"
+    """what stages are balanced by: memory or speed, see memory_weight"""
+    memory_weight: float | None = None
+    """how much memory counts beside time, 0 .. 1; memory = 0.8, speed = 0.2"""
     bf16: bool = False
     """compute in bfloat16 with float32 master weights and gradient reduction"""
     fp16: bool = False
@@ -110,12 +138,20 @@ class Config:
         for name in at_least_one.split():
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} = {getattr(self, name)}: must be at least 1")
+        if not 0 <= (self.memory_weight or 0.0) <= 1:
+            raise ConfigError(f"memory_weight = {self.memory_weight}: must be in 0 .. 1")
+        if not self.prescaled_batch and self.tensor_parallel_degree > 1:
+            raise ConfigError(
+                "prescaled_batch = false: ranks that split a model read the same batch here: set "
+                "it to true and read by data rank, as nl.Loader does"
+            )
         if self.hybrid_shard_degree < 0:
             raise ConfigError(
                 f"hybrid_shard_degree = {self.hybrid_shard_degree}: must be 0 (all data ranks) or "
                 "more"
             )
-        for name in ("prefetch_depth", *COUNTS_OF_V1):
+        zero_or_more = ("prefetch_depth", "virtual_pipeline_degree", "active_microbatches")
+        for name in (*zero_or_more, *COUNTS_OF_V1):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} = {getattr(self, name)}: must be 0 or more")
         for name, allowed in WORDS.items():
@@ -138,16 +174,10 @@ class Config:
 
     def check_supported(self) -> None:
         """Refuse what this release cannot do, and say what has no effect: nothing is ignored."""
-        for name in ("context_parallel_degree", "pipeline_parallel_degree"):
-            if getattr(self, name) > 1:
-                raise ConfigError(
-                    f"{name} = {getattr(self, name)}: this release trains with sharded data and "
-                    "tensor parallelism only; set it to 1 and raise hybrid_shard_degree instead"
-                )
         if self.fp16:
             raise ConfigError("fp16 = true: this release has no loss scaling; use bf16 = true")
         for name in (
-            "sm_activation_offloading activation_loading_horizon microbatches allow_empty_shards "
+            "sm_activation_offloading activation_loading_horizon allow_empty_shards "
             "fsdp_cache_flush_warnings"
         ).split():
             if getattr(self, name) != getattr(Config, name):

@@ -93,6 +93,34 @@ def rank_map(mesh: Mesh, ax=None):
     return ax
 
 
+def slices(shape, held: list[dict], title: str = "", ax=None):
+    """Which rank holds which part of a matrix of ``shape``: a rectangle per part, with its ranks.
+
+    ``held``: for every rank the blocks it has of this matrix, as `nearlinear.held` gives them.
+    Parts with the same ranks have the same colour.
+    """
+    from matplotlib.patches import Rectangle
+
+    owners: dict[tuple, list[int]] = {}
+    for rank, blocks in enumerate(held):
+        for block in blocks:
+            owners.setdefault((block.offset, block.shape), []).append(rank)
+    rows, columns = shape
+    ax = _axes(ax, (1.6 + 4 * columns / max(shape), 1.2 + 4 * rows / max(shape)))
+    groups = sorted({tuple(ranks) for ranks in owners.values()})
+    for ((row, column), (height, width)), ranks in owners.items():
+        colour = PALETTE[groups.index(tuple(ranks)) % len(PALETTE)]
+        place = {"facecolor": colour, "edgecolor": "white", "lw": 2, "alpha": 0.85}
+        ax.add_patch(Rectangle((column, row), width, height, **place))
+        middle, label = (column + width / 2, row + height / 2), ", ".join(map(str, ranks))
+        ax.text(*middle, label, color="white", ha="center", va="center")
+    ax.set(xlim=(0, columns), ylim=(rows, 0), xlabel="columns", ylabel="rows", title=title)
+    ax.tick_params(length=0)
+    for side in ax.spines.values():
+        side.set_visible(False)
+    return ax
+
+
 def _axes(ax, size):
     if ax is None:
         import matplotlib.pyplot as plt

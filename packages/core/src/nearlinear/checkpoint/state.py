@@ -10,7 +10,7 @@ from torch import nn
 
 from ..errors import CheckpointError
 from ..parallel.layout import Cut, cuts_of
-from .pieces import whole_shape
+from .pieces import Piece, blocks, whole_shape
 
 MODEL, OPTIMIZER, RANDOM = "model", "optimizer", "random"
 _WRAPPED = "_checkpoint_wrapped_module."  # in names, where activations are checkpointed
@@ -38,6 +38,14 @@ class Part:
     def shape(self) -> tuple[int, ...]:
         """Of the whole tensor."""
         return whole_shape(self.tensor, self.cuts)
+
+
+def held(model: nn.Module) -> dict[str, list[Piece]]:
+    """The blocks of every parameter that this rank has, by the parameter's name."""
+    return {
+        name: sorted(blocks(parameter.data, cuts_of(parameter)))
+        for parameter, name in parameter_names(model).items()
+    }
 
 
 def of_model(model: nn.Module) -> Iterator[tuple[str, Part]]:

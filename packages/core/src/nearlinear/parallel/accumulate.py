@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from .. import _torch, runtime
 from ..errors import DataError, NearlinearError
 from . import joint, optimizer_guard
+from .roots import roots_of
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +53,7 @@ def accumulate(
     disagree, DataError when the step has no target at all. Leaving the loop early drops the step's
     gradients, and the next ``optimizer.step()`` raises until a whole step has run.
     """
-    if not isinstance(model, FSDPModule):
+    if not all(isinstance(root, FSDPModule) for root in roots_of(model)):
         raise NearlinearError("nl.accumulate needs a model sharded by nl.shard")
     return _Step(model, list(micro_batches), weight or count_targets, two_hop).run()
 
@@ -79,6 +80,7 @@ class _Step:
         self.model, self.micro_batches, self.two_hop = model, micro_batches, two_hop
         self.reduction = getattr(model, "_nearlinear_reduction", None)  # ours, or FSDP2's own
         self.schedule = getattr(model, "_nearlinear_schedule", None)
+        self.pipeline = getattr(model, "_nearlinear_pipeline", None)
         self.weights = _global_weights([weight(batch) for batch in micro_batches])
         self.position = 0
         self.backwards = 0
@@ -122,7 +124,8 @@ class _Step:
         finished = self.position + (self.backwards > 0)
         optimizer_guard.begin(self.model, _unfinished(finished, len(self.micro_batches)))
         try:
-            _torch.abandon_backward(self.model)
+            for root in roots_of(self.model):
+                _torch.abandon_backward(root)
         except RuntimeError as error:  # a gather under way, and its peers are gone
             log.debug("an abandoned step: %s", error)
         if self.reduction is not None:
@@ -133,17 +136,31 @@ class _Step:
         self.model.zero_grad(set_to_none=True)
 
     def _free(self) -> None:
+        if self.pipeline is not None:
+            self.pipeline.free()
         if self.schedule is not None:
             self.schedule.end_step()
 
     def _synchronise(self, last: bool) -> None:
         """Say how far gradients go in the next backward pass, and what is gathered after it."""
+        if self.pipeline is not None:  # whose schedule sees to the rest itself
+            self.pipeline.last = last or not self.two_hop
+            return
         if self.reduction is not None:
             self.reduction.last, self.reduction.two_hop = last, self.two_hop
         self.model.set_requires_all_reduce(last or not self.two_hop)  # where FSDP2 does it
         self.model.set_is_last_backward(last)
         if self.schedule is not None:
             self.schedule.begin_micro_batch(last)
+
+    @property
+    def weight(self) -> float:
+        """What the gradients of the micro-batch at hand are weighted by."""
+        return self.weights[self.position]
+
+    def came_back(self) -> None:
+        """A pipeline has run the backward pass of the micro-batch at hand."""
+        self.backwards += 1
 
     def _check(self, position: int, total: int) -> None:
         if self.hook is None:
@@ -154,7 +171,8 @@ class _Step:
             raise NearlinearError(
                 f"micro-batch {position + 1} of {total} was followed by {self.backwards} backward "
                 "passes: the body of nl.accumulate's loop runs one forward of the model and one "
-                "backward from its outputs (tensors, tuples, dicts or Hugging Face outputs)"
+                "backward from its outputs (tensors, tuples, dicts or Hugging Face outputs); of a "
+                "pipeline one pipe.step(batch)"
             )
 
     def _weigh(self, module, args, output):
@@ -168,7 +186,7 @@ class _Step:
         def weigh(tensor):
             if not tensor.requires_grad:
                 return tensor
-            return _Weighted.apply(tensor, self.weights[self.position], backward_came)
+            return _Weighted.apply(tensor, self.weight, backward_came)
 
         return _torch.map_tensors(weigh, output)
 

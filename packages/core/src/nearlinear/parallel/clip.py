@@ -38,7 +38,7 @@ def clip_grad_norm_(model: nn.Module | Iterable[torch.Tensor], max_norm: float) 
 def _global_norm(parameters: list[nn.Parameter]) -> float:
     alike = defaultdict(list)
     for parameter in parameters:
-        if parameter.grad is not None:
+        if parameter.grad is not None and not getattr(parameter, "_nearlinear_copy", False):
             alike[_spread(parameter)].append(_local(parameter.grad))
     total = 0.0
     for (mesh, sharded, axes), shards in alike.items():
@@ -48,6 +48,11 @@ def _global_norm(parameters: list[nn.Parameter]) -> float:
         for axis in axes:
             dist.all_reduce(squares, group=runtime.current().group(axis))
         total += squares.item()
+    if any(getattr(parameter, "_nearlinear_stage", False) for parameter in parameters):
+        now = runtime.current()
+        stages = torch.tensor(total, dtype=torch.float64, device=now.device)
+        dist.all_reduce(stages, group=now.group("pipeline"))
+        total = stages.item()
     return math.sqrt(total) if total >= 0 else math.nan
 
 

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .. import _torch
+from .roots import roots_of
 
 _unfinished: "weakref.WeakKeyDictionary[torch.nn.Module, str]" = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
@@ -61,9 +62,10 @@ def check(parameters) -> None:
 def _parameters(model: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
     """Those the model shows now, and those an optimizer holds while units stay gathered."""
     yield from model.parameters()
-    for unit in model.modules():
-        if isinstance(unit, FSDPModule):
-            yield from _torch.sharded_parameters(unit)
+    for root in roots_of(model):
+        for unit in root.modules():
+            if isinstance(unit, FSDPModule):
+                yield from _torch.sharded_parameters(unit)
 
 
 def _refuse_step(optimizer, args, kwargs) -> None:

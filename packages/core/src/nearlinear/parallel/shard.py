@@ -22,6 +22,9 @@ from . import joint, layout, optimizer_guard, overlap, schedule
 from .blocks import find_blocks
 from .delayed_init import materialise
 from .expert import parallel_experts
+from .pipeline import tied
+from .pipeline.calls import Called, in_front
+from .roots import roots_of
 
 log = logging.getLogger(__name__)
 
@@ -50,15 +53,31 @@ def shard(
         raise ConfigError(
             f"PyTorch {torch.__version__} cannot shard on the CPU: install 2.8 or newer"
         )
-    if isinstance(model, FSDPModule):
+    if any(isinstance(root, FSDPModule) for root in roots_of(model)):
         raise ConfigError("the model is sharded already: call nl.shard once")
     _require_transformed(model, now)
+    if not isinstance(model, Called):
+        model.__class__ = in_front(type(model), Called)
+    policy = _policy(precision or ("bf16" if now.config.bf16 else "fp32"))
+    replaced = list(model.parameters())
+    if hasattr(model, "_nearlinear_pipeline"):
+        _shard_stages(model, now, policy, reshard_after_forward)
+    else:
+        _shard_whole(model, now, policy, reshard_after_forward, blocks)
+    layout.mark(model)
+    joint.install(model, _joints(model, now))
+    kept = {id(parameter) for parameter in model.parameters()}
+    optimizer_guard.retire(p for p in replaced if id(p) not in kept)
+    optimizer_guard.watch_optimizers()
+    return model
+
+
+def _shard_whole(model, now: runtime.Runtime, policy, reshard_after_forward, blocks) -> None:
+    """Shard a model whose forward pass is this rank's; see `shard`."""
     blocks = find_blocks(model) if blocks is None else list(blocks)
     inside = set(model.modules())
     if any(block not in inside for block in blocks):
         raise ConfigError("nl.shard(model, blocks=...): a block is not a part of the model")
-    policy = _policy(precision or ("bf16" if now.config.bf16 else "fp32"))
-    replaced = list(model.parameters())
     beside = now.config.overlap_communication and overlap.possible(now, model, policy)
     mesh = now.device_mesh["shard"] if beside else shard_mesh(now)
     experts = _experts_by_unit(model, blocks)
@@ -95,16 +114,49 @@ def shard(
             model, blocks, sizes, depth, live, inside=experts
         )
     _torch.reduce_unused_parameters(model)
-    layout.mark(model)
-    joint.install(model, _joints(model, now))
-    kept = {id(parameter) for parameter in model.parameters()}
-    optimizer_guard.retire(p for p in replaced if id(p) not in kept)
-    optimizer_guard.watch_optimizers()
-    return model
+
+
+def _shard_stages(model, now: runtime.Runtime, policy, reshard_after_forward) -> None:
+    """Shard a pipeline's stages, each by itself, with FSDP2's own communication.
+
+    Micro-batches of a schedule come one after another, so that what is gathered stays, unless that
+    is more than ``sdp_max_live_parameters``.
+    """
+    engine = model._nearlinear_pipeline
+    if reshard_after_forward is None:
+        held = sum(parameter.numel() for parameter in model.parameters())
+        reshard_after_forward = held > now.config.sdp_max_live_parameters
+    for stage in roots_of(model):
+        blocks = engine.blocks_of(stage)
+        experts = _experts_by_unit(stage, blocks)
+        for unit in (*blocks, stage):
+            _place(stage, unit, now)
+            _shard_experts(experts[unit], now, policy, reshard_after_forward, beside=False)
+            fully_shard(
+                unit,
+                mesh=shard_mesh(now),
+                mp_policy=policy,
+                reshard_after_forward=reshard_after_forward,
+            )
+            if now.device.type == "cpu":  # torch 2.8's gloo sums where it is asked for a mean
+                for each in (unit, *experts[unit]):
+                    each.set_force_sum_reduction_for_comms(True)
+        _torch.reduce_unused_parameters(stage)
+        engine.adopt(stage)
+    engine.dtype = policy.param_dtype or next(model.parameters()).dtype
+    if now.config.gather_dtype != "same" or now.config.hierarchical_all_gather == "on":
+        log.warning("gather_dtype and hierarchical_all_gather have no effect on a pipeline")
+    for parameter in model.parameters():
+        parameter._nearlinear_stage = True
 
 
 def _require_transformed(model: nn.Module, now: runtime.Runtime) -> None:
     """Raise ConfigError where a degree asks for what nobody has done to the model."""
+    if now.mesh.pipeline > 1 and not hasattr(model, "_nearlinear_pipeline"):
+        raise ConfigError(
+            f"pipeline_parallel_degree = {now.mesh.pipeline}, but the model is whole: call "
+            "nl.pipeline(model) before nl.shard(model)"
+        )
     for axis in ("tensor", "context", "expert"):
         degree = getattr(now.mesh, axis)
         if degree > 1 and axis not in layout.of(model).axes:
@@ -116,14 +168,15 @@ def _require_transformed(model: nn.Module, now: runtime.Runtime) -> None:
 
 def _joints(model: nn.Module, now: runtime.Runtime) -> list[joint.Joint]:
     """What several ranks have a part of the gradient of, each."""
+    ties = tied.install(model, now) if hasattr(model, "_nearlinear_pipeline") else []
     if now.mesh.tensor == 1:
-        return []
+        return ties
     whole = [
         parameter
         for parameter in model.parameters()
         if all(cut.axis != "tensor" for cut in layout.cuts_of(parameter))
     ]
-    return [joint.Joint(now.group("tensor"), whole)]
+    return [joint.Joint(now.group("tensor"), whole), *ties]
 
 
 def _place(model: nn.Module, unit: nn.Module, now: runtime.Runtime) -> None:

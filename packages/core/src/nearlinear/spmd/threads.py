@@ -18,15 +18,27 @@ from .. import _torch
 from ..counts import report
 from ..errors import NearlinearError
 from .failures import RankError
+from .point_to_point import Mail, Transfer
 
 BACKEND = "nearlinear_threads"
 
 _one_run = threading.Lock()
 _Base, _install, _uninstall, _ending = _torch.thread_group_base()
+_mail = Mail(_ending)
 
 
 class ThreadGroup(_Base):
     """The threaded process group, telling open collective counters what passes through it."""
+
+    def send(self, tensors: list[torch.Tensor], receiver: int, tag: int) -> Transfer:
+        (tensor,) = tensors
+        report("send", tensor)
+        return _mail.send((self.pg_name, self.rank(), receiver, tag), tensor)
+
+    def recv(self, tensors: list[torch.Tensor], sender: int, tag: int) -> Transfer:
+        (tensor,) = tensors
+        report("recv", tensor)
+        return _mail.receive((self.pg_name, sender, self.rank(), tag), tensor)
 
 
 def _reporting(name: str):
@@ -107,6 +119,7 @@ def run_threads(fn, ranks: int, args: tuple, timeout: float) -> list:
         raise
     finally:
         _Base.reset()
+        _mail.clear()
         _uninstall()
         sys.excepthook = excepthook
         torch.set_num_threads(intra_op)

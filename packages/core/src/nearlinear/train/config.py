@@ -20,7 +20,8 @@ class ModelConfig:
     """Which model to train, from its initialisation."""
 
     preset: str = "gpt2-tiny"
-    """gpt2-tiny, gpt2-small, gpt2-xl, gpt2-30b, llama-tiny, llama2-7b, llama2-13b, llama2-70b"""
+    """gpt2-tiny, gpt2-small, gpt2-xl, gpt2-30b, llama-tiny, llama2-7b, llama2-13b, llama2-70b,
+    gpt-neox-tiny, gpt-neox-20b, mistral-7b, mixtral-tiny, mixtral-8x7b"""
     context: int = 0
     """longest sequence the model can read, tokens; 0 = the preset's"""
     overrides: dict = field(default_factory=dict)

@@ -30,12 +30,21 @@ def flops_per_token(model: nn.Module, sequence_length: int) -> float:
     config = model.config
     tables = {id(model.get_input_embeddings().weight)}
     tables -= {id(model.get_output_embeddings().weight)}  # a tied table is the head's matrix
-    matrices = sum(p.numel() for p in model.parameters() if p.dim() >= 2 and id(p) not in tables)
+    matrices = sum(
+        p.numel() * (_experts_used(model.config) if ".experts." in name else 1)
+        for name, p in model.named_parameters()
+        if p.dim() >= 2 and id(p) not in tables
+    )
     positions = getattr(getattr(model, "transformer", None), "wpe", None)
     if positions is not None:
         matrices -= positions.weight.numel()
     attention = 12 * config.num_hidden_layers * config.hidden_size * sequence_length
     return 6.0 * matrices + attention
+
+
+def _experts_used(config) -> float:
+    """The share of a mixture's experts that compute for a token."""
+    return config.num_experts_per_tok / config.num_local_experts
 
 
 def peak_tflops(device: torch.device, precision: str) -> float:

@@ -6,7 +6,7 @@ from ..errors import ConfigError, NearlinearError
 from ..parallel.delayed_init import delayed_init
 from ..spmd import one_at_a_time
 from .config import ModelConfig
-from .presets import CONTEXT_KEY, preset
+from .presets import CONFIG, CONTEXT_KEY, preset
 
 
 def build_model(config: ModelConfig, vocabulary: int) -> nn.Module:
@@ -23,10 +23,12 @@ def build_model(config: ModelConfig, vocabulary: int) -> nn.Module:
     }
     try:
         with one_at_a_time():  # its lazy imports are not safe among ranks that are threads
-            from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
+            import transformers
+            from transformers import AutoModelForCausalLM
+
+            family = getattr(transformers, CONFIG[config.family])
     except ModuleNotFoundError as error:
         raise NearlinearError(f'{error.name} is missing: pip install "nearlinear[data]"') from None
-    family = {"gpt2": GPT2Config, "llama": LlamaConfig}[config.family]
     unknown = sorted(set(config.overrides) - set(family().to_dict()))
     if unknown:
         raise ConfigError(f"model.overrides.{unknown[0]}: {family.__name__} has no such key")

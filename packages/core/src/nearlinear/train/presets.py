@@ -2,6 +2,7 @@
 
 GPT-2 sizes: Radford et al. 2019; ``gpt2-30b`` is the 30-billion model of the MiCS benchmarks (48
 layers, 7168 wide, 64 heads, 2048 tokens). Llama 2: Touvron et al. 2023, table 1 and model cards.
+GPT-NeoX: Black et al. 2022. Mistral 7B and Mixtral 8x7B: Jiang et al. 2023 and 2024, model cards.
 Dropout is off, as in today's pre-training. No torch and no transformers here.
 """
 
@@ -24,9 +25,31 @@ def _gpt2(width: int, layers: int, heads: int, context: int) -> dict:
     }
 
 
-def _llama(width: int, inner: int, layers: int, heads: int, kv_heads: int, context: int) -> dict:
+def _neox(width: int, layers: int, heads: int, context: int) -> dict:
     return {
-        "family": "llama",
+        "family": "gpt_neox",
+        "context": context,
+        "shape": {
+            "hidden_size": width,
+            "intermediate_size": 4 * width,
+            "num_hidden_layers": layers,
+            "num_attention_heads": heads,
+        },
+    }
+
+
+def _llama(
+    width: int,
+    inner: int,
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    context: int,
+    family: str = "llama",
+    **more,
+) -> dict:
+    return {
+        "family": family,
         "context": context,
         "shape": {
             "hidden_size": width,
@@ -34,8 +57,14 @@ def _llama(width: int, inner: int, layers: int, heads: int, kv_heads: int, conte
             "num_hidden_layers": layers,
             "num_attention_heads": heads,
             "num_key_value_heads": kv_heads,
+            **more,
         },
     }
+
+
+def _mixtral(*shape, experts: int, **arguments) -> dict:
+    more = {"num_local_experts": experts, "num_experts_per_tok": 2}
+    return _llama(*shape, **arguments, family="mixtral", **more)
 
 
 PRESETS = {
@@ -47,9 +76,26 @@ PRESETS = {
     "llama2-7b": _llama(4096, 11008, layers=32, heads=32, kv_heads=32, context=4096),
     "llama2-13b": _llama(5120, 13824, layers=40, heads=40, kv_heads=40, context=4096),
     "llama2-70b": _llama(8192, 28672, layers=80, heads=64, kv_heads=8, context=4096),
+    "gpt-neox-tiny": _neox(width=128, layers=4, heads=4, context=256),
+    "gpt-neox-20b": _neox(width=6144, layers=44, heads=64, context=2048),
+    "mistral-7b": _llama(
+        4096, 14336, layers=32, heads=32, kv_heads=8, context=8192, family="mistral"
+    ),
+    "mixtral-tiny": _mixtral(128, 176, layers=4, heads=4, kv_heads=2, context=256, experts=4),
+    "mixtral-8x7b": _mixtral(4096, 14336, layers=32, heads=32, kv_heads=8, context=8192, experts=8),
 }
 
-CONTEXT_KEY = {"gpt2": "n_positions", "llama": "max_position_embeddings"}
+CONFIG = {
+    "gpt2": "GPT2Config",
+    "llama": "LlamaConfig",
+    "gpt_neox": "GPTNeoXConfig",
+    "mistral": "MistralConfig",
+    "mixtral": "MixtralConfig",
+}
+"""The class in transformers of a family's config."""
+
+CONTEXT_KEY = dict.fromkeys(CONFIG, "max_position_embeddings") | {"gpt2": "n_positions"}
+LAYERS_KEY = dict.fromkeys(CONFIG, "num_hidden_layers") | {"gpt2": "n_layer"}
 
 
 def preset(name: str) -> dict:

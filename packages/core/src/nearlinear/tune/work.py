@@ -13,11 +13,11 @@ from ..parallel.blocks import find_blocks
 from ..parallel.delayed_init import materialise
 from ..train.config import TrainConfig
 from ..train.model import build_model
+from ..train.presets import LAYERS_KEY
 from .estimate import Work
 from .measure import slowest_medians
 from .units import Unit
 
-LAYERS_KEY = {"gpt2": "n_layer", "llama": "num_hidden_layers"}
 FEW_WORDS = 16  # the vocabulary of the model of one block
 LOGITS_COPIES = 3  # float32: as the loss reads them, their log-softmax, their gradient
 

@@ -1,0 +1,5 @@
+"""Context parallelism: every sequence is split among the ranks of a group."""
+
+from .model import apply, of
+
+__all__ = ["apply", "of"]

@@ -1,0 +1,136 @@
+"""A stage is the model itself, in which the parts of other stages let everything through.
+
+So the model's own forward pass runs on every stage, unchanged, and parameters keep their names.
+Hidden states come in as ``inputs_embeds`` and leave as ``logits``, since final norm and head are
+not there either. A rank's stages share their modules with the rank's model: what is copied is the
+containers around them.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from ...errors import NearlinearError
+from .calls import in_front
+from .parts import Parts
+
+OF_FIRST = ("input_ids", "inputs_embeds", "token_type_ids")
+"""Arguments that only the first stage is given; later ones have hidden states."""
+OF_LAST = ("labels", "logits_to_keep", "shift_labels", "num_items_in_batch")
+"""Arguments that only the last stage is given."""
+
+
+class Skip(nn.Module):
+    """A part that another stage holds: hidden states go through."""
+
+    def __init__(self, as_tuple: bool = False):
+        super().__init__()
+        self.as_tuple = as_tuple  # blocks of older transformers return one
+
+    def forward(self, hidden, *args, **kwargs):
+        return (hidden,) if self.as_tuple else hidden
+
+
+class Zero(nn.Module):
+    """An embedding that the first stage has added already."""
+
+    def forward(self, *args, **kwargs):
+        return torch.zeros(())
+
+
+@dataclass
+class Work:
+    """What a stage computes with, beside what it receives."""
+
+    first: bool
+    last: bool
+    calls: list[dict] = field(default_factory=list)  # the model's arguments, per micro-batch
+    consume: Callable | None = None  # of the last stage: (micro-batch, output) -> what it returns
+    at: int = 0  # the micro-batch at hand
+
+
+class Stage:
+    """In front of the model's class: its forward pass, from hidden states to hidden states."""
+
+    def forward(self, *received):
+        work = self._nearlinear_work
+        output = super().forward(**entering(received, work))
+        return work.consume(work.at, output) if work.last else leaving(output)
+
+
+def entering(received: tuple[torch.Tensor, ...], work: Work) -> dict:
+    """The model's arguments for micro-batch ``work.at``, with what the stage before handed on."""
+    without = (() if work.first else OF_FIRST) + (() if work.last else OF_LAST)
+    call = {name: value for name, value in work.calls[work.at].items() if name not in without}
+    if not work.first:
+        call["inputs_embeds"] = received[0]
+    return call | {"use_cache": False, "return_dict": True}
+
+
+def leaving(output) -> torch.Tensor:
+    """What is handed on to the next stage: not a view, which schedules could not detach."""
+    hidden = output.logits
+    return hidden if hidden._base is None else hidden.clone()
+
+
+def handed_on(model: nn.Module, call: Mapping) -> tuple[int, ...]:
+    """The shape of `leaving`, for the arguments of one micro-batch: (B, S, E)."""
+    given = call.get("input_ids")
+    given = call.get("inputs_embeds") if given is None else given
+    if not isinstance(given, torch.Tensor) or given.dim() < 2:
+        raise NearlinearError(
+            "a pipeline needs input_ids (B, S) or inputs_embeds (B, S, E) among the model's "
+            "arguments: give it one of them"
+        )
+    return (*given.shape[:2], model.config.hidden_size)
+
+
+def stage_of(model: nn.Module, parts: Parts, blocks: Iterable[int], count: int) -> nn.Module:
+    """The stage of ``model`` that holds ``blocks`` of ``count``; modules are shared, not copied."""
+    stage = _shell(model)
+    base = stage._modules[parts.base] = _shell(stage._modules[parts.base])
+    base._modules[parts.blocks] = _shell(base._modules[parts.blocks])
+    blocks = set(blocks)
+    leave_out(stage, parts, blocks, count)
+    stage.__class__ = in_front(type(model), Stage)
+    stage._nearlinear_work = Work(0 in blocks, count - 1 in blocks)
+    return stage
+
+
+def leave_out(model: nn.Module, parts: Parts, blocks: set[int], count: int) -> None:
+    """Put what only stages with other blocks hold out of ``model``, in place."""
+    base, stack = model._modules[parts.base], parts.list_of(model)
+    if 0 not in blocks:
+        words = model.get_input_embeddings()
+        for name in parts.first:
+            module = base._modules[name]
+            added = isinstance(module, nn.Embedding) and module is not words
+            base._modules[name] = Zero() if added else Skip()
+    for name, block in list(stack._modules.items()):
+        if int(name) not in blocks and not isinstance(block, Skip):
+            stack._modules[name] = Skip(_gives_tuple(block))
+    if count - 1 not in blocks:
+        for name in parts.last:
+            base._modules[name] = Skip()
+        model._modules[parts.head] = Skip()
+
+
+def _shell(module: nn.Module) -> nn.Module:
+    """A copy with the same children, parameters and buffers, and lists of them of its own."""
+    twin = copy.copy(module)
+    for name, value in vars(module).items():
+        if isinstance(value, dict):  # children, hooks, ..: also those that `copy` shares
+            vars(twin)[name] = value.copy()
+    return twin
+
+
+def _gives_tuple(block: nn.Module) -> bool:
+    """Whether ``block`` returns hidden states in a tuple, as it did in transformers 4."""
+    gives = inspect.signature(type(block).forward).return_annotation
+    return "tuple[" in str(gives).lower()

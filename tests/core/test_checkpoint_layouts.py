@@ -1,0 +1,72 @@
+"""What one layout of parallelism saved, any other goes on with: fused and tied weights too."""
+
+import json
+
+import pytest
+import torch
+
+import nearlinear as nl
+from tests.support import parity
+
+ALONE = (1, {})
+SHARDED = (4, {"hybrid_shard_degree": 4})
+TENSOR = (4, {"tensor_parallel_degree": 4})
+BOTH = (8, {"tensor_parallel_degree": 2, "hybrid_shard_degree": 2})
+
+
+def started(rank, family, config):
+    mesh = nl.init(config)
+    with nl.delayed_init():
+        model = parity.unseeded(family)
+    model = nl.shard(nl.transform(model))
+    return mesh, model, parity.adamw(model, 1e-3)
+
+
+def steps(mesh, rank, model, updates, numbers) -> None:
+    for number in numbers:
+        mine = parity.split(parity.rows(number), mesh.data_ranks)[mesh.data_rank(rank)]
+        for batch in nl.accumulate(model, [mine]):
+            model(**batch).loss.backward()
+        updates.step()
+        updates.zero_grad()
+
+
+def first_half(rank, family, config, folder):
+    mesh, model, updates = started(rank, family, config)
+    steps(mesh, rank, model, updates, range(2))
+    nl.save(folder, model, updates, step=2)
+
+
+def second_half(rank, family, config, folder):
+    mesh, model, updates = started(rank, family, config)
+    assert nl.load(folder, model, updates) == 2
+    steps(mesh, rank, model, updates, range(2, 4))
+    return parity.whole(model, lambda parameter: parameter.detach())
+
+
+def at_once(rank, family, config):
+    mesh, model, updates = started(rank, family, config)
+    steps(mesh, rank, model, updates, range(4))
+    return parity.whole(model, lambda parameter: parameter.detach())
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "mixtral"])
+@pytest.mark.parametrize(
+    ("before", "after"), [(BOTH, ALONE), (ALONE, BOTH), (TENSOR, SHARDED), (SHARDED, TENSOR)]
+)
+def test_any_layout_goes_on_with_what_any_other_saved(family, before, after, tmp_path):
+    (expected,) = nl.spmd.run(at_once, 1, args=(family, {}))
+    nl.spmd.run(first_half, before[0], args=(family, before[1], str(tmp_path)))
+    for values in nl.spmd.run(second_half, after[0], args=(family, after[1], str(tmp_path))):
+        for name, value in expected.items():
+            torch.testing.assert_close(values[name], value, rtol=0, atol=1e-5)
+
+
+def test_a_fused_projection_is_saved_as_the_model_has_it(tmp_path):
+    nl.spmd.run(first_half, 4, args=("gpt2", TENSOR[1], str(tmp_path)))
+    index = json.loads((tmp_path / "index.json").read_text())
+    entry = index["tensors"]["model/transformer.h.0.attn.c_attn.weight"]
+    assert entry["shape"] == [32, 96]
+    blocks = [block for blocks in entry["pieces"].values() for block in blocks]
+    assert sorted(block["offset"][1] for block in blocks) == list(range(0, 96, 8))
+    assert {tuple(block["shape"]) for block in blocks} == {(32, 8)}

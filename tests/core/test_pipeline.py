@@ -1,0 +1,273 @@
+"""Pipelines against the untouched model on one process: losses, gradients, three AdamW steps."""
+
+from functools import cache
+
+import pytest
+import torch
+
+import nearlinear as nl
+from nearlinear.config import WORDS
+from nearlinear.parallel.pipeline.schedules import OF_SMP, SCHEDULES
+from tests.support import families, pipelines
+
+FAMILIES = ["gpt2", "gpt2-untied", "neox", "llama", "llama-tied", "mistral", "mixtral"]
+SEVERAL = [name for name, schedule in SCHEDULES.items() if schedule.stages_per_rank != 1]
+reference = cache(pipelines.alone)
+
+
+def check(found, expected, bound=1e-5, steps=3, accumulation=1):
+    """Every rank's losses, norms, gradients and parameters, which together are the model's."""
+    losses, norms, gradients, parameters = expected
+    names, per_step = set(), [{} for _ in range(steps)]
+    for of_rank in found:
+        assert of_rank[1] == pytest.approx(norms, rel=bound, abs=bound)
+        for here, there in ((of_rank[2], gradients), (of_rank[3], parameters)):
+            for name, value in here.items():
+                assert (value - there[name]).abs().max() <= bound, name
+        names |= of_rank[3].keys()
+        for step, (data_rank, weighted) in enumerate(of_rank[0]):
+            # the same on all ranks of one pipeline
+            assert per_step[step].setdefault(data_rank, weighted) == weighted
+    assert names == parameters.keys()
+    for step, loss in enumerate(losses):
+        count = pipelines.targets(step, pipelines.ROWS * accumulation)
+        assert sum(per_step[step].values()) / count == pytest.approx(loss, abs=bound)
+
+
+def test_the_config_knows_every_schedule():
+    assert set(WORDS["pipeline"]) == {*SCHEDULES, *OF_SMP}
+
+
+@pytest.mark.parametrize("schedule", WORDS["pipeline"])
+def test_every_schedule_on_two_ranks(schedule):
+    config = {"pipeline_parallel_degree": 2, "microbatches": 4, "pipeline": schedule}
+    check(nl.spmd.run(pipelines.piped, 2, args=("gpt2", config)), reference("gpt2"))
+
+
+@pytest.mark.parametrize("schedule", WORDS["pipeline"])
+def test_every_schedule_on_four_ranks(schedule):
+    layers = 8 if schedule in SEVERAL else 4
+    config = {"pipeline_parallel_degree": 4, "microbatches": 8, "pipeline": schedule}
+    found = nl.spmd.run(pipelines.piped, 4, args=("gpt2", config, 2, layers))
+    check(found, reference("gpt2", 2, layers), steps=2)
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "zbv_zero_bubble"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family(family, schedule):
+    config = {"pipeline_parallel_degree": 2, "microbatches": 4, "pipeline": schedule}
+    check(nl.spmd.run(pipelines.piped, 2, args=(family, config)), reference(family))
+
+
+@pytest.mark.parametrize("schedule", ["simple", "interleaved_1f1b", "interleaved_zero_bubble"])
+@pytest.mark.parametrize("family", FAMILIES[1:])
+@pytest.mark.slow
+def test_every_family_with_several_stages_per_rank(family, schedule):
+    config = {"pipeline_parallel_degree": 2, "microbatches": 2, "pipeline": schedule}
+    check(nl.spmd.run(pipelines.piped, 2, args=(family, config)), reference(family))
+
+
+@pytest.mark.parametrize("schedule", ["simple", "interleaved", "zbv_zero_bubble"])
+@pytest.mark.parametrize(("ranks", "family"), [(4, "gpt2"), (4, "llama"), (8, "gpt2")])
+def test_stages_are_sharded_and_replicated(ranks, family, schedule):
+    """Two stages x two shards, x two replicas on 8 ranks; micro-batches of two kinds."""
+    config = {
+        "pipeline_parallel_degree": 2,
+        "hybrid_shard_degree": 2,
+        "microbatches": 2,
+        "pipeline": schedule,
+    }
+    found = nl.spmd.run(pipelines.piped, ranks, args=(family, config, 3, 4, 2))
+    check(found, reference(family, 3, 4, 2), accumulation=2)
+
+
+def test_a_limit_of_what_is_in_flight_makes_waves():
+    """Three and one of four micro-batches, reduced each, and across replicas once."""
+    config = {"pipeline_parallel_degree": 2, "hybrid_shard_degree": 1, "microbatches": 4}
+    config |= {"pipeline": "simple", "active_microbatches": 3}
+    found = nl.spmd.run(pipelines.piped, 4, args=("gpt2", config))
+    check(found, reference("gpt2"))
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "looped_bfs"])
+def test_one_rank_is_a_pipeline_too(schedule):
+    config = {"pipeline_parallel_degree": 1, "microbatches": 4, "pipeline": schedule}
+    check(nl.spmd.run(pipelines.piped, 1, args=("gpt2", config)), reference("gpt2"))
+
+
+def test_fewer_micro_batches_than_stages_are_slow_and_right():
+    config = {"pipeline_parallel_degree": 4, "microbatches": 1}
+    check(nl.spmd.run(pipelines.piped, 4, args=("llama", config)), reference("llama"))
+
+
+@pytest.mark.slow
+def test_over_processes():
+    configs = [
+        {"pipeline_parallel_degree": 2, "microbatches": 4, "pipeline": schedule}
+        for schedule in ("interleaved", "zbv_zero_bubble")
+    ]
+    found = nl.spmd.run(pipelines.piped_by_all, 2, args=("gpt2", configs), processes=True)
+    for of_config in zip(*found, strict=True):
+        check(of_config, reference("gpt2"))
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "interleaved_zero_bubble"])
+def test_bfloat16_is_as_close_as_its_digits_allow(schedule):
+    """Gradients within 3 % of float32's, in norm; losses within 1 %."""
+    config = {"pipeline_parallel_degree": 2, "microbatches": 4, "bf16": True, "pipeline": schedule}
+    losses, _, gradients, _ = reference("llama", 1)
+    for of_rank in nl.spmd.run(pipelines.piped, 2, args=("llama", config, 1)):
+        assert of_rank[0][0][1] / pipelines.targets(0, pipelines.ROWS) == pytest.approx(
+            losses[0], rel=0.01
+        )
+        for name, value in of_rank[2].items():
+            assert (value - gradients[name]).norm() <= 0.03 * gradients[name].norm(), name
+
+
+def messages(rank, config, layers):
+    """What a second step communicates, on 2 stages x 2 shards x 2 replicas or fewer."""
+    nl.init(config)
+    with nl.spmd.one_at_a_time(seed=0):
+        model = families.build("gpt2", layers)
+    pipe = nl.shard(nl.pipeline(model))
+    for step in range(2):
+        with nl.count_collectives() as counts:
+            for batch in nl.accumulate(pipe, [families.batch(step, 8)] * 2):
+                pipe.step(batch)
+    return dict(counts.calls), dict(counts.bytes)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "borders", "ends"),
+    [
+        ("interleaved", 1, (1, 1)),  # a rank's stages' borders with others, ends of the model
+        ("interleaved_1f1b", 3, (1, 1)),  # 0 and 2, 1 and 3: inner ones have two
+        ("zbv_zero_bubble", 2, (2, 0)),  # 0 and 3, 1 and 2: the border in the middle is one rank's
+    ],
+)
+def test_messages_of_a_step_are_what_theory_says(schedule, borders, ends):
+    micro, steps = 4, 2
+    config = {"pipeline_parallel_degree": 2, "hybrid_shard_degree": 2, "microbatches": micro}
+    config["pipeline"] = schedule
+    hidden = 2 * 16 * families.WIDTH * 4  # bytes of a micro-batch's (B, S, E) in float32
+    found = nl.spmd.run(messages, 8, args=(config, 4), timeout=100)
+    for rank, (calls, volume) in enumerate(found):
+        assert calls["send"] == calls["recv"] == borders * micro * steps, rank
+        assert volume["send"] == volume["recv"] == calls["send"] * hidden
+        units = 2 + ends[rank // 4]  # blocks, and embedding or norm and head
+        assert calls["all_gather"] == units * steps  # once per schedule, not per micro-batch
+        assert calls["reduce_scatter"] == units * steps
+        assert calls["broadcast"] == steps  # of the loss
+        tied = ends == (1, 1)  # on two ranks
+        # replicas meet once; so do the weights of micro-batches, and the tied table's ends
+        assert calls["all_reduce"] == units + 1 + tied
+
+
+def held(rank, ranks, schedule, delayed):
+    nl.init({"pipeline_parallel_degree": ranks, "microbatches": ranks * 2, "pipeline": schedule})
+    if delayed:
+        with nl.delayed_init():
+            model = families.build("gpt2", 8)
+    else:
+        with nl.spmd.one_at_a_time(seed=0):
+            model = families.build("gpt2", 8)
+    pipe = nl.shard(nl.pipeline(model))
+    values = {name: pipelines.whole(parameter) for name, parameter in pipe.named_parameters()}
+    tables = [p for stage in pipe._nearlinear_pipeline.stages.values() for p in stage.parameters()]
+    return values, sum(parameter.to_local().numel() for parameter in tables)
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "zbv_zero_bubble"])
+def test_parameters_on_a_rank_shrink_with_the_stages(schedule):
+    model = families.build("gpt2", 8)
+    table = model.transformer.wte.weight.numel()
+    ends = table + model.transformer.wpe.weight.numel() + 2 * families.WIDTH
+    block = sum(p.numel() for p in model.transformer.h[0].parameters())
+    for ranks in (1, 2, 4):
+        per_stage = 8 * block / ranks
+        if ranks == 1 and schedule != "interleaved":
+            continue
+        sizes = [size for _, size in nl.spmd.run(held, ranks, args=(ranks, schedule, False))]
+        copies = table * (ranks > 1)
+        assert sum(sizes) == 8 * block + ends + copies  # the tied table is at both ends
+        assert max(sizes) <= per_stage + block + ends + copies
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "zbv_zero_bubble"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_delayed_values_are_those_of_the_whole_model(ranks, schedule):
+    expected, _ = nl.spmd.run(held, 1, args=(1, "interleaved", True))[0]
+    names = set()
+    for values, _ in nl.spmd.run(held, ranks, args=(ranks, schedule, True)):
+        for name, value in values.items():
+            assert torch.equal(value, expected[name]), name
+        names |= values.keys()
+    assert names == expected.keys()
+
+
+def evaluated(rank, config):
+    nl.init(config)
+    with nl.spmd.one_at_a_time(seed=0):
+        model = families.build("gpt2")
+    pipe = nl.shard(nl.pipeline(model))
+    pipe.eval()
+    modes = {m.training for s in pipe._nearlinear_pipeline.stages.values() for m in s.modules()}
+    losses = [pipe.evaluate(families.batch(0, 8)).item() for _ in range(2)]
+    assert all(parameter.grad is None for parameter in pipe.parameters())
+    pipe.train()
+    return modes, [*losses, pipe.step(families.batch(0, 8)).item()]
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "looped_bfs", "zbv_zero_bubble"])
+def test_evaluation_is_a_forward_pass_on_all_stages(schedule):
+    config = {"pipeline_parallel_degree": 2, "microbatches": 4, "pipeline": schedule}
+    torch.manual_seed(0)
+    expected = families.build("gpt2")(**families.batch(0, 8)).loss.item()
+    for modes, losses in nl.spmd.run(evaluated, 2, args=(config,)):
+        assert modes == {False}
+        assert losses == pytest.approx([expected] * 3, abs=1e-5)
+
+
+def test_embedding_dropout_is_the_first_stages():
+    def work(rank):
+        nl.init({"pipeline_parallel_degree": 2, "microbatches": 2})
+        config = families.config_of("gpt2")
+        config.embd_pdrop = 0.5
+        with nl.spmd.one_at_a_time(seed=0):
+            model = type(families.build("gpt2"))(config)
+        pipe = nl.pipeline(model)
+        (stage,) = pipe._nearlinear_pipeline.stages.values()
+        return [m.p for m in stage.modules() if isinstance(m, torch.nn.Dropout) and m.p]
+
+    assert nl.spmd.run(work, 2) == [[0.5], []]
+
+
+def test_frozen_embeddings_and_masks_of_padding():
+    """Padded rows with a mask, and a first stage whose input needs no gradient."""
+    padded = families.batch(0, 8)
+    padded["attention_mask"] = torch.ones_like(padded["input_ids"])
+    padded["attention_mask"][::2, 12:] = 0
+    padded["labels"][::2, 12:] = -100
+
+    def built():
+        model = families.build("llama")
+        model.model.embed_tokens.requires_grad_(False)
+        return model
+
+    def work(rank):
+        nl.init({"pipeline_parallel_degree": 2, "microbatches": 4})
+        with nl.spmd.one_at_a_time(seed=0):
+            model = built()
+        pipe = nl.shard(nl.pipeline(model))
+        loss = pipe.step(padded)
+        return loss.item(), {n: pipelines.whole(p.grad) for n, p in pipe.named_parameters()
+                             if p.requires_grad}  # fmt: skip
+
+    torch.manual_seed(0)
+    model = built()
+    expected = model(**padded).loss
+    expected.backward()
+    for loss, gradients in nl.spmd.run(work, 2):
+        assert loss == pytest.approx(expected.item(), abs=1e-5)
+        for name, value in gradients.items():
+            assert (value - model.get_parameter(name).grad).abs().max() < 1e-5, name

@@ -1,0 +1,244 @@
+"""`nl.step`: one micro-batch is written, all are run; with a pipeline and without the same."""
+
+import re
+
+import pytest
+import torch
+
+import nearlinear as nl
+from nearlinear.parallel.accumulate import count_targets
+from nearlinear.parallel.pipeline.outputs import StepOutput, gathered
+from tests.support import families, pipelines
+
+WHOLE = (2, {"microbatches": 4, "hybrid_shard_degree": 2})
+PIPED = (2, {"microbatches": 4, "pipeline_parallel_degree": 2})
+BACK = (2, {"microbatches": 4, "pipeline_parallel_degree": 2, "pipeline": "zbv_zero_bubble"})
+LAYOUTS = [(1, {"microbatches": 4}), WHOLE, PIPED, BACK]
+
+
+class Rows:
+    """Cuts itself, as SMP lets objects do."""
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def smp_slice(self, count, i, axis):
+        return Rows(self.rows.chunk(count, axis)[i])
+
+
+def ready(config, family="gpt2"):
+    nl.init(config)
+    with nl.spmd.one_at_a_time(seed=0):
+        model = families.build(family)
+    if config.get("pipeline_parallel_degree", 1) > 1:
+        model = nl.pipeline(model)
+    return nl.shard(model)
+
+
+def trained(rank, config):
+    model = ready(config)
+
+    @nl.step(non_split_inputs=("halves",), input_split_axes={"columns": 1})
+    def train_step(model, ids, columns, halves, **more):
+        assert more["extra"].rows.equal(ids) and halves.shape == (2,)
+        output = model(ids, labels=columns.t())
+        loss = output.loss * halves.sum()
+        model.backward(loss)
+        return {"loss": loss, "logits": output.logits, "pair": (ids.shape[0], [loss * 2])}
+
+    batch = families.batch(0, 8)
+    ids, labels = batch["input_ids"], batch["labels"]
+    halves = torch.tensor([0.5, 0.5])
+    found = train_step(model, ids, labels.t().contiguous(), halves, extra=Rows(ids))
+    gradients = {name: pipelines.whole(p.grad) for name, p in model.named_parameters()}
+    assert not found["loss"].outputs[0].requires_grad
+
+    @nl.step
+    def test_step(ids, labels):
+        return model(ids, labels=labels).loss  # the model may come from outside
+
+    model.eval()
+    losses = test_step(ids, labels)
+    return found, losses, gradients
+
+
+@pytest.mark.parametrize(("ranks", "config"), LAYOUTS)
+def test_steps_train_as_the_untouched_model_does(ranks, config):
+    torch.manual_seed(0)
+    model, batch = families.build("gpt2"), families.batch(0, 8)
+    model(**batch).loss.backward()
+    parts = [{key: value.chunk(4)[i] for key, value in batch.items()} for i in range(4)]
+    with torch.no_grad():
+        outputs = [model(**part) for part in parts]
+    losses = torch.stack([output.loss for output in outputs])
+    for found, evaluated, gradients in nl.spmd.run(trained, ranks, args=(config,)):
+        assert torch.allclose(found["loss"].stack(), losses, atol=1e-5)
+        assert found["loss"].reduce_mean().item() == pytest.approx(losses.mean().item(), abs=1e-5)
+        assert found["loss"].reduce_sum().item() == pytest.approx(losses.sum().item(), abs=1e-5)
+        logits = torch.cat([output.logits for output in outputs])
+        assert torch.allclose(found["logits"].concat(), logits, atol=1e-5)
+        assert found["pair"][0].outputs == [2] * 4 and found["pair"][0].reduce_mean() == 2
+        assert torch.allclose(found["pair"][1][0].stack(), 2 * losses, atol=1e-5)
+        assert torch.allclose(evaluated.stack(), losses, atol=1e-5)
+        for name, value in gradients.items():
+            assert (value - model.get_parameter(name).grad).abs().max() < 1e-5, name
+
+
+def test_targets_not_micro_batches_are_counted_alike():
+    counts = [
+        count_targets({key: value.chunk(4)[i] for key, value in families.batch(0, 8).items()})
+        for i in range(4)
+    ]
+    assert len(set(counts)) > 1  # or the gradients above would not show it
+
+
+@pytest.mark.slow
+def test_steps_over_processes():
+    found = nl.spmd.run(trained, 2, args=(PIPED[1],), processes=True)
+    expected = nl.spmd.run(trained, 2, args=(PIPED[1],))
+    for (there, _, there_too), (here, _, here_too) in zip(found, expected, strict=True):
+        assert torch.allclose(there["logits"].concat(), here["logits"].concat(), atol=1e-6)
+        assert all(torch.allclose(there_too[name], here_too[name], atol=1e-6) for name in here_too)
+
+
+def no_backward(model, ids):
+    return model(ids, labels=ids).loss
+
+
+def own_backward(model, ids):
+    loss = model(ids, labels=ids).loss
+    loss.backward()
+    model.backward(loss)
+
+
+def two_calls(model, ids):
+    loss = model(ids, labels=ids).loss + model(ids, labels=ids).loss
+    model.backward(loss)
+
+
+def two_backwards(model, ids):
+    loss = model(ids, labels=ids).loss
+    model.backward(loss)
+    model.backward(loss)
+
+
+def no_call(model, ids):
+    return ids.sum()
+
+
+def backward_first(model, ids):
+    model.backward(ids.sum())
+
+
+def fails(model, ids):
+    model(ids, labels=ids)
+    raise ValueError("a mistake of the user's")
+
+
+MISTAKES = [
+    (no_backward, r"no_backward returned without model.backward\(loss\): write `loss = model"),
+    (two_calls, "two_calls called the model twice in one micro-batch"),
+    (two_backwards, "called model.backward twice in one micro-batch: add the losses up"),
+    (no_call, "no_call did not call a model that nl.shard has sharded: write"),
+    (backward_first, r"before model\(...\) was called"),
+    (fails, "a mistake of the user's"),
+]
+
+
+def mistaken(rank, config, function, words):
+    """The mistake raises on every rank, and the next step is none the worse for it."""
+    model = ready(config)
+    ids = families.batch(0, 8)["input_ids"]
+    told = []
+    with pytest.raises((nl.NearlinearError, ValueError)) as caught:
+        nl.step(function)(model, ids)
+    told.append(str(caught.value))
+    caught = None
+
+    @nl.step
+    def right(model, ids):
+        loss = model(ids, labels=ids).loss
+        model.backward(loss)
+        return loss
+
+    loss = right(model, ids).reduce_mean().item()
+    return told[0], loss, {name: pipelines.whole(p.grad) for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize(("ranks", "config"), [WHOLE, PIPED])
+@pytest.mark.parametrize(("function", "words"), MISTAKES, ids=lambda v: getattr(v, "__name__", ""))
+def test_mistakes_say_what_to_write(function, words, ranks, config):
+    torch.manual_seed(0)
+    model, ids = families.build("gpt2"), families.batch(0, 8)["input_ids"]
+    expected = model(ids, labels=ids).loss
+    expected.backward()
+    found = nl.spmd.run(mistaken, ranks, args=(config, function, words), timeout=60)
+    assert any(re.search(words, told) for told, _, _ in found)
+    for told, loss, gradients in found:
+        assert re.search(f"{words}|the last stage of the pipeline failed: see rank 1", told)
+        assert loss == pytest.approx(expected.item(), abs=1e-5)
+        for name, value in gradients.items():
+            assert (value - model.get_parameter(name).grad).abs().max() < 1e-5, name
+
+
+def test_a_backward_pass_of_ones_own_is_refused_on_a_pipeline():
+    found = nl.spmd.run(mistaken, 2, args=(PIPED[1], own_backward, ""), timeout=60)
+    assert "own_backward called loss.backward(), which a pipeline runs" in found[1][0]
+
+
+def test_steps_are_not_taken_inside_accumulate():
+    def work(rank):
+        model = ready({"microbatches": 2})
+        with pytest.raises(
+            nl.NearlinearError, match="call it outside nl.accumulate, and raise mic"
+        ):
+            for batch in nl.accumulate(model, [families.batch(0, 2)]):
+                nl.step(two_backwards)(model, batch["input_ids"])
+
+    nl.spmd.run(work, 1)
+
+
+def test_outputs_that_cannot_travel_are_refused_on_all_ranks():
+    def work(rank):
+        model = ready(PIPED[1])
+
+        @nl.step
+        def train_step(ids):
+            loss = model(ids, labels=ids).loss
+            model.backward(loss)
+            return {"loss": loss, "what": object()}
+
+        with pytest.raises(nl.NearlinearError, match="returned a object, which cannot go to the"):
+            train_step(families.batch(0, 8)["input_ids"])
+
+    nl.spmd.run(work, 2)
+
+
+def test_names_and_rows_are_checked():
+    with pytest.raises(nl.ConfigError, match="two_calls has no argument 'labels'; its arguments"):
+        nl.step(non_split_inputs=["labels"])(two_calls)
+    model = ready({"microbatches": 4})
+    with pytest.raises(nl.DataError, match="ids has 6 rows along dim 0, which microbatches = 4"):
+        nl.step(two_calls)(model, families.batch(0, 6)["input_ids"])
+    model.eval()
+    with pytest.raises(nl.NearlinearError, match="of a model in eval mode"):
+        nl.step(two_backwards)(model, families.batch(0, 8)["input_ids"])
+
+
+def test_backward_elsewhere_is_the_losss_own():
+    model = ready({})
+    ids = families.batch(0, 2)["input_ids"]
+    model.backward(model(ids, labels=ids).loss)
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    pipe = nl.shard(nl.pipeline(families.build("gpt2")))
+    with pytest.raises(nl.NearlinearError, match="stands in a function under @nl.step"):
+        pipe.backward(torch.zeros(()))
+
+
+def test_outputs_keep_their_nesting_and_their_graphs_where_asked():
+    graph = torch.ones(2, requires_grad=True) * 2
+    found = gathered([(1, {"a": graph}), (3, {"a": graph})], detach=False)
+    assert isinstance(found, tuple) and found[0].reduce_mean() == 2
+    assert found[1]["a"].outputs[0].requires_grad
+    assert not found[1]["a"].detach().concat().requires_grad
+    assert StepOutput([graph, graph]).stack().shape == (2, 2)
