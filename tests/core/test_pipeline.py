@@ -1,5 +1,6 @@
 """Pipelines against the untouched model on one process: losses, gradients, three AdamW steps."""
 
+import json
 from functools import cache
 
 import pytest
@@ -226,6 +227,48 @@ def test_evaluation_is_a_forward_pass_on_all_stages(schedule):
     for modes, losses in nl.spmd.run(evaluated, 2, args=(config,)):
         assert modes == {False}
         assert losses == pytest.approx([expected] * 3, abs=1e-5)
+
+
+def continued(rank, config, folder, first, last, load):
+    """Steps ``first`` .. ``last`` of a run that goes on from ``folder`` and is saved there."""
+    nl.init(config)
+    with nl.spmd.one_at_a_time(seed=0 if first == 0 else 9):
+        model = families.build("gpt2")
+    if config.get("pipeline"):
+        model = nl.pipeline(model)
+    model = nl.shard(model)
+    updates = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    if load:
+        assert nl.load(folder / load, model, updates) == first
+    for step in range(first, last):
+        for batch in nl.accumulate(model, [families.batch(step, 8)]):
+            model.step(batch) if config.get("pipeline") else model(**batch).loss.backward()
+        updates.step()
+        updates.zero_grad()
+    nl.save(folder / str(last), model, updates, step=last)
+    return {name: pipelines.whole(p) for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "zbv_zero_bubble"])
+def test_a_checkpoint_does_not_know_of_stages(schedule, tmp_path):
+    """Two steps on a pipeline, one without it, one on another; tied tables are saved once."""
+    piped = {"pipeline_parallel_degree": 2, "microbatches": 4, "pipeline": schedule}
+    other = {"pipeline_parallel_degree": 2, "microbatches": 2, "pipeline": "looped_bfs"}
+    nl.spmd.run(continued, 2, args=(piped, tmp_path, 0, 2, ""))
+    names = json.loads((tmp_path / "2" / "index.json").read_text())["tensors"]
+    assert not any("lm_head" in name for name in names)
+    nl.spmd.run(continued, 1, args=({"hybrid_shard_degree": 1}, tmp_path, 2, 3, "2"))
+    found = nl.spmd.run(continued, 2, args=(other, tmp_path, 3, 4, "3"))
+    torch.manual_seed(0)
+    model = families.build("gpt2")
+    updates = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for step in range(4):
+        model(**families.batch(step, 8)).loss.backward()
+        updates.step()
+        updates.zero_grad()
+    for values in found:
+        for name, value in values.items():
+            assert (value - model.get_parameter(name)).abs().max() < 1e-5, name
 
 
 def test_embedding_dropout_is_the_first_stages():

@@ -23,9 +23,9 @@ def load(folder, model, optimizer=None, loader=None, scheduler=None) -> int:
     there are as many ranks. Raises CheckpointError on all ranks where one cannot read, before the
     first value has been changed wherever that can be told from the index. A collective call.
     """
-    found, failed = None, ""
+    found, failed, elsewhere = None, "", _on_other_stages(model)
     try:
-        found = _load(Path(folder), model, optimizer, loader, scheduler)
+        found = _load(Path(folder), model, optimizer, loader, scheduler, elsewhere)
     except NearlinearError as error:
         failed = str(error)
     failures = [why for why in everyone(failed) if why]
@@ -34,17 +34,26 @@ def load(folder, model, optimizer=None, loader=None, scheduler=None) -> int:
     return found.step
 
 
-def _load(folder: Path, model, optimizer, loader, scheduler) -> index.Index:
+def _on_other_stages(model) -> set[str]:
+    """Names of parameters and buffers that only other stages of a pipeline have."""
+    if runtime.current().mesh.pipeline == 1:
+        return set()
+    mine = [name.partition("/")[2] for name, _ in state.of_model(model)]
+    return {name for names in everyone(mine) for name in names} - set(mine)
+
+
+def _load(folder: Path, model, optimizer, loader, scheduler, elsewhere: set[str]) -> index.Index:
     now, found = runtime.current(), index.read(folder)
     if why := index.missing(folder, found):
         raise CheckpointError(f"{folder} is not whole: {why}; go back to the checkpoint before it")
     wanted = dict(state.of_model(model))
-    _compare(folder, wanted, found, state.MODEL)
+    _compare(folder, wanted, found, state.MODEL, elsewhere)
     if optimizer is not None:
-        state.restore_settings(optimizer, model, _value(folder, found, "optimizer"))
+        saved = _value(folder, found, "optimizer")
+        state.restore_settings(optimizer, model, saved, elsewhere)
         state.make_room(optimizer, model, found.tensors)
         kept = dict(state.of_optimizer(optimizer, model))
-        _compare(folder, kept, found, state.OPTIMIZER)
+        _compare(folder, kept, found, state.OPTIMIZER, elsewhere)
         wanted |= kept
     for name, part in (("loader", loader), ("scheduler", scheduler)):
         if part is not None:
@@ -65,9 +74,13 @@ def _value(folder: Path, found: index.Index, name: str):
     return found.values[name]
 
 
-def _compare(folder: Path, wanted: dict, found: index.Index, room: str) -> None:
-    """Raise CheckpointError unless the checkpoint holds these very tensors."""
-    saved = {name: entry for name, entry in found.tensors.items() if name.startswith(f"{room}/")}
+def _compare(folder: Path, wanted: dict, found: index.Index, room: str, elsewhere: set) -> None:
+    """Raise CheckpointError unless the checkpoint holds these very tensors, and ``elsewhere``'s."""
+    saved = {
+        name: entry
+        for name, entry in found.tensors.items()
+        if name.startswith(f"{room}/") and _parameter(name) not in elsewhere
+    }
     faults = [f"has no {name}" for name in wanted.keys() - saved.keys()]
     faults += [f"has {name}, which is not here" for name in saved.keys() - wanted.keys()]
     for name in wanted.keys() & saved.keys():
@@ -80,6 +93,12 @@ def _compare(folder: Path, wanted: dict, found: index.Index, room: str) -> None:
             f"{folder} is of another model or optimizer: it {'; '.join(sorted(faults)[:_SHOWN])}"
             f"{more}; use the config that saved it, or another folder"
         )
+
+
+def _parameter(name: str) -> str:
+    """What a tensor is of: ``model/P`` and ``optimizer/P/exp_avg`` are of ``P``."""
+    room, _, rest = name.partition("/")
+    return rest.rpartition("/")[0] if room == state.OPTIMIZER else rest
 
 
 def _fill(folder: Path, found: index.Index, wanted: dict[str, state.Part]) -> None:

@@ -30,7 +30,9 @@ def save(folder, model, optimizer=None, loader=None, scheduler=None, *, step: in
     values: dict = {}
     if optimizer is not None:
         tensors |= state.of_optimizer(optimizer, model)
-        values["optimizer"] = state.settings(optimizer, model)
+        mine = state.settings(optimizer, model)
+        stages = now.mesh.pipeline > 1
+        values["optimizer"] = state.joined(everyone(mine)) if stages else mine
     for name, part in (("loader", loader), ("scheduler", scheduler)):
         if part is not None:
             values[name] = part.state_dict()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass
 
 import torch
@@ -86,6 +86,16 @@ def settings(optimizer, model: nn.Module) -> dict:
     return {"kind": type(optimizer).__name__, "groups": groups}
 
 
+def joined(settings: list[dict]) -> dict:
+    """The settings of an optimizer whose parameters are on several ranks: of all of them."""
+    first, *others = settings
+    for other in others:
+        for group, more in zip(first["groups"], other["groups"], strict=True):
+            known = set(group["params"])
+            group["params"] += [name for name in more["params"] if name not in known]
+    return first
+
+
 def make_room(optimizer, model: nn.Module, saved: dict) -> None:
     """Give ``optimizer`` the tensors that a checkpoint has for it, still without their values.
 
@@ -109,15 +119,22 @@ def make_room(optimizer, model: nn.Module, saved: dict) -> None:
         optimizer.state[parameter][key] = value
 
 
-def restore_settings(optimizer, model: nn.Module, saved: dict) -> None:
-    """Set learning rates and the like as `settings` found them. Raises CheckpointError."""
+def restore_settings(optimizer, model: nn.Module, saved: dict, elsewhere: Set[str]) -> None:
+    """Set learning rates and the like as `settings` found them. Raises CheckpointError.
+
+    ``elsewhere``: parameters that other ranks have.
+    """
     here = settings(optimizer, model)
     if here["kind"] != saved["kind"]:
         raise CheckpointError(
             f"the state of {saved['kind']} was saved, which {here['kind']} cannot use: go on with "
             "the optimizer of the saved run, or load the model alone"
         )
-    if [group["params"] for group in here["groups"]] != [g["params"] for g in saved["groups"]]:
+    mine = [set(group["params"]) for group in here["groups"]]
+    theirs = [set(group["params"]) for group in saved["groups"]]
+    if len(mine) != len(theirs) or any(
+        a - b or b - a - elsewhere for a, b in zip(mine, theirs, strict=True)
+    ):
         raise CheckpointError("the optimizer groups its parameters otherwise than the saved one")
     for group, was in zip(optimizer.param_groups, saved["groups"], strict=True):
         group.update({key: _like(group.get(key), value) for key, value in was.items()

@@ -56,6 +56,12 @@ def pipeline(
         raise ConfigError("the model is a pipeline already: call nl.pipeline once")
     if hasattr(model, "_get_fsdp_state"):
         raise ConfigError("the model is sharded already: call nl.pipeline before nl.shard")
+    for axis in ("tensor", "context", "expert"):  # what flows between their blocks is another
+        if getattr(now.mesh, axis) > 1:
+            raise ConfigError(
+                f"pipeline_parallel_degree > 1 with {axis}_parallel_degree > 1: this release does "
+                "one of them at a time; set one to 1"
+            )
     found = parts_of(model, parts)
     plan = plan_for(
         config.pipeline, now.mesh.pipeline, config.virtual_pipeline_degree, config.microbatches
