@@ -7,7 +7,7 @@ import pytest
 from torch import nn
 
 import nearlinear as nl
-from nearlinear.parallel.expert import config as wish
+from nearlinear import moe as wish
 from nearlinear.schema import field_docs
 from tests.support import mixtures, tiny
 

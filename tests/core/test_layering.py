@@ -12,7 +12,7 @@ import nearlinear
 SOURCE = Path(nearlinear.__file__).parent
 FLOORS = {
     "ground": ("_torch", "c10d_names", "errors", "orphan"),
-    "wish": ("config", "schema"),
+    "wish": ("config", "moe", "schema"),
     "place": ("backends", "counts", "mesh", "runtime", "spmd"),
     "techniques": ("parallel",),
     "state": ("checkpoint", "data"),

@@ -1,11 +1,13 @@
 """The training loop: it learns, repeats itself to the bit, resumes its data, and counts right."""
 
+import functools
 import json
 import math
 
 import pytest
 
 import nearlinear as nl
+from nearlinear.mesh import Mesh
 from nearlinear.train import config as train_config
 from nearlinear.train.evaluate import held_out_loss
 
@@ -53,17 +55,79 @@ def test_the_layout_does_not_change_the_losses(small_run):
         assert found == pytest.approx(alone, abs=1e-5)
 
 
-def test_tensor_ranks_do_not_change_the_losses(small_run):
-    small_run["model"]["overrides"]["n_head"] = 4
-    small_run["batch"] = {"micro_batch_size": 8, "accumulation": 1}
-    alone = run(small_run, ranks=1)
-    for ranks, tensor, shard in [(2, 2, 1), (4, 4, 1), (8, 2, 2)]:
-        small_run["batch"]["micro_batch_size"] = 8 * tensor // ranks
-        degrees = {"tensor_parallel_degree": tensor, "hybrid_shard_degree": shard}
-        results, rows = run(small_run | {"parallel": degrees}, ranks)
-        assert losses(rows) == pytest.approx(losses(alone[1]), abs=1e-5)
-        assert results[0].eval_loss == pytest.approx(alone[0][0].eval_loss, abs=1e-5)
-        assert results[0].sample == alone[0][0].sample
+LAYOUTS = {
+    "tensor 2": (2, {"tensor_parallel_degree": 2}),
+    "tensor 4": (4, {"tensor_parallel_degree": 4}),
+    "tensor 2 x shard 2 x replicate 2": (
+        8,
+        {"tensor_parallel_degree": 2, "hybrid_shard_degree": 2},
+    ),
+    "context 2 x replicate 2": (4, {"context_parallel_degree": 2, "hybrid_shard_degree": 2}),
+    "context 2, gathered": (2, {"context_parallel_degree": 2, "cp_comm_type": "all_gather"}),
+    "pipeline 2": (2, {"pipeline_parallel_degree": 2, "microbatches": 4}),
+    "pipeline 2 x tensor 2 x shard 2": (
+        8,
+        {
+            "pipeline_parallel_degree": 2,
+            "tensor_parallel_degree": 2,
+            "hybrid_shard_degree": 2,
+            "microbatches": 2,
+        },
+    ),
+    "expert 2 x shard 2": (4, {"expert_parallel_degree": 2, "hybrid_shard_degree": 4}),
+    "pipeline 2 x tensor 2 x expert 2": (
+        8,
+        {
+            "pipeline_parallel_degree": 2,
+            "tensor_parallel_degree": 2,
+            "expert_parallel_degree": 2,
+            "microbatches": 2,
+        },
+    ),
+}
+MIXTURE = {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2}
+MIXTURE |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+@pytest.fixture(scope="module")
+def alone(token_folder, tmp_path_factory):
+    """A model's run on one rank, made once."""
+
+    @functools.cache
+    def of(preset):
+        return run(layout_run(token_folder, tmp_path_factory.mktemp(preset), preset, 1), ranks=1)
+
+    return of
+
+
+def layout_run(tokens, folder, preset, ranks, degrees=None):
+    """Eight sequences a step, shared out among ``ranks`` data ranks."""
+    shape = {"n_layer": 2, "n_embd": 32, "n_head": 4} if preset == "gpt2-tiny" else MIXTURE
+    return {
+        "model": {"preset": preset, "overrides": shape},
+        "data": {"path": str(tokens), "sequence_length": 32},
+        "batch": {"micro_batch_size": 8 // ranks},
+        "optimizer": {"lr": 5e-3, "warmup_steps": 2},
+        "train": {"steps": 6, "eval_every": 3, "eval_sequences": 16, "sample_tokens": 4},
+        "run": {"folder": str(folder / "run"), "tensorboard": False},
+        "parallel": degrees or {},
+    }
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_no_layout_changes_the_losses(layout, alone, token_folder, tmp_path):
+    ranks, degrees = LAYOUTS[layout]
+    preset = "mixtral-tiny" if "expert" in layout else "gpt2-tiny"
+    data_ranks = Mesh.from_config(nl.Config(**degrees), ranks).data_ranks
+    data = layout_run(token_folder, tmp_path, preset, data_ranks, degrees)
+    results, rows = run(data, ranks)
+    expected_results, expected = alone(preset)
+    assert losses(rows) == pytest.approx(losses(expected), abs=1e-5)
+    for key in ("grad_norm", "lr", "batch_id"):
+        assert [row[key] for row in rows] == pytest.approx([row[key] for row in expected], abs=1e-5)
+    assert len(set(results)) == 1
+    assert results[0].eval_loss == pytest.approx(expected_results[0].eval_loss, abs=1e-5)
+    assert results[0].sample == expected_results[0].sample
 
 
 @pytest.mark.parametrize("ranks", [4, 2])

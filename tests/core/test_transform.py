@@ -348,6 +348,8 @@ def test_what_cannot_be_split_is_refused_with_the_reason():
     assert "the width of model.layers.0.mlp.gate_proj, 49" in said
     said = refused(lambda: torch.nn.Sequential(torch.nn.Linear(4, 4)))
     assert "Sequential says not how it can be split" in said and "hybrid_shard_degree" in said
+    said = refused(lambda: parity.build("mixtral", router_jitter_noise=0.1))
+    assert "router_jitter_noise = 0.1" in said and "set it to 0" in said
     olmo = transformers.Olmo2Config(**parity.FAMILIES["llama"][1])
     said = refused(lambda: transformers.AutoModelForCausalLM.from_config(olmo))
     assert "'colwise_gather_output', which nearlinear does not do" in said

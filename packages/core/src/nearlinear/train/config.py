@@ -11,6 +11,7 @@ from .. import config as parallel_config
 from .. import schema
 from ..config import Config
 from ..errors import ConfigError
+from ..moe import MoEConfig
 from ..schema import coerce
 from .presets import CONTEXT_KEY, preset
 
@@ -155,6 +156,7 @@ class TrainConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     parallel: Config = field(default_factory=Config)
+    moe: MoEConfig = field(default_factory=MoEConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     train: LoopConfig = field(default_factory=LoopConfig)
@@ -173,10 +175,20 @@ class TrainConfig:
                 raise ConfigError(f"optimizer.{name} = {value}: must be from 0 to 1")
         if self.batch.micro_batch_size * self.batch.accumulation > 2**31:
             raise ConfigError("batch.micro_batch_size x batch.accumulation: more than 2^31 samples")
+        if self.parallel.pipeline_parallel_degree > 1:
+            self._check_microbatches()
         if self.sequence_length > self.model.longest_sequence:
             raise ConfigError(
                 f"data.sequence_length = {self.data.sequence_length} is longer than the model's "
                 f"context of {self.model.longest_sequence} tokens: lower it, or raise model.context"
+            )
+
+    def _check_microbatches(self) -> None:
+        size, parts = self.batch.micro_batch_size, self.parallel.microbatches
+        if size % parts:
+            raise ConfigError(
+                f"batch.micro_batch_size = {size} is what a pipeline cuts into "
+                f"parallel.microbatches = {parts} equal parts: make it a multiple"
             )
 
     @property

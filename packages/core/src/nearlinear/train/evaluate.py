@@ -8,6 +8,7 @@ from ..data.dataset import TokenDataset
 from ..data.loader import evaluation_batches
 from ..mesh import Mesh
 from ..parallel.accumulate import count_targets
+from ..parallel.pipeline.door import Pipelined
 
 
 @torch.no_grad()
@@ -24,7 +25,10 @@ def held_out_loss(
     model.eval()
     for batch in evaluation_batches(dataset, batch_size, data_rank, mesh.data_ranks, windows):
         targets = count_targets(batch)
-        loss = model(**batch).loss  # FSDP moves the batch to the device
+        if isinstance(model, Pipelined):
+            loss = model.evaluate(batch)
+        else:
+            loss = model(**batch).loss  # FSDP moves the batch to the device
         if targets:  # a batch of repeats only takes part for its collectives
             totals += torch.stack([loss.double() * targets, loss.new_tensor(targets).double()])
     model.train()
@@ -45,9 +49,16 @@ def generate(
     ids = torch.tensor([prompt], device=device)
     model.eval()
     for _ in range(tokens):
-        logits = model(input_ids=ids[:, -context:]).logits[0, -1].float()
+        logits = _next_logits(model, ids[:, -context:])
         likeliest = logits.topk(min(top_k, logits.numel()))
         choice = torch.multinomial(likeliest.values.softmax(0), 1, generator=generator)
         ids = torch.cat([ids, likeliest.indices[choice][None]], dim=1)
     model.train()
     return ids[0, len(prompt) :].tolist()
+
+
+def _next_logits(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    """Of what follows ``ids`` (1, S): (V,), float32, the same on every rank."""
+    if isinstance(model, Pipelined):
+        return model.last_logits({"input_ids": ids})[0].float()
+    return model(input_ids=ids, use_cache=False).logits[0, -1].float()

@@ -23,6 +23,12 @@ def check(config: TrainConfig, world: int, ranks_per_node: int = 0) -> Mesh:
     """Raise ConfigError or DataError if ``config`` cannot train on ``world`` ranks; the mesh."""
     preset(config.model.preset)
     config.parallel.check_supported()
+    if config.parallel.microbatches > 1 and config.parallel.pipeline_parallel_degree == 1:
+        log.warning(
+            "parallel.microbatches = %d has no effect without a pipeline; batch.accumulation is "
+            "how many micro-batches a step has",
+            config.parallel.microbatches,
+        )
     mesh = Mesh.from_config(config.parallel, world, ranks_per_node)
     open_dataset(config, "train")
     if config.train.eval_sequences:

@@ -15,13 +15,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from .. import runtime, schema
 from ..data.loader import BlockShuffle, Loader
 from ..errors import NearlinearError
+from ..moe import MoEConfig
 from ..parallel.accumulate import accumulate, count_targets
 from ..parallel.blocks import find_blocks
 from ..parallel.clip import clip_grad_norm_
+from ..parallel.pipeline.door import Pipelined, pipeline
 from ..parallel.shard import shard
 from ..parallel.transform import transform
 from . import preflight, ranks
@@ -82,9 +85,7 @@ class Trainer:
         model = build_model(config.model, self.dataset.manifest.vocab_size)
         self.parameters = sum(p.numel() for p in model.parameters())
         self.flops_per_token = flops_per_token(model, config.sequence_length)
-        model = transform(model)
-        blocks = find_blocks(model)
-        self.model = shard(model, blocks=blocks)
+        self.model, blocks = split(model, config)
         self.own_time = ranks.OwnTime(blocks, self.device)
         self.optimizer = build_optimizer(self.model, config.optimizer)
         self.keeper = Keeper(config.checkpoint, self.model, self.optimizer, self.loader)
@@ -147,8 +148,11 @@ class Trainer:
         with self.own_time.loading():
             micro_batches = next(self.loader)
         for batch in accumulate(self.model, micro_batches, two_hop=two_hop):
-            loss = self.model(**batch).loss  # FSDP moves the batch to the device
-            loss.backward()
+            if isinstance(self.model, Pipelined):
+                loss = self.model.step(batch)
+            else:
+                loss = self.model(**batch).loss  # FSDP moves the batch to the device
+                loss.backward()
             targets = count_targets(batch)
             totals[0] += loss.detach().double() * targets
             totals[1] += targets
@@ -235,6 +239,16 @@ class Trainer:
             partial = path.with_suffix(".partial")
             partial.write_text(json.dumps({"step": self.done, "loader": self.loader.state_dict()}))
             os.replace(partial, path)
+
+
+def split(model: nn.Module, config: TrainConfig) -> tuple[nn.Module, list[nn.Module]]:
+    """``model`` as the config asks, split, cut into stages and sharded; its blocks on this rank."""
+    model = transform(model, None if config.moe == MoEConfig() else config.moe)
+    if config.parallel.pipeline_parallel_degree > 1:
+        model = shard(pipeline(model))
+        return model, model.blocks()
+    blocks = find_blocks(model)
+    return shard(model, blocks=blocks), blocks
 
 
 def block_shuffle(data: DataConfig) -> BlockShuffle | None:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from torch import nn
 
+from ... import moe
 from ...errors import ConfigError
+from ...moe import MoEConfig
 from ...runtime import Runtime
 from .. import layout
 from ..layout import even
-from . import config as wish
-from .config import MoEConfig
 from .dispatch import ParallelExperts, divide
 from .layers import KEY, UPGRADE, Mixture, check, find
 from .losses import RouterLosses
@@ -25,7 +25,7 @@ def apply(model: nn.Module, now: Runtime, config: MoEConfig | dict | None = None
 
     A collective call. With one expert rank only the routing and its losses change.
     """
-    config, degree = wish.load(config), now.mesh.expert
+    config, degree = moe.load(config), now.mesh.expert
     if not config.smp_moe:
         if degree > 1:
             raise ConfigError(

@@ -56,12 +56,6 @@ def pipeline(
         raise ConfigError("the model is a pipeline already: call nl.pipeline once")
     if hasattr(model, "_get_fsdp_state"):
         raise ConfigError("the model is sharded already: call nl.pipeline before nl.shard")
-    for axis in ("tensor", "context", "expert"):  # what flows between their blocks is another
-        if getattr(now.mesh, axis) > 1:
-            raise ConfigError(
-                f"pipeline_parallel_degree > 1 with {axis}_parallel_degree > 1: this release does "
-                "one of them at a time; set one to 1"
-            )
     found = parts_of(model, parts)
     plan = plan_for(
         config.pipeline, now.mesh.pipeline, config.virtual_pipeline_degree, config.microbatches
@@ -106,6 +100,21 @@ class Pipelined(Called):
     def evaluate(self, batch: Mapping) -> torch.Tensor:
         """The loss of ``batch`` on every rank, as `step`, without gradients."""
         return self._through(batch, self._nearlinear_pipeline.evaluate)
+
+    def last_logits(self, batch: Mapping) -> torch.Tensor:
+        """The logits (B, V) of every sequence's last token, on every rank, without gradients."""
+        engine, device = self._nearlinear_pipeline, self._nearlinear_pipeline.now.device
+        (call,) = pieces(batch, 1, device)
+        rows = next(iter(call.values())).shape[0]
+        found = torch.empty(rows, self.config.vocab_size, device=device)
+        engine.evaluate(self, [call], lambda i, output: found.copy_(output.logits[:, -1]))
+        engine.tell(found)
+        return found
+
+    def blocks(self) -> list[nn.Module]:
+        """The blocks of this rank's stages, in order."""
+        engine = self._nearlinear_pipeline
+        return [block for stage in engine.stages.values() for block in engine.blocks_of(stage)]
 
     def _through(self, batch: Mapping, go) -> torch.Tensor:
         engine = self._nearlinear_pipeline

@@ -85,6 +85,11 @@ class Engine:
                 if isinstance(unit, FSDPModule):
                     unit.reshard()
 
+    def tell(self, values: torch.Tensor) -> None:
+        """Give ``values`` of the last stage's rank to all ranks of this pipeline."""
+        if self.now.mesh.pipeline > 1:
+            dist.broadcast(values, self.source, group=self.now.group("pipeline"))
+
     def adopt(self, stage: nn.Module) -> None:
         """Take over when ``stage``, sharded by now, reduces across replicas."""
         reduce = stage.set_requires_gradient_sync

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from ... import _torch
@@ -50,19 +49,19 @@ class Losses:
         """The batch's loss on every pipeline rank, or the error. A collective call of them."""
         if self.step is not None:
             self.step.came_back()
-        now, failed = self.engine.now, torch.zeros_like(self.value)
+        failed = torch.zeros_like(self.value)
         if self.error is not None:
             failed.fill_(1.0)
         told = torch.stack([self.value, failed])
-        source = self.engine.source
-        if now.mesh.pipeline > 1:
-            dist.broadcast(told, source, group=now.group("pipeline"))
+        self.engine.tell(told)
         value, failed = told.tolist()
         if self.error is not None:
             raise self.error
         if failed:
-            raise NearlinearError(f"the last stage of the pipeline failed: see rank {source}")
-        return torch.tensor(value, dtype=torch.float32, device=now.device)
+            raise NearlinearError(
+                f"the last stage of the pipeline failed: see rank {self.engine.source}"
+            )
+        return torch.tensor(value, dtype=torch.float32, device=told.device)
 
 
 def _nothing(output) -> torch.Tensor:

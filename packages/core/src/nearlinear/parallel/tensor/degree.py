@@ -27,6 +27,11 @@ def check(model: nn.Module, plan: Plan, mesh: Mesh) -> None:
         count = getattr(config, name, None)
         if isinstance(count, int):
             _divides(degree, count, name)
+    if getattr(config, "router_jitter_noise", 0.0):
+        raise ConfigError(
+            f"router_jitter_noise = {config.router_jitter_noise} with {KEY} > 1: tensor ranks see "
+            "the same tokens and would each draw another noise; set it to 0"
+        )
     for pattern, parts in plan.columns.items():
         for name in expand(model, pattern):
             _divides(degree, _outputs(model, name) // parts, f"the width of {name}")

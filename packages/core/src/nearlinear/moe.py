@@ -10,8 +10,8 @@ import logging
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from ... import schema
-from ...errors import ConfigError
+from . import schema
+from .errors import ConfigError
 
 log = logging.getLogger(__name__)
 
