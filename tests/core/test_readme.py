@@ -6,10 +6,13 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from transformers import AutoModelForCausalLM
 
+import nearlinear as nl
 from nearlinear import cli
 from nearlinear.launch import spec
 from nearlinear.train import config as train_config
+from tests.support import parity
 
 README = Path(__file__).resolve().parents[2] / "packages" / "core" / "README.md"
 TABLES = re.findall(r"```toml\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
@@ -53,3 +56,32 @@ def test_every_table_is_a_config():
     for text in TABLES:
         spec.load(tomllib.loads(text))
         train_config.load(tomllib.loads(text), environment={})
+
+
+def screen_with(words: str) -> str:
+    """The README's block of Python that has ``words``."""
+    blocks = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
+    (found,) = [block for block in blocks if words in block]
+    return found
+
+
+def screens_of_parallelism(rank):
+    """The README's own lines, one screen after the other, on one of eight ranks."""
+    config, batch = parity.build("llama").config, parity.rows(0)
+    given = {"nl": nl, "AutoModelForCausalLM": AutoModelForCausalLM, "config": config}
+    exec(screen_with("with nl.delayed_init():"), given)
+    for part in nl.accumulate(given["model"], [batch]):
+        given["model"](**part).loss.backward()
+    piped = {"pipeline_parallel_degree": 2, "tensor_parallel_degree": 2, "microbatches": 2}
+    nl.init(piped | {"hybrid_shard_degree": 2})
+    with nl.delayed_init():
+        given |= {"model": parity.unseeded("llama"), "micro_batches": [batch, batch]}
+    exec(screen_with("pipe = nl.shard"), given)
+    given |= {"model": given["pipe"], "input_ids": batch["input_ids"]}
+    exec(screen_with("@nl.step"), given)
+    return given["loss"].item()
+
+
+def test_the_screens_of_parallelism_run():
+    losses = nl.spmd.run(screens_of_parallelism, 8)
+    assert len(set(losses)) == 1 and 4 < losses[0] < 6
