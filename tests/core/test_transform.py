@@ -296,7 +296,7 @@ def test_gradients_of_ones_own_loss():
 # --- other models, and what is refused -----------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["Qwen2", "Qwen3"])
+@pytest.mark.parametrize("kind", ["Qwen2", "Qwen3", "Olmo2", "Phi3", "Granite", "Cohere"])
 def test_models_that_say_how_they_are_split(kind):
     def run(rank, config):
         mesh = nl.init(config)
@@ -318,7 +318,9 @@ def test_models_that_say_how_they_are_split(kind):
 def other(kind):
     torch.manual_seed(0)
     arguments = parity.FAMILIES["llama"][1]
-    config = getattr(transformers, f"{kind}Config")(**arguments, head_dim=4)
+    heads = {} if kind in ("Olmo2", "Phi3", "Granite", "Cohere") else {"head_dim": 4}
+    more = {"pad_token_id": 0} if kind == "Phi3" else {}
+    config = getattr(transformers, f"{kind}Config")(**arguments, **heads, **more)
     return transformers.AutoModelForCausalLM.from_config(config)
 
 
@@ -350,11 +352,16 @@ def test_what_cannot_be_split_is_refused_with_the_reason():
     assert "Sequential says not how it can be split" in said and "hybrid_shard_degree" in said
     said = refused(lambda: parity.build("mixtral", router_jitter_noise=0.1))
     assert "router_jitter_noise = 0.1" in said and "set it to 0" in said
-    olmo = transformers.Olmo2Config(**parity.FAMILIES["llama"][1])
-    said = refused(lambda: transformers.AutoModelForCausalLM.from_config(olmo))
-    assert "'colwise_gather_output', which nearlinear does not do" in said
+    said = refused(strange)
+    assert "wants layers.*.mlp.up_proj split as 'diagonal', which nearlinear does not do" in said
     said = refused(lambda: parity.build("llama"), times=2)
     assert "transformed already" in said
+
+
+def strange():
+    model = parity.build("llama")
+    model.config.base_model_tp_plan = {"layers.*.mlp.up_proj": "diagonal"}
+    return model
 
 
 def test_a_model_that_is_not_transformed_is_not_sharded():

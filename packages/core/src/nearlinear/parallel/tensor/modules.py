@@ -13,8 +13,17 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from ...c10d_names import all_gather
+from ...c10d_names import all_gather, reduce_scatter
 from .rows import Rows
+
+
+class GatheredColumnLinear(nn.Linear):
+    """Has a part of the outputs and gathers the others: what comes next needs them all."""
+
+    rows: Rows
+
+    def forward(self, x_BSE: torch.Tensor) -> torch.Tensor:
+        return _AllFeatures.apply(super().forward(x_BSE), self.rows)
 
 
 class RowParallelLinear(nn.Linear):
@@ -24,8 +33,11 @@ class RowParallelLinear(nn.Linear):
     """
 
     rows: Rows
+    takes_all = False  # inputs come whole, and are split here
 
     def forward(self, x_BSF: torch.Tensor) -> torch.Tensor:
+        if self.takes_all:
+            x_BSF = x_BSF.chunk(self.rows.ranks, -1)[self.rows.rank]
         y_1RE = self.rows.sum(functional.linear(x_BSF, self.weight))
         return y_1RE if self.bias is None else y_1RE + self.bias
 
@@ -75,6 +87,24 @@ class VocabularyParallelHead(nn.Linear):
     def forward(self, x_BSE: torch.Tensor) -> torch.Tensor:
         logits = super().forward(x_BSE)
         return _AllLogits.apply(logits, self.counts, self.rows) if self.gathers else logits
+
+
+class _AllFeatures(torch.autograd.Function):
+    """(B, S, F) from equal parts of F; their gradients are parts of sums."""
+
+    @staticmethod
+    def forward(ctx, mine, rows):
+        ctx.rows = rows
+        everyones = mine.new_empty(rows.ranks, *mine.shape)
+        all_gather(everyones.view(-1), mine.contiguous().view(-1), group=rows.group)
+        return torch.cat(everyones.unbind(0), -1)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        parts = torch.stack(gradient.chunk(ctx.rows.ranks, -1))
+        mine = torch.empty_like(parts[0])
+        reduce_scatter(mine.view(-1), parts.view(-1), group=ctx.rows.group)
+        return mine, None
 
 
 class _AllLogits(torch.autograd.Function):

@@ -13,7 +13,10 @@ from torch import nn
 
 from ...errors import ConfigError
 
-SEVERAL_PARTS = {"packed_colwise": 2}  # gate and up projection in one parameter
+COLUMNS = {"colwise": 1, "colwise_gather_output": 1, "packed_colwise": 2}
+"""by outputs, and of how many fused ones: packed are gate and up projection in one parameter"""
+ROWS = ("rowwise", "rowwise_split_input")
+WHOLE = ("colwise_gather_output", "rowwise_split_input")
 UNSPLIT = ("replicated_with_grad_allreduce", "moe_tp_experts")
 
 
@@ -25,6 +28,8 @@ class Plan:
     """modules or stacked parameters that are split by outputs, and of how many fused ones each"""
     rows: tuple[str, ...]
     """modules or stacked parameters that are split by inputs: what comes out are parts of sums"""
+    whole: tuple[str, ...]
+    """of those the ones whose split side is whole for the modules around them"""
     norm: str
     """the last norm, after which the head needs all tokens"""
     widths: dict[str, tuple[str, ...]] = field(default_factory=dict)
@@ -40,6 +45,7 @@ class Plan:
 GPT2 = Plan(
     columns={"transformer.h.*.attn.c_attn": 3, "transformer.h.*.mlp.c_fc": 1},
     rows=("transformer.h.*.attn.c_proj", "transformer.h.*.mlp.c_proj"),
+    whole=(),
     norm="transformer.ln_f",
     widths={
         "transformer.h.*.attn": ("split_size",),
@@ -66,9 +72,9 @@ def plan_of(model: nn.Module) -> Plan:
     base = f"{model.base_model_prefix}." if model.base_model is not model else ""
     columns, rows = {}, []
     for name, how in said.items():
-        if how in ("colwise", *SEVERAL_PARTS):
-            columns[base + name] = SEVERAL_PARTS.get(how, 1)
-        elif how == "rowwise":
+        if how in COLUMNS:
+            columns[base + name] = COLUMNS[how]
+        elif how in ROWS:
             rows.append(base + name)
         elif how not in UNSPLIT:
             raise ConfigError(
@@ -76,7 +82,8 @@ def plan_of(model: nn.Module) -> Plan:
                 f"{how!r}, which nearlinear does not do: set tensor_parallel_degree = 1 and raise "
                 "hybrid_shard_degree"
             )
-    return Plan(columns, tuple(rows), base + list(order)[-1])
+    whole = tuple(base + name for name, how in said.items() if how in WHOLE)
+    return Plan(columns, tuple(rows), whole, base + list(order)[-1])
 
 
 def _holder(name: str) -> str:

@@ -33,9 +33,14 @@ def apply(model: nn.Module, now: Runtime) -> None:
     for pattern, parts in plan.columns.items():
         for name in expand(model, pattern):
             _split_columns(model, name, parts, rows)
+            if pattern in plan.whole:
+                module = model.get_submodule(name)
+                module.__class__, module.rows = modules.GatheredColumnLinear, rows
     for pattern in plan.rows:
         for name in expand(model, pattern):
             _split_rows(model, name, rows)
+            if pattern in plan.whole:
+                model.get_submodule(name).takes_all = True
     for pattern, attributes in plan.widths.items():
         for name in expand(model, pattern):
             for attribute in attributes:
