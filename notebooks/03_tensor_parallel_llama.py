@@ -267,3 +267,120 @@ assert communication_share(8192, 8, LINKS["network, 50 GB/s"]) > 1  # longer tha
 # %% [markdown]
 # So tensor ranks belong on one node, and `nl.transform` says so where they do not. Across nodes,
 # shard or replicate.
+
+# %% [markdown]
+# ## Sequences that no rank holds
+#
+# Context ranks split every *sequence*. Queries stay, keys and values travel: round a ring, from
+# rank to rank while each computes with what it has (`cp_comm_type = "p2p"`), or in one gather
+# (`"all_gather"`). Causal attention makes late tokens expensive and early ones cheap, so
+# consecutive parts would leave the first ranks idle. Rank $r$ of $C$ gets chunks $r$ and $2C-1-r$
+# instead: the zig-zag. Below, how many scores each of 4 ranks computes.
+
+# %%
+CONTEXT, SEQUENCE = 4, 64
+cost = torch.arange(1, SEQUENCE + 1)  # keys that each token sees
+consecutive = [int(part.sum()) for part in cost.chunk(CONTEXT)]
+chunks = cost.chunk(2 * CONTEXT)
+zigzag = [int((chunks[r] + chunks[2 * CONTEXT - 1 - r]).sum()) for r in range(CONTEXT)]
+
+ax = plt.subplots(figsize=(6, 2.6), layout="constrained")[1]
+for offset, values, label in ((-0.2, consecutive, "consecutive"), (0.2, zigzag, "zig-zag")):
+    ax.bar([r + offset for r in range(CONTEXT)], values, 0.4, label=label,
+           color=plots.PALETTE[offset > 0])  # fmt: skip
+ax.set(xticks=range(CONTEXT), xlabel="context rank", ylabel="scores computed")
+ax.legend(frameon=False)
+plt.show()
+
+assert len(set(zigzag)) == 1 and max(consecutive) > 6 * min(consecutive)
+
+# %% [markdown]
+# The model is the same, and so is the call: every context rank gets the whole batch and takes its
+# part of it. The loss comes back as that of whole sequences, on every rank.
+
+# %%
+for comm_type in ("p2p", "all_gather"):
+    layout = {"context_parallel_degree": 4, "hybrid_shard_degree": 4, "cp_comm_type": comm_type}
+    losses, _ = nl.spmd.run(parallel, 4, args=(layout, 1))[0]
+    print(f"context degree 4, {comm_type:>10}: {losses[-1]:.6f}   one process {reference[-1]:.6f}")
+    assert all(abs(a - b) < 1e-5 for a, b in zip(losses, reference, strict=True))
+
+both = {"tensor_parallel_degree": 2, "context_parallel_degree": 2, "hybrid_shard_degree": 2}
+losses, _ = nl.spmd.run(parallel, 8, args=(both, 2))[0]
+assert all(abs(a - b) < 1e-5 for a, b in zip(losses, reference, strict=True))
+print(f"2 tensor x 2 context x 2 replicas: {losses[-1]:.6f}")
+
+# %% [markdown]
+# What that is for: memory. A rank keeps, from forward to backward, what its own tokens need. Below
+# the sequence grows with the context degree, and what a rank keeps stays the same.
+
+
+# %%
+def kept_bytes(rank, degree, length):
+    """Bytes that autograd keeps on this rank for the backward pass of one sequence."""
+    _, model = split_llama(rank, {"context_parallel_degree": degree})
+    kept = {}
+
+    def pack(tensor):
+        if not isinstance(tensor, torch.nn.Parameter):
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    ids = torch.randint(0, 512, (1, length))
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = model(input_ids=ids, labels=ids).loss
+    found = sum(kept.values())
+    loss.backward()
+    return found
+
+
+base = 128
+kept = {}
+for degree in (1, 2, 4):
+    kept[degree] = max(nl.spmd.run(kept_bytes, degree, args=(degree, base * degree)))
+    alone_kept = nl.spmd.run(kept_bytes, 1, args=(1, base * degree))[0]
+    print(f"{base * degree:4} tokens: one rank keeps {alone_kept / 2**20:6.2f} MiB, "
+          f"each of {degree} context ranks {kept[degree] / 2**20:6.2f} MiB")  # fmt: skip
+
+assert max(kept.values()) < 1.1 * min(kept.values())
+
+# %% [markdown]
+# ## From a config, and on a cluster
+#
+# The same degrees in the table `[parallel]` of a run, or as flags:
+#
+# ```sh
+# nearlinear train run.toml --set parallel.tensor_parallel_degree=8 \
+#     --set parallel.context_parallel_degree=2 --set parallel.hybrid_shard_degree=16
+# ```
+#
+# Degrees that cannot be are refused before anything starts, with what is allowed:
+
+# %%
+for wrong in (
+    {"tensor_parallel_degree": 3},
+    {"context_parallel_degree": 4, "hybrid_shard_degree": 2},
+):
+    try:
+        nl.Mesh.from_config(nl.Config(**wrong), 8)
+        raise AssertionError(f"{wrong} was not refused")
+    except nl.ConfigError as error:
+        print(error)
+
+# %% [markdown]
+# ## Summary
+#
+# - Sharding alone grows the batch with the cluster; tensor ranks share a batch, and it stays.
+# - `nl.transform(model)` before `nl.shard(model)`; no change to the model, the loss or the loop.
+# - Tensor ranks talk four times per layer and direction: keep them on a node.
+# - Context ranks make the longest sequence grow with their number, at equal memory.
+# - All of them compose with sharding and replicas, and equal one process within 1e-5.
+#
+# ## Exercises
+#
+# 1. Which layouts of 64 ranks, 8 to a node, train a Llama 2 70B on 4 million tokens per step? Let
+#    `nl.Mesh.from_config` and `communication_share` answer.
+# 2. Change `llama` to two key-value heads. Which tensor degrees are left, and what does
+#    `nl.transform` say to the others?
+# 3. Count what travels per step with `context_parallel_degree` 2 and 4, for both ways that keys and
+#    values can travel. Which grows with the degree?

@@ -27,21 +27,24 @@ def test_training_is_that_of_one_process(family, layout, travel):
     """Two micro-batches a step, with different numbers of targets."""
     ranks, config = LAYOUTS[layout]
     config = config | {"cp_comm_type": travel}
-    for found in nl.spmd.run(parity.together, ranks, args=(family, config, 2)):
-        parity.assert_equal(found, reference(family))
+    parity.assert_equal(
+        nl.spmd.run(parity.together, ranks, args=(family, config, 2)), reference(family)
+    )
 
 
 def test_with_shards_and_replicas():
     config = {"context_parallel_degree": 2, "hybrid_shard_degree": 4}
-    for found in nl.spmd.run(parity.together, 8, args=("llama", config, 2)):
-        parity.assert_equal(found, reference("llama"))
+    parity.assert_equal(
+        nl.spmd.run(parity.together, 8, args=("llama", config, 2)), reference("llama")
+    )
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_with_tensor_parallelism(family):
     config = {"context_parallel_degree": 2, "tensor_parallel_degree": 2}
-    for found in nl.spmd.run(parity.together, 4, args=(family, config, 2)):
-        parity.assert_equal(found, reference(family))
+    parity.assert_equal(
+        nl.spmd.run(parity.together, 4, args=(family, config, 2)), reference(family)
+    )
 
 
 def with_tensor_ranks(rank, batch):
@@ -102,8 +105,7 @@ def test_sequences_that_do_not_divide(family, tokens):
     expected = parity.alone(family, tokens, **changes)
     config = {"context_parallel_degree": 4}
     run = functools.partial(parity.together, **changes)
-    for found in nl.spmd.run(run, 4, args=(family, config, 1, tokens)):
-        parity.assert_equal(found, expected)
+    parity.assert_equal(nl.spmd.run(run, 4, args=(family, config, 1, tokens)), expected)
 
 
 def over_processes(rank, travel):
@@ -113,8 +115,9 @@ def over_processes(rank, travel):
 
 @pytest.mark.parametrize("travel", TRAVELS)
 def test_over_real_processes(travel):
-    for found in nl.spmd.run(over_processes, 2, args=(travel,), processes=True):
-        parity.assert_equal(found, reference("gpt2"))
+    parity.assert_equal(
+        nl.spmd.run(over_processes, 2, args=(travel,), processes=True), reference("gpt2")
+    )
 
 
 @pytest.mark.parametrize(("family", "bound"), [("gpt2", 0.03), ("llama", 0.03), ("mixtral", 0.1)])

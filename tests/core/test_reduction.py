@@ -6,7 +6,6 @@ import pytest
 
 import nearlinear as nl
 from nearlinear.parallel.lane import Item
-from nearlinear.parallel.overlap import PrivateMemory
 from nearlinear.parallel.reduction import Reduction
 from tests.support import tiny
 from tests.support.releases import needs_hooks
@@ -26,14 +25,14 @@ class Done(Item):
     [(12, 2, [4, 3, 3]), (11, 2, [3, 3]), (10, 4, [3, 3]), (9, 5, [3]), (5, 50, []), (0, 1, [])],
 )
 def test_the_oldest_are_waited_for(most, asked, left):
-    reduction = Reduction(None, None, None, PrivateMemory(), most)
+    reduction = Reduction(None, None, most)
     reduction.under_way.extend((Done(lambda: None), elements) for elements in (4, 3, 3))
     reduction.make_room(asked)
     assert [elements for _, elements in reduction.under_way] == left
 
 
 def test_what_has_ended_takes_no_room():
-    reduction = Reduction(None, None, None, PrivateMemory(), 10)
+    reduction = Reduction(None, None, 10)
     reduction.under_way.extend((Done(lambda: None), elements) for elements in (6, 4))
     reduction.under_way[0][0].perform()
     reduction.make_room(6)
@@ -48,7 +47,7 @@ def under_way_in_a_pass(rank, bucket):
     total = sum(p.numel() for p in model.parameters())
     nl.shard(model)
     reduction, seen = model._nearlinear_reduction, []
-    scatter, make_room = reduction.scatter, reduction.make_room
+    scatter, make_room = reduction.units[0].scatter, reduction.make_room
 
     def slowly(*arguments):
         time.sleep(0.1)
@@ -59,7 +58,9 @@ def under_way_in_a_pass(rank, bucket):
         pending = (n for item, n in reduction.under_way if not item.is_completed())
         seen.append(sum(pending) + elements)
 
-    reduction.scatter, reduction.make_room = slowly, watched
+    reduction.make_room = watched
+    for unit in reduction.units:
+        unit.scatter = slowly
     model(**tiny.batch(tiny.rows(0, 2))).loss.backward()
     return max(seen), total
 

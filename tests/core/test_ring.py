@@ -181,6 +181,7 @@ def test_causal_work_is_balanced(ranks):
     assert sum(work) == length * (length + 1) // 2  # no score that causality hides
 
 
+@settings(deadline=None)
 @given(
     ranks=st.integers(1, 4),
     chunk=st.integers(1, 5),

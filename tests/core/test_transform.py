@@ -30,15 +30,17 @@ reference = functools.cache(parity.alone)
 @pytest.mark.parametrize("family", parity.FAMILIES)
 def test_training_is_that_of_one_process(family, layout_name):
     ranks, config = LAYOUTS[layout_name]
-    for found in nl.spmd.run(parity.together, ranks, args=(family, config, 2)):
-        parity.assert_equal(found, reference(family))
+    parity.assert_equal(
+        nl.spmd.run(parity.together, ranks, args=(family, config, 2)), reference(family)
+    )
 
 
 @pytest.mark.parametrize("changes", [{"overlap_communication": False}, {"prefetch_depth": 2}])
 def test_without_lanes_and_with_other_schedules(changes):
     config = TP2 | {"hybrid_shard_degree": 2} | changes
-    for found in nl.spmd.run(parity.together, 8, args=("gpt2", config, 2)):
-        parity.assert_equal(found, reference("gpt2"))
+    parity.assert_equal(
+        nl.spmd.run(parity.together, 8, args=("gpt2", config, 2)), reference("gpt2")
+    )
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 15])
@@ -59,8 +61,9 @@ def test_sequences_that_do_not_divide(tokens):
         return
     expected = parity.alone("llama", tokens)
     config = {"tensor_parallel_degree": 4}
-    for found in nl.spmd.run(parity.together, 4, args=("llama", config, 1, tokens)):
-        parity.assert_equal(found, expected)
+    parity.assert_equal(
+        nl.spmd.run(parity.together, 4, args=("llama", config, 1, tokens)), expected
+    )
 
 
 def over_processes(rank):
@@ -68,8 +71,7 @@ def over_processes(rank):
 
 
 def test_over_real_processes():
-    for found in nl.spmd.run(over_processes, 2, processes=True):
-        parity.assert_equal(found, reference("gpt2"))
+    parity.assert_equal(nl.spmd.run(over_processes, 2, processes=True), reference("gpt2"))
 
 
 @pytest.mark.parametrize(("family", "bound"), [("gpt2", 0.03), ("llama", 0.03), ("mixtral", 0.1)])

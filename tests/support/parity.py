@@ -116,14 +116,14 @@ def together(
     mesh, run = nl.init(config), Run()
     with nl.spmd.one_at_a_time(seed=0):
         model = build(family, **changes)
-    model = nl.shard(nl.transform(model))
+    model = nl.transform(model)
+    model = nl.shard(nl.pipeline(model) if mesh.pipeline > 1 else model)
     updates = adamw(model, rate)
     for step in range(steps):
         mine = split(rows(step, tokens=tokens), mesh.data_ranks)[mesh.data_rank(rank)]
         totals = torch.zeros(2, dtype=torch.float64)
         for batch in nl.accumulate(model, split(mine, accumulation)):
-            loss = model(**batch).loss
-            loss.backward()
+            loss = forward_and_backward(model, batch)
             targets = int((batch["labels"][:, 1:] != -100).sum())
             totals += torch.tensor([loss.item() * targets, targets])
         if step == 0:
@@ -135,6 +135,15 @@ def together(
         run.losses.append((totals[0] / totals[1]).item())
     run.values = whole(model, lambda parameter: parameter.detach())
     return run
+
+
+def forward_and_backward(model, batch: dict) -> torch.Tensor:
+    """The loss of ``batch``, with its gradients under way."""
+    if runtime.current_mesh().pipeline > 1:
+        return model.step(batch)
+    loss = model(**batch).loss
+    loss.backward()
+    return loss
 
 
 def whole(model, of) -> dict[str, torch.Tensor]:
@@ -160,8 +169,8 @@ def differences(found: Run, reference: Run) -> dict[str, float]:
     """The largest difference of losses, gradients (also of their norm) and values."""
 
     def largest(one, other):
-        assert one.keys() == other.keys()
-        return max((one[name].float() - other[name].float()).abs().max().item() for name in other)
+        assert one.keys() <= other.keys()  # of a pipeline, those of its stages
+        return max((one[name].float() - other[name].float()).abs().max().item() for name in one)
 
     losses = max(abs(a - b) for a, b in zip(found.losses, reference.losses, strict=True))
     return {
@@ -172,6 +181,10 @@ def differences(found: Run, reference: Run) -> dict[str, float]:
     }
 
 
-def assert_equal(found: Run, reference: Run, bound: float = 1e-5) -> None:
-    for what, difference in differences(found, reference).items():
-        assert difference <= bound, f"{what} differ by {difference:g}"
+def assert_equal(found: list[Run], reference: Run, bound: float = 1e-5) -> None:
+    """All ranks' runs are the reference, and nothing of it is missing."""
+    for run in found:
+        for what, difference in differences(run, reference).items():
+            assert difference <= bound, f"{what} differ by {difference:g}"
+    for kind in ("gradients", "values"):
+        assert set().union(*(getattr(run, kind) for run in found)) == set(getattr(reference, kind))

@@ -24,6 +24,7 @@ _PUBLIC = {
     "clip_grad_norm_": "parallel.clip",
     "count_collectives": "counts",
     "delayed_init": "parallel.delayed_init",
+    "MoEConfig": "parallel.expert.config",
     "held": "checkpoint.state",
     "save": "checkpoint.save",
     "load": "checkpoint.load",

@@ -174,11 +174,6 @@ class Config:
 
     def check_supported(self) -> None:
         """Refuse what this release cannot do, and say what has no effect: nothing is ignored."""
-        if self.expert_parallel_degree > 1:
-            raise ConfigError(
-                f"expert_parallel_degree = {self.expert_parallel_degree}: this release has no "
-                "expert parallelism yet; set it to 1 and raise hybrid_shard_degree instead"
-            )
         if self.fp16:
             raise ConfigError("fp16 = true: this release has no loss scaling; use bf16 = true")
         for name in (

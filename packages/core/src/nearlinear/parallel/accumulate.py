@@ -148,8 +148,7 @@ class _Step:
             return
         if self.reduction is not None:
             self.reduction.last, self.reduction.two_hop = last, self.two_hop
-        else:
-            self.model.set_requires_all_reduce(last or not self.two_hop)
+        self.model.set_requires_all_reduce(last or not self.two_hop)  # where FSDP2 does it
         self.model.set_is_last_backward(last)
         if self.schedule is not None:
             self.schedule.begin_micro_batch(last)

@@ -44,13 +44,13 @@ class Hierarchy:
             all_gather(node.view(-1), node[place], group=self.inside)
 
 
-def cut(mesh: Mesh, rank: int) -> tuple[list[int], list[int]] | None:
-    """The ranks ``across`` nodes and ``inside`` this node of ``rank``'s shard group.
+def cut(mesh: Mesh, rank: int, axis: str = "sharing") -> tuple[list[int], list[int]] | None:
+    """The ranks ``across`` nodes and ``inside`` this node of ``rank``'s group of ``axis``.
 
     None where two stages make no sense: one node, one rank per node, or nodes that hold different
     numbers of the group's ranks.
     """
-    ranks = mesh.group("sharing", rank)
+    ranks = mesh.group(axis, rank)
     nodes: dict[int, list[int]] = {}
     for member in ranks:
         nodes.setdefault(mesh.node(member), []).append(member)

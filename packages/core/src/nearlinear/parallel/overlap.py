@@ -7,7 +7,7 @@ the caller's thread goes on with its own. Gathers in two stages (`hierarchy`) ar
 """
 
 import contextlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,8 @@ from .lane import Lane
 from .reduction import Reduction, UnitReduction
 from .scatter import Scatter
 from .wire import CODECS, travelling
+
+Units = dict[str, list[FSDPModule]]  # by who shares their states, see `mesh.JOINT`
 
 SUMMED_AS_THEY_ARE = (torch.float32, torch.bfloat16)  # FSDP2 divides others, before and after
 
@@ -45,15 +47,22 @@ class PrivateMemory:
 
 
 @dataclass
+class Sharers:
+    """The ranks that share some states, as groups of each lane's own."""
+
+    gathering: dist.ProcessGroup
+    hierarchy: Hierarchy | None  # of the gathers
+    scatter: Scatter
+
+
+@dataclass
 class Lanes:
     """A job's threads for communication, and the groups they use; one set per `Runtime`."""
 
     gathers: Lane
     reductions: Lane
-    gathering: dist.ProcessGroup  # the shard group, twice: one for each lane
-    scatter: Scatter
     replicas: dist.ProcessGroup | None
-    hierarchy: Hierarchy | None  # of the gathers
+    sharers: dict[str, Sharers] = field(default_factory=dict)  # ``sharing``, ``expert_sharing``
 
     def finish(self) -> None:
         """Wait until nothing is under way any more, however it ends."""
@@ -65,26 +74,35 @@ class Lanes:
 def lanes_of(now: Runtime) -> Lanes:
     """The lanes of this job, opened on first use: a collective call."""
     if now.lanes is None:
-        inline = now.device.type != "cpu" or dist.get_backend() == THREADS
-        group = _of_mesh if inline else _of_its_own
-        replicate = now.mesh.replicate > 1
-        now.lanes = Lanes(
-            Lane("gathers", inline),
-            Lane("reductions", inline),
-            group(now, "sharing"),
-            Scatter(group(now, "sharing"), _hierarchy(now)),
-            group(now, "replicate") if replicate else None,
-            _hierarchy(now),
-        )
+        inline = _inline(now)
+        replicas = _group(now, "replicate") if now.mesh.replicate > 1 else None
+        now.lanes = Lanes(Lane("gathers", inline), Lane("reductions", inline), replicas)
     return now.lanes
 
 
-def _of_mesh(now: Runtime, axis: str) -> dist.ProcessGroup:
+def _sharers(now: Runtime, axis: str) -> Sharers:
+    """The groups of ``axis`` for this job's lanes, made on first use: a collective call."""
+    known = lanes_of(now).sharers
+    if axis not in known:
+        gathering, scattering = _group(now, axis), _group(now, axis)
+        known[axis] = Sharers(
+            gathering, _hierarchy(now, axis), Scatter(scattering, _hierarchy(now, axis))
+        )
+    return known[axis]
+
+
+def _inline(now: Runtime) -> bool:
+    """Whether lanes are the caller's own thread: where streams overlap, or ranks are threads."""
+    return now.device.type != "cpu" or dist.get_backend() == THREADS
+
+
+def _group(now: Runtime, axis: str) -> dist.ProcessGroup:
+    """FSDP2's own group where one thread uses it, else another one of the same ranks."""
+    if not _inline(now):
+        return _new_group(now.mesh.group(axis, now.rank), now)
+    if axis == "expert_sharing":
+        return now.expert_mesh["shard"].get_group()
     return now.device_mesh["shard" if axis == "sharing" else axis].get_group()
-
-
-def _of_its_own(now: Runtime, axis: str) -> dist.ProcessGroup:
-    return _new_group(now.mesh.group(axis, now.rank), now)
 
 
 def _new_group(ranks: list[int], now: Runtime) -> dist.ProcessGroup:
@@ -94,68 +112,71 @@ def _new_group(ranks: list[int], now: Runtime) -> dist.ProcessGroup:
     return dist.new_group(ranks, backend=backend, use_local_synchronization=True)
 
 
-def _hierarchy(now: Runtime) -> Hierarchy | None:
-    ranks = cut(now.mesh, now.rank)
+def _hierarchy(now: Runtime, axis: str) -> Hierarchy | None:
+    ranks = cut(now.mesh, now.rank, axis)
     if ranks is None or now.config.hierarchical_all_gather == "off":
         return None
     across, inside = (_new_group(group, now) for group in ranks)
     return Hierarchy(across, inside, len(ranks[1]))
 
 
-def gather_beside(model, units: list[FSDPModule], now: Runtime, dtype: torch.dtype) -> None:
+def gather_beside(model, units: Units, now: Runtime, dtype: torch.dtype) -> None:
     """Have ``units`` gather on a lane, in ``dtype``, and wait for it when they compute."""
-    _give_gathers(units, now, _staged(units, now, dtype))
+    for axis, sharing in units.items():
+        _give_gathers(sharing, now, axis, _staged(sharing, now, axis, dtype))
     _torch.gather_asynchronously(model)
 
 
-def gather_in_stages(units: list[FSDPModule], now: Runtime, dtype: torch.dtype) -> None:
+def gather_in_stages(units: Units, now: Runtime, dtype: torch.dtype) -> None:
     """Have those ``units`` gather across nodes first for which that pays; the others stay.
 
     All are given a gather of ours where parameters travel smaller than they compute.
     """
-    staged = _staged(units, now, dtype)
-    if CODECS[now.config.gather_dtype] is not None and now.mesh.sharing > 1:
-        _give_gathers(units, now, staged)
-        return
-    chosen = [unit for unit, two in zip(units, staged, strict=True) if two]
-    if chosen:
-        _give_gathers(chosen, now, [True] * len(chosen))
+    coded = CODECS[now.config.gather_dtype] is not None
+    for axis, sharing in units.items():
+        staged = _staged(sharing, now, axis, dtype)
+        if coded and getattr(now.mesh, axis) > 1:
+            _give_gathers(sharing, now, axis, staged)
+            continue
+        chosen = [unit for unit, two in zip(sharing, staged, strict=True) if two]
+        if chosen:
+            _give_gathers(chosen, now, axis, [True] * len(chosen))
 
 
-def _give_gathers(units: list[FSDPModule], now: Runtime, staged: list[bool]) -> None:
-    lanes = lanes_of(now)
-    memory, codec = _memory(lanes.gathering, "AllGather"), CODECS[now.config.gather_dtype]
+def _give_gathers(units: list[FSDPModule], now: Runtime, axis: str, staged: list[bool]) -> None:
+    lane, sharers = lanes_of(now).gathers, _sharers(now, axis)
+    memory, codec = _memory(sharers.gathering, "AllGather"), CODECS[now.config.gather_dtype]
     for unit, two in zip(units, staged, strict=True):
-        hierarchy = lanes.hierarchy if two else None
-        gather = UnitGather(lanes.gathers, lanes.gathering, memory, hierarchy, codec)
-        unit.set_custom_all_gather(gather)
+        hierarchy = sharers.hierarchy if two else None
+        unit.set_custom_all_gather(UnitGather(lane, sharers.gathering, memory, hierarchy, codec))
 
 
-def _staged(units: list[FSDPModule], now: Runtime, dtype: torch.dtype) -> list[bool]:
+def _staged(units: list[FSDPModule], now: Runtime, axis: str, dtype: torch.dtype) -> list[bool]:
     """For each unit, whether it gathers in two stages."""
     asked = now.config.hierarchical_all_gather
-    if asked == "off" or cut(now.mesh, now.rank) is None:
+    if asked == "off" or cut(now.mesh, now.rank, axis) is None:
         return [False] * len(units)
     if asked == "on":
         return [True] * len(units)
-    lanes = lanes_of(now)
-    if dist.get_backend(lanes.gathering) == IN_HOST_MEMORY:  # its gathers are made so already
+    sharers = _sharers(now, axis)
+    if dist.get_backend(sharers.gathering) == IN_HOST_MEMORY:  # its gathers are made so already
         return [False] * len(units)
-    ranks = now.mesh.sharing
+    ranks = getattr(now.mesh, axis)
     sizes = [sum(-(-p.numel() // ranks) for p in _torch.sharded_parameters(u)) for u in units]
     sent = [travelling(now.config.gather_dtype, size, dtype) for size in sizes]
-    memory = _memory(lanes.gathering, "AllGather")
-    return worth_it(lanes.hierarchy, lanes.gathering, memory, sent, now.device)
+    memory = _memory(sharers.gathering, "AllGather")
+    return worth_it(sharers.hierarchy, sharers.gathering, memory, sent, now.device)
 
 
-def reduce_beside(units: list[FSDPModule], now: Runtime) -> Reduction:
+def reduce_beside(units: Units, now: Runtime) -> Reduction:
     """Have ``units``, sharded over the shard axis alone, reduce in both hops on a lane."""
-    lanes = lanes_of(now)
-    memory = _memory(lanes.scatter.shards, "ReduceScatter")
-    most = now.config.sdp_reduce_bucket_size
-    reduction = Reduction(lanes.reductions, lanes.scatter, lanes.replicas, memory, most)
-    for unit in units:
-        unit.set_custom_reduce_scatter(UnitReduction(reduction, unit))
+    lanes, most = lanes_of(now), now.config.sdp_reduce_bucket_size
+    reduction = Reduction(lanes.reductions, lanes.replicas, most)
+    for axis, sharing in units.items():
+        scatter = _sharers(now, axis).scatter
+        memory = _memory(scatter.shards, "ReduceScatter")
+        for unit in sharing:
+            unit.set_custom_reduce_scatter(UnitReduction(reduction, unit, scatter, memory))
     return reduction
 
 

@@ -27,9 +27,7 @@ class Reduction:
     """What the units of one sharded model have in common: where they reduce, and when."""
 
     lane: Lane
-    scatter: Scatter  # over the shard group
     replicas: dist.ProcessGroup | None  # None: there is one replica
-    memory: object  # allocates what is reduced
     most: int  # elements whose reductions may be under way at once; one unit's always may
     two_hop: bool = True  # replicas meet once per step, not after every micro-batch
     last: bool = True  # the micro-batch at hand ends the step
@@ -59,10 +57,14 @@ class Reduction:
 
 
 class UnitReduction(_ReduceScatter):
-    """Reduces the gradients of one FSDP2 unit: for its ``set_custom_reduce_scatter``."""
+    """Reduces the gradients of one FSDP2 unit: for its ``set_custom_reduce_scatter``.
 
-    def __init__(self, common: Reduction, unit: FSDPModule):
+    ``scatter`` is over the ranks that share its states; ``memory`` allocates what is reduced.
+    """
+
+    def __init__(self, common: Reduction, unit: FSDPModule, scatter: Scatter, memory):
         self.common, self.unit = common, unit
+        self.scatter, self.memory = scatter, memory
         common.units.append(self)
         self.item: Item | None = None  # the reduction on its way
         self.output: torch.Tensor | None = None  # and where it goes: a shard, flat
@@ -78,7 +80,7 @@ class UnitReduction(_ReduceScatter):
     def allocate(self, size, *, dtype, device) -> torch.Tensor:
         """What is reduced, and then what becomes of it."""
         self.common.make_room(math.prod(size))
-        return self.common.memory.allocate(size, dtype=dtype, device=device)
+        return self.memory.allocate(size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
         """Start reducing ``input_tensor`` (ranks x shard, flat) to ``output_tensor`` (shard).
@@ -93,7 +95,7 @@ class UnitReduction(_ReduceScatter):
         self.across = dist.ReduceOp.AVG if op == dist.ReduceOp.AVG else dist.ReduceOp.SUM
 
         def first_hop():
-            common.scatter(output_tensor, input_tensor, op)
+            self.scatter(output_tensor, input_tensor, op)
             if before is not None and two_hop:
                 output_tensor.add_(before)
 

@@ -42,23 +42,34 @@ class Schedule:
 
 
 def arrange(
-    root: nn.Module, blocks: list[nn.Module], sizes: list[int], depth: int, live: int
+    root: nn.Module,
+    blocks: list[nn.Module],
+    sizes: list[int],
+    depth: int,
+    live: int,
+    inside: dict[nn.Module, list[nn.Module]],
 ) -> Schedule:
     """Set the prefetching of ``root`` and ``blocks``, keep what is allowed; returns what stays.
 
     ``sizes`` (root, then blocks) and ``live``, parameters: at most that many are gathered at once,
-    or as few as the schedule needs. ``depth``: how many units are gathered ahead.
+    or as few as the schedule needs. ``depth``: how many units are gathered ahead. ``inside``: units
+    within one of them (divided experts), which are gathered and kept with it.
     """
+
+    def whole(units: list[nn.Module]) -> list[nn.Module]:
+        return [part for unit in units for part in (unit, *inside.get(unit, ()))]
+
     order = [root, *blocks]
     for i, unit in enumerate(order):
-        unit.set_modules_to_forward_prefetch(order[i + 1 : i + 1 + depth])
+        unit.set_modules_to_forward_prefetch(whole(order[i + 1 : i + 1 + depth]))
     backwards = [root, *reversed(blocks)]
     for i, unit in enumerate(backwards):
-        unit.set_modules_to_backward_prefetch(backwards[i + 1 : i + 1 + depth])
+        for part in whole([unit]):  # without a list, FSDP2 would choose for the inner ones
+            part.set_modules_to_backward_prefetch(whole(backwards[i + 1 : i + 1 + depth]))
     kept = blocks[: kept_blocks(sizes, depth, live)]
-    for block in {*kept, blocks[-1]}:
-        block.set_reshard_after_forward(False, recurse=False)
-    schedule = Schedule(tuple(order), (root, blocks[0], *kept[1:]))
+    for unit in whole(list(dict.fromkeys([*kept, blocks[-1]]))):
+        unit.set_reshard_after_forward(False, recurse=False)
+    schedule = Schedule(tuple(whole(order)), tuple(whole([root, blocks[0], *kept[1:]])))
     root.register_forward_hook(schedule.free_after_evaluation)
     return schedule
 

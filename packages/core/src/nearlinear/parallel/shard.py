@@ -2,22 +2,26 @@
 
 Source: MiCS (Zhang et al., VLDB 2023), section 3.2, on PyTorch's ``fully_shard``. Every block is
 its own unit, gathered just before use and freed after; embeddings, final norm and head stay in the
-root unit, so that tied weights are one parameter of one unit. Gradients come back averaged over
-all data ranks; `nearlinear.accumulate` adds the two-hop schedule.
+root unit, so that tied weights are one parameter of one unit. Experts that `nearlinear.transform`
+has divided are units inside their blocks, sharded over the ranks that have the same ones. Gradients
+come back averaged over all data ranks; `nearlinear.accumulate` adds the two-hop schedule.
 """
 
+import dataclasses
 import logging
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
 
 from .. import _torch, runtime
 from ..errors import ConfigError
 from . import joint, layout, optimizer_guard, overlap, schedule
 from .blocks import find_blocks
 from .delayed_init import materialise
+from .expert import parallel_experts
 from .pipeline import tied
 from .pipeline.calls import Called, in_front
 from .roots import roots_of
@@ -76,20 +80,27 @@ def _shard_whole(model, now: runtime.Runtime, policy, reshard_after_forward, blo
         raise ConfigError("nl.shard(model, blocks=...): a block is not a part of the model")
     beside = now.config.overlap_communication and overlap.possible(now, model, policy)
     mesh = now.device_mesh["shard"] if beside else shard_mesh(now)
+    experts = _experts_by_unit(model, blocks)
     sizes = [sum(p.numel() for p in unit.parameters()) for unit in (model, *blocks)]
     sizes[0] -= sum(sizes[1:])
     free = reshard_after_forward is not False
     for unit in blocks:
         _place(model, unit, now)
+        _shard_experts(experts[unit], now, policy, free, beside)
         fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=free)
     _place(model, model, now)
+    _shard_experts(experts[model], now, policy, free, beside)
     free_root = reshard_after_forward is True
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=free_root)
-    units = [*blocks, model]
+    inner = [unit for units in experts.values() for unit in units]
+    units = {"sharing": [*blocks, model]}
+    alone = inner if now.mesh.expert_sharing == 1 else []  # no rank shares its experts' states
+    if inner and not alone:
+        units["expert_sharing"] = inner
     gathered = policy.param_dtype or next(model.parameters()).dtype
-    if now.device.type == "cpu" and not beside:
-        for unit in units:  # torch 2.8's gloo sums where it is asked for a mean
-            unit.set_force_sum_reduction_for_comms(True)
+    if now.device.type == "cpu":
+        for unit in alone if beside else [*blocks, model, *inner]:
+            unit.set_force_sum_reduction_for_comms(True)  # torch 2.8's gloo takes a mean for a sum
     if beside:
         overlap.gather_beside(model, units, now, gathered)
         model._nearlinear_reduction = overlap.reduce_beside(units, now)
@@ -99,7 +110,9 @@ def _shard_whole(model, now: runtime.Runtime, policy, reshard_after_forward, blo
         log.warning("gather_dtype has no effect: PyTorch %s has no hook for it", torch.__version__)
     if reshard_after_forward is None:
         depth, live = now.config.prefetch_depth, now.config.sdp_max_live_parameters
-        model._nearlinear_schedule = schedule.arrange(model, blocks, sizes, depth, live)
+        model._nearlinear_schedule = schedule.arrange(
+            model, blocks, sizes, depth, live, inside=experts
+        )
     _torch.reduce_unused_parameters(model)
 
 
@@ -114,8 +127,11 @@ def _shard_stages(model, now: runtime.Runtime, policy, reshard_after_forward) ->
         held = sum(parameter.numel() for parameter in model.parameters())
         reshard_after_forward = held > now.config.sdp_max_live_parameters
     for stage in roots_of(model):
-        for unit in (*engine.blocks_of(stage), stage):
+        blocks = engine.blocks_of(stage)
+        experts = _experts_by_unit(stage, blocks)
+        for unit in (*blocks, stage):
             _place(stage, unit, now)
+            _shard_experts(experts[unit], now, policy, reshard_after_forward, beside=False)
             fully_shard(
                 unit,
                 mesh=shard_mesh(now),
@@ -123,7 +139,8 @@ def _shard_stages(model, now: runtime.Runtime, policy, reshard_after_forward) ->
                 reshard_after_forward=reshard_after_forward,
             )
             if now.device.type == "cpu":  # torch 2.8's gloo sums where it is asked for a mean
-                unit.set_force_sum_reduction_for_comms(True)
+                for each in (unit, *experts[unit]):
+                    each.set_force_sum_reduction_for_comms(True)
         _torch.reduce_unused_parameters(stage)
         engine.adopt(stage)
     engine.dtype = policy.param_dtype or next(model.parameters()).dtype
@@ -168,10 +185,42 @@ def _place(model: nn.Module, unit: nn.Module, now: runtime.Runtime) -> None:
     unit.to(now.device)
 
 
-def shard_mesh(now: runtime.Runtime) -> DeviceMesh:
+def shard_mesh(now: runtime.Runtime, experts: bool = False) -> DeviceMesh:
     """The mesh FSDP2 shards over: (replicate, shard), or (shard,) where there is one replica."""
-    mesh = now.device_mesh
+    mesh = now.expert_mesh if experts else now.device_mesh
     return mesh["replicate", "shard"] if now.mesh.replicate > 1 else mesh["shard"]
+
+
+def _experts_by_unit(model: nn.Module, blocks: list[nn.Module]) -> dict[nn.Module, list]:
+    """Divided experts, by the block or, outside of all, the model that they are in."""
+    by_unit = {block: parallel_experts(block) for block in blocks}
+    inside = {unit for units in by_unit.values() for unit in units}
+    by_unit[model] = [unit for unit in parallel_experts(model) if unit not in inside]
+    return by_unit
+
+
+def _shard_experts(units: list[nn.Module], now, policy, free: bool, beside: bool) -> None:
+    """Each of ``units`` over the ranks that have the same experts.
+
+    Their inputs stay as they are: the block has cast the tokens, the router's weights are finer.
+    """
+    policy = dataclasses.replace(policy, cast_forward_inputs=False)
+    ranks = now.mesh.expert_sharing
+    for unit in units:
+        # FSDP2 does replicas itself where there is nothing to reduce-scatter before
+        mesh = now.expert_mesh["shard"] if beside and ranks > 1 else shard_mesh(now, experts=True)
+        fully_shard(
+            unit,
+            mesh=mesh,
+            mp_policy=policy,
+            reshard_after_forward=free,
+            shard_placement_fn=lambda parameter: Shard(_dim_to_shard(parameter, ranks)),
+        )
+
+
+def _dim_to_shard(parameter: nn.Parameter, ranks: int) -> int:
+    """The first dim that ``ranks`` divides: there are few experts, and padding them is memory."""
+    return next((i for i, size in enumerate(parameter.shape) if size % ranks == 0), 0)
 
 
 def _policy(precision: str) -> MixedPrecisionPolicy:

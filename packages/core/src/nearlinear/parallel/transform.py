@@ -12,19 +12,25 @@ from torch import nn
 from .. import runtime
 from ..errors import ConfigError
 from ..spmd import one_at_a_time
-from . import context, from_first, layout, tensor
+from . import context, expert, from_first, layout, tensor
+from .expert import MoEConfig
 
 
 def transform(
-    model: nn.Module, *, load_state_dict_from_rank0: bool = False, cp_comm_type: str | None = None
+    model: nn.Module,
+    config: MoEConfig | dict | None = None,
+    *,
+    load_state_dict_from_rank0: bool = False,
+    cp_comm_type: str | None = None,
 ) -> nn.Module:
     """Split ``model`` as the config asks, in place, and return it.
 
     All ranks must hold equal values, or none: a model built under `delayed_init` gets its part of
     them from `shard`. With ``load_state_dict_from_rank0`` the values are those of rank 0, whatever
-    the others have; `shard` hands them out. ``cp_comm_type``: instead of the config's. Where it
-    changes anything, each rank's random numbers (dropout) are seeded anew, by ``random_seed`` and
-    the rank. A collective call. Raises ConfigError.
+    the others have; `shard` hands them out. ``config`` is for mixtures of experts, see
+    `MoEConfig`; ``cp_comm_type`` instead of the config's. Where it changes anything, each rank's
+    random numbers (dropout) are seeded anew, by ``random_seed`` and the rank. A collective call.
+    Raises ConfigError.
     """
     now = runtime.current()
     asked = {axis for axis in ("tensor", "context", "expert") if getattr(now.mesh, axis) > 1}
@@ -38,6 +44,8 @@ def transform(
         tensor.apply(model, now)
     if "context" in asked:
         context.apply(model, now, cp_comm_type or now.config.cp_comm_type)
+    if "expert" in asked or config is not None:
+        expert.apply(model, now, config)
     if asked:
         with one_at_a_time():  # ranks that are threads have one generator
             torch.manual_seed(now.config.random_seed + now.rank)

@@ -1,5 +1,5 @@
 """Context parallelism: every sequence is split among the ranks of a group."""
 
-from .model import apply, of
+from .model import apply
 
-__all__ = ["apply", "of"]
+__all__ = ["apply"]

@@ -19,6 +19,7 @@ from torch import nn
 from ...errors import ConfigError, NearlinearError
 from ...runtime import Runtime
 from .. import layout, loss
+from ..around import around
 from .attention import TRAVELS, attention
 from .batch import FLAGS, Whole, gather, split
 from .check import check
@@ -32,14 +33,13 @@ class Context:
 
     def __init__(self, model: nn.Module, group: dist.ProcessGroup, comm_type: str):
         self.model, self.travel = model, TRAVELS[comm_type](group)
-        self.names = list(inspect.signature(type(model).forward).parameters)[1:]
         self.counts_by_mask = _counts_by_mask(model)
         self.batch: Whole | None = None
         self.attended = False
 
-    def split(self, *args, **kwargs) -> dict:
+    def split(self, arguments: dict) -> dict:
         """This rank's part of the model's arguments, see `batch.split`."""
-        given = dict(zip(self.names, args, strict=False)) | kwargs
+        given = {flag: getattr(self.model.config, flag, None) for flag in FLAGS} | arguments
         if self.counts_by_mask and given.get("position_ids") is None:
             if given.get("attention_mask") is not None:
                 raise ConfigError(
@@ -88,17 +88,11 @@ def apply(model: nn.Module, now: Runtime, comm_type: str) -> None:
     check(model)
     context = Context(model, now.group("context"), comm_type)
     _use_our_attention(model, context)
-    model.register_forward_pre_hook(_before(context), with_kwargs=True)
-    model.register_forward_hook(lambda model, args, output: context.gather(output))
+    around(model).before.append(context.split)
+    around(model).after.append(context.gather)
     if now.mesh.tensor == 1:  # else `tensor` has, which knows the rank's part of the vocabulary
         loss.install(model, now)
-    model._nearlinear_context = context
     layout.of(model).axes.add("context")
-
-
-def of(model: nn.Module) -> Context | None:
-    """The context of a model that `apply` has changed."""
-    return getattr(model, "_nearlinear_context", None)
 
 
 def _use_our_attention(model: nn.Module, context: Context) -> None:
@@ -112,16 +106,6 @@ def _use_our_attention(model: nn.Module, context: Context) -> None:
         if hasattr(module, "config"):
             module.config = config
             module._nearlinear_context = context
-
-
-def _before(context: Context):
-    """A pre-forward hook of the model."""
-
-    def hook(model, args, kwargs):
-        defaults = {flag: getattr(model.config, flag, None) for flag in FLAGS}
-        return (), context.split(*args, **defaults | kwargs)
-
-    return hook
 
 
 def _counts_by_mask(model: nn.Module) -> bool:

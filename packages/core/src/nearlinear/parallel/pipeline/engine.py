@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 
 from ...errors import NearlinearError
@@ -80,8 +81,9 @@ class Engine:
     def free(self) -> None:
         """Free what this rank's stages have gathered."""
         for stage in self.stages.values():
-            for unit in (*self.blocks_of(stage), stage):
-                unit.reshard()
+            for unit in stage.modules():
+                if isinstance(unit, FSDPModule):
+                    unit.reshard()
 
     def adopt(self, stage: nn.Module) -> None:
         """Take over when ``stage``, sharded by now, reduces across replicas."""

@@ -19,6 +19,8 @@ import torch
 from torch import nn
 
 from ...errors import NearlinearError
+from ..around import around
+from ..tensor.rows import Rows
 from .calls import in_front
 from .parts import Parts
 
@@ -31,11 +33,14 @@ OF_LAST = ("labels", "logits_to_keep", "shift_labels", "num_items_in_batch")
 class Skip(nn.Module):
     """A part that another stage holds: hidden states go through."""
 
-    def __init__(self, as_tuple: bool = False):
+    def __init__(self, as_tuple: bool = False, change: Callable | None = None):
+        """``change``: what is done to hidden states there by more than the part itself."""
         super().__init__()
         self.as_tuple = as_tuple  # blocks of older transformers return one
+        self.change = change
 
     def forward(self, hidden, *args, **kwargs):
+        hidden = hidden if self.change is None else self.change(hidden)
         return (hidden,) if self.as_tuple else hidden
 
 
@@ -62,27 +67,52 @@ class Stage:
 
     def forward(self, *received):
         work = self._nearlinear_work
-        output = super().forward(**entering(received, work))
-        return work.consume(work.at, output) if work.last else leaving(output)
+        output = super().forward(**entering(self, received, work))
+        if work.last:
+            return work.consume(work.at, around(self).leave(output))
+        return leaving(self, output)
 
 
-def entering(received: tuple[torch.Tensor, ...], work: Work) -> dict:
+def entering(stage: Stage, received: tuple[torch.Tensor, ...], work: Work) -> dict:
     """The model's arguments for micro-batch ``work.at``, with what the stage before handed on."""
+    call = around(stage).enter((), dict(work.calls[work.at]))
+    shape = _tokens(call)
     without = (() if work.first else OF_FIRST) + (() if work.last else OF_LAST)
-    call = {name: value for name, value in work.calls[work.at].items() if name not in without}
+    call = {name: value for name, value in call.items() if name not in without}
     if not work.first:
-        call["inputs_embeds"] = received[0]
+        rows = rows_of(stage)
+        if rows is not None:
+            rows.see(*shape)
+        call["inputs_embeds"] = received[0] if rows is None else rows.back_in_place(received[0])
     return call | {"use_cache": False, "return_dict": True}
 
 
-def leaving(output) -> torch.Tensor:
+def leaving(stage: Stage, output) -> torch.Tensor:
     """What is handed on to the next stage: not a view, which schedules could not detach."""
-    hidden = output.logits
+    rows = rows_of(stage)
+    hidden = output.logits if rows is None else rows.mine(output.logits)
     return hidden if hidden._base is None else hidden.clone()
 
 
+def rows_of(model: nn.Module) -> Rows | None:
+    """Of a model that is split over tensor ranks: of hidden states each hands on its own rows."""
+    return getattr(model, "_nearlinear_rows", None)
+
+
 def handed_on(model: nn.Module, call: Mapping) -> tuple[int, ...]:
-    """The shape of `leaving`, for the arguments of one micro-batch: (B, S, E)."""
+    """The shape of `leaving`, for the arguments of one micro-batch: (B, S, E).
+
+    S is this context rank's part of the sequence; with tensor ranks it is (1, rows, E).
+    """
+    shape, rows = _tokens(around(model).enter((), dict(call))), rows_of(model)
+    if rows is not None:
+        rows.see(*shape)
+        shape = (1, rows.each)
+    return (*shape, model.config.hidden_size)
+
+
+def _tokens(call: Mapping) -> tuple[int, int]:
+    """(B, S) of a micro-batch."""
     given = call.get("input_ids")
     given = call.get("inputs_embeds") if given is None else given
     if not isinstance(given, torch.Tensor) or given.dim() < 2:
@@ -90,7 +120,7 @@ def handed_on(model: nn.Module, call: Mapping) -> tuple[int, ...]:
             "a pipeline needs input_ids (B, S) or inputs_embeds (B, S, E) among the model's "
             "arguments: give it one of them"
         )
-    return (*given.shape[:2], model.config.hidden_size)
+    return tuple(given.shape[:2])
 
 
 def stage_of(model: nn.Module, parts: Parts, blocks: Iterable[int], count: int) -> nn.Module:
@@ -107,7 +137,7 @@ def stage_of(model: nn.Module, parts: Parts, blocks: Iterable[int], count: int) 
 
 def leave_out(model: nn.Module, parts: Parts, blocks: set[int], count: int) -> None:
     """Put what only stages with other blocks hold out of ``model``, in place."""
-    base, stack = model._modules[parts.base], parts.list_of(model)
+    base, stack, rows = model._modules[parts.base], parts.list_of(model), rows_of(model)
     if 0 not in blocks:
         words = model.get_input_embeddings()
         for name in parts.first:
@@ -116,10 +146,12 @@ def leave_out(model: nn.Module, parts: Parts, blocks: set[int], count: int) -> N
             base._modules[name] = Zero() if added else Skip()
     for name, block in list(stack._modules.items()):
         if int(name) not in blocks and not isinstance(block, Skip):
-            stack._modules[name] = Skip(_gives_tuple(block))
+            enters = rows.mine if rows is not None and name == "0" else None
+            stack._modules[name] = Skip(_gives_tuple(block), enters)
     if count - 1 not in blocks:
         for name in parts.last:
-            base._modules[name] = Skip()
+            leaves = rows.back_in_place if rows is not None and name == parts.last[0] else None
+            base._modules[name] = Skip(change=leaves)
         model._modules[parts.head] = Skip()
 
 

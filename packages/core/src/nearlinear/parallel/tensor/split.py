@@ -8,14 +8,13 @@ head by vocabulary.
 
 from __future__ import annotations
 
-import inspect
-
 import torch
 from torch import nn
 
 from ...errors import ConfigError
 from ...runtime import Runtime
 from .. import layout, loss
+from ..around import around
 from ..blocks import find_blocks
 from ..layout import even
 from . import modules
@@ -121,9 +120,8 @@ def _connect(model: nn.Module, plan: Plan, rows: Rows) -> None:
                 region.register_forward_hook(lambda _, args, output: rows.sum(output))
     norm = model.get_submodule(plan.norm)
     norm.register_forward_hook(lambda _, args, output: rows.gather(output))
-    head = model.get_output_embeddings()
-    names = list(inspect.signature(type(model).forward).parameters)[1:]
-    model.register_forward_pre_hook(_before_model(head, names), with_kwargs=True)
+    around(model).before.append(_before_model(model.get_output_embeddings()))
+    model._nearlinear_rows = rows  # for the stages of a pipeline
 
 
 def _on_hidden_states(change):
@@ -137,11 +135,10 @@ def _on_hidden_states(change):
     return hook
 
 
-def _before_model(head: nn.Module, names: list[str]):
-    """A pre-forward hook: without labels the logits are wanted, of the whole vocabulary."""
+def _before_model(head: nn.Module):
+    """Without labels the logits are wanted, of the whole vocabulary."""
 
-    def hook(model, args, kwargs):
-        given = dict(zip(names, args, strict=False)) | kwargs
+    def before(given: dict) -> dict:
         for name in ("output_hidden_states", "output_attentions"):
             if given.get(name):
                 raise ConfigError(
@@ -149,5 +146,6 @@ def _before_model(head: nn.Module, names: list[str]):
                     "of them; leave it out, or run the model without tensor parallelism"
                 )
         head.gathers = not isinstance(given.get("labels"), torch.Tensor)
+        return given
 
-    return hook
+    return before

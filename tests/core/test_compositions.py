@@ -1,0 +1,92 @@
+"""Which kinds of parallelism go together: every cell of the table in the README is run here."""
+
+import functools
+import itertools
+from pathlib import Path
+
+import pytest
+
+import nearlinear as nl
+from nearlinear.mesh import Mesh
+from tests.support import parity
+
+README = Path(__file__).parents[2] / "packages/core/README.md"
+AXES = ("tensor", "context", "expert", "pipeline", "shard", "replicate")
+
+TENSOR = {"tensor_parallel_degree": 2}
+CONTEXT = {"context_parallel_degree": 2}
+EXPERT = {"expert_parallel_degree": 2}
+PIPELINE = {"pipeline_parallel_degree": 2, "microbatches": 2}
+GATHER = {"cp_comm_type": "all_gather"}
+
+RUNS = [
+    (4, "llama", TENSOR | CONTEXT),
+    (8, "gpt2", TENSOR | CONTEXT | {"hybrid_shard_degree": 4}),
+    (8, "gpt_neox", TENSOR | CONTEXT | GATHER | {"hybrid_shard_degree": 2}),
+    (4, "mixtral", TENSOR | EXPERT),
+    (8, "mixtral", TENSOR | EXPERT | {"hybrid_shard_degree": 4}),
+    (8, "mixtral", TENSOR | EXPERT | {"hybrid_shard_degree": 2}),
+    (2, "mixtral", CONTEXT | EXPERT),
+    (8, "mixtral", CONTEXT | EXPERT | {"hybrid_shard_degree": 4}),
+    (8, "mixtral", TENSOR | CONTEXT | EXPERT | {"hybrid_shard_degree": 2}),
+    (4, "llama", PIPELINE | TENSOR),
+    (8, "gpt2", PIPELINE | TENSOR | {"hybrid_shard_degree": 2}),
+    (8, "gpt_neox", PIPELINE | TENSOR | {"hybrid_shard_degree": 2, "pipeline": "simple"}),
+    (8, "mistral", PIPELINE | TENSOR | {"hybrid_shard_degree": 1, "placement_strategy": "TPD"}),
+    (4, "gpt2", PIPELINE | CONTEXT),
+    (8, "llama", PIPELINE | CONTEXT | {"hybrid_shard_degree": 2}),
+    (8, "llama", PIPELINE | CONTEXT | GATHER | {"hybrid_shard_degree": 4}),
+    (4, "mixtral", PIPELINE | EXPERT),
+    (8, "mixtral", PIPELINE | EXPERT | {"hybrid_shard_degree": 4}),
+    (8, "mixtral", PIPELINE | TENSOR | EXPERT),
+    (8, "llama_tied", PIPELINE | TENSOR | CONTEXT | {"pipeline": "zbv_zero_bubble"}),
+    (8, "mixtral", PIPELINE | CONTEXT | EXPERT | {"hybrid_shard_degree": 2}),
+]
+reference = functools.cache(parity.alone)
+
+
+def used(ranks: int, config: dict) -> set[str]:
+    """The axes of a run with more than one rank, and the experts."""
+    mesh = Mesh.from_config(nl.Config(**config), ranks)
+    return {axis for axis in AXES if getattr(mesh, axis) > 1}
+
+
+def name_of(run) -> str:
+    ranks, family, config = run
+    return f"{family}: {' x '.join(axis for axis in AXES if axis in used(ranks, config))}"
+
+
+@pytest.mark.parametrize("run", RUNS, ids=name_of)
+def test_training_is_that_of_one_process(run):
+    """Two micro-batches a step with different numbers of targets; three AdamW steps."""
+    ranks, family, config = run
+    found = nl.spmd.run(parity.together, ranks, args=(family, config, 2))
+    parity.assert_equal(found, reference(family))
+
+
+def test_the_table_in_the_readme_says_what_is_run_here():
+    lines = README.read_text().splitlines()
+    begin = next(i for i, line in enumerate(lines) if line.startswith("| composes with"))
+    header = [cell.strip() for cell in lines[begin].split("|")[2:-1]]
+    said = set()
+    for line in lines[begin + 2 :]:
+        if not line.startswith("|"):
+            break
+        row, *cells = (cell.strip() for cell in line.split("|")[1:-1])
+        said |= {frozenset((row, column)) for column, cell in zip(header, cells, strict=True)
+                 if cell == "yes"}  # fmt: skip
+    run = set()
+    for ranks, _, config in RUNS:
+        run |= {frozenset(pair) for pair in itertools.combinations(used(ranks, config), 2)}
+    parallel = {frozenset(pair) for pair in itertools.combinations(AXES, 2)}
+    assert said == parallel == run | {frozenset(("shard", "replicate"))}
+
+
+def four_axes_over_processes(rank):
+    return parity.together(rank, "llama", PIPELINE | TENSOR | {"hybrid_shard_degree": 1})
+
+
+@pytest.mark.slow
+def test_over_real_processes():
+    found = nl.spmd.run(four_axes_over_processes, 4, processes=True)
+    parity.assert_equal(found, reference("llama"))
