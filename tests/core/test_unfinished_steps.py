@@ -101,3 +101,19 @@ def spy(model, name, values):
         return inner(value)
 
     setattr(model, name, method)
+
+
+def test_leaving_before_anything_has_run_is_no_error_of_its_own():
+    """Torch has nothing to reset before the first forward pass."""
+
+    def work(rank):
+        model, optimizer = sharded(2)
+        loop = nl.accumulate(model, batches(2))
+        next(loop)
+        loop.close()  # as leaving the loop does
+        for batch in nl.accumulate(model, batches(2)):
+            model(**batch).loss.backward()
+        optimizer.step()
+        return all(p.grad is not None for p in model.parameters())
+
+    assert nl.spmd.run(work, 2) == [True, True]

@@ -168,6 +168,8 @@ def abandon_backward(root) -> None:
     and gradients of gathered parameters whose backward was cut short. Checked on torch 2.8.0 and
     2.13.0.
     """
+    if not hasattr(root._get_fsdp_state()._comm_ctx, "all_gather_state"):
+        return  # no forward pass has been yet
     if hasattr(root, "reset_iter_state"):
         root.reset_iter_state()
     else:

@@ -8,8 +8,10 @@ containers around them.
 
 from __future__ import annotations
 
+import ast
 import copy
 import inspect
+import textwrap
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -163,6 +165,24 @@ def _shell(module: nn.Module) -> nn.Module:
 
 
 def _gives_tuple(block: nn.Module) -> bool:
-    """Whether ``block`` returns hidden states in a tuple, as it did in transformers 4."""
-    gives = inspect.signature(type(block).forward).return_annotation
-    return "tuple[" in str(gives).lower()
+    """Whether ``block`` returns hidden states in a tuple, as some did in transformers 4.
+
+    It says so, or, where nothing is said, returns one that it has made.
+    """
+    forward = inspect.unwrap(type(block).forward)
+    says = inspect.signature(forward).return_annotation
+    if says is not inspect.Signature.empty:
+        return "tuple[" in str(says).lower()
+    nodes = list(ast.walk(ast.parse(textwrap.dedent(inspect.getsource(forward)))))
+    made = {
+        target.id
+        for node in nodes
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    returned = [node.value for node in nodes if isinstance(node, ast.Return)]
+    return any(
+        isinstance(value, ast.Tuple) or (isinstance(value, ast.Name) and value.id in made)
+        for value in returned
+    )
