@@ -80,7 +80,17 @@ def test_env_prints_versions_and_no_secrets():
         (["batch.micro_batch_size=1e30"], "more than 2^31"),
         (["run.folder=/proc/nowhere"], "run.folder = /proc/nowhere cannot be written"),
         (["run.peak_tflops=-1"], "run.peak_tflops = -1.0"),
-        (["parallel.context_parallel_degree=2", "run.nproc=2"], "this release trains with"),
+        (["parallel.context_parallel_degree=2", "run.nproc=3"], "does not divide"),
+        (["parallel.tensor_parallel_degree=4", "run.nproc=4"], "does not divide n_head = 2"),
+        (["parallel.expert_parallel_degree=2", "run.nproc=2"], "gpt2-tiny has no experts"),
+        (["parallel.pipeline_parallel_degree=4", "run.nproc=4"], "has only 2 layers"),
+        (
+            ["parallel.pipeline_parallel_degree=2", "run.nproc=2", "parallel.microbatches=3"],
+            "parallel.microbatches = 3 equal parts: make it a multiple",
+        ),
+        (["parallel.placement_strategy=near"], "placement_strategy = 'near': allowed are"),
+        (["parallel.pipeline=zigzag"], "pipeline = 'zigzag': allowed are"),
+        (["moe.moe_load_balancing=fair"], "moe_load_balancing = 'fair': allowed are"),
         (["nonsense"], "expected key=value"),
     ],
 )

@@ -66,6 +66,13 @@ def test_training_is_that_of_one_process(run):
     parity.assert_equal(found, reference(family))
 
 
+@pytest.mark.parametrize("family", parity.FAMILIES)
+def test_every_family_in_stages_split_and_sharded(family):
+    config = PIPELINE | TENSOR | {"hybrid_shard_degree": 2}
+    found = nl.spmd.run(parity.together, 8, args=(family, config, 2))
+    parity.assert_equal(found, reference(family))
+
+
 def test_the_table_in_the_readme_says_what_is_run_here():
     lines = README.read_text().splitlines()
     begin = next(i for i, line in enumerate(lines) if line.startswith("| composes with"))

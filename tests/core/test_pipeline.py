@@ -53,19 +53,21 @@ def test_every_schedule_on_four_ranks(schedule):
     check(found, reference("gpt2", 2, layers), steps=2)
 
 
-@pytest.mark.parametrize("schedule", ["interleaved", "zbv_zero_bubble"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_family(family, schedule):
-    config = {"pipeline_parallel_degree": 2, "microbatches": 4, "pipeline": schedule}
-    check(nl.spmd.run(pipelines.piped, 2, args=(family, config)), reference(family))
-
-
-@pytest.mark.parametrize("schedule", ["simple", "interleaved_1f1b", "interleaved_zero_bubble"])
-@pytest.mark.parametrize("family", FAMILIES[1:])
 @pytest.mark.slow
-def test_every_family_with_several_stages_per_rank(family, schedule):
-    config = {"pipeline_parallel_degree": 2, "microbatches": 2, "pipeline": schedule}
-    check(nl.spmd.run(pipelines.piped, 2, args=(family, config)), reference(family))
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("family", FAMILIES[1:])
+def test_every_family_on_every_schedule(family, schedule, ranks):
+    layers = 8 if schedule in SEVERAL and ranks == 4 else 4
+    config = {"pipeline_parallel_degree": ranks, "microbatches": ranks, "pipeline": schedule}
+    found = nl.spmd.run(pipelines.piped, ranks, args=(family, config, 3, layers))
+    check(found, reference(family, 3, layers))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_in_sharded_stages(family):
+    config = {"pipeline_parallel_degree": 2, "hybrid_shard_degree": 2, "microbatches": 2}
+    check(nl.spmd.run(pipelines.piped, 4, args=(family, config)), reference(family))
 
 
 @pytest.mark.parametrize("schedule", ["simple", "interleaved", "zbv_zero_bubble"])

@@ -38,7 +38,7 @@ def leave_the_group():
     [
         (["--set", "run.nproc=4", "--set", "parallel.hybrid_shard_degree=3"], "allowed are 1, 2"),
         (["--set", "data.path="], "python -m data_prep"),
-        (["--set", "parallel.tensor_parallel_degree=2"], "this release trains with"),
+        (["--set", "parallel.tensor_parallel_degree=2"], "tune measures sharded data parallelism"),
         (["--rounds", "0"], "--rounds 0: must be at least 1"),
         (["--memory", "-1"], "--memory -1.0"),
         (["--memory", "nan"], "--memory nan"),

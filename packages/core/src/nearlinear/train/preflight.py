@@ -14,7 +14,7 @@ from ..errors import ConfigError, DataError
 from ..mesh import Mesh
 from ..schema import coerce
 from .config import TrainConfig
-from .presets import preset
+from .presets import LAYERS_KEY, preset
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +30,7 @@ def check(config: TrainConfig, world: int, ranks_per_node: int = 0) -> Mesh:
             config.parallel.microbatches,
         )
     mesh = Mesh.from_config(config.parallel, world, ranks_per_node)
+    _check_degrees(config, mesh)
     open_dataset(config, "train")
     if config.train.eval_sequences:
         open_dataset(config, "val")
@@ -49,6 +50,36 @@ def check(config: TrainConfig, world: int, ranks_per_node: int = 0) -> Mesh:
     if config.checkpoint.folder:
         _check_folder("checkpoint.folder", Path(config.checkpoint.folder))
     return mesh
+
+
+def _check_degrees(config: TrainConfig, mesh: Mesh) -> None:
+    """Raise ConfigError where the model's own numbers do not go with the mesh."""
+    name, family = config.model.preset, config.model.family
+    shape = preset(name)["shape"] | config.model.overrides
+    heads = "n_head" if family == "gpt2" else "num_attention_heads"
+    for key in (heads, "num_key_value_heads"):
+        _divides("tensor_parallel_degree", mesh.tensor, key, shape.get(key))
+    if mesh.expert > 1 and "num_local_experts" not in shape:
+        raise ConfigError(
+            f"parallel.expert_parallel_degree = {mesh.expert}: {name} has no experts; set it to 1, "
+            "or take a mixtral preset"
+        )
+    _divides("expert_parallel_degree", mesh.expert, "num_local_experts",
+             shape.get("num_local_experts"))  # fmt: skip
+    layers = shape[LAYERS_KEY[family]]
+    if isinstance(layers, int) and mesh.pipeline > layers:
+        raise ConfigError(
+            f"parallel.pipeline_parallel_degree = {mesh.pipeline}: {name} has only {layers} layers"
+        )
+
+
+def _divides(key: str, degree: int, what: str, count) -> None:
+    if isinstance(count, int) and count > 0 and count % degree:
+        allowed = ", ".join(str(d) for d in range(1, count + 1) if count % d == 0)
+        raise ConfigError(
+            f"parallel.{key} = {degree} does not divide {what} = {count} of the model: allowed are "
+            f"{allowed}"
+        )
 
 
 def _check_folder(key: str, folder: Path) -> None:

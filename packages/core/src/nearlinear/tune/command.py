@@ -9,6 +9,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..config import Config
 from ..errors import ConfigError
 from ..mesh import Mesh
 from ..schema import coerce, to_toml
@@ -46,8 +47,19 @@ def check(config: TrainConfig, options: Options, world: int, ranks_per_node: int
         _check_file(flag, path, suffix, options.source)
     preset(config.model.preset)
     config.parallel.check_supported()
+    _check_degrees(config.parallel)
     vocabulary(config)
     return Mesh.from_config(config.parallel, world, ranks_per_node)
+
+
+def _check_degrees(parallel: Config) -> None:
+    for kind in ("tensor", "context", "expert", "pipeline"):
+        key = f"{kind}_parallel_degree"
+        if getattr(parallel, key) > 1:
+            raise ConfigError(
+                f"parallel.{key} = {getattr(parallel, key)}: tune measures sharded data "
+                f"parallelism alone; add --set parallel.{key}=1, and take hybrid_shard_degree over fewer ranks"
+            )
 
 
 def _check_file(flag: str, path: str, suffix: str, source: str) -> None:
