@@ -55,10 +55,11 @@ def check(config: TrainConfig, options: Options, world: int, ranks_per_node: int
 def _check_degrees(parallel: Config) -> None:
     for kind in ("tensor", "context", "expert", "pipeline"):
         key = f"{kind}_parallel_degree"
-        if getattr(parallel, key) > 1:
+        degree = getattr(parallel, key)
+        if degree > 1:
             raise ConfigError(
-                f"parallel.{key} = {getattr(parallel, key)}: tune measures sharded data "
-                f"parallelism alone; add --set parallel.{key}=1, and take hybrid_shard_degree over fewer ranks"
+                f"parallel.{key} = {degree}: tune measures sharded data parallelism alone; add "
+                f"--set parallel.{key}=1, and start as many ranks as share a batch then"
             )
 
 
