@@ -6,7 +6,7 @@ from torch.distributed.tensor import DTensor
 import nearlinear as nl
 from nearlinear.parallel.accumulate import count_targets
 
-from . import families
+from . import families, parity
 
 ROWS = 8
 
@@ -15,7 +15,7 @@ def alone(family: str, steps: int = 3, layers: int = 4, accumulation: int = 1):
     """Losses, norms, gradients of the first step, final parameters: the untouched model's."""
     torch.manual_seed(0)
     model = families.build(family, layers)
-    updates = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    updates = parity.adamw(model, 1e-3)
     losses, norms, gradients = [], [], {}
     for step in range(steps):
         loss = model(**families.batch(step, ROWS * accumulation)).loss
@@ -40,7 +40,7 @@ def piped(rank: int, family: str, config: dict, steps: int = 3, layers: int = 4,
     with nl.spmd.one_at_a_time(seed=0):
         model = families.build(family, layers)
     pipe = nl.shard(nl.pipeline(model))
-    updates = torch.optim.AdamW(pipe.parameters(), lr=1e-3)
+    updates = parity.adamw(pipe, 1e-3)
     losses, norms, gradients = [], [], {}
     for step in range(steps):
         given = families.batch(step, ROWS * accumulation)
