@@ -174,3 +174,17 @@ def test_degrees_fill_the_world_or_are_refused(world, shard, tensor, context):
         product *= size
     assert product == world
     assert degrees["shard"] * degrees["context"] == (shard or world // tensor)
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        ({"pipeline": "gpipe"}, "pipeline = gpipe has no effect with pipeline_parallel_degree = 1"),
+        ({"cp_comm_type": "all_gather"}, "cp_comm_type = all_gather has no effect with context_"),
+        ({"pipeline": "gpipe", "partitions": 2}, ""),
+        ({"cp_comm_type": "all_gather", "context_parallel_degree": 2}, ""),
+    ],
+)
+def test_keys_of_ranks_that_are_not_there_are_said_to_have_no_effect(data, said, caplog):
+    config.parse(data).check_supported()
+    assert said in caplog.text and bool(said) == bool(caplog.text)

@@ -55,6 +55,13 @@ WORDS = {
     "optimize": ("memory", "speed"),
 }
 
+OF_DEGREE = {
+    "pipeline_parallel_degree": "pipeline virtual_pipeline_degree active_microbatches optimize "
+    "memory_weight default_partition",
+    "context_parallel_degree": "cp_comm_type",
+}
+"""Keys that matter only where there are several ranks of a kind."""
+
 PLACEMENTS = {"cluster": "DPT", "spread": "TPD"}
 """SMP's names of two placements; any order of the three letters is one."""
 
@@ -182,6 +189,11 @@ class Config:
         ).split():
             if getattr(self, name) != getattr(Config, name):
                 log.warning("%s = %s has no effect in this release", name, getattr(self, name))
+        for degree, names in OF_DEGREE.items():
+            for name in names.split() if getattr(self, degree) == 1 else ():
+                if getattr(self, name) != getattr(Config, name):
+                    value = getattr(self, name)
+                    log.warning("%s = %s has no effect with %s = 1", name, value, degree)
 
     def degrees(self, world: int) -> dict[str, int]:
         """How ``world`` ranks are cut: the size of every mesh axis, slowest first.
