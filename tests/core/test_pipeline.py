@@ -9,9 +9,9 @@ import torch
 import nearlinear as nl
 from nearlinear.config import WORDS
 from nearlinear.parallel.pipeline.schedules import OF_SMP, SCHEDULES
-from tests.support import families, pipelines
+from tests.support import families, parity, pipelines
 
-FAMILIES = ["gpt2", "gpt2-untied", "neox", "llama", "llama-tied", "mistral", "mixtral"]
+FAMILIES = ["gpt2", "gpt2-untied", "gpt_neox", "llama", "llama-tied", "mistral", "mixtral"]
 SEVERAL = [name for name, schedule in SCHEDULES.items() if schedule.stages_per_rank != 1]
 reference = cache(pipelines.alone)
 
@@ -239,7 +239,7 @@ def continued(rank, config, folder, first, last, load):
     if config.get("pipeline"):
         model = nl.pipeline(model)
     model = nl.shard(model)
-    updates = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    updates = parity.adamw(model, 1e-3)
     if load:
         assert nl.load(folder / load, model, updates) == first
     for step in range(first, last):
@@ -263,7 +263,7 @@ def test_a_checkpoint_does_not_know_of_stages(schedule, tmp_path):
     found = nl.spmd.run(continued, 2, args=(other, tmp_path, 3, 4, "3"))
     torch.manual_seed(0)
     model = families.build("gpt2")
-    updates = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    updates = parity.adamw(model, 1e-3)
     for step in range(4):
         model(**families.batch(step, 8)).loss.backward()
         updates.step()

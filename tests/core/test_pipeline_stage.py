@@ -8,7 +8,7 @@ from nearlinear.parallel.pipeline.parts import parts_of
 from nearlinear.parallel.pipeline.stage import Skip, Zero, _gives_tuple, stage_of
 from tests.support import families
 
-FAMILIES = ["gpt2", "neox", "llama", "mistral", "mixtral"]
+FAMILIES = ["gpt2", "gpt_neox", "llama", "mistral", "mixtral"]
 
 
 class Says(nn.Module):
