@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import nearlinear as nl
+from nearlinear.spmd.failures import RankError
 from tests.support import parity
 
 ALONE = (1, {})
@@ -70,3 +71,17 @@ def test_a_fused_projection_is_saved_as_the_model_has_it(tmp_path):
     blocks = [block for blocks in entry["pieces"].values() for block in blocks]
     assert sorted(block["offset"][1] for block in blocks) == list(range(0, 96, 8))
     assert {tuple(block["shape"]) for block in blocks} == {(32, 8)}
+
+
+def test_states_of_another_shape_than_a_cut_parameters_are_refused(tmp_path):
+    """Adafactor keeps rows and columns of a matrix, of which each rank has other parts."""
+
+    def work(rank):
+        _, model, _ = started(rank, "llama", {"tensor_parallel_degree": 2})
+        updates = torch.optim.SGD(model.parameters(), lr=1.0)
+        weight = model.get_parameter("model.layers.0.self_attn.q_proj.weight")
+        updates.state[weight]["row"] = torch.zeros(3)
+        nl.save(tmp_path, model, updates, step=1)
+
+    with pytest.raises(RankError, match="keeps row of model.layers.0.self_attn.q_proj.weight in"):
+        nl.spmd.run(work, 2)

@@ -237,3 +237,19 @@ def test_no_rank_holds_more_than_its_shard_and_a_block():
         assert left < 1.1 * whole / 4
         assert most <= left + max(block, root)
         assert most < 0.6 * whole
+
+
+def test_a_cast_comes_after_the_values():
+    torch.manual_seed(0)
+    expected = parity.unseeded("llama").to(torch.bfloat16)
+
+    def work(rank):
+        nl.init()
+        with nl.delayed_init():
+            model = parity.unseeded("llama").to(torch.bfloat16)
+        materialise(model, model, torch.device("cpu"))
+        return model
+
+    (found,) = nl.spmd.run(work, 1)
+    for value, theirs in zip(found.parameters(), expected.parameters(), strict=True):
+        assert value.dtype == torch.bfloat16 and torch.equal(value, theirs)

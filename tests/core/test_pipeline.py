@@ -5,10 +5,12 @@ from functools import cache
 
 import pytest
 import torch
+import transformers
 
 import nearlinear as nl
 from nearlinear.config import WORDS
 from nearlinear.parallel.pipeline.schedules import OF_SMP, SCHEDULES
+from nearlinear.spmd.failures import RankError
 from tests.support import families, parity, pipelines
 
 FAMILIES = ["gpt2", "gpt2-untied", "gpt_neox", "llama", "llama-tied", "mistral", "mixtral"]
@@ -316,3 +318,79 @@ def test_frozen_embeddings_and_masks_of_padding():
         assert loss == pytest.approx(expected.item(), abs=1e-5)
         for name, value in gradients.items():
             assert (value - model.get_parameter(name).grad).abs().max() < 1e-5, name
+
+
+@pytest.mark.parametrize("kind", ["Granite", "Cohere", "Gemma2"])
+def test_models_that_scale_hidden_states_outside_their_blocks_are_refused(kind):
+    """Every stage would do it again."""
+
+    def run(rank):
+        nl.init({"pipeline_parallel_degree": 2})
+        arguments = parity.FAMILIES["llama"][1]
+        more = {"Granite": {"logits_scaling": 2.0}}.get(kind, {})
+        with nl.spmd.one_at_a_time(seed=0):
+            config = getattr(transformers, f"{kind}Config")(**arguments | more)
+            model = transformers.AutoModelForCausalLM.from_config(config)
+        nl.pipeline(model)
+
+    with pytest.raises(RankError, match=f"{kind}ForCausalLM changes hidden states also between"):
+        nl.spmd.run(run, 2)
+
+
+def test_blocks_are_believed_by_what_they_return():
+    """GLM 4's blocks are annotated as returning tuples, and do not."""
+
+    def make():
+        torch.manual_seed(0)
+        config = transformers.Glm4Config(
+            **parity.FAMILIES["llama"][1] | {"head_dim": 8, "pad_token_id": 0}
+        )
+        return transformers.AutoModelForCausalLM.from_config(config)
+
+    def run(rank):
+        nl.init({"pipeline_parallel_degree": 2, "microbatches": 2})
+        with nl.spmd.one_at_a_time(seed=0):
+            model = make()
+        return nl.shard(nl.pipeline(model)).step(families.batch(0, 8)).item()
+
+    expected = make()(**families.batch(0, 8)).loss.item()
+    for loss in nl.spmd.run(run, 2):
+        assert loss == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"num_items_in_batch": 9}, "num_items_in_batch: a pipeline weighs"),
+        ({}, "measure=True. measures whole blocks"),
+    ],
+)
+def test_what_would_count_twice_or_not_copy_is_refused(more, words):
+    def run(rank):
+        nl.init({"pipeline_parallel_degree": 2, "tensor_parallel_degree": 2})
+        with nl.spmd.one_at_a_time(seed=0):
+            model = families.build("llama")
+        model = nl.pipeline(nl.transform(model), measure=not more)
+        nl.shard(model).step(families.batch(0, 8) | more)
+
+    with pytest.raises(RankError, match=words):
+        nl.spmd.run(run, 4)
+
+
+def test_clipping_a_part_of_the_parameters_waits_for_nobody():
+    """Embeddings are on the first stage only."""
+
+    def run(rank):
+        nl.init({"pipeline_parallel_degree": 2, "microbatches": 2})
+        with nl.spmd.one_at_a_time(seed=0):
+            model = families.build("llama")
+        model = nl.shard(nl.pipeline(model))
+        model.step(families.batch(0, 8))
+        embeddings = [p for name, p in model.named_parameters() if "embed" in name]
+        return nl.clip_grad_norm_(embeddings, float("inf"))
+
+    torch.manual_seed(0)
+    alone = families.build("llama")
+    alone(**families.batch(0, 8)).loss.backward()
+    expected = alone.model.embed_tokens.weight.grad.norm().item()
+    assert nl.spmd.run(run, 2, timeout=60) == pytest.approx([expected] * 2, abs=1e-5)

@@ -352,10 +352,61 @@ def test_what_cannot_be_split_is_refused_with_the_reason():
     assert "Sequential says not how it can be split" in said and "hybrid_shard_degree" in said
     said = refused(lambda: parity.build("mixtral", router_jitter_noise=0.1))
     assert "router_jitter_noise = 0.1" in said and "set it to 0" in said
+    said = refused(convolving)
+    assert "does not split model.layers.1.mixer, a Conv1d, which needs all tokens" in said
+    classifier = transformers.LlamaForSequenceClassification
+    said = refused(lambda: classifier(parity.build("llama").config))
+    assert "LlamaForSequenceClassification has no language model's head" in said
     said = refused(strange)
     assert "wants layers.*.mlp.up_proj split as 'diagonal', which nearlinear does not do" in said
     said = refused(lambda: parity.build("llama"), times=2)
     assert "transformed already" in said
+
+
+def test_a_routers_loss_is_counted_once():
+    """Every tensor rank computes it whole."""
+    changes = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+    expected = parity.alone("mixtral", **changes)
+    run = functools.partial(parity.together, **changes)
+    found = nl.spmd.run(run, 2, args=("mixtral", TP2))
+    parity.assert_equal(found, expected)
+
+
+def test_mixtures_without_dense_layers():
+    """The plan of Qwen3-MoE names layers that are not there."""
+    shape = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 4}
+
+    def make():
+        torch.manual_seed(0)
+        config = transformers.Qwen3MoeConfig(**parity.FAMILIES["llama"][1] | shape)
+        return transformers.AutoModelForCausalLM.from_config(config)
+
+    def run(rank):
+        nl.init(TP2)
+        with nl.spmd.one_at_a_time(seed=0):
+            model = make()
+        model = nl.shard(nl.transform(model))
+        model(**parity.rows(0)).loss.backward()
+        return parity.whole(model, lambda parameter: parameter.grad)
+
+    alone = make()
+    alone(**parity.rows(0)).loss.backward()
+    for found in nl.spmd.run(run, 2):
+        for name, parameter in alone.named_parameters():
+            torch.testing.assert_close(found[name], parameter.grad, rtol=0, atol=1e-5)
+
+
+def convolving():
+    """A block that mixes tokens in a way that its plan does not know."""
+    model = parity.build("llama")
+    model.model.layers[1].mixer = torch.nn.Conv1d(32, 32, 3)
+    return model
+
+
+def asking_for_states():
+    model = parity.build("llama")
+    model.config.output_hidden_states = True
+    return model
 
 
 def strange():
@@ -376,16 +427,18 @@ def test_a_model_that_is_not_transformed_is_not_sharded():
 
 
 def test_hidden_states_and_attentions_are_refused():
-    def run(rank, key):
+    def run(rank, key, by_config=False):
         nl.init(TP2)
         with nl.spmd.one_at_a_time(seed=0):
-            model = parity.build("llama")
+            model = asking_for_states() if by_config else parity.build("llama")
         model = nl.shard(nl.transform(model))
-        model(**parity.rows(0), **{key: True})
+        model(**parity.rows(0), **{} if by_config else {key: True})
 
     for key in ("output_hidden_states", "output_attentions"):
         with pytest.raises(RankError, match=f"{key} = True with tensor_parallel_degree > 1"):
             nl.spmd.run(run, 2, args=(key,))
+    with pytest.raises(RankError, match="output_hidden_states = True with tensor_parallel"):
+        nl.spmd.run(run, 2, args=("", True))
 
 
 @pytest.mark.parametrize(

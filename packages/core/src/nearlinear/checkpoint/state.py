@@ -72,6 +72,12 @@ def of_optimizer(optimizer, model: nn.Module) -> Iterator[tuple[str, Part]]:
                     "optimizers whose state is tensors can be saved"
                 )
             cuts = cuts_of(parameter) if value.shape == parameter.shape else ()
+            if value.dim() and cuts_of(parameter) and not cuts:
+                raise CheckpointError(
+                    f"{type(optimizer).__name__} keeps {key} of {_name(parameter, names)} in "
+                    "another shape than the parameter's, which tensor and expert ranks have cut: "
+                    "save with tensor_parallel_degree = 1, or use AdamW"
+                )
             yield f"{OPTIMIZER}/{_name(parameter, names)}/{key}", Part(value, cuts)
 
 

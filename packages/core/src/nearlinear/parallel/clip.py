@@ -48,7 +48,7 @@ def _global_norm(parameters: list[nn.Parameter]) -> float:
         for axis in axes:
             dist.all_reduce(squares, group=runtime.current().group(axis))
         total += squares.item()
-    if any(getattr(parameter, "_nearlinear_stage", False) for parameter in parameters):
+    if runtime.is_initialized() and runtime.current().mesh.pipeline > 1:
         now = runtime.current()
         stages = torch.tensor(total, dtype=torch.float64, device=now.device)
         dist.all_reduce(stages, group=now.group("pipeline"))

@@ -68,7 +68,10 @@ def prepare(model: nn.Module, now: Runtime) -> None:
 def _agree(model: nn.Module, now: Runtime) -> None:
     """Raise ConfigError on all ranks unless rank 0 has values, and all have the same model."""
     empty = any(parameter.is_meta for parameter in model.parameters())
-    described = [(name, tuple(p.shape), str(p.dtype)) for name, p in model.named_parameters()]
+    described = [
+        (name, tuple(p.shape), str(p.dtype), p.requires_grad)
+        for name, p in model.named_parameters()
+    ]
     described += [(name, tuple(b.shape), str(b.dtype)) for name, b in model.named_buffers()]
     mine = torch.tensor([zlib.crc32(repr(described).encode()), empty], device=now.device)
     all_ranks = mine.new_empty(dist.get_world_size() * 2)
@@ -83,5 +86,5 @@ def _agree(model: nn.Module, now: Runtime) -> None:
     if others:
         raise ConfigError(
             f"load_state_dict_from_rank0 = True, but rank {others[0]} has built another model than "
-            "rank 0, or with another dtype: give all ranks the same config and dtype"
+            "rank 0, or with another dtype, or frozen otherwise: do the same on all ranks"
         )

@@ -54,6 +54,7 @@ class History:
     """All that was done to one parameter, from the last time that it was overwritten whole."""
 
     elements: int
+    dtype: torch.dtype
     seed: int
     """of its random numbers, where deeds do not know their generator"""
     deeds: list[Deed] = field(default_factory=list)
@@ -68,11 +69,11 @@ class History:
                 "repeat: fill it in place after it became a parameter, as torch.nn.init does, or "
                 "build the model outside nl.delayed_init()"
             )
-        memory = torch.empty(self.elements, dtype=like.dtype)
+        memory = torch.empty(self.elements, dtype=self.dtype, device="cpu")
         with torch.no_grad(), one_at_a_time(seed=self.seed):
             for deed in self.deeds:
                 deed.repeat(memory)
-        return memory.view(shape)
+        return memory.view(shape).to(like.dtype)  # a model may have been cast since
 
 
 class Recorder(TorchDispatchMode):
@@ -87,7 +88,7 @@ class Recorder(TorchDispatchMode):
     def show(self, values: torch.Tensor, meta: nn.Parameter) -> None:
         """``meta`` takes the place of ``values``."""
         own = zlib.crc32(f"{self.seed} {len(self._shown)}".encode())
-        history = History(values.numel(), own)
+        history = History(values.numel(), values.dtype, own)
         if values.numel() <= SMALL or values.dim() < 2:
             kept = values.detach().clone(memory_format=torch.contiguous_format)
             self._add(history, torch.ops.aten.copy_.default, "copy_", False, kept, (kept,), {})

@@ -74,7 +74,7 @@ class Layout:
         """
         whole = model.get_parameter(name)
         part = nn.Parameter(cut.take(whole.detach()), requires_grad=whole.requires_grad)
-        if whole.is_meta:
+        if hasattr(whole, "_nearlinear_history"):
             part._nearlinear_history = whole._nearlinear_history
         for module_name, module in model.named_modules():
             for key, parameter in module._parameters.items():

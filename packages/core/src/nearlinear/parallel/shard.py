@@ -146,8 +146,6 @@ def _shard_stages(model, now: runtime.Runtime, policy, reshard_after_forward) ->
     engine.dtype = policy.param_dtype or next(model.parameters()).dtype
     if now.config.gather_dtype != "same" or now.config.hierarchical_all_gather == "on":
         log.warning("gather_dtype and hierarchical_all_gather have no effect on a pipeline")
-    for parameter in model.parameters():
-        parameter._nearlinear_stage = True
 
 
 def _require_transformed(model: nn.Module, now: runtime.Runtime) -> None:

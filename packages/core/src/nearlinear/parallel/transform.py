@@ -29,8 +29,9 @@ def transform(
     them from `shard`. With ``load_state_dict_from_rank0`` the values are those of rank 0, whatever
     the others have; `shard` hands them out. ``config`` is for mixtures of experts, see
     `MoEConfig`; ``cp_comm_type`` instead of the config's. Where it changes anything, each rank's
-    random numbers (dropout) are seeded anew, by ``random_seed`` and the rank. A collective call.
-    Raises ConfigError.
+    random numbers (dropout) are seeded anew, by ``random_seed`` and the rank. With labels, a
+    model's ``logits`` are afterwards those of this rank's part of vocabulary and sequence; without,
+    they are whole. A collective call. Raises ConfigError.
     """
     now = runtime.current()
     asked = {axis for axis in ("tensor", "context", "expert") if getattr(now.mesh, axis) > 1}
@@ -46,7 +47,8 @@ def transform(
         tensor.apply(model, now)
     if "context" in asked:
         context.apply(model, now, cp_comm_type or now.config.cp_comm_type)
-    if "expert" in asked or config is not None:
+    routed = "tensor" in asked and getattr(model.config, "output_router_logits", False)
+    if "expert" in asked or config is not None or routed:  # tensor ranks share the routers' loss
         expert.apply(model, now, config)
     if asked:
         with one_at_a_time():  # ranks that are threads have one generator

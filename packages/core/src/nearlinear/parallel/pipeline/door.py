@@ -21,7 +21,7 @@ from .measure import measured
 from .parts import parts_of
 from .pieces import pieces
 from .schedules import Plan, plan_for
-from .stage import leave_out, stage_of
+from .stage import leave_out, passes_through, stage_of
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +57,17 @@ def pipeline(
     if hasattr(model, "_get_fsdp_state"):
         raise ConfigError("the model is sharded already: call nl.pipeline before nl.shard")
     found = parts_of(model, parts)
+    if not passes_through(model, found, found.count(model)):
+        raise ConfigError(
+            f"nl.pipeline: {type(model).__name__} changes hidden states also between embedding, "
+            "blocks, norm and head (a factor or a cap), which every stage would do again: set "
+            "pipeline_parallel_degree = 1 and raise hybrid_shard_degree"
+        )
+    if measure and layout.of(model).axes:
+        raise ConfigError(
+            "nl.pipeline(measure=True) measures whole blocks: leave it out after nl.transform, or "
+            "give split, as it was measured without"
+        )
     plan = plan_for(
         config.pipeline, now.mesh.pipeline, config.virtual_pipeline_degree, config.microbatches
     )

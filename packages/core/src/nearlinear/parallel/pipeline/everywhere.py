@@ -39,13 +39,13 @@ def everywhere(value, source: int, group: dist.ProcessGroup, device: torch.devic
         )
     if mine:
         for tensor in tensors:
-            dist.broadcast(tensor, source, group=group)
+            dist.broadcast(tensor.to(device), source, group=group)
         return value
     return _received(said, source, group, device)
 
 
 def _described(value, tensors: list):
-    """``value`` for JSON; its tensors, contiguous and on the device, go to ``tensors``."""
+    """``value`` for JSON; its tensors, contiguous, go to ``tensors``."""
     if isinstance(value, torch.Tensor):
         tensors.append(value.detach().contiguous())
         return {"tensor": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}

@@ -17,6 +17,11 @@ def pieces(batch: Mapping, count: int, device: torch.device) -> list[dict]:
     Tensors are cut along dim 0; those of one row, as positions may be, go to all. DataError where
     rows do not divide.
     """
+    if batch.get("num_items_in_batch") is not None:
+        raise DataError(
+            "num_items_in_batch: a pipeline weighs its micro-batches by their numbers of targets "
+            "itself; leave it out"
+        )
     tensors = [value for value in batch.values() if isinstance(value, torch.Tensor)]
     rows = max((tensor.shape[0] for tensor in tensors if tensor.dim()), default=0)
     if rows == 0 or rows % count:

@@ -26,7 +26,7 @@ from .parts import Parts
 
 OF_FIRST = ("input_ids", "inputs_embeds", "token_type_ids")
 """Arguments that only the first stage is given; later ones have hidden states."""
-OF_LAST = ("labels", "logits_to_keep", "shift_labels", "num_items_in_batch")
+OF_LAST = ("labels", "logits_to_keep", "shift_labels")
 """Arguments that only the last stage is given."""
 
 
@@ -167,12 +167,10 @@ def _shell(module: nn.Module) -> nn.Module:
 def _gives_tuple(block: nn.Module) -> bool:
     """Whether ``block`` returns hidden states in a tuple, as some did in transformers 4.
 
-    It says so, or, where nothing is said, returns one that it has made.
+    What it returns tells, and what it says where that is neither made there nor a plain name.
     """
     forward = inspect.unwrap(type(block).forward)
     says = inspect.signature(forward).return_annotation
-    if says is not inspect.Signature.empty:
-        return "tuple[" in str(says).lower()
     nodes = list(ast.walk(ast.parse(textwrap.dedent(inspect.getsource(forward)))))
     made = {
         target.id
@@ -182,7 +180,24 @@ def _gives_tuple(block: nn.Module) -> bool:
         if isinstance(target, ast.Name)
     }
     returned = [node.value for node in nodes if isinstance(node, ast.Return)]
-    return any(
-        isinstance(value, ast.Tuple) or (isinstance(value, ast.Name) and value.id in made)
-        for value in returned
-    )
+    if not all(isinstance(value, ast.Tuple | ast.Name) for value in returned):
+        return "tuple[" in str(says).lower()
+    return any(isinstance(value, ast.Tuple) or value.id in made for value in returned)
+
+
+def passes_through(model: nn.Module, parts: Parts, count: int) -> bool:
+    """Whether ``model`` does nothing to hidden states but in its parts.
+
+    Some scale or cap them in between, which every stage would do again.
+    """
+    bare = _shell(model)
+    base = bare._modules[parts.base] = _shell(bare._modules[parts.base])
+    base._modules[parts.blocks] = _shell(base._modules[parts.blocks])
+    bare._nearlinear_rows = None
+    leave_out(bare, parts, set(), count)
+    device = next((b.device for b in model.buffers() if not b.is_meta), torch.device("cpu"))
+    hidden = torch.linspace(-1, 1, 2 * model.config.hidden_size, device=device).view(1, 2, -1)
+    with torch.no_grad():
+        forward = type(model).forward
+        left = forward(bare, inputs_embeds=hidden, use_cache=False, return_dict=True).logits
+    return left.shape == hidden.shape and torch.equal(left, hidden)

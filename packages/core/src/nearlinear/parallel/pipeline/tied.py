@@ -45,7 +45,7 @@ def untie(model: nn.Module, ties: list[Tie]) -> None:
         module, _, key = tie.copy.rpartition(".")
         old = model.get_parameter(tie.copy)
         new = nn.Parameter(old.detach().clone(), requires_grad=old.requires_grad)
-        if old.is_meta:
+        if hasattr(old, "_nearlinear_history"):
             new._nearlinear_history = old._nearlinear_history
         model.get_submodule(module)._parameters[key] = new
 

@@ -12,17 +12,25 @@ from torch import nn
 
 from ...errors import ConfigError
 from ...mesh import Mesh
+from ..blocks import find_blocks
 from .modules import row_parallel_conv1d
 from .plan import Plan, expand
 
 log = logging.getLogger(__name__)
 
 KEY = "tensor_parallel_degree"
+_REMEDY = f"set {KEY} = 1 and raise hybrid_shard_degree"
 
 
 def check(model: nn.Module, plan: Plan, mesh: Mesh) -> None:
     """Raise ConfigError where ``model`` cannot be split over ``mesh.tensor`` ranks."""
     config, degree = model.config, mesh.tensor
+    if model.get_output_embeddings() is None:
+        raise ConfigError(
+            f"{KEY} > 1: {type(model).__name__} has no language model's head: use it with {KEY} = "
+            "1, or take the causal language model"
+        )
+    _check_regions(model, plan)
     for name in ("num_attention_heads", "num_key_value_heads"):
         count = getattr(config, name, None)
         if isinstance(count, int):
@@ -59,6 +67,23 @@ def advise(mesh: Mesh) -> None:
         )  # fmt: skip
 
 
+def _check_regions(model: nn.Module, plan: Plan) -> None:
+    """Between regions a rank has but its rows of the tokens: only norms can do with them."""
+    regions = [name for pattern in plan.regions for name in expand(model, pattern)]
+    names = {module: name for name, module in model.named_modules()}
+    for name in regions:
+        if any(name.startswith(f"{other}.") for other in regions):
+            raise ConfigError(f"{KEY} > 1: {name} is split inside another split module; {_REMEDY}")
+    for block in find_blocks(model):
+        for child in block.children():
+            norm = "norm" in type(child).__name__.lower()
+            if not norm and names[child] not in regions and any(True for _ in child.parameters()):
+                raise ConfigError(
+                    f"{KEY} > 1: the plan of {type(model).__name__} does not split "
+                    f"{names[child]}, a {type(child).__name__}, which needs all tokens; {_REMEDY}"
+                )
+
+
 def _divides(degree: int, count: int, what: str) -> None:
     if count % degree:
         allowed = ", ".join(str(d) for d in range(1, count + 1) if count % d == 0)
@@ -89,5 +114,5 @@ def _check_modules(model: nn.Module, plan: Plan) -> None:
         if found not in classes:
             raise ConfigError(
                 f"{KEY} > 1: {name} of {type(model).__name__} is a {found.__name__}, which "
-                f"nearlinear cannot split: set {KEY} = 1 and raise hybrid_shard_degree"
+                f"nearlinear cannot split: {_REMEDY}"
             )

@@ -81,12 +81,13 @@ class VocabularyParallelHead(nn.Linear):
     """Has the logits of a part of the vocabulary; where there are no labels, gathers them all."""
 
     rows: Rows
-    gathers = False  # set for every batch
     counts: list[int]  # ids of every rank
 
     def forward(self, x_BSE: torch.Tensor) -> torch.Tensor:
         logits = super().forward(x_BSE)
-        return _AllLogits.apply(logits, self.counts, self.rows) if self.gathers else logits
+        return (
+            _AllLogits.apply(logits, self.counts, self.rows) if self.rows.gathers_logits else logits
+        )
 
 
 class _AllFeatures(torch.autograd.Function):

@@ -25,6 +25,7 @@ class Rows:
     def __init__(self, group: dist.ProcessGroup):
         self.group, self.rank, self.ranks = group, group.rank(), group.size()
         self.batch = self.tokens = 0
+        self.gathers_logits = False  # of the batch at hand
 
     def see(self, batch: int, tokens: int) -> None:
         """The shape (B, S) of the batch whose hidden states come next."""

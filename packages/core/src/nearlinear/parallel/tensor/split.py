@@ -103,6 +103,11 @@ def _split_vocabulary(model: nn.Module, rows: Rows) -> int:
     embedding.rows = head.rows = rows
     embedding.first = pieces[rows.rank][0]
     head.counts = [count for _, count in pieces]
+    if head.weight.shape[0] != pieces[rows.rank][1]:
+        raise ConfigError(
+            "tensor_parallel_degree > 1: the embedding and the head of the model have vocabularies "
+            "of different sizes; resize_token_embeddings makes them one"
+        )
     return pieces[rows.rank][0]
 
 
@@ -115,17 +120,17 @@ def _connect(model: nn.Module, plan: Plan, rows: Rows) -> None:
     """Take and gather rows where layers begin and end."""
     first = find_blocks(model)[0]
     first.register_forward_pre_hook(_on_hidden_states(rows.mine), with_kwargs=True)
-    stacked = {name for name in plan.rows if _is_parameter(model, expand(model, name)[0])}
+    split = [name for pattern in plan.rows for name in expand(model, pattern)]
+    stacked = [name for name in split if _is_parameter(model, name)]
     for pattern in plan.regions:
-        sums = any(name.startswith(pattern) for name in stacked)
         for name in expand(model, pattern):
             region = model.get_submodule(name)
             region.register_forward_pre_hook(_on_hidden_states(rows.gather), with_kwargs=True)
-            if sums:  # no module of ours is the last in there
+            if any(part.startswith(f"{name}.") for part in stacked):  # no module of ours is last
                 region.register_forward_hook(lambda _, args, output: rows.sum(output))
     norm = model.get_submodule(plan.norm)
     norm.register_forward_hook(lambda _, args, output: rows.gather(output))
-    around(model).before.append(_before_model(model.get_output_embeddings()))
+    around(model).before.append(_before_model(model.config, rows))
     model._nearlinear_rows = rows  # for the stages of a pipeline
 
 
@@ -140,17 +145,23 @@ def _on_hidden_states(change):
     return hook
 
 
-def _before_model(head: nn.Module):
+def _before_model(config, rows: Rows):
     """Without labels the logits are wanted, of the whole vocabulary."""
 
     def before(given: dict) -> dict:
         for name in ("output_hidden_states", "output_attentions"):
-            if given.get(name):
+            asked = given.get(name)
+            if getattr(config, name, False) if asked is None else asked:
                 raise ConfigError(
                     f"{name} = True with tensor_parallel_degree > 1: every rank has only its part "
                     "of them; leave it out, or run the model without tensor parallelism"
                 )
-        head.gathers = not isinstance(given.get("labels"), torch.Tensor)
+        if given.get("output_router_logits") and not config.output_router_logits:
+            raise ConfigError(
+                "output_router_logits = True of one call, with tensor_parallel_degree > 1: set it "
+                "in the model's config before nl.transform, which then adds the loss once"
+            )
+        rows.gathers_logits = not isinstance(given.get("labels"), torch.Tensor)
         return given
 
     return before
