@@ -71,9 +71,27 @@ def _check_regions(model: nn.Module, plan: Plan) -> None:
     """Between regions a rank has but its rows of the tokens: only norms can do with them."""
     regions = [name for pattern in plan.regions for name in expand(model, pattern)]
     names = {module: name for name, module in model.named_modules()}
+    columns = [name for pattern in plan.columns for name in expand(model, pattern)]
+    rows = [name for pattern in plan.rows for name in expand(model, pattern)]
     for name in regions:
+        inside = f"{name}."
         if any(name.startswith(f"{other}.") for other in regions):
             raise ConfigError(f"{KEY} > 1: {name} is split inside another split module; {_REMEDY}")
+        for kind in (columns, rows):
+            if not any(part.startswith(inside) for part in kind):
+                raise ConfigError(
+                    f"{KEY} > 1: the plan of {type(model).__name__} splits modules like {name}, "
+                    f"but nothing in that one; {_REMEDY}"
+                )
+        mixture = f"{inside}experts"
+        if any(part.startswith(mixture) for part in rows):
+            for child_name, child in model.get_submodule(name).named_children():
+                whole = child_name not in ("experts", "gate", "router")
+                if whole and any(True for _ in child.parameters()):
+                    raise ConfigError(
+                        f"{KEY} > 1: {inside}{child_name} is beside the experts, whole on every "
+                        f"rank, and would be added up with them; {_REMEDY}"
+                    )
     for block in find_blocks(model):
         for child in block.children():
             norm = "norm" in type(child).__name__.lower()
