@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional
 
 from ...c10d_names import all_gather
-from ..scatter import Scatter
+from ..exchange import gather_rows, gathered, sum_rows
 
 
 class ParallelExperts:
@@ -87,15 +87,15 @@ def _everywhere(experts: ParallelExperts, x_TE, index_TK, weights_TK) -> torch.T
     sizes = torch.empty(group.size(), dtype=torch.int64, device=x_TE.device)
     all_gather(sizes, sizes.new_tensor([tokens]), group=group)
     missing = int(sizes.max()) - tokens
-    index_AK = _gathered(functional.pad(index_TK, (0, 0, 0, missing), value=-1), group)  # A: all
-    weights_AK = _Gather.apply(functional.pad(weights_TK, (0, 0, 0, missing)), group)
-    x_AE = _Gather.apply(functional.pad(x_TE, (0, 0, 0, missing)), group)
+    index_AK = gathered(functional.pad(index_TK, (0, 0, 0, missing), value=-1), group)  # A: all
+    weights_AK = gather_rows(functional.pad(weights_TK, (0, 0, 0, missing)), group)
+    x_AE = gather_rows(functional.pad(x_TE, (0, 0, 0, missing)), group)
     first = group.rank() * mine
     token_R, slot_R = ((index_AK >= first) & (index_AK < first + mine)).nonzero(as_tuple=True)
     y_RE = experts.compute(x_AE[token_R], index_AK[token_R, slot_R] - first)
     y_RE = (y_RE * weights_AK[token_R, slot_R].unsqueeze(-1)).to(x_TE.dtype)
     y_AE = torch.zeros_like(x_AE).index_add(0, token_R, y_RE)
-    y_TE = _ReduceScatter.apply(y_AE, group)
+    y_TE = sum_rows(y_AE, group)
     return functional.pad(y_TE, (0, 0, 0, -missing)) if missing else y_TE
 
 
@@ -130,41 +130,3 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         return exchange(gradient, *ctx.way), None, None, None
-
-
-def _gathered(rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    everyones = rows.new_empty(group.size() * len(rows), *rows.shape[1:])
-    all_gather(everyones, rows.contiguous(), group=group)
-    return everyones
-
-
-def _summed(rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    mine = rows.new_empty(len(rows) // group.size(), *rows.shape[1:])
-    Scatter(group)(mine.view(-1), rows.contiguous().view(-1), dist.ReduceOp.SUM)
-    return mine
-
-
-class _Gather(torch.autograd.Function):
-    """All ranks' rows; what their gradients add up to comes back."""
-
-    @staticmethod
-    def forward(ctx, rows, group):
-        ctx.group = group
-        return _gathered(rows, group)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return _summed(gradient, ctx.group), None
-
-
-class _ReduceScatter(torch.autograd.Function):
-    """This rank's rows of the sum of all ranks'; gradients are gathered."""
-
-    @staticmethod
-    def forward(ctx, rows, group):
-        ctx.group = group
-        return _summed(rows, group)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return _gathered(gradient, ctx.group), None

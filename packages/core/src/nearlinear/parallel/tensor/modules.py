@@ -10,10 +10,12 @@ from __future__ import annotations
 from functools import cache
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
-from ...c10d_names import all_gather, reduce_scatter
+from ...c10d_names import all_gather
+from ..scatter import Scatter
 from .rows import Rows
 
 
@@ -104,7 +106,7 @@ class _AllFeatures(torch.autograd.Function):
     def backward(ctx, gradient):
         parts = torch.stack(gradient.chunk(ctx.rows.ranks, -1))
         mine = torch.empty_like(parts[0])
-        reduce_scatter(mine.view(-1), parts.view(-1), group=ctx.rows.group)
+        Scatter(ctx.rows.group)(mine.view(-1), parts.view(-1), dist.ReduceOp.SUM)
         return mine, None
 
 

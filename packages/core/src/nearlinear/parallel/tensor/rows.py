@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
-from ...c10d_names import all_gather, reduce_scatter
+from ..exchange import gather_rows, sum_rows
 
 
 class Rows:
@@ -50,12 +50,12 @@ class Rows:
 
     def gather(self, x_1RE: torch.Tensor) -> torch.Tensor:
         """All ranks' rows (B, S, E). Gradients, which are parts of sums, are reduce-scattered."""
-        return self._unpadded(_Gather.apply(x_1RE.squeeze(0), self.group))
+        return self._unpadded(gather_rows(x_1RE.squeeze(0), self.group))
 
     def sum(self, x_BSE: torch.Tensor) -> torch.Tensor:
         """This rank's rows (1, rows, E) of the sum of all ranks'. Gradients are gathered."""
         self.see(*x_BSE.shape[:2])
-        return _ReduceScatter.apply(self._padded(x_BSE), self.group).unsqueeze(0)
+        return sum_rows(self._padded(x_BSE), self.group).unsqueeze(0)
 
     def _padded(self, x_BSE: torch.Tensor) -> torch.Tensor:
         rows = x_BSE.flatten(0, 1)
@@ -65,37 +65,3 @@ class Rows:
     def _unpadded(self, rows: torch.Tensor) -> torch.Tensor:
         rows = rows[: self.batch * self.tokens]
         return rows.view(self.batch, self.tokens, rows.shape[-1])
-
-
-def _gathered(rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    everyones = rows.new_empty(group.size() * rows.shape[0], rows.shape[1])
-    all_gather(everyones, rows.contiguous(), group=group)
-    return everyones
-
-
-def _summed(rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    mine = rows.new_empty(rows.shape[0] // group.size(), rows.shape[1])
-    reduce_scatter(mine, rows.contiguous(), group=group)
-    return mine
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, rows, group):
-        ctx.group = group
-        return _gathered(rows, group)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return _summed(gradient, ctx.group), None
-
-
-class _ReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, rows, group):
-        ctx.group = group
-        return _summed(rows, group)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return _gathered(gradient, ctx.group), None
