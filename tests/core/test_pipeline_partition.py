@@ -98,10 +98,11 @@ def test_blocks_that_are_not_named_go_to_the_default_partition():
 
 @pytest.mark.parametrize("delayed", [False, True])
 def test_a_measured_split_finds_the_heavy_block(delayed):
-    """Block 0 is a hundred times as wide as the others: it stays alone."""
+    """Block 0 is a hundred times as wide as the others: it stays alone. Cut by what was kept, which
+    a busy machine does not change."""
 
     def work(rank):
-        nl.init({"pipeline_parallel_degree": 2, "microbatches": 2, "optimize": "speed"})
+        nl.init({"pipeline_parallel_degree": 2, "microbatches": 2, "memory_weight": 1.0})
         with nl.delayed_init() if delayed else nl.spmd.one_at_a_time(seed=0):
             model = families.build("gpt2")
             inner = model.transformer.h[0].mlp

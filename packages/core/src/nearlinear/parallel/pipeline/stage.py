@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from ...errors import NearlinearError
+from ...spmd import one_at_a_time
 from ..around import around
 from ..tensor.rows import Rows
 from .calls import in_front
@@ -171,7 +172,8 @@ def _gives_tuple(block: nn.Module) -> bool:
     """
     forward = inspect.unwrap(type(block).forward)
     says = inspect.signature(forward).return_annotation
-    nodes = list(ast.walk(ast.parse(textwrap.dedent(inspect.getsource(forward)))))
+    with one_at_a_time():  # Python 3.11's parser is not safe among threads
+        nodes = list(ast.walk(ast.parse(textwrap.dedent(inspect.getsource(forward)))))
     made = {
         target.id
         for node in nodes
