@@ -299,7 +299,11 @@ def whole_number(variable: str, default: int = 0) -> int:
 
 def _divides(name: str, degree: int, total: int, what: str) -> None:
     if degree > total or total % degree:
-        allowed = ", ".join(str(d) for d in range(1, total + 1) if total % d == 0)
         raise ConfigError(
-            f"{name} = {degree} does not divide {what}, {total}: allowed are {allowed}"
+            f"{name} = {degree} does not divide {what}, {total}: allowed are {divisors(total)}"
         )
+
+
+def divisors(total: int) -> str:
+    """The degrees that divide ``total``, for an error."""
+    return ", ".join(str(d) for d in range(1, total + 1) if total % d == 0)

@@ -78,14 +78,21 @@ class Mesh:
     @property
     def grid(self) -> np.ndarray:
         """Every rank at its coordinates: int array of shape `Mesh.shape`."""
-        placed = [axis for letter in self.placement for axis in PLACED[letter]]
-        ranks = np.arange(self.world).reshape([getattr(self, axis) for axis in placed])
+        placed = list(self._placed)
+        ranks = np.arange(self.world).reshape(list(self._placed.values()))
         return ranks.transpose([placed.index(axis) for axis in AXES])
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Where ``rank`` stands on every axis."""
-        (place,) = np.argwhere(self.grid == rank)
-        return dict(zip(AXES, map(int, place), strict=True))
+        place = map(int, np.unravel_index(rank, list(self._placed.values())))
+        at = dict(zip(self._placed, place, strict=True))
+        return {axis: at[axis] for axis in AXES}
+
+    @property
+    def _placed(self) -> dict[str, int]:
+        """The axes and their sizes, slowest first."""
+        axes = (axis for letter in self.placement for axis in PLACED[letter])
+        return {axis: getattr(self, axis) for axis in axes}
 
     def data_rank(self, rank: int) -> int:
         """Which slice of every batch ``rank`` reads, in ``range(data_ranks)``."""

@@ -36,14 +36,6 @@ class Piece:
         return tuple(slice(at, at + n) for at, n in zip(starts, self.shape, strict=True))
 
 
-def whole_shape(tensor: torch.Tensor, cuts: Sequence[Cut] = ()) -> tuple[int, ...]:
-    """The shape in the model of what is ``tensor`` here, cut so before it was sharded."""
-    shape = list(tensor.shape)
-    for cut in cuts:
-        shape[cut.dim] = cut.size
-    return tuple(shape)
-
-
 def blocks(tensor: torch.Tensor, cuts: Sequence[Cut] = ()) -> dict[Piece, torch.Tensor]:
     """What of a whole tensor this rank has, and the memory of each block: several where it is cut
     out of a fused projection, none where there are more ranks than rows."""

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from ..errors import CheckpointError
-from ..parallel.layout import Cut, cuts_of
-from .pieces import Piece, blocks, whole_shape
+from ..parallel.layout import Cut, cuts_of, whole_shape
+from .pieces import Piece, blocks
 
 MODEL, OPTIMIZER, RANDOM = "model", "optimizer", "random"
 _WRAPPED = "_checkpoint_wrapped_module."  # in names, where activations are checkpointed

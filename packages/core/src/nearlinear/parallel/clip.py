@@ -31,7 +31,7 @@ def clip_grad_norm_(model: nn.Module | Iterable[torch.Tensor], max_norm: float) 
     gradients = [p.grad for p in parameters if p.grad is not None]
     norm = _global_norm(parameters)
     if math.isfinite(norm) and norm > max_norm:
-        torch._foreach_mul_([_local(g) for g in gradients], max_norm / (norm + 1e-6))
+        torch._foreach_mul_([layout.local(g) for g in gradients], max_norm / (norm + 1e-6))
     return norm
 
 
@@ -39,7 +39,7 @@ def _global_norm(parameters: list[nn.Parameter]) -> float:
     alike = defaultdict(list)
     for parameter in parameters:
         if parameter.grad is not None and not getattr(parameter, "_nearlinear_copy", False):
-            alike[_spread(parameter)].append(_local(parameter.grad))
+            alike[_spread(parameter)].append(layout.local(parameter.grad))
     total = 0.0
     for (mesh, sharded, axes), shards in alike.items():
         squares = torch.nn.utils.get_total_norm(shards).double().square()
@@ -64,7 +64,3 @@ def _spread(parameter: nn.Parameter):
         return None, (), axes
     dims = tuple(i for i, place in enumerate(gradient.placements) if place.is_shard())
     return gradient.device_mesh, dims, axes
-
-
-def _local(gradient: torch.Tensor) -> torch.Tensor:
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient

@@ -50,11 +50,6 @@ def delayed_init(seed: int | None = None, *, as_without: bool = True) -> Iterato
             handle.remove()
 
 
-def is_delayed(model: nn.Module) -> bool:
-    """Whether ``model`` was built under `delayed_init` and has no values yet."""
-    return any(parameter.is_meta for parameter in model.parameters())
-
-
 def materialise(model: nn.Module, unit: nn.Module, device: torch.device) -> None:
     """Give real, initialised values to the parameters of ``unit``, a part of ``model``.
 
@@ -72,7 +67,8 @@ def materialise(model: nn.Module, unit: nn.Module, device: torch.device) -> None
                 f"{name} is on the meta device, and nobody knows its values: build the model "
                 "inside nl.delayed_init()"
             )
-        values = history.values(name, parameter, cut.whole(name, tuple(parameter.shape)))
+        shape = layout.whole_shape(parameter, cut.cuts.get(name, ()))
+        values = history.values(name, parameter, shape)
         part = cut.take(name, values).to(device)
         new[parameter] = nn.Parameter(part, requires_grad=parameter.requires_grad)
     for module in model.modules():

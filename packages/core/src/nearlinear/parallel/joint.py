@@ -11,9 +11,9 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from .. import _torch
+from .layout import local
 
 
 class Joint:
@@ -26,7 +26,7 @@ class Joint:
     def begin(self) -> None:
         """Remember what is summed already, before a backward pass adds to it."""
         grads = (parameter.grad for parameter in self.parameters)
-        self.before = [None if grad is None else _local(grad).clone() for grad in grads]
+        self.before = [None if grad is None else local(grad).clone() for grad in grads]
 
     @torch.no_grad()
     def add_up(self) -> None:
@@ -40,7 +40,7 @@ class Joint:
                 continue
             if parameter.grad is None:  # another rank may have a part of it
                 parameter.grad = torch.zeros_like(parameter)
-            part = _local(parameter.grad)
+            part = local(parameter.grad)
             parts.append(part if old is None else part - old)
             wanted.append((part, old))
         if not parts:
@@ -88,7 +88,3 @@ def _watch(model: nn.Module, args, output):
 def _add_up(model: nn.Module) -> None:
     for joint in of(model):
         joint.add_up()
-
-
-def _local(gradient: torch.Tensor) -> torch.Tensor:
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient

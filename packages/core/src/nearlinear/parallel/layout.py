@@ -7,10 +7,12 @@ pieces, a vocabulary need not divide, and the modules' own code runs on them unc
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 
 @dataclass(frozen=True)
@@ -54,13 +56,6 @@ class Layout:
     cuts: dict[str, tuple[Cut, ...]] = field(default_factory=dict)
     axes: set[str] = field(default_factory=set)
 
-    def whole(self, name: str, here: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape in the whole model of parameter ``name``, which has shape ``here``."""
-        shape = list(here)
-        for cut in self.cuts.get(name, ()):
-            shape[cut.dim] = cut.size
-        return tuple(shape)
-
     def take(self, name: str, whole: torch.Tensor) -> torch.Tensor:
         """This rank's part of parameter ``name``."""
         for cut in self.cuts.get(name, ()):
@@ -82,6 +77,19 @@ class Layout:
                     module._parameters[key] = part
                     full = f"{module_name}.{key}" if module_name else key
                     self.cuts[full] = (*self.cuts.get(full, ()), cut)
+
+
+def whole_shape(tensor: torch.Tensor, cuts: Sequence[Cut] = ()) -> tuple[int, ...]:
+    """The shape in the model of what is ``tensor`` here, cut so before it was sharded."""
+    shape = list(tensor.shape)
+    for cut in cuts:
+        shape[cut.dim] = cut.size
+    return tuple(shape)
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """What of a tensor that may be sharded is in this rank's memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def of(model: nn.Module) -> Layout:

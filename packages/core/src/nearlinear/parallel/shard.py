@@ -84,14 +84,11 @@ def _shard_whole(model, now: runtime.Runtime, policy, reshard_after_forward, blo
     sizes = [sum(p.numel() for p in unit.parameters()) for unit in (model, *blocks)]
     sizes[0] -= sum(sizes[1:])
     free = reshard_after_forward is not False
-    for unit in blocks:
+    for unit in (*blocks, model):
         _place(model, unit, now)
         _shard_experts(experts[unit], now, policy, free, beside)
-        fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=free)
-    _place(model, model, now)
-    _shard_experts(experts[model], now, policy, free, beside)
-    free_root = reshard_after_forward is True
-    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=free_root)
+        freed = reshard_after_forward is True if unit is model else free
+        fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=freed)
     inner = [unit for units in experts.values() for unit in units]
     units = {"sharing": [*blocks, model]}
     alone = inner if now.mesh.expert_sharing == 1 else []  # no rank shares its experts' states

@@ -9,6 +9,7 @@ import logging
 import tempfile
 from pathlib import Path
 
+from ..config import divisors
 from ..data.dataset import TokenDataset
 from ..errors import ConfigError, DataError
 from ..mesh import Mesh
@@ -75,10 +76,9 @@ def _check_degrees(config: TrainConfig, mesh: Mesh) -> None:
 
 def _divides(key: str, degree: int, what: str, count) -> None:
     if isinstance(count, int) and count > 0 and count % degree:
-        allowed = ", ".join(str(d) for d in range(1, count + 1) if count % d == 0)
         raise ConfigError(
             f"parallel.{key} = {degree} does not divide {what} = {count} of the model: allowed are "
-            f"{allowed}"
+            f"{divisors(count)}"
         )
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from ...config import divisors
 from ...errors import ConfigError
 
 KEY = "expert_parallel_degree"
@@ -76,8 +77,7 @@ def check(model: nn.Module, mixtures: list[Mixture], degree: int) -> None:
     for mixture in mixtures:
         experts = mixture.experts.num_experts
         if experts % degree:
-            allowed = ", ".join(str(d) for d in range(1, experts + 1) if experts % d == 0)
             raise ConfigError(
                 f"{KEY} = {degree} does not divide the {experts} experts of {mixture.name}: "
-                f"allowed are {allowed}"
+                f"allowed are {divisors(experts)}"
             )

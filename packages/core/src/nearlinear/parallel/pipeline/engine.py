@@ -108,7 +108,7 @@ class Engine:
         ``consume(micro-batch, output)`` is called on the rank of the last stage, with what the
         model returned; it returns the loss to differentiate, a scalar with a graph.
         """
-        self._ready(calls)
+        shape = self._shape(calls)
         alone = getattr(model, "_nearlinear_step", None) is None
         if alone:
             for part in joint.of(model):
@@ -117,7 +117,8 @@ class Engine:
         try:
             for begin in range(0, len(calls), wave):
                 self.last = told and begin + wave >= len(calls)
-                self._wave(calls[begin : begin + wave], lambda i, out, b=begin: consume(b + i, out))
+                part = calls[begin : begin + wave]
+                self._wave(shape, part, lambda i, out, b=begin: consume(b + i, out))
         except RuntimeError as error:
             self._schedules.clear()  # what is left in them is of this step
             if isinstance(error.__cause__, NearlinearError):
@@ -133,13 +134,12 @@ class Engine:
 
     def evaluate(self, model: nn.Module, calls: list[dict], consume: Callable) -> None:
         """One forward pass of every micro-batch, without gradients; stages as in `run`."""
-        self._ready(calls)
+        shape = self._shape(calls)
         for part in joint.of(model):
             if isinstance(part, OnOneRank):
                 part.follow()
         group, line = self.now.group("pipeline"), self.now.mesh.group("pipeline", self.now.rank)
         me, plan, sending = self.now.mesh.coordinates(self.now.rank)["pipeline"], self.plan, []
-        shape = handed_on(model, calls[0])
         with torch.no_grad():
             for i in range(len(calls)):
                 hidden = ()
@@ -159,18 +159,20 @@ class Engine:
             _work(stage).calls, _work(stage).consume = [], None
         self.free()
 
-    def _ready(self, calls: list[dict]) -> None:
+    def _shape(self, calls: list[dict]) -> tuple[int, ...]:
+        """Of what stages hand on, the same for all of ``calls``."""
         if self.dtype is None:
             raise NearlinearError("the stages are not sharded yet: call nl.shard(pipe) first")
-        shapes = {handed_on(stage, call) for stage in self.stages.values() for call in calls}
+        stage = next(iter(self.stages.values()))
+        shapes = {handed_on(stage, call) for call in calls}
         if len(shapes) > 1:
             raise NearlinearError(
                 f"the micro-batches of a pipeline have one shape, and these are {sorted(shapes)}: "
                 "pad them"
             )
+        return shapes.pop()
 
-    def _wave(self, calls: list[dict], consume: Callable) -> None:
-        shape = handed_on(next(iter(self.stages.values())), calls[0])
+    def _wave(self, shape: tuple[int, ...], calls: list[dict], consume: Callable) -> None:
         if self._built != (shape, self.dtype):  # received hidden states have a place of their own
             self._schedules.clear()
             self._built = (shape, self.dtype)

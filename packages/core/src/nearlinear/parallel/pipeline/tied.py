@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from ...runtime import Runtime
 from .. import joint
+from ..layout import local
 from .parts import Parts
 
 
@@ -68,7 +68,7 @@ class OnOneRank:
     def follow(self) -> None:
         """Take the values that the optimizer, or a checkpoint, has given the parameters."""
         for parameter, twin in self.pairs:
-            _local(twin.data).copy_(_local(parameter.data))
+            local(twin.data).copy_(local(parameter.data))
 
     @torch.no_grad()
     def add_up(self) -> None:
@@ -108,7 +108,3 @@ def install(model: nn.Module, now: Runtime) -> list:
     for parameter in parameters if now.rank == last else ():
         parameter._nearlinear_copy = True
     return [joint.Joint(group, parameters)]
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

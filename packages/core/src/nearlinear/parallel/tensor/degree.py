@@ -10,6 +10,7 @@ import logging
 
 from torch import nn
 
+from ...config import divisors
 from ...errors import ConfigError
 from ...mesh import Mesh
 from ..blocks import find_blocks
@@ -44,6 +45,11 @@ def check(model: nn.Module, plan: Plan, mesh: Mesh) -> None:
         for name in expand(model, pattern):
             _divides(degree, _outputs(model, name) // parts, f"the width of {name}")
     vocabulary = model.get_input_embeddings().weight.shape[0]
+    if model.get_output_embeddings().weight.shape[0] != vocabulary:
+        raise ConfigError(
+            "tensor_parallel_degree > 1: the embedding and the head of the model have vocabularies "
+            "of different sizes; resize_token_embeddings makes them one"
+        )
     if degree > vocabulary:
         raise ConfigError(f"{KEY} = {degree}: there are only {vocabulary} ids in the vocabulary")
     _check_modules(model, plan)
@@ -83,15 +89,8 @@ def _check_regions(model: nn.Module, plan: Plan) -> None:
                     f"{KEY} > 1: the plan of {type(model).__name__} splits modules like {name}, "
                     f"but nothing in that one; {_REMEDY}"
                 )
-        mixture = f"{inside}experts"
-        if any(part.startswith(mixture) for part in rows):
-            for child_name, child in model.get_submodule(name).named_children():
-                whole = child_name not in ("experts", "gate", "router")
-                if whole and any(True for _ in child.parameters()):
-                    raise ConfigError(
-                        f"{KEY} > 1: {inside}{child_name} is beside the experts, whole on every "
-                        f"rank, and would be added up with them; {_REMEDY}"
-                    )
+        if any(part.startswith(f"{inside}experts") for part in rows):
+            _check_mixture(model, name)
     for block in find_blocks(model):
         for child in block.children():
             norm = "norm" in type(child).__name__.lower()
@@ -102,11 +101,21 @@ def _check_regions(model: nn.Module, plan: Plan) -> None:
                 )
 
 
+def _check_mixture(model: nn.Module, name: str) -> None:
+    """What comes out of it is added up over ranks: beside its experts nothing may add to that."""
+    for child_name, child in model.get_submodule(name).named_children():
+        whole = child_name not in ("experts", "gate", "router")
+        if whole and any(True for _ in child.parameters()):
+            raise ConfigError(
+                f"{KEY} > 1: {name}.{child_name} is beside the experts, whole on every rank, and "
+                f"would be added up with them; {_REMEDY}"
+            )
+
+
 def _divides(degree: int, count: int, what: str) -> None:
     if count % degree:
-        allowed = ", ".join(str(d) for d in range(1, count + 1) if count % d == 0)
         raise ConfigError(
-            f"{KEY} = {degree} does not divide {what}, {count}: allowed are {allowed}"
+            f"{KEY} = {degree} does not divide {what}, {count}: allowed are {divisors(count)}"
         )
 
 

@@ -10,12 +10,11 @@ from __future__ import annotations
 from functools import cache
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
 from ...c10d_names import all_gather
-from ..scatter import Scatter
+from ..exchange import gather_rows
 from .rows import Rows
 
 
@@ -25,7 +24,8 @@ class GatheredColumnLinear(nn.Linear):
     rows: Rows
 
     def forward(self, x_BSE: torch.Tensor) -> torch.Tensor:
-        return _AllFeatures.apply(super().forward(x_BSE), self.rows)
+        mine_FBS = super().forward(x_BSE).movedim(-1, 0)
+        return gather_rows(mine_FBS, self.rows.group).movedim(0, -1).contiguous()
 
 
 class RowParallelLinear(nn.Linear):
@@ -87,27 +87,9 @@ class VocabularyParallelHead(nn.Linear):
 
     def forward(self, x_BSE: torch.Tensor) -> torch.Tensor:
         logits = super().forward(x_BSE)
-        return (
-            _AllLogits.apply(logits, self.counts, self.rows) if self.rows.gathers_logits else logits
-        )
-
-
-class _AllFeatures(torch.autograd.Function):
-    """(B, S, F) from equal parts of F; their gradients are parts of sums."""
-
-    @staticmethod
-    def forward(ctx, mine, rows):
-        ctx.rows = rows
-        everyones = mine.new_empty(rows.ranks, *mine.shape)
-        all_gather(everyones.view(-1), mine.contiguous().view(-1), group=rows.group)
-        return torch.cat(everyones.unbind(0), -1)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        parts = torch.stack(gradient.chunk(ctx.rows.ranks, -1))
-        mine = torch.empty_like(parts[0])
-        Scatter(ctx.rows.group)(mine.view(-1), parts.view(-1), dist.ReduceOp.SUM)
-        return mine, None
+        if not self.rows.gathers_logits:
+            return logits
+        return _AllLogits.apply(logits, self.counts, self.rows)
 
 
 class _AllLogits(torch.autograd.Function):

@@ -103,11 +103,6 @@ def _split_vocabulary(model: nn.Module, rows: Rows) -> int:
     embedding.rows = head.rows = rows
     embedding.first = pieces[rows.rank][0]
     head.counts = [count for _, count in pieces]
-    if head.weight.shape[0] != pieces[rows.rank][1]:
-        raise ConfigError(
-            "tensor_parallel_degree > 1: the embedding and the head of the model have vocabularies "
-            "of different sizes; resize_token_embeddings makes them one"
-        )
     return pieces[rows.rank][0]
 
 
