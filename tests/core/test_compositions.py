@@ -62,15 +62,18 @@ def test_training_is_that_of_one_process(run):
     ranks, family, config = run
     rows = parity.ROWS // Mesh.from_config(nl.Config(**config), ranks).data_ranks
     accumulation = 2 if rows >= 2 * config.get("microbatches", 1) else 1
-    found = nl.spmd.run(parity.together, ranks, args=(family, config, accumulation))
-    parity.assert_equal(found, reference(family))
+    deep = parity.layers(family, 4) if "pipeline" in used(ranks, config) else {}
+    together = functools.partial(parity.together, **deep)
+    found = nl.spmd.run(together, ranks, args=(family, config, accumulation))
+    parity.assert_equal(found, reference(family, **deep))
 
 
 @pytest.mark.parametrize("family", parity.FAMILIES)
 def test_every_family_in_stages_split_and_sharded(family):
     config = PIPELINE | TENSOR | {"hybrid_shard_degree": 2}
-    found = nl.spmd.run(parity.together, 8, args=(family, config, 2))
-    parity.assert_equal(found, reference(family))
+    deep = parity.layers(family, 4)
+    together = functools.partial(parity.together, **deep)
+    parity.assert_equal(nl.spmd.run(together, 8, args=(family, config, 2)), reference(family, **deep))
 
 
 def test_the_table_in_the_readme_says_what_is_run_here():
@@ -92,10 +95,11 @@ def test_the_table_in_the_readme_says_what_is_run_here():
 
 
 def four_axes_over_processes(rank):
-    return parity.together(rank, "llama", PIPELINE | TENSOR | {"hybrid_shard_degree": 1})
+    config = PIPELINE | TENSOR | {"hybrid_shard_degree": 1}
+    return parity.together(rank, "llama", config, **parity.layers("llama", 4))
 
 
 @pytest.mark.slow
 def test_over_real_processes():
     found = nl.spmd.run(four_axes_over_processes, 4, processes=True)
-    parity.assert_equal(found, reference("llama"))
+    parity.assert_equal(found, reference("llama", **parity.layers("llama", 4)))

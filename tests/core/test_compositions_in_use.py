@@ -42,7 +42,7 @@ def on_one_rank(rank, family, config, batches, recomputing, freezing):
     """The gradients of every batch by itself, gathered; None where there is none."""
     mesh = nl.init(config)
     with nl.spmd.one_at_a_time(seed=0):
-        model = parity.build(family)
+        model = parity.build(family, **parity.layers(family, 4))
     if freezing:
         freeze(model)
     model = nl.transform(model)
@@ -70,7 +70,7 @@ def check(run, batches, recomputing=False, freezing=False) -> None:
     ranks, family, config = run
     expected = []
     for batch in batches:
-        model = parity.build(family)
+        model = parity.build(family, **parity.layers(family, 4))
         if freezing:
             freeze(model)
         loss = model(**batch).loss
@@ -138,7 +138,7 @@ def test_memory_of_stages_split_and_sharded_shrinks_by_the_product(family):
     def held(rank):
         nl.init(PIPELINE | TENSOR | {"hybrid_shard_degree": 2})
         with nl.delayed_init():
-            model = parity.unseeded(family)
+            model = parity.unseeded(family, **parity.layers(family, 4))
         model = nl.shard(nl.pipeline(nl.transform(model)))
         blocks = [p for block in model.blocks() for p in block.parameters() if p.dim() > 1]
         return sum(parameter.to_local().numel() for parameter in blocks)

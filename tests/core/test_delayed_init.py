@@ -232,11 +232,11 @@ def test_no_rank_holds_more_than_its_shard_and_a_block():
     alone = parity.unseeded("llama")
     whole = sum(p.numel() for p in alone.parameters())
     block = sum(p.numel() for p in alone.model.layers[0].parameters())
-    root = whole - 4 * block
+    root = whole - 2 * block
     for most, left in nl.spmd.run(largest_held, 4, args=(SPLIT,)):
         assert left < 1.1 * whole / 4
         assert most <= left + max(block, root)
-        assert most < 0.6 * whole
+        assert most < 0.7 * whole
 
 
 def test_a_cast_comes_after_the_values():

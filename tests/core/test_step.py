@@ -198,6 +198,26 @@ def test_steps_are_not_taken_inside_accumulate():
     nl.spmd.run(work, 1)
 
 
+def test_autocast_inside_is_refused_on_a_pipeline():
+    def work(rank, config, autocast):
+        model = ready(config)
+
+        @nl.step
+        def train_step(ids):
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                loss = model(ids, labels=ids).loss
+            model.backward(loss)
+            return loss
+
+        return train_step(families.batch(0, 8)["input_ids"]).reduce_mean().item()
+
+    plain, cast = (nl.spmd.run(work, 2, args=(WHOLE[1], on))[0] for on in (False, True))
+    assert plain != cast and plain == pytest.approx(cast, rel=0.01)
+    nl.spmd.run(work, 2, args=(PIPED[1], False))
+    with pytest.raises(nl.spmd.RankError, match="autocast around model"):
+        nl.spmd.run(work, 2, args=(PIPED[1], True))
+
+
 def test_outputs_that_cannot_travel_are_refused_on_all_ranks():
     def work(rank):
         model = ready(PIPED[1])

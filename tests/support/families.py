@@ -12,9 +12,8 @@ def config_of(family: str, layers: int = 4) -> transformers.PretrainedConfig:
     """``family``, or with ``-tied`` or ``-untied`` behind it what its head shall be."""
     name, _, head = family.partition("-")
     kind, arguments = parity.FAMILIES[name]
-    key = "n_layer" if name == "gpt2" else "num_hidden_layers"
     more = {"tie_word_embeddings": head == "tied"} if head else {}
-    return getattr(transformers, kind)(**arguments | {key: layers} | more)
+    return getattr(transformers, kind)(**arguments | parity.layers(name, layers) | more)
 
 
 def build(family: str, layers: int = 4) -> torch.nn.Module:

@@ -15,7 +15,7 @@ _COMMON = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
     "intermediate_size": 48,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 2,
     "num_attention_heads": 8,
     "max_position_embeddings": 64,
     "bos_token_id": 0,
@@ -23,7 +23,7 @@ _COMMON = {
     "initializer_range": 0.1,
 }
 _NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-_GPT2 = {"n_embd": 32, "n_layer": 4, "n_head": 8, "n_positions": 64} | _NO_DROPOUT
+_GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 8, "n_positions": 64} | _NO_DROPOUT
 _SHARED = ("vocab_size", "bos_token_id", "eos_token_id", "initializer_range")
 
 FAMILIES = {
@@ -34,6 +34,11 @@ FAMILIES = {
     "mistral": ("MistralConfig", _COMMON | {"num_key_value_heads": 4, "sliding_window": 5}),
     "mixtral": ("MixtralConfig", _COMMON | {"num_key_value_heads": 4, "num_local_experts": 4}),
 }
+
+
+def layers(family: str, count: int) -> dict[str, int]:
+    """What to change for ``count`` layers, where two are too few for the stages of a pipeline."""
+    return {"n_layer" if "n_layer" in FAMILIES[family][1] else "num_hidden_layers": count}
 
 
 def build(family: str, **changes) -> torch.nn.Module:

@@ -23,6 +23,11 @@ def sum_rows(rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return _Sum.apply(rows, group)
 
 
+def summed_back(tensor: torch.Tensor, group: dist.ProcessGroup, times: int = 1) -> torch.Tensor:
+    """``tensor`` as it is; ``times`` its gradient is the sum of all ranks' parts."""
+    return _SummedBack.apply(tensor, group, times) if tensor.requires_grad else tensor
+
+
 def gathered(rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """`gather_rows` without a graph."""
     everyones = rows.new_empty(group.size() * len(rows), *rows.shape[1:])
@@ -56,3 +61,16 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         return gathered(gradient, ctx.group), None
+
+
+class _SummedBack(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tensor, group, times):
+        ctx.group, ctx.times = group, times
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        total = (gradient / ctx.times).contiguous()
+        dist.all_reduce(total, group=ctx.group)
+        return total, None, None

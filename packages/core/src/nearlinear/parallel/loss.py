@@ -52,13 +52,32 @@ class CausalLoss:
             shift_labels = functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         targets = shift_labels.reshape(-1).to(logits.device)
         counted = targets != ignore_index
+        unknown = None if vocab_size is None else outside(targets, vocab_size, counted)
         losses = _TokenLosses.apply(
             logits.reshape(-1, logits.shape[-1]), targets, counted, self.first, self.tensor
         )
+        if unknown is not None:
+            losses = losses.masked_fill(unknown, torch.nan)
         total, count = losses.sum(), counted.sum()
         if self.context is not None:
             total, count = _SumOfAll.apply(total, count, self.context)
         return total / (count if num_items_in_batch is None else num_items_in_batch)
+
+
+def outside(ids: torch.Tensor, size: int, counted: torch.Tensor | None = None) -> torch.Tensor:
+    """Which of ``ids``, those that are ``counted``, a vocabulary of ``size`` lacks.
+
+    On the CPU none: IndexError, as PyTorch raises. Elsewhere asking would wait for the device, and
+    what comes of them is to be NaN.
+    """
+    unknown = (ids < 0) | (ids >= size)
+    unknown = unknown if counted is None else unknown & counted
+    if ids.device.type == "cpu" and bool(unknown.any()):
+        raise IndexError(
+            f"token id {ids[unknown][0].item()} is not in the vocabulary, which has ids 0 to "
+            f"{size - 1}: use the model's own tokenizer, or model.resize_token_embeddings"
+        )
+    return unknown
 
 
 def install(model: nn.Module, now: Runtime, first: int = 0) -> None:

@@ -13,7 +13,9 @@ from .. import runtime
 from ..errors import ConfigError
 from ..spmd import one_at_a_time
 from . import context, expert, from_first, layout, tensor
+from .around import around
 from .expert import MoEConfig
+from .same_batch import SameBatch
 
 
 def transform(
@@ -47,6 +49,8 @@ def transform(
         tensor.apply(model, now)
     if "context" in asked:
         context.apply(model, now, cp_comm_type or now.config.cp_comm_type)
+    if asked & {"tensor", "context"}:
+        around(model).before.insert(0, SameBatch(now, "tensor", "context"))
     routed = "tensor" in asked and getattr(model.config, "output_router_logits", False)
     if "expert" in asked or config is not None or routed:  # tensor ranks share the routers' loss
         expert.apply(model, now, config)

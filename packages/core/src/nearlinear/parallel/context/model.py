@@ -20,6 +20,7 @@ from ...errors import ConfigError, NearlinearError
 from ...runtime import Runtime
 from .. import layout, loss
 from ..around import around
+from ..exchange import summed_back
 from .attention import TRAVELS, attention
 from .batch import FLAGS, Whole, gather, split
 from .check import check
@@ -46,6 +47,9 @@ class Context:
                     "this model counts positions by its attention_mask: give position_ids too, "
                     "as context_parallel_degree > 1 splits them"
                 )
+        if isinstance(given.get("inputs_embeds"), torch.Tensor):
+            group, ranks = self.travel.group, self.travel.ranks
+            given["inputs_embeds"] = summed_back(given["inputs_embeds"], group, times=ranks)
         documents = not self._would_cache(given.get("use_cache"))
         local, self.batch = split(given, self.travel.rank, self.travel.ranks, documents)
         self.attended = False

@@ -20,6 +20,7 @@ from torch.distributed.pipelining import PipelineStage
 from ...errors import NearlinearError
 from ...runtime import Runtime
 from .. import joint
+from ..same_batch import SameBatch
 from .partition import Costs, table
 from .parts import Parts
 from .schedules import Plan
@@ -51,6 +52,9 @@ class Engine:
     last: bool = True  # replicas meet at the end of the schedule
     _built: tuple = ()
     _schedules: dict = field(default_factory=dict)
+
+    def __post_init__(self):
+        self._same = SameBatch(self.now, "pipeline")
 
     def __str__(self) -> str:
         stages = range(self.plan.stages)
@@ -163,6 +167,7 @@ class Engine:
         """Of what stages hand on, the same for all of ``calls``."""
         if self.dtype is None:
             raise NearlinearError("the stages are not sharded yet: call nl.shard(pipe) first")
+        self._same(calls)
         stage = next(iter(self.stages.values()))
         shapes = {handed_on(stage, call) for call in calls}
         if len(shapes) > 1:

@@ -141,11 +141,24 @@ class _Learned(BaseException):
 
 
 class _Learning:
+    def __init__(self):
+        self.autocast = _autocast()
+
     def called(self, model, args, kwargs):
+        if hasattr(model, "_nearlinear_pipeline") and _autocast() != self.autocast:
+            raise NearlinearError(
+                "@nl.step: torch.autocast around model(...) does not reach the stages of a "
+                'pipeline: leave it out, and shard with nl.shard(pipe, precision="bf16")'
+            )
         raise _Learned(model, model.arguments(*args, **kwargs))
 
     def backward(self, loss):
         raise NearlinearError(f"model.backward(loss) before model(...) was called: {_EXAMPLE}")
+
+
+def _autocast() -> tuple[bool, torch.dtype]:
+    kind = runtime.current().device.type
+    return torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
 
 
 def _learn(function: Callable, part: tuple) -> _Learned:

@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from ...c10d_names import all_gather
 from ..exchange import gather_rows
+from ..loss import outside
 from .rows import Rows
 
 
@@ -75,7 +76,9 @@ class VocabularyParallelEmbedding(nn.Embedding):
         if padding is not None and not 0 <= padding < self.weight.shape[0]:
             padding = None
         x_BSE = functional.embedding(here.where(mine, 0), self.weight, padding)
-        summed = self.rows.sum(x_BSE.masked_fill(~mine.unsqueeze(-1), 0.0))
+        others_BS = x_BSE.new_zeros(ids_BS.shape)
+        others_BS.masked_fill_(outside(ids_BS, self.num_embeddings), torch.nan)
+        summed = self.rows.sum(x_BSE.where(mine.unsqueeze(-1), others_BS.unsqueeze(-1)))
         return self.rows.back_in_place(summed)
 
 

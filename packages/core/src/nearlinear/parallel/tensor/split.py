@@ -16,6 +16,7 @@ from ...runtime import Runtime
 from .. import layout, loss
 from ..around import around
 from ..blocks import find_blocks
+from ..exchange import summed_back
 from ..layout import even
 from . import modules
 from .degree import advise, check
@@ -157,6 +158,8 @@ def _before_model(config, rows: Rows):
                 "in the model's config before nl.transform, which then adds the loss once"
             )
         rows.gathers_logits = not isinstance(given.get("labels"), torch.Tensor)
+        if isinstance(given.get("inputs_embeds"), torch.Tensor):
+            given = given | {"inputs_embeds": summed_back(given["inputs_embeds"], rows.group)}
         return given
 
     return before
