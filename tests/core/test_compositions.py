@@ -73,7 +73,9 @@ def test_every_family_in_stages_split_and_sharded(family):
     config = PIPELINE | TENSOR | {"hybrid_shard_degree": 2}
     deep = parity.layers(family, 4)
     together = functools.partial(parity.together, **deep)
-    parity.assert_equal(nl.spmd.run(together, 8, args=(family, config, 2)), reference(family, **deep))
+    parity.assert_equal(
+        nl.spmd.run(together, 8, args=(family, config, 2)), reference(family, **deep)
+    )
 
 
 def test_the_table_in_the_readme_says_what_is_run_here():

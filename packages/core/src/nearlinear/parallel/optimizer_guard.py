@@ -5,6 +5,7 @@ optimizer built before `shard`, which holds parameters that the model no longer 
 ``grad is None`` everywhere. One hook on all optimizers turns both into an error.
 """
 
+import contextlib
 import threading
 import weakref
 from collections.abc import Iterator
@@ -42,10 +43,19 @@ def finish(model: torch.nn.Module) -> None:
         _unfinished.pop(model, None)
 
 
-def retire(parameters) -> None:
-    """A step over any of ``parameters``, which sharding has replaced, is an error from now on."""
-    for parameter in parameters:
+@contextlib.contextmanager
+def replacing(model: torch.nn.Module) -> Iterator[None]:
+    """A step over parameters that ``model`` had before, and has no more, is an error afterwards.
+
+    They are not held on to: as units are sharded one by one, their whole parameters are freed.
+    """
+    for parameter in model.parameters():
         parameter._nearlinear_replaced = True
+    try:
+        yield
+    finally:
+        for parameter in model.parameters():
+            parameter._nearlinear_replaced = False
 
 
 def check(parameters) -> None:

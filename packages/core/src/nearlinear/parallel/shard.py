@@ -59,15 +59,13 @@ def shard(
     if not isinstance(model, Called):
         model.__class__ = in_front(type(model), Called)
     policy = _policy(precision or ("bf16" if now.config.bf16 else "fp32"))
-    replaced = list(model.parameters())
-    if hasattr(model, "_nearlinear_pipeline"):
-        _shard_stages(model, now, policy, reshard_after_forward)
-    else:
-        _shard_whole(model, now, policy, reshard_after_forward, blocks)
+    with optimizer_guard.replacing(model):
+        if hasattr(model, "_nearlinear_pipeline"):
+            _shard_stages(model, now, policy, reshard_after_forward)
+        else:
+            _shard_whole(model, now, policy, reshard_after_forward, blocks)
     layout.mark(model)
     joint.install(model, _joints(model, now))
-    kept = {id(parameter) for parameter in model.parameters()}
-    optimizer_guard.retire(p for p in replaced if id(p) not in kept)
     optimizer_guard.watch_optimizers()
     return model
 
