@@ -11,6 +11,7 @@ import nearlinear as nl
 from nearlinear.counts import count_collectives
 from nearlinear.parallel.accumulate import count_targets
 from tests.support import tiny
+from tests.support.processes import in_turn
 from tests.support.releases import needs_hooks
 
 
@@ -58,14 +59,14 @@ def test_two_hop_moves_a_quarter_of_the_bytes_between_replicas():
 
 @needs_hooks
 @pytest.mark.slow
-@pytest.mark.parametrize("two_hop", [True, False])
-def test_counts_on_processes_equal_counts_on_threads(two_hop):
-    threads = nl.spmd.run(counted, 4, args=("gpt2", two_hop, True))
-    processes = nl.spmd.run(counted, 4, args=("gpt2", two_hop, True), processes=True)
-    for of_threads, of_processes in zip(threads[0], processes[0], strict=True):
-        # on gloo ranks exchange the parts, and add them up themselves: see parallel/scatter.py
-        of_processes["reduce_scatter"] = of_processes.pop("all_to_all")
-        assert of_processes == of_threads
+def test_counts_on_processes_equal_counts_on_threads():
+    runs = [("gpt2", two_hop, True) for two_hop in (True, False)]
+    for run, processes in zip(runs, in_turn(counted, 4, runs), strict=True):
+        threads = nl.spmd.run(counted, 4, args=run)
+        for of_threads, of_processes in zip(threads[0], processes[0], strict=True):
+            # on gloo ranks exchange the parts, and add them up themselves: see parallel/scatter.py
+            of_processes["reduce_scatter"] = of_processes.pop("all_to_all")
+            assert of_processes == of_threads
 
 
 def mean_gradient(micro_batches_of_ranks):

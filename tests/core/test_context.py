@@ -9,6 +9,7 @@ import transformers
 
 import nearlinear as nl
 from tests.support import parity
+from tests.support.processes import in_turn
 
 LAYOUTS = {
     "context 2": (2, {"context_parallel_degree": 2}),
@@ -108,16 +109,10 @@ def test_sequences_that_do_not_divide(family, tokens):
     parity.assert_equal(nl.spmd.run(run, 4, args=(family, config, 1, tokens)), expected)
 
 
-def over_processes(rank, travel):
-    config = {"context_parallel_degree": 2, "cp_comm_type": travel}
-    return parity.together(rank, "gpt2", config)
-
-
-@pytest.mark.parametrize("travel", TRAVELS)
-def test_over_real_processes(travel):
-    parity.assert_equal(
-        nl.spmd.run(over_processes, 2, args=(travel,), processes=True), reference("gpt2")
-    )
+def test_over_real_processes():
+    configs = [{"context_parallel_degree": 2, "cp_comm_type": travel} for travel in TRAVELS]
+    for found in in_turn(parity.together, 2, [("gpt2", config) for config in configs]):
+        parity.assert_equal(found, reference("gpt2"))
 
 
 @pytest.mark.parametrize(("family", "bound"), [("gpt2", 0.03), ("llama", 0.03), ("mixtral", 0.1)])

@@ -10,6 +10,7 @@ from nearlinear.parallel import layout
 from nearlinear.parallel.expert import parallel_experts
 from nearlinear.parallel.layout import cuts_of
 from tests.support import mixtures, parity, tiny
+from tests.support.processes import in_turn
 from tests.support.releases import needs_hooks
 
 ROWS = 32
@@ -92,18 +93,17 @@ def test_with_tensor_parallelism(moe):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("config", "moe"),
-    [
+def test_processes_over_gloo():
+    layouts = [
         ({EP: 2, SHARDS: 4}, None),
         ({EP: 2, SHARDS: 2}, None),
         ({EP: 4, "overlap_communication": False}, {"moe_all_to_all_dispatcher": False}),
-    ],
-    ids=["shard2", "replicate2", "ep4-ag"],
-)
-def test_processes_over_gloo(config, moe):
-    found = trained(4, "mixtral", 4, config, moe=moe, accumulation=2, processes=True)
-    assert found < 1e-5
+    ]
+    runs = [("mixtral", 4, config, ROWS, 2, moe) for config, moe in layouts]
+    reference = mixtures.train_alone("mixtral", 4, ROWS)
+    for (config, _), found in zip(layouts, in_turn(mixtures.train_divided, 4, runs), strict=True):
+        for run in found:
+            assert mixtures.largest_difference(run, reference) < 1e-5, config
 
 
 def test_two_processes_over_gloo():

@@ -1,6 +1,7 @@
 """Gathers and reductions beside computation: the same training, and what of it can be seen."""
 
 import functools
+import itertools
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import nearlinear as nl
 from nearlinear.counts import count_collectives
 from nearlinear.parallel import overlap
 from tests.support import tiny
+from tests.support.processes import in_turn
 from tests.support.releases import needs_hooks
 
 ROWS = 32
@@ -51,21 +53,20 @@ def test_every_way_of_communicating_trains_the_same(degree, two_hop, config):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("hierarchical", ["on", "auto", "off"])
-@pytest.mark.parametrize("degree", [2, 4])
-def test_processes_train_the_same_on_lanes(degree, hierarchical):
-    config = {"hierarchical_all_gather": hierarchical, "ranks_per_node": 2}
-    runs = nl.spmd.run(trained, 4, args=(degree, True, config), processes=True)
-    assert tiny.largest_difference(runs[0], alone()) < 1e-5
+def test_processes_train_the_same_on_lanes():
+    two_nodes = {"ranks_per_node": 2}
+    configs = [two_nodes | {"hierarchical_all_gather": way} for way in ("on", "auto", "off")]
+    runs = list(itertools.product((2, 4), (True,), configs))
+    for run, found in zip(runs, in_turn(trained, 4, runs), strict=True):
+        assert tiny.largest_difference(found[0], alone()) < 1e-5, run
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("degree", [2, 4])
-@pytest.mark.parametrize("config", [{}, {"prefetch_depth": 2, "hierarchical_all_gather": "on"}])
-def test_processes_train_the_same_on_the_collectives_package(degree, config):
-    args = (degree, True, config)
-    runs = nl.spmd.run(trained, 4, args=args, processes=True, backend="nearlinear")
-    assert tiny.largest_difference(runs[0], alone()) < 1e-5
+def test_processes_train_the_same_on_the_collectives_package():
+    configs = [{}, {"prefetch_depth": 2, "hierarchical_all_gather": "on"}]
+    runs = list(itertools.product((2, 4), (True,), configs))
+    for run, found in zip(runs, in_turn(trained, 4, runs, backend="nearlinear"), strict=True):
+        assert tiny.largest_difference(found[0], alone()) < 1e-5, run
 
 
 def test_gradients_appear_when_they_are_synchronised():

@@ -12,6 +12,7 @@ from nearlinear.config import WORDS
 from nearlinear.parallel.pipeline.schedules import OF_SMP, SCHEDULES
 from nearlinear.spmd.failures import RankError
 from tests.support import families, parity, pipelines
+from tests.support.processes import in_turn
 
 FAMILIES = ["gpt2", "gpt2-untied", "gpt_neox", "llama", "llama-tied", "mistral", "mixtral"]
 SEVERAL = [name for name, schedule in SCHEDULES.items() if schedule.stages_per_rank != 1]
@@ -107,13 +108,11 @@ def test_fewer_micro_batches_than_stages_are_slow_and_right():
 
 @pytest.mark.slow
 def test_over_processes():
-    configs = [
-        {"pipeline_parallel_degree": 2, "microbatches": 4, "pipeline": schedule}
-        for schedule in ("interleaved", "zbv_zero_bubble")
-    ]
-    found = nl.spmd.run(pipelines.piped_by_all, 2, args=("gpt2", configs), processes=True)
-    for of_config in zip(*found, strict=True):
-        check(of_config, reference("gpt2"))
+    config = {"pipeline_parallel_degree": 2, "microbatches": 4}
+    schedules = ("interleaved", "zbv_zero_bubble")
+    runs = [("gpt2", config | {"pipeline": schedule}) for schedule in schedules]
+    for found in in_turn(pipelines.piped, 2, runs):
+        check(found, reference("gpt2"))
 
 
 @pytest.mark.parametrize("schedule", ["interleaved", "interleaved_zero_bubble"])

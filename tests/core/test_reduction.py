@@ -8,6 +8,7 @@ import nearlinear as nl
 from nearlinear.parallel.lane import Item
 from nearlinear.parallel.reduction import Reduction
 from tests.support import tiny
+from tests.support.processes import in_turn
 from tests.support.releases import needs_hooks
 
 
@@ -68,10 +69,7 @@ def under_way_in_a_pass(rank, bucket):
 @needs_hooks
 @pytest.mark.slow
 def test_a_pass_keeps_to_the_bucket():
-    def most(bucket):
-        found = nl.spmd.run(under_way_in_a_pass, 2, args=(bucket,), processes=True)
-        return [seen / total for seen, total in found]
-
     block = 0.16  # of the model, about; the root is less
-    assert all(seen < 1.2 * block for seen in most(0))
-    assert all(seen > 3 * block for seen in most(10**9))
+    none, any_number = in_turn(under_way_in_a_pass, 2, [(0,), (10**9,)])
+    assert all(seen / total < 1.2 * block for seen, total in none)
+    assert all(seen / total > 3 * block for seen, total in any_number)

@@ -10,6 +10,7 @@ from nearlinear.counts import count_collectives
 from nearlinear.parallel import overlap
 from nearlinear.parallel.wire import CODECS, GREATEST
 from tests.support import tiny
+from tests.support.processes import in_turn
 from tests.support.releases import needs_hooks
 
 LENGTHS = st.integers(0, 1500)
@@ -105,12 +106,11 @@ def test_auto_measures_what_travels(monkeypatch):
 
 @needs_hooks
 @pytest.mark.slow
-@pytest.mark.parametrize("gather_dtype", ["bf16", "fp8"])
-def test_training_follows_in_shared_memory(gather_dtype):
+def test_training_follows_in_shared_memory():
     exact = tiny.train_alone("gpt2", "sgd", 32)
-    args = ({"gather_dtype": gather_dtype},)
-    runs = nl.spmd.run(trained, 4, args=args, processes=True, backend="nearlinear")
-    assert 1e-6 < tiny.largest_difference(runs[0], exact) < 3e-2
+    runs = [({"gather_dtype": gather_dtype},) for gather_dtype in ("bf16", "fp8")]
+    for found in in_turn(trained, 4, runs, backend="nearlinear"):
+        assert 1e-6 < tiny.largest_difference(found[0], exact) < 3e-2
 
 
 def trained(rank, config):

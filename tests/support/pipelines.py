@@ -60,10 +60,5 @@ def piped(rank: int, family: str, config: dict, steps: int = 3, layers: int = 4,
     return losses, norms, gradients, {name: whole(p) for name, p in pipe.named_parameters()}
 
 
-def piped_by_all(rank: int, family: str, configs: list[dict]) -> list:
-    """`piped` with every config in turn: processes take long to start."""
-    return [piped(rank, family, config) for config in configs]
-
-
 def targets(step: int, rows: int) -> int:
     return int((families.batch(step, rows)["labels"][:, 1:] != -100).sum())
