@@ -97,7 +97,7 @@ def train_sharded(
     with nl.spmd.one_at_a_time(seed=0):
         model = MODELS[kind]()
     nl.shard(model)
-    updates, losses = optimizer_for(model, optimizer), []
+    updates, losses = nl.shard_optimizer(optimizer_for(model, optimizer), model), []
     for step in range(steps):
         mine = rows(step, count).chunk(mesh.data_ranks)[mesh.data_rank(rank)]
         micro_batches = [batch(ids) for ids in mine.chunk(accumulation)]

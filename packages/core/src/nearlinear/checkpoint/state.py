@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ..errors import CheckpointError
+from ..parallel import slices
 from ..parallel.layout import Cut, cuts_of, whole_shape
 from .pieces import Piece, blocks
 
@@ -19,6 +20,11 @@ _WRAPPED = "_checkpoint_wrapped_module."  # in names, where activations are chec
 def parameter_names(model: nn.Module) -> dict[nn.Parameter, str]:
     """The name of every parameter; tied ones have their first."""
     return {parameter: plain(name) for name, parameter in model.named_parameters()}
+
+
+def updated_names(model: nn.Module) -> dict[nn.Parameter, str]:
+    """The names of what an optimizer has for the parameters: themselves, or their slices."""
+    return {slices.of(parameter): name for parameter, name in parameter_names(model).items()}
 
 
 def plain(name: str) -> str:
@@ -63,7 +69,7 @@ def of_model(model: nn.Module) -> Iterator[tuple[str, Part]]:
 
 def of_optimizer(optimizer, model: nn.Module) -> Iterator[tuple[str, Part]]:
     """The tensors that an optimizer keeps for each parameter of ``model``."""
-    names = parameter_names(model)
+    names = updated_names(model)
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
             if not isinstance(value, torch.Tensor):
@@ -83,7 +89,7 @@ def of_optimizer(optimizer, model: nn.Module) -> Iterator[tuple[str, Part]]:
 
 def settings(optimizer, model: nn.Module) -> dict:
     """What an optimizer is and its parameter groups, by parameters' names, as JSON can carry it."""
-    names = parameter_names(model)
+    names = updated_names(model)
     groups = [
         {key: value for key, value in group.items() if key != "params"}
         | {"params": [_name(parameter, names) for parameter in group["params"]]}
@@ -107,7 +113,7 @@ def make_room(optimizer, model: nn.Module, saved: dict) -> None:
 
     ``saved``: shape and dtype of each, by name, as `index.Tensor`.
     """
-    names = {name: parameter for parameter, name in parameter_names(model).items()}
+    names = {name: parameter for parameter, name in updated_names(model).items()}
     optimizer.state.clear()
     for full, entry in saved.items():
         room, _, rest = full.partition("/")

@@ -13,14 +13,16 @@ import torch.distributed as dist
 from torch import nn
 
 from .. import _torch
+from . import slices
 from .layout import local
 
 
 class Joint:
-    """``parameters`` whose gradients are summed over ``group``, in this order on all its ranks."""
+    """``parameters`` whose gradients, or those of their slices, are summed over ``group``, in this
+    order on all its ranks."""
 
     def __init__(self, group: dist.ProcessGroup, parameters: Iterable[nn.Parameter]):
-        self.group, self.parameters = group, list(parameters)
+        self.group, self.parameters = group, [slices.of(p) for p in parameters]
         self.before: list[torch.Tensor | None] | None = None  # None: nothing is under way
 
     def begin(self) -> None:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import Shard
 
 from .. import _torch, runtime
 from ..errors import ConfigError
-from . import joint, layout, optimizer_guard, overlap, schedule
+from . import joint, layout, optimizer_guard, optimizer_shards, overlap, schedule
 from .blocks import find_blocks
 from .delayed_init import materialise
 from .expert import parallel_experts
@@ -56,8 +56,15 @@ def shard(
     if any(isinstance(root, FSDPModule) for root in roots_of(model)):
         raise ConfigError("the model is sharded already: call nl.shard once")
     _require_transformed(model, now)
+    if now.config.shard_optimizer_state and now.mesh.replicate == 1:
+        log.warning(
+            "shard_optimizer_state has no effect: there is one replica, so that its shards "
+            "are all there is of the state"
+        )
     if not isinstance(model, Called):
         model.__class__ = in_front(type(model), Called)
+    if optimizer_shards.asked(now):
+        model.__class__ = in_front(type(model), optimizer_shards.Sliced)
     policy = _policy(precision or ("bf16" if now.config.bf16 else "fp32"))
     replaced = list(model.parameters())
     if hasattr(model, "_nearlinear_pipeline"):
@@ -65,6 +72,8 @@ def shard(
     else:
         _shard_whole(model, now, policy, reshard_after_forward, blocks)
     layout.mark(model)
+    if optimizer_shards.asked(now):
+        optimizer_shards.install(model, now)
     joint.install(model, _joints(model, now))
     kept = {id(parameter) for parameter in model.parameters()}
     optimizer_guard.retire(p for p in replaced if id(p) not in kept)
@@ -181,9 +190,11 @@ def _place(model: nn.Module, unit: nn.Module, now: runtime.Runtime) -> None:
 
 
 def shard_mesh(now: runtime.Runtime, experts: bool = False) -> DeviceMesh:
-    """The mesh FSDP2 shards over: (replicate, shard), or (shard,) where there is one replica."""
+    """The mesh FSDP2 shards over: (replicate, shard), or (shard,) where it has nothing to do with
+    replicas: there is one, or they are `optimizer_shards`' to bring together."""
     mesh = now.expert_mesh if experts else now.device_mesh
-    return mesh["replicate", "shard"] if now.mesh.replicate > 1 else mesh["shard"]
+    alone = now.mesh.replicate == 1 or optimizer_shards.asked(now)
+    return mesh["shard"] if alone else mesh["replicate", "shard"]
 
 
 def _experts_by_unit(model: nn.Module, blocks: list[nn.Module]) -> dict[nn.Module, list]:
