@@ -59,6 +59,8 @@ def batch(ids: torch.Tensor) -> dict:
 
 def optimizer_for(model, name: str) -> torch.optim.Optimizer:
     """SGD shows a wrong scale of the gradient, which AdamW hides; AdamW shows its states."""
+    if name == "momentum":
+        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     if name == "sgd":
         return torch.optim.SGD(model.parameters(), lr=0.5)
     return torch.optim.AdamW(model.parameters(), lr=1e-3)

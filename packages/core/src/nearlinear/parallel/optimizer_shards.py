@@ -189,6 +189,8 @@ class UnitSlices:
         """Reduce the gradients ``shards`` over replicas to those of the slices: flat."""
         ranks, mine = self.replicas.size(), sum(each.elements for each in self.slices)
         flat = shards[0].new_empty(ranks, mine)
+        if not mine:  # this shard has no rows, on any replica
+            return flat.view(-1)
         torch._foreach_copy_(*slices.pairs(flat, self.slices, shards))
         found = flat.new_empty(mine)
         self._scatter(found, flat.view(-1), op)
@@ -205,6 +207,8 @@ class UnitSlices:
         """Bring the slices that all replicas have of the ``updated`` into the shards."""
         sizes = [each.elements for each in updated]
         mine = local(updated[0].values.data).new_empty(sum(sizes))
+        if not len(mine):
+            return
         for each, room in zip(updated, mine.split(sizes), strict=True):
             values = local(each.values.data)
             room[: values.numel()].copy_(values.view(-1))
