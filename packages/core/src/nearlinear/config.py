@@ -134,6 +134,8 @@ class Config:
     unit's always may, 0 = no more; accelerators never have more"""
     shard_optimizer_state: bool = False
     """replicas share the optimizer's state and update a slice each; nl.shard_optimizer"""
+    offload_optimizer: bool = False
+    """keep the optimizer's states and the float32 master values in host memory, and update there"""
     gather_dtype: str = "same"
     """what parameters travel as in gathers: same, bf16 or fp8; they compute as before"""
     allow_empty_shards: bool = False
@@ -175,6 +177,11 @@ class Config:
             )
         if self.bf16 and self.fp16:
             raise ConfigError("bf16 = true and fp16 = true: choose one of the two")
+        if self.offload_optimizer and self.shard_optimizer_state:
+            raise ConfigError(
+                "offload_optimizer = true and shard_optimizer_state = true: offloaded gradients "
+                "reach host memory before replicas could share them out: choose one of the two"
+            )
 
     @property
     def placement(self) -> str:

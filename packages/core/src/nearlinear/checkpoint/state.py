@@ -69,6 +69,11 @@ def of_model(model: nn.Module) -> Iterator[tuple[str, Part]]:
 
 def of_optimizer(optimizer, model: nn.Module) -> Iterator[tuple[str, Part]]:
     """The tensors that an optimizer keeps for each parameter of ``model``."""
+    if type(optimizer).__module__.startswith("torchao."):
+        raise CheckpointError(
+            f"{type(optimizer).__name__} keeps codes of blocks of its shards, which other layouts "
+            "cut otherwise: save the model alone, or train with torch.optim.AdamW"
+        )
     names = updated_names(model)
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
@@ -134,7 +139,8 @@ def make_room(optimizer, model: nn.Module, saved: dict) -> None:
 def restore_settings(optimizer, model: nn.Module, saved: dict, elsewhere: Set[str]) -> None:
     """Set learning rates and the like as `settings` found them. Raises CheckpointError.
 
-    ``elsewhere``: parameters that other ranks have.
+    How updates are computed is no state of a run, and stays. ``elsewhere``: parameters that other
+    ranks have.
     """
     here = settings(optimizer, model)
     if here["kind"] != saved["kind"]:
@@ -150,7 +156,7 @@ def restore_settings(optimizer, model: nn.Module, saved: dict, elsewhere: Set[st
         raise CheckpointError("the optimizer groups its parameters otherwise than the saved one")
     for group, was in zip(optimizer.param_groups, saved["groups"], strict=True):
         group.update({key: _like(group.get(key), value) for key, value in was.items()
-                      if key != "params"})  # fmt: skip
+                      if key not in ("params", "fused", "foreach")})  # fmt: skip
 
 
 def random_state(rank: int, device: torch.device) -> dict[str, Part]:

@@ -44,6 +44,8 @@ def _global_norm(parameters: list[nn.Parameter]) -> float:
     total = 0.0
     for (mesh, sharded, axes), shards in alike.items():
         squares = torch.nn.utils.get_total_norm(shards).double().square()
+        if mesh is not None:  # gradients of offloaded parameters are in host memory
+            squares = squares.to(mesh.device_type)
         for dim in sharded:
             dist.all_reduce(squares, group=mesh.get_group(dim))
         for axis in axes:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .. import _torch
+from .. import _torch, runtime
 from . import slices
 from .layout import local
 
@@ -47,7 +47,7 @@ class Joint:
             wanted.append((part, old))
         if not parts:
             return
-        flat = torch.cat([part.reshape(-1) for part in parts])
+        flat = torch.cat([part.reshape(-1) for part in parts]).to(runtime.current().device)
         dist.all_reduce(flat, group=self.group)
         for (part, old), new in zip(wanted, flat.split([p.numel() for p in parts]), strict=True):
             part.copy_(new.view_as(part))

@@ -13,7 +13,13 @@ import logging
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import Shard
 
 from .. import _torch, runtime
@@ -97,7 +103,13 @@ def _shard_whole(model, now: runtime.Runtime, policy, reshard_after_forward, blo
         _place(model, unit, now)
         _shard_experts(experts[unit], now, policy, free, beside)
         freed = reshard_after_forward is True if unit is model else free
-        fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=freed)
+        fully_shard(
+            unit,
+            mesh=mesh,
+            mp_policy=policy,
+            offload_policy=_offload(now),
+            reshard_after_forward=freed,
+        )
     inner = [unit for units in experts.values() for unit in units]
     units = {"sharing": [*blocks, model]}
     alone = inner if now.mesh.expert_sharing == 1 else []  # no rank shares its experts' states
@@ -142,6 +154,7 @@ def _shard_stages(model, now: runtime.Runtime, policy, reshard_after_forward) ->
                 unit,
                 mesh=shard_mesh(now),
                 mp_policy=policy,
+                offload_policy=_offload(now),
                 reshard_after_forward=reshard_after_forward,
             )
             if now.device.type == "cpu":  # torch 2.8's gloo sums where it is asked for a mean
@@ -219,6 +232,7 @@ def _shard_experts(units: list[nn.Module], now, policy, free: bool, beside: bool
             unit,
             mesh=mesh,
             mp_policy=policy,
+            offload_policy=_offload(now),
             reshard_after_forward=free,
             shard_placement_fn=lambda parameter: Shard(_dim_to_shard(parameter, ranks)),
         )
@@ -227,6 +241,13 @@ def _shard_experts(units: list[nn.Module], now, policy, free: bool, beside: bool
 def _dim_to_shard(parameter: nn.Parameter, ranks: int) -> int:
     """The first dim that ``ranks`` divides: there are few experts, and padding them is memory."""
     return next((i for i, size in enumerate(parameter.shape) if size % ranks == 0), 0)
+
+
+def _offload(now: runtime.Runtime) -> OffloadPolicy:
+    """Where shards live: FSDP2 has them in host memory for an optimizer that updates them there."""
+    if not now.config.offload_optimizer:
+        return OffloadPolicy()
+    return CPUOffloadPolicy(pin_memory=now.device.type != "cpu")
 
 
 def _policy(precision: str) -> MixedPrecisionPolicy:
