@@ -198,6 +198,8 @@ def test_what_replicas_cannot_cut_on_the_first_dim_they_cut_on_another():
         for number in range(2):
             step(model, optimizer, inputs(1, 4, number))
             optimizer.zero_grad()
+            with torch.no_grad():  # the slice lies elsewhere, and follows
+                model.layers[0].weight.mul_(0.5)
         (parameter,) = optimizer.param_groups[0]["params"]
         return tuple(local(parameter).shape), local(model.layers[0].weight.detach()).clone()
 
@@ -208,6 +210,8 @@ def test_what_replicas_cannot_cut_on_the_first_dim_they_cut_on_another():
         alone(**inputs(1, 4, number)[0]).backward()
         updates.step()
         updates.zero_grad()
+        with torch.no_grad():
+            alone.layers[0].weight.mul_(0.5)
     for shape, values in nl.spmd.run(work, 4):
         assert shape == (2, 1, 4)
         torch.testing.assert_close(values, alone.layers[0].weight.detach(), atol=1e-5, rtol=0)
@@ -283,6 +287,47 @@ def test_units_that_the_last_micro_batch_passes_by(config):
     for found in nl.spmd.run(work, 4):
         for name, parameter in alone.named_parameters():
             torch.testing.assert_close(found[name], parameter.grad)
+
+
+@pytest.mark.parametrize("config", [{}, BY_FSDP2], ids=["lanes", "FSDP2"])
+def test_whole_gradients_go_while_the_backward_pass_goes_on(config):
+    def work(rank):
+        model, _ = stack(config | SHARED)
+        held = []
+
+        def look(gradient):
+            held.append([p.grad is not None for p in model.layers[2].parameters()])
+
+        def watch(module, args, output):
+            output.register_hook(look)
+
+        model.layers[0].register_forward_hook(watch)
+        for batch in nl.accumulate(model, inputs(1)):
+            model(**batch).backward()
+        return held
+
+    # layers[2] is done when layers[1] is reduced, before the gradient of layers[0]'s output comes
+    assert nl.spmd.run(work, 4) == [[[False, False]]] * 4
+
+
+@pytest.mark.parametrize("config", [{}, BY_FSDP2], ids=["lanes", "FSDP2"])
+def test_what_is_frozen_after_sharding_stays_as_it_is(config):
+    def work(rank, config):
+        model, optimizer = stack(config, weight_decay=0.0)
+        for layer in (model.layers[0].weight, model.layers[1].bias):
+            layer.requires_grad_(False)
+        before = parity.whole(model, lambda parameter: parameter.detach())
+        for batch in inputs(2):
+            model(**batch).backward()
+        optimizer.step()
+        return before, parity.whole(model, lambda parameter: parameter.detach())
+
+    expected = nl.spmd.run(work, 4, args=({},))[0]
+    for before, after in nl.spmd.run(work, 4, args=(config | SHARED,)):
+        for name, value in expected[1].items():
+            torch.testing.assert_close(after[name], value, atol=1e-6, rtol=0)
+            moved = not torch.equal(after[name], before[name])
+            assert moved == (name not in ("layers.0.weight", "layers.1.bias"))
 
 
 def test_groups_schedulers_and_frozen_parameters():

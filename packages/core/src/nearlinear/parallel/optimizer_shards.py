@@ -155,6 +155,11 @@ class UnitSlices:
         self.sums: dict[nn.Parameter, torch.Tensor] = {}  # of this replica, in the step so far
         self._scatter = Scatter(replicas)
 
+    @property
+    def trained(self) -> list[Slice]:
+        """Those that get gradients: a user may have frozen some since."""
+        return [each for each in self.slices if each.shard.requires_grad]
+
     def watch(self) -> None:
         """Take the gradients that FSDP2 reduces to this rank, as they come."""
         for each in self.slices:
@@ -166,41 +171,48 @@ class UnitSlices:
         gradient, parameter.grad = local(parameter.grad), None
         before = self.sums.get(parameter)
         self.sums[parameter] = gradient if before is None else before.add_(gradient)
-        if parameter is self.slices[-1].shard and self.common.last:
+        if parameter is self.trained[-1].shard and self.common.last:
             self.hop()
 
     @torch.no_grad()
     def hop(self) -> None:
         """Replicas share out their sums, if there are any: the slices have their gradients."""
-        if self.sums:
-            shards = [self.sums.get(each.shard) for each in self.slices]
-            self.sums.clear()
-            self.appear(
-                self.scatter(
-                    [
-                        torch.zeros_like(local(each.shard.data)) if shard is None else shard
-                        for each, shard in zip(self.slices, shards, strict=True)
-                    ],
-                    dist.ReduceOp.AVG,
-                )
-            )
+        if not self.sums:
+            return
+        shards = [
+            self.sums[each.shard]
+            if each.shard in self.sums
+            else torch.zeros_like(local(each.shard.data))
+            for each in self.trained
+        ]
+        self.sums.clear()
+        self.appear(self.scatter(shards, dist.ReduceOp.AVG))
 
     def scatter(self, shards: Sequence[torch.Tensor], op: dist.ReduceOp) -> torch.Tensor:
         """Reduce the gradients ``shards`` over replicas to those of the slices: flat."""
-        ranks, mine = self.replicas.size(), sum(each.elements for each in self.slices)
+        trained = self.trained
+        ranks, mine = self.replicas.size(), sum(each.elements for each in trained)
         flat = shards[0].new_empty(ranks, mine)
         if not mine:  # this shard has no rows, on any replica
             return flat.view(-1)
-        torch._foreach_copy_(*slices.pairs(flat, self.slices, shards))
+        torch._foreach_copy_(*slices.pairs(flat, trained, shards))
         found = flat.new_empty(mine)
         self._scatter(found, flat.view(-1), op)
         return found
 
     def appear(self, flat: torch.Tensor) -> None:
         """Add ``flat``, as `scatter` has returned it, to the gradients of the slices."""
-        parts = flat.split([each.elements for each in self.slices])
-        for each, part in zip(self.slices, parts, strict=True):
+        trained = self.trained
+        parts = flat.split([each.elements for each in trained])
+        for each, part in zip(trained, parts, strict=True):
             each.add_gradient(part)
+
+    def shards_in(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """The gradients in what FSDP2 has reduced for this unit: padded shards, one by one."""
+        trained = self.trained
+        parts = flat.split([math.prod(each.padded_shape) for each in trained])
+        held = [local(each.shard.data) for each in trained]
+        return [p[: shard.numel()].view(shard.shape) for p, shard in zip(parts, held, strict=True)]
 
     @torch.no_grad()
     def gather(self, updated: Sequence[Slice]) -> None:
@@ -218,15 +230,6 @@ class UnitSlices:
             everyones, updated, [local(each.shard.data) for each in updated]
         )
         torch._foreach_copy_(shards, travelled)
-
-    def shards_in(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """The gradients in what FSDP2 has reduced for this unit: padded shards, one by one."""
-        parts = flat.split([math.prod(each.padded_shape) for each in self.slices])
-        held = [local(each.shard.data) for each in self.slices]
-        return [
-            part[: shard.numel()].view(shard.shape)
-            for part, shard in zip(parts, held, strict=True)
-        ]  # fmt: skip
 
 
 class Sliced:
