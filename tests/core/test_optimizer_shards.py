@@ -79,11 +79,11 @@ class Stack(nn.Module):
         return self.head(x).square().mean()
 
 
-def stack(config: dict, optimizer=torch.optim.AdamW, build=Stack, **options):
+def stack(config: dict, optimizer=torch.optim.AdamW, build=Stack, reshard=None, **options):
     nl.init({"hybrid_shard_degree": 2} | config)
     with nl.spmd.one_at_a_time(seed=0):
         model = build()
-    nl.shard(model, blocks=list(model.layers))
+    nl.shard(model, blocks=list(model.layers), reshard_after_forward=reshard)
     return model, nl.shard_optimizer(optimizer(model.parameters(), lr=0.1, **options), model)
 
 
@@ -264,7 +264,8 @@ def test_nobody_sees_the_sum_of_one_replica(config, two_hop):
 
 
 @pytest.mark.parametrize("config", [{}, BY_FSDP2], ids=["lanes", "FSDP2"])
-def test_units_that_the_last_micro_batch_passes_by(config):
+@pytest.mark.parametrize("reshard", [None, True])
+def test_units_that_the_last_micro_batch_passes_by(config, reshard):
     class Choice(nn.Module):
         def __init__(self):
             super().__init__()
@@ -277,7 +278,7 @@ def test_units_that_the_last_micro_batch_passes_by(config):
     batches = [{"x": torch.ones(2, 6), "spare": True}, {"x": torch.ones(2, 6), "spare": False}]
 
     def work(rank):
-        model, optimizer = stack(config | SHARED, build=Choice)
+        model, optimizer = stack(config | SHARED, build=Choice, reshard=reshard)
         step(model, optimizer, batches)
         return parity.whole(model, parity.gradient)
 
@@ -287,6 +288,51 @@ def test_units_that_the_last_micro_batch_passes_by(config):
     for found in nl.spmd.run(work, 4):
         for name, parameter in alone.named_parameters():
             torch.testing.assert_close(found[name], parameter.grad)
+
+
+@pytest.mark.parametrize("config", [{}, BY_FSDP2], ids=["lanes", "FSDP2"])
+@pytest.mark.parametrize("two_hop", [True, False])
+def test_what_an_error_in_a_backward_pass_has_left_is_dropped(config, two_hop):
+    """Units behind it have reduced; the next step is right."""
+
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, tensor):
+            return tensor.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            raise ValueError("out of luck")
+
+    def work(rank, fail):
+        model, optimizer = stack(config | SHARED)
+        if fail:
+            hook = model.layers[0].register_forward_hook(lambda *call: Fails.apply(call[-1]))
+            with pytest.raises(ValueError, match="out of luck"):
+                step(model, optimizer, inputs(1, seed=1), two_hop=two_hop)
+            hook.remove()
+        step(model, optimizer, inputs(2), two_hop=two_hop)
+        return parity.whole(model, parity.gradient)
+
+    expected = nl.spmd.run(work, 4, args=(False,))[0]
+    for found in nl.spmd.run(work, 4, args=(True,)):
+        for name, gradient in expected.items():
+            torch.testing.assert_close(found[name], gradient)
+
+
+@pytest.mark.parametrize("config", [{}, BY_FSDP2], ids=["lanes", "FSDP2"])
+def test_with_one_hop_micro_batches_leave_slices_only(config):
+    def work(rank, two_hop):
+        model, _ = stack(config | SHARED)
+        for batch in nl.accumulate(model, inputs(2), two_hop=two_hop):
+            model(**batch).backward()
+            reduction = getattr(model, "_nearlinear_reduction", None)
+            hidden = [] if reduction is None else [unit.hidden for unit in reduction.units]
+            sums = [unit.sums or None for unit in model._nearlinear_slices.units]
+            return sum(each is not None for each in (*hidden, *sums))
+
+    assert nl.spmd.run(work, 4, args=(False,)) == [0] * 4
+    assert nl.spmd.run(work, 4, args=(True,)) == [4] * 4  # a sum for each unit
 
 
 @pytest.mark.parametrize("config", [{}, BY_FSDP2], ids=["lanes", "FSDP2"])

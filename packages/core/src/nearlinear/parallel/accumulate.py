@@ -117,8 +117,6 @@ class _Step:
         self.hook = self.model._nearlinear_step = None
         self._synchronise(last=True)
         if done:
-            if self.slices is not None:
-                self.slices.finish()
             for part in joint.of(self.model):
                 part.add_up()
             self._free()

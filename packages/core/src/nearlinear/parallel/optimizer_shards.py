@@ -59,7 +59,7 @@ def shard_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> torch
         return optimizer
     if optimizer.state:
         raise ConfigError("the optimizer has stepped already: call nl.shard_optimizer before")
-    known = {id(each.shard): each for unit in held.units for each in unit.slices}
+    known = {id(each.shard) for unit in held.units for each in unit.slices}
     given = [p for group in optimizer.param_groups for p in group["params"]]
     if any(id(p) not in known and p.requires_grad for p in given):
         raise ConfigError(
@@ -127,11 +127,6 @@ class Slices:
     last: bool = True
     """the backward pass at hand ends in the second hop"""
 
-    def finish(self) -> None:
-        """Bring over what a step's last micro-batch has passed by."""
-        for unit in self.units:
-            unit.hop()
-
     def abandon(self) -> None:
         """Drop what an unfinished step has summed up."""
         for unit in self.units:
@@ -174,11 +169,8 @@ class UnitSlices:
         if parameter is self.trained[-1].shard and self.common.last:
             self.hop()
 
-    @torch.no_grad()
     def hop(self) -> None:
-        """Replicas share out their sums, if there are any: the slices have their gradients."""
-        if not self.sums:
-            return
+        """Replicas share out their sums: the slices have their gradients."""
         shards = [
             self.sums[each.shard]
             if each.shard in self.sums

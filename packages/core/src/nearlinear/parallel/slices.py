@@ -3,13 +3,14 @@
 Replicas hold equal shards. Here each of them has a slice of every parameter's shard, a parameter of
 its own for the optimizer: ``torch.chunk`` of the shard, one chunk per replica, so that a DTensor
 over the mesh (shard, replicate) says exactly what of the whole it is. A slice lies in the shard's
-memory where a chunk is contiguous there, and elsewhere where it is not.
+memory where a chunk is contiguous there, and elsewhere where it is not. (torch's own
+``full_tensor`` fails where two mesh dims cut one dim unevenly; `nearlinear.save` does not use it.)
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -27,14 +28,17 @@ class Slice:
 
     shard: nn.Parameter
     mesh: DeviceMesh
-    values: nn.Parameter = None
+    values: nn.Parameter = field(init=False)
     """what the optimizer updates; a DTensor"""
-    dim: int = 0
+    dim: int = field(init=False)
     """of the tensor, that replicas cut"""
+    elements: int = field(init=False)
+    """of the largest slice of this shard: what replicas send one another"""
 
     def __post_init__(self):
         self.ranks, self.rank = self.mesh.size(1), self.mesh.get_local_rank(1)
         self.dim = _dim_to_cut(self.padded_shape, self.ranks)
+        self.elements = max(part.numel() for part in self.parts(local(self.shard.data)))
         self.values = nn.Parameter(self.wrap(self._here().contiguous()))
         self.values._nearlinear_cuts = cuts_of(self.shard)
         self.shard._nearlinear_slice = self.values
@@ -46,11 +50,6 @@ class Slice:
         shape = list(self.shard.shape)
         shape[place.dim] = -(-shape[place.dim] // ranks)
         return shape
-
-    @property
-    def elements(self) -> int:
-        """Of the largest slice of this shard: what replicas send one another."""
-        return max(part.numel() for part in self.parts(local(self.shard.data)))
 
     def parts(self, shard: torch.Tensor) -> list[torch.Tensor]:
         """``shard``, of the parameter or of its gradient, as all replicas' slices: views."""
