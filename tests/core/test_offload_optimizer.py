@@ -10,7 +10,6 @@ from tests.support import parity, tiny
 
 OFFLOADED = {"offload_optimizer": True}
 LAYOUTS = {
-    "2 shards x 2 replicas": (4, "llama", {"hybrid_shard_degree": 2}),
     "2 shards x 2 replicas, by FSDP2": (
         4,
         "gpt2",

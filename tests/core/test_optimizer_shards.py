@@ -28,7 +28,6 @@ LAYOUTS = {
     "2 shards x 2": (4, "gpt2", {"hybrid_shard_degree": 2}),
     "2 shards x 2, by FSDP2": (4, "llama", {"hybrid_shard_degree": 2} | BY_FSDP2),
     "2 shards x 4": (8, "llama", {"hybrid_shard_degree": 2}),
-    "2 shards x 4, by FSDP2": (8, "gpt2", {"hybrid_shard_degree": 2} | BY_FSDP2),
     "2 tensor x 2": (4, "gpt2", TENSOR | {"hybrid_shard_degree": 1}),
     "2 stages x 2": (4, "llama_tied", PIPELINE | {"hybrid_shard_degree": 1}),
     "2 stages on each rank x 2": (
@@ -122,11 +121,10 @@ def test_state_and_gradients_are_divided_by_all_ranks(config):
 
 
 @pytest.mark.parametrize("config", [{}, BY_FSDP2], ids=["lanes", "FSDP2"])
-@pytest.mark.parametrize("ranks", [4, 8])
-def test_replicas_send_what_the_all_reduce_sends(config, ranks):
+def test_replicas_send_what_the_all_reduce_sends(config):
     """A ring's all-reduce of B bytes sends 2 (R - 1) / R of B, its halves one each."""
-    whole, total, *_ = nl.spmd.run(of_a_step, ranks, args=(config,))[0]
-    parts, *_ = nl.spmd.run(of_a_step, ranks, args=(config | SHARED,))[0]
+    whole, total, *_ = nl.spmd.run(of_a_step, 8, args=(config,))[0]
+    parts, *_ = nl.spmd.run(of_a_step, 8, args=(config | SHARED,))[0]
     units = 4
     assert whole.calls["all_reduce"] - parts.calls["all_reduce"] == units
     reduced = whole.bytes["all_reduce"] - parts.bytes["all_reduce"]
