@@ -13,6 +13,11 @@ ALONE = (1, {})
 SHARDED = (4, {"hybrid_shard_degree": 4})
 TENSOR = (4, {"tensor_parallel_degree": 4})
 BOTH = (8, {"tensor_parallel_degree": 2, "hybrid_shard_degree": 2})
+REPLICATED = (4, {"hybrid_shard_degree": 2})
+SLICED = (4, {"hybrid_shard_degree": 2, "shard_optimizer_state": True})
+OTHERWISE = (4, {"hybrid_shard_degree": 1, "shard_optimizer_state": True})
+IN_TENSORS = (4, {"tensor_parallel_degree": 2, "hybrid_shard_degree": 1}
+              | {"shard_optimizer_state": True, "overlap_communication": False})  # fmt: skip
 
 
 def started(rank, family, config):
@@ -20,7 +25,7 @@ def started(rank, family, config):
     with nl.delayed_init():
         model = parity.unseeded(family)
     model = nl.shard(nl.transform(model))
-    return mesh, model, parity.adamw(model, 1e-3)
+    return mesh, model, nl.shard_optimizer(parity.adamw(model, 1e-3), model)
 
 
 def steps(mesh, rank, model, updates, numbers) -> None:
@@ -61,6 +66,37 @@ def test_any_layout_goes_on_with_what_any_other_saved(family, before, after, tmp
     for values in nl.spmd.run(second_half, after[0], args=(family, after[1], str(tmp_path))):
         for name, value in expected.items():
             torch.testing.assert_close(values[name], value, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("family", "before", "after"),
+    [
+        ("gpt2", SLICED, ALONE),
+        ("gpt2", REPLICATED, SLICED),
+        ("llama", SLICED, REPLICATED),
+        ("llama", OTHERWISE, SLICED),
+        ("gpt2", IN_TENSORS, OTHERWISE),
+    ],
+)
+def test_slices_of_optimizer_states_too(family, before, after, tmp_path):
+    (expected,) = nl.spmd.run(at_once, 1, args=(family, {}))
+    nl.spmd.run(first_half, before[0], args=(family, before[1], str(tmp_path)))
+    for values in nl.spmd.run(second_half, after[0], args=(family, after[1], str(tmp_path))):
+        for name, value in expected.items():
+            torch.testing.assert_close(values[name], value, rtol=0, atol=1e-5)
+
+
+def test_with_slices_going_on_is_exact_and_every_rank_writes_its_part(tmp_path):
+    ranks, config = SLICED
+    expected = nl.spmd.run(at_once, ranks, args=("gpt2", config))[0]
+    nl.spmd.run(first_half, ranks, args=("gpt2", config, str(tmp_path)))
+    index = json.loads((tmp_path / "index.json").read_text())
+    entry = index["tensors"]["optimizer/transformer.h.0.attn.c_attn.weight/exp_avg"]
+    assert sorted(entry["pieces"]) == [f"rank-{rank:05d}-of-00004.safetensors" for rank in range(4)]
+    assert {tuple(b["shape"]) for blocks in entry["pieces"].values() for b in blocks} == {(8, 96)}
+    for values in nl.spmd.run(second_half, ranks, args=("gpt2", config, str(tmp_path))):
+        for name, value in expected.items():
+            assert torch.equal(values[name], value)
 
 
 def test_a_fused_projection_is_saved_as_the_model_has_it(tmp_path):

@@ -1,10 +1,16 @@
-"""AdamW's groups and the learning rate's shape."""
+"""AdamW's groups, how it is computed, and the learning rate's shape."""
+
+import sys
 
 import pytest
+import torch
 
-from nearlinear.train.config import OptimizerConfig
-from nearlinear.train.optimizer import build_optimizer, learning_rate
-from tests.support import tiny
+import nearlinear as nl
+from nearlinear import runtime
+from nearlinear.parallel.layout import local
+from nearlinear.train.config import OptimizerConfig, load
+from nearlinear.train.optimizer import build_optimizer, learning_rate, set_learning_rate
+from tests.support import mixtures, parity, tiny
 
 
 def test_matrices_decay_and_vectors_do_not():
@@ -14,6 +20,100 @@ def test_matrices_decay_and_vectors_do_not():
     assert {p.dim() for p in decayed["params"]} == {2}
     assert {p.dim() for p in plain["params"]} == {1}
     assert len(decayed["params"]) + len(plain["params"]) == len(list(model.parameters()))
+
+
+@pytest.mark.parametrize("offloaded", [False, True])
+@pytest.mark.parametrize("implementation", ["auto", "fused", "foreach", "for_loop"])
+def test_every_implementation_trains_alike(implementation, offloaded):
+    """Over parameters of two meshes: experts have their own."""
+
+    def work(rank):
+        nl.init({"expert_parallel_degree": 2, "offload_optimizer": offloaded})
+        model = nl.shard(mixtures.transformed("mixtral", 4, None))
+        config = OptimizerConfig(implementation=implementation, lr=1e-3)
+        optimizer = build_optimizer(model, config)
+        for number in range(2):
+            for batch in nl.accumulate(model, [tiny.batch(tiny.rows(number, 2))]):
+                model(**batch).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        ways = {(group["fused"], group["foreach"]) for group in optimizer.param_groups}
+        return ways, parity.whole(model, lambda parameter: parameter.detach())
+
+    torch.manual_seed(0)
+    alone = mixtures.build("mixtral", 4)
+    optimizer = build_optimizer(alone, OptimizerConfig(lr=1e-3))
+    for number in range(2):
+        alone(**tiny.batch(tiny.rows(number, 2))).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    way = ("fused" if offloaded else "for_loop") if implementation == "auto" else implementation
+    for ways, values in nl.spmd.run(work, 2):
+        assert ways == {(way == "fused", way == "foreach")}
+        for name, value in alone.named_parameters():
+            torch.testing.assert_close(values[name], value.detach(), atol=1e-5, rtol=0)
+
+
+def test_8_bits_without_torchao_say_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchao.optim", None)
+    with pytest.raises(nl.ConfigError, match="pip install torchao"):
+        build_optimizer(tiny.gpt2(1), OptimizerConfig(kind="adamw_8bit"))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"checkpoint": {"folder": "kept"}},
+        {"optimizer": {"implementation": "fused"}},
+        {"parallel": {"offload_optimizer": True}},
+    ],
+)
+def test_what_8_bits_do_not_go_with_is_refused_when_the_config_is_read(other):
+    data = other | {"optimizer": {"kind": "adamw_8bit"} | other.get("optimizer", {})}
+    with pytest.raises(nl.ConfigError, match='optimizer.kind = "adamw_8bit" and'):
+        load(data, environment={})
+
+
+class Wide(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList([torch.nn.Linear(128, 128, bias=False)])
+
+    def forward(self, x):
+        return self.layers[0](x).square().mean()
+
+
+@pytest.mark.slow
+def test_states_in_8_bits(tmp_path):
+    """A quarter of the bytes, a training near the exact one, and no checkpoint of them."""
+    pytest.importorskip("torchao.optim")
+
+    def train(kind, lr):
+        nl.init({})
+        torch.manual_seed(0)
+        model = Wide()
+        nl.shard(model, blocks=list(model.layers))
+        optimizer = build_optimizer(model, OptimizerConfig(kind=kind, lr=lr, weight_decay=0.0))
+        for number in range(6):
+            set_learning_rate(optimizer, lr)
+            x = torch.randn(8, 128, generator=torch.Generator().manual_seed(number))
+            for batch in nl.accumulate(model, [{"x": x}]):
+                model(**batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        (state,) = optimizer.state.values()
+        return model, optimizer, local(state["exp_avg"])
+
+    model, _, whole = train("adamw", 1e-3)
+    expected = local(model.layers[0].weight.detach())
+    model, optimizer, coded = train("adamw_8bit", 1e-3)
+    assert type(coded).__name__ == "OptimState8bit"
+    assert coded.codes.nbytes + coded.scale.nbytes < 0.27 * whole.nbytes
+    found = local(model.layers[0].weight.detach())
+    assert (found - expected).abs().max() < 1e-3  # of 6e-3 that each has moved
+    with pytest.raises(nl.CheckpointError, match="save the model alone"):
+        nl.save(tmp_path, model, optimizer)
+    runtime.shutdown()
 
 
 def test_warm_up_then_cosine():

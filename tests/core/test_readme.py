@@ -6,11 +6,13 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM
 
 import nearlinear as nl
 from nearlinear import cli
 from nearlinear.launch import spec
+from nearlinear.parallel.layout import local
 from nearlinear.train import config as train_config
 from tests.support import parity
 
@@ -63,6 +65,23 @@ def screen_with(words: str) -> str:
     blocks = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
     (found,) = [block for block in blocks if words in block]
     return found
+
+
+def screen_of_slices(rank):
+    with nl.spmd.one_at_a_time(seed=0):
+        model = parity.build("llama")
+    given = {"nl": nl, "torch": torch, "model": model, "loader": [[parity.rows(0, 2)]] * 2}
+    exec(screen_with("nl.shard_optimizer("), given)
+    states = given["optimizer"].state.values()
+    return sum(local(state["exp_avg"]).numel() for state in states), sum(
+        parameter.numel() for parameter in model.parameters()
+    )
+
+
+def test_the_screen_of_slices_runs_and_divides_the_state_by_all_ranks():
+    held = nl.spmd.run(screen_of_slices, 4)
+    assert sum(mine for mine, _ in held) == held[0][1]
+    assert max(mine for mine, _ in held) < 0.26 * held[0][1]
 
 
 def screens_of_parallelism(rank):

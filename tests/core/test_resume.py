@@ -76,6 +76,29 @@ def test_other_ranks_go_on_with_the_same_samples(small_run, tmp_path, ranks):
         assert losses == pytest.approx(expected[1:], abs=1e-6)
 
 
+@pytest.mark.parametrize("key", ["shard_optimizer_state", "offload_optimizer"])
+def test_a_key_of_the_config_changes_where_the_state_is_and_nothing_else(small_run, tmp_path, key):
+    """On 2 shards x 2 replicas: the same losses, and the same after going on."""
+    small_run["parallel"] = {"hybrid_shard_degree": 2}
+    expected = nl.spmd.run(losses_of, 4, args=(small_run,))[0][1:]
+    small_run["parallel"][key] = True
+    small_run["checkpoint"] = {"folder": str(tmp_path / "kept")}
+    stopped = small_run | {"train": small_run["train"] | {"stop_after": 2, "eval_sequences": 0}}
+    nl.spmd.run(run_to_its_end, 4, args=(stopped,))
+    for first, loss in nl.spmd.run(next_loss, 4, args=(small_run,)):
+        assert first == 2
+        assert loss == pytest.approx(expected[2], abs=1e-6)
+
+
+def run_to_its_end(rank: int, config: dict):
+    return nl.Trainer(config).fit()
+
+
+def next_loss(rank: int, config: dict) -> tuple[int, float]:
+    trainer = nl.Trainer(config)
+    return trainer.first_step, trainer.step()["loss"]
+
+
 def test_a_finished_run_has_nothing_left_to_do(small_run, tmp_path):
     config = small_run | {"checkpoint": {"folder": str(tmp_path / "kept")}}
     nl.Trainer(config).fit()

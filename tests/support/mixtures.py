@@ -101,7 +101,8 @@ def train_divided(
     config = dict(config)
     mesh = nl.init(config, ranks_per_node=config.pop("ranks_per_node", None))
     model = nl.shard(transformed(kind, experts, moe, **changes), precision=precision)
-    updates, losses, gradients = tiny.optimizer_for(model, "adamw"), [], {}
+    updates = nl.shard_optimizer(tiny.optimizer_for(model, "adamw"), model)
+    losses, gradients = [], {}
     for step in range(steps):
         mine = tiny.rows(step, count).chunk(mesh.data_ranks)[mesh.data_rank(rank)]
         total = torch.zeros(1)
@@ -111,7 +112,7 @@ def train_divided(
             loss.backward()
             total += loss.detach() * len(batch["input_ids"])
         if step == 0:
-            gradients = parity.whole(model, lambda parameter: parameter.grad)
+            gradients = parity.whole(model, parity.gradient)
         updates.step()
         updates.zero_grad()
         dist.all_reduce(total)

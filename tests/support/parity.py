@@ -7,6 +7,8 @@ from torch.distributed.tensor import DTensor
 
 import nearlinear as nl
 from nearlinear import runtime
+from nearlinear.checkpoint.pieces import Piece, blocks
+from nearlinear.parallel import slices
 from nearlinear.parallel.layout import cuts_of
 
 VOCABULARY, SEQUENCE, ROWS, STEPS = 97, 16, 8, 3
@@ -123,7 +125,7 @@ def together(
         model = build(family, **changes)
     model = nl.transform(model)
     model = nl.shard(nl.pipeline(model) if mesh.pipeline > 1 else model)
-    updates = adamw(model, rate)
+    updates = nl.shard_optimizer(adamw(model, rate), model)
     for step in range(steps):
         mine = split(rows(step, tokens=tokens), mesh.data_ranks)[mesh.data_rank(rank)]
         totals = torch.zeros(2, dtype=torch.float64)
@@ -132,7 +134,7 @@ def together(
             targets = int((batch["labels"][:, 1:] != -100).sum())
             totals += torch.tensor([loss.item() * targets, targets])
         if step == 0:
-            run.gradients = whole(model, lambda parameter: parameter.grad)
+            run.gradients = whole(model, gradient)
             run.norm = nl.clip_grad_norm_(model, float("inf"))
         updates.step()
         updates.zero_grad()
@@ -156,8 +158,13 @@ def whole(model, of) -> dict[str, torch.Tensor]:
     return {name: gathered(of(p), cuts_of(p)) for name, p in model.named_parameters()}
 
 
+def gradient(parameter) -> torch.Tensor:
+    """This rank's part of it: of the parameter, or of the slice that the optimizer has of it."""
+    return slices.of(parameter).grad
+
+
 def gathered(value: torch.Tensor, cuts) -> torch.Tensor:
-    value = value.full_tensor() if isinstance(value, DTensor) else value
+    value = assembled(value) if isinstance(value, DTensor) else value
     for cut in cuts:
         shape = list(value.shape)
         shape[cut.dim] = cut.size
@@ -168,6 +175,17 @@ def gathered(value: torch.Tensor, cuts) -> torch.Tensor:
         dist.all_reduce(everything, group=runtime.current().group(cut.axis))
         value = everything
     return value.clone()
+
+
+def assembled(value: DTensor) -> torch.Tensor:
+    """All of it, also where two mesh dims cut one dim unevenly: torch's full_tensor fails there."""
+    whole = torch.zeros(value.shape, dtype=value.dtype)
+    for piece, block in blocks(value).items():
+        whole[piece.inside(Piece((0,) * whole.dim(), tuple(whole.shape)))] = block
+    for dim, place in enumerate(value.placements):
+        if place.is_shard():
+            dist.all_reduce(whole, group=value.device_mesh.get_group(dim))
+    return whole
 
 
 def differences(found: Run, reference: Run) -> dict[str, float]:

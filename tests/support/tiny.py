@@ -59,6 +59,8 @@ def batch(ids: torch.Tensor) -> dict:
 
 def optimizer_for(model, name: str) -> torch.optim.Optimizer:
     """SGD shows a wrong scale of the gradient, which AdamW hides; AdamW shows its states."""
+    if name == "momentum":
+        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     if name == "sgd":
         return torch.optim.SGD(model.parameters(), lr=0.5)
     return torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -97,7 +99,7 @@ def train_sharded(
     with nl.spmd.one_at_a_time(seed=0):
         model = MODELS[kind]()
     nl.shard(model)
-    updates, losses = optimizer_for(model, optimizer), []
+    updates, losses = nl.shard_optimizer(optimizer_for(model, optimizer), model), []
     for step in range(steps):
         mine = rows(step, count).chunk(mesh.data_ranks)[mesh.data_rank(rank)]
         micro_batches = [batch(ids) for ids in mine.chunk(accumulation)]

@@ -22,6 +22,7 @@ _PUBLIC = {
     "StepOutput": "parallel.pipeline.outputs",
     "accumulate": "parallel.accumulate",
     "clip_grad_norm_": "parallel.clip",
+    "shard_optimizer": "parallel.optimizer_shards",
     "count_collectives": "counts",
     "delayed_init": "parallel.delayed_init",
     "MoEConfig": "moe",

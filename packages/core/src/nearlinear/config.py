@@ -30,7 +30,7 @@ TUNING_OF_V1 = frozenset(
     "checkpoint_attentions contiguous ddp ddp_dist_backend "
     "ddp_port deterministic_server fast_mode fp16_params horovod load_partition "
     "overlapping_allreduce partition_file sdp_gradient_clipping "
-    "sdp_param_persistence_threshold shard_optimizer_state skip_tracing "
+    "sdp_param_persistence_threshold skip_tracing "
     "static_mode _fp32_grad_accumulation _match_weights".split()
 )
 """Keys of SMP v1 with no counterpart here: accepted, and logged as having no effect."""
@@ -132,6 +132,10 @@ class Config:
     sdp_reduce_bucket_size: int = 5 * 10**8
     """parameters whose gradients may be on their way to the ranks that keep them at once; one
     unit's always may, 0 = no more; accelerators never have more"""
+    shard_optimizer_state: bool = False
+    """replicas share the optimizer's state and update a slice each; nl.shard_optimizer"""
+    offload_optimizer: bool = False
+    """keep the optimizer's states and the float32 master values in host memory, and update there"""
     gather_dtype: str = "same"
     """what parameters travel as in gathers: same, bf16 or fp8; they compute as before"""
     allow_empty_shards: bool = False
@@ -173,6 +177,11 @@ class Config:
             )
         if self.bf16 and self.fp16:
             raise ConfigError("bf16 = true and fp16 = true: choose one of the two")
+        if self.offload_optimizer and self.shard_optimizer_state:
+            raise ConfigError(
+                "offload_optimizer = true and shard_optimizer_state = true: offloaded gradients "
+                "reach host memory before replicas could share them out: choose one of the two"
+            )
 
     @property
     def placement(self) -> str:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ..errors import CheckpointError
+from ..parallel import slices
 from ..parallel.layout import Cut, cuts_of, whole_shape
 from .pieces import Piece, blocks
 
@@ -19,6 +20,11 @@ _WRAPPED = "_checkpoint_wrapped_module."  # in names, where activations are chec
 def parameter_names(model: nn.Module) -> dict[nn.Parameter, str]:
     """The name of every parameter; tied ones have their first."""
     return {parameter: plain(name) for name, parameter in model.named_parameters()}
+
+
+def updated_names(model: nn.Module) -> dict[nn.Parameter, str]:
+    """The names of what an optimizer has for the parameters: themselves, or their slices."""
+    return {slices.of(parameter): name for parameter, name in parameter_names(model).items()}
 
 
 def plain(name: str) -> str:
@@ -63,7 +69,12 @@ def of_model(model: nn.Module) -> Iterator[tuple[str, Part]]:
 
 def of_optimizer(optimizer, model: nn.Module) -> Iterator[tuple[str, Part]]:
     """The tensors that an optimizer keeps for each parameter of ``model``."""
-    names = parameter_names(model)
+    if type(optimizer).__module__.startswith("torchao."):
+        raise CheckpointError(
+            f"{type(optimizer).__name__} keeps codes of blocks of its shards, which other layouts "
+            "cut otherwise: save the model alone, or train with torch.optim.AdamW"
+        )
+    names = updated_names(model)
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
             if not isinstance(value, torch.Tensor):
@@ -83,7 +94,7 @@ def of_optimizer(optimizer, model: nn.Module) -> Iterator[tuple[str, Part]]:
 
 def settings(optimizer, model: nn.Module) -> dict:
     """What an optimizer is and its parameter groups, by parameters' names, as JSON can carry it."""
-    names = parameter_names(model)
+    names = updated_names(model)
     groups = [
         {key: value for key, value in group.items() if key != "params"}
         | {"params": [_name(parameter, names) for parameter in group["params"]]}
@@ -107,7 +118,7 @@ def make_room(optimizer, model: nn.Module, saved: dict) -> None:
 
     ``saved``: shape and dtype of each, by name, as `index.Tensor`.
     """
-    names = {name: parameter for parameter, name in parameter_names(model).items()}
+    names = {name: parameter for parameter, name in updated_names(model).items()}
     optimizer.state.clear()
     for full, entry in saved.items():
         room, _, rest = full.partition("/")
@@ -128,7 +139,8 @@ def make_room(optimizer, model: nn.Module, saved: dict) -> None:
 def restore_settings(optimizer, model: nn.Module, saved: dict, elsewhere: Set[str]) -> None:
     """Set learning rates and the like as `settings` found them. Raises CheckpointError.
 
-    ``elsewhere``: parameters that other ranks have.
+    How updates are computed is no state of a run, and stays. ``elsewhere``: parameters that other
+    ranks have.
     """
     here = settings(optimizer, model)
     if here["kind"] != saved["kind"]:
@@ -144,7 +156,7 @@ def restore_settings(optimizer, model: nn.Module, saved: dict, elsewhere: Set[st
         raise CheckpointError("the optimizer groups its parameters otherwise than the saved one")
     for group, was in zip(optimizer.param_groups, saved["groups"], strict=True):
         group.update({key: _like(group.get(key), value) for key, value in was.items()
-                      if key != "params"})  # fmt: skip
+                      if key not in ("params", "fused", "foreach")})  # fmt: skip
 
 
 def random_state(rank: int, device: torch.device) -> dict[str, Part]:

@@ -81,6 +81,7 @@ class _Step:
         self.reduction = getattr(model, "_nearlinear_reduction", None)  # ours, or FSDP2's own
         self.schedule = getattr(model, "_nearlinear_schedule", None)
         self.pipeline = getattr(model, "_nearlinear_pipeline", None)
+        self.slices = getattr(model, "_nearlinear_slices", None)
         self.weights = _global_weights([weight(batch) for batch in micro_batches])
         self.position = 0
         self.backwards = 0
@@ -130,6 +131,8 @@ class _Step:
             log.debug("an abandoned step: %s", error)
         if self.reduction is not None:
             self.reduction.abandon()
+        if self.slices is not None:
+            self.slices.abandon()
         for part in joint.of(self.model):
             part.before = None
         self._free()
@@ -143,12 +146,17 @@ class _Step:
 
     def _synchronise(self, last: bool) -> None:
         """Say how far gradients go in the next backward pass, and what is gathered after it."""
+        across = last or not self.two_hop
+        if self.slices is not None:
+            self.slices.last = across
         if self.pipeline is not None:  # whose schedule sees to the rest itself
-            self.pipeline.last = last or not self.two_hop
+            self.pipeline.last = across
             return
         if self.reduction is not None:
-            self.reduction.last, self.reduction.two_hop = last, self.two_hop
-        self.model.set_requires_all_reduce(last or not self.two_hop)  # where FSDP2 does it
+            # a slice is added to the one before it: no sum of whole gradients is kept for it
+            self.reduction.last = last if self.slices is None else across
+            self.reduction.two_hop = self.two_hop
+        self.model.set_requires_all_reduce(across)  # where FSDP2 does it
         self.model.set_is_last_backward(last)
         if self.schedule is not None:
             self.schedule.begin_micro_batch(last)

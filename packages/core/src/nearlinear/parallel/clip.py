@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from .. import runtime
-from . import layout, optimizer_guard
+from . import layout, optimizer_guard, slices
 
 
 @torch.no_grad()
@@ -26,7 +26,8 @@ def clip_grad_norm_(model: nn.Module | Iterable[torch.Tensor], max_norm: float) 
     not finite is returned as it is and leaves the gradients alone. Raises RuntimeError inside an
     unfinished `accumulate`, where there are no gradients yet.
     """
-    parameters = list(model.parameters() if isinstance(model, nn.Module) else model)
+    given = model.parameters() if isinstance(model, nn.Module) else model
+    parameters = [slices.of(parameter) for parameter in given]
     optimizer_guard.check(parameters)
     gradients = [p.grad for p in parameters if p.grad is not None]
     norm = _global_norm(parameters)
@@ -43,6 +44,8 @@ def _global_norm(parameters: list[nn.Parameter]) -> float:
     total = 0.0
     for (mesh, sharded, axes), shards in alike.items():
         squares = torch.nn.utils.get_total_norm(shards).double().square()
+        if mesh is not None:  # gradients of offloaded parameters are in host memory
+            squares = squares.to(mesh.device_type)
         for dim in sharded:
             dist.all_reduce(squares, group=mesh.get_group(dim))
         for axis in axes:

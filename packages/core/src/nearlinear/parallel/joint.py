@@ -12,15 +12,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .. import _torch
+from .. import _torch, runtime
+from . import slices
 from .layout import local
 
 
 class Joint:
-    """``parameters`` whose gradients are summed over ``group``, in this order on all its ranks."""
+    """``parameters`` whose gradients, or those of their slices, are summed over ``group``, in this
+    order on all its ranks."""
 
     def __init__(self, group: dist.ProcessGroup, parameters: Iterable[nn.Parameter]):
-        self.group, self.parameters = group, list(parameters)
+        self.group, self.parameters = group, [slices.of(p) for p in parameters]
         self.before: list[torch.Tensor | None] | None = None  # None: nothing is under way
 
     def begin(self) -> None:
@@ -45,7 +47,7 @@ class Joint:
             wanted.append((part, old))
         if not parts:
             return
-        flat = torch.cat([part.reshape(-1) for part in parts])
+        flat = torch.cat([part.reshape(-1) for part in parts]).to(runtime.current().device)
         dist.all_reduce(flat, group=self.group)
         for (part, old), new in zip(wanted, flat.split([p.numel() for p in parts]), strict=True):
             part.copy_(new.view_as(part))

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .. import _torch
+from . import slices
 from .roots import roots_of
 
 _unfinished: "weakref.WeakKeyDictionary[torch.nn.Module, str]" = weakref.WeakKeyDictionary()
@@ -70,12 +71,14 @@ def check(parameters) -> None:
 
 
 def _parameters(model: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
-    """Those the model shows now, and those an optimizer holds while units stay gathered."""
+    """Those the model shows now, those an optimizer holds while units stay gathered, slices."""
     yield from model.parameters()
     for root in roots_of(model):
         for unit in root.modules():
             if isinstance(unit, FSDPModule):
-                yield from _torch.sharded_parameters(unit)
+                sharded = _torch.sharded_parameters(unit)
+                yield from sharded
+                yield from map(slices.of, sharded)
 
 
 def _refuse_step(optimizer, args, kwargs) -> None:
@@ -84,5 +87,10 @@ def _refuse_step(optimizer, args, kwargs) -> None:
         raise RuntimeError(
             "the optimizer was built before nl.shard, which replaced the model's parameters: build "
             "it after, from the sharded model's parameters()"
+        )
+    if any(slices.of(parameter) is not parameter for parameter in parameters):
+        raise RuntimeError(
+            "shard_optimizer_state = true, and this optimizer has the model's parameters, whose "
+            "gradients replicas share out: wrap it, nl.shard_optimizer(optimizer, model)"
         )
     check(parameters)

@@ -30,7 +30,7 @@ class Reduction:
     replicas: dist.ProcessGroup | None  # None: there is one replica
     most: int  # elements whose reductions may be under way at once; one unit's always may
     two_hop: bool = True  # replicas meet once per step, not after every micro-batch
-    last: bool = True  # the micro-batch at hand ends the step
+    last: bool = True  # the micro-batch at hand ends the step, or in slices
     units: list["UnitReduction"] = field(default_factory=list)
     under_way: deque[tuple[Item, int]] = field(default_factory=deque)  # elements each, in order
 
@@ -44,6 +44,13 @@ class Reduction:
             oldest.wait()
             self.under_way.popleft()
 
+    def appear(self, before: "UnitReduction") -> None:
+        """Have what has arrived for units ``before`` this one take the place of what it is of."""
+        for unit in self.units:
+            done = unit.item is not None and unit.item.is_completed()
+            if done and unit.slices is not None and unit is not before:
+                unit.finish()
+
     def end_backward(self) -> None:
         """At the end of every backward pass; may come more than once."""
         for unit in self.units:
@@ -54,6 +61,7 @@ class Reduction:
         self.under_way.clear()
         for unit in self.units:
             unit.hidden = unit.item = unit.output = unit.views = unit.aside = None
+            unit.arrived.clear()
 
 
 class UnitReduction(_ReduceScatter):
@@ -72,6 +80,8 @@ class UnitReduction(_ReduceScatter):
         self.views: list[torch.Tensor | None] = []  # of that sum, as the parameters' gradients
         self.aside: list[torch.Tensor | None] | None = None  # gradients from before the step
         self.across = dist.ReduceOp.AVG  # how replicas join theirs
+        self.slices = None  # `optimizer_shards.UnitSlices`, where replicas share out the sums
+        self.arrived: list[torch.Tensor] = []  # the slices' gradients, flat, as they come
 
     @property
     def parameters(self) -> list[torch.nn.Parameter]:
@@ -100,8 +110,8 @@ class UnitReduction(_ReduceScatter):
                 output_tensor.add_(before)
 
         def second_hop():
-            if common.replicas is not None and (last or not two_hop):
-                dist.all_reduce(output_tensor, op=self.across, group=common.replicas)
+            if last or not two_hop:
+                self.join_replicas(output_tensor)
             if before is not None and not two_hop:
                 output_tensor.add_(before)
 
@@ -111,6 +121,8 @@ class UnitReduction(_ReduceScatter):
         self.hidden = None
         _torch.after_backward(common.end_backward)
         parameters = self.parameters
+        if last:
+            common.appear(before=self)
         if not last:
             self.aside = self.aside or [p.grad for p in parameters]
             self.clear()
@@ -124,6 +136,13 @@ class UnitReduction(_ReduceScatter):
     def clear(self) -> None:
         for parameter in self.parameters:
             parameter.grad = None
+
+    def join_replicas(self, total: torch.Tensor) -> None:
+        """Replicas add up their ``total``, each all of it or, with slices, its slice."""
+        if self.slices is not None:
+            self.arrived.append(self.slices.scatter(self.slices.shards_in(total), self.across))
+        elif self.common.replicas is not None:
+            dist.all_reduce(total, op=self.across, group=self.common.replicas)
 
     def hide(self) -> None:
         """Take the gradients away: they are partial sums, and still on their way."""
@@ -140,16 +159,26 @@ class UnitReduction(_ReduceScatter):
         elif self.item is not None:
             item, self.item, self.output, self.views = self.item, None, None, []
             item.wait()
+            self.share_out()
+
+    def share_out(self) -> None:
+        """Put the slices' gradients in the place of the whole ones."""
+        if self.slices is not None:
+            self.clear()
+            for flat in self.arrived:
+                self.slices.appear(flat)
+            self.arrived.clear()
 
     def catch_up(self) -> None:
         """Finish the sum of a unit that the last micro-batch has passed by."""
         total, self.hidden, common = self.hidden, None, self.common
 
         def second_hop():
-            if common.replicas is not None and common.two_hop:
-                dist.all_reduce(total, op=self.across, group=common.replicas)
+            if common.two_hop:
+                self.join_replicas(total)
 
         common.lane.give(second_hop=second_hop).wait()
         before, self.aside = self.aside or [None] * len(self.views), None
         for parameter, view, gradient in zip(self.parameters, self.views, before, strict=True):
             parameter.grad = view if gradient is None else gradient.add_(view)
+        self.share_out()

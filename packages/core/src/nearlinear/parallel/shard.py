@@ -13,12 +13,18 @@ import logging
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import Shard
 
 from .. import _torch, runtime
 from ..errors import ConfigError
-from . import joint, layout, optimizer_guard, overlap, schedule
+from . import joint, layout, optimizer_guard, optimizer_shards, overlap, schedule
 from .blocks import find_blocks
 from .delayed_init import materialise
 from .expert import parallel_experts
@@ -56,8 +62,15 @@ def shard(
     if any(isinstance(root, FSDPModule) for root in roots_of(model)):
         raise ConfigError("the model is sharded already: call nl.shard once")
     _require_transformed(model, now)
+    if now.config.shard_optimizer_state and now.mesh.replicate == 1:
+        log.warning(
+            "shard_optimizer_state has no effect: there is one replica, so that its shards "
+            "are all there is of the state"
+        )
     if not isinstance(model, Called):
         model.__class__ = in_front(type(model), Called)
+    if optimizer_shards.asked(now):
+        model.__class__ = in_front(type(model), optimizer_shards.Sliced)
     policy = _policy(precision or ("bf16" if now.config.bf16 else "fp32"))
     with optimizer_guard.replacing(model):
         if hasattr(model, "_nearlinear_pipeline"):
@@ -65,6 +78,8 @@ def shard(
         else:
             _shard_whole(model, now, policy, reshard_after_forward, blocks)
     layout.mark(model)
+    if optimizer_shards.asked(now):
+        optimizer_shards.install(model, now)
     joint.install(model, _joints(model, now))
     optimizer_guard.watch_optimizers()
     return model
@@ -86,7 +101,13 @@ def _shard_whole(model, now: runtime.Runtime, policy, reshard_after_forward, blo
         _place(model, unit, now)
         _shard_experts(experts[unit], now, policy, free, beside)
         freed = reshard_after_forward is True if unit is model else free
-        fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=freed)
+        fully_shard(
+            unit,
+            mesh=mesh,
+            mp_policy=policy,
+            offload_policy=_offload(now),
+            reshard_after_forward=freed,
+        )
     inner = [unit for units in experts.values() for unit in units]
     units = {"sharing": [*blocks, model]}
     alone = inner if now.mesh.expert_sharing == 1 else []  # no rank shares its experts' states
@@ -131,6 +152,7 @@ def _shard_stages(model, now: runtime.Runtime, policy, reshard_after_forward) ->
                 unit,
                 mesh=shard_mesh(now),
                 mp_policy=policy,
+                offload_policy=_offload(now),
                 reshard_after_forward=reshard_after_forward,
             )
             if now.device.type == "cpu":  # torch 2.8's gloo sums where it is asked for a mean
@@ -179,9 +201,11 @@ def _place(model: nn.Module, unit: nn.Module, now: runtime.Runtime) -> None:
 
 
 def shard_mesh(now: runtime.Runtime, experts: bool = False) -> DeviceMesh:
-    """The mesh FSDP2 shards over: (replicate, shard), or (shard,) where there is one replica."""
+    """The mesh FSDP2 shards over: (replicate, shard), or (shard,) where it has nothing to do with
+    replicas: there is one, or they are `optimizer_shards`' to bring together."""
     mesh = now.expert_mesh if experts else now.device_mesh
-    return mesh["replicate", "shard"] if now.mesh.replicate > 1 else mesh["shard"]
+    alone = now.mesh.replicate == 1 or optimizer_shards.asked(now)
+    return mesh["shard"] if alone else mesh["replicate", "shard"]
 
 
 def _experts_by_unit(model: nn.Module, blocks: list[nn.Module]) -> dict[nn.Module, list]:
@@ -206,6 +230,7 @@ def _shard_experts(units: list[nn.Module], now, policy, free: bool, beside: bool
             unit,
             mesh=mesh,
             mp_policy=policy,
+            offload_policy=_offload(now),
             reshard_after_forward=free,
             shard_placement_fn=lambda parameter: Shard(_dim_to_shard(parameter, ranks)),
         )
@@ -214,6 +239,13 @@ def _shard_experts(units: list[nn.Module], now, policy, free: bool, beside: bool
 def _dim_to_shard(parameter: nn.Parameter, ranks: int) -> int:
     """The first dim that ``ranks`` divides: there are few experts, and padding them is memory."""
     return next((i for i, size in enumerate(parameter.shape) if size % ranks == 0), 0)
+
+
+def _offload(now: runtime.Runtime) -> OffloadPolicy:
+    """Where shards live: FSDP2 has them in host memory for an optimizer that updates them there."""
+    if not now.config.offload_optimizer:
+        return OffloadPolicy()
+    return CPUOffloadPolicy(pin_memory=now.device.type != "cpu")
 
 
 def _policy(precision: str) -> MixedPrecisionPolicy:

@@ -81,6 +81,11 @@ class BatchConfig:
 class OptimizerConfig:
     """AdamW with decoupled weight decay, warm-up and cosine decay."""
 
+    kind: Literal["adamw", "adamw_8bit"] = "adamw"
+    """adamw, or adamw_8bit: its states in 8 bits, by torchao; they cannot be saved"""
+    implementation: Literal["auto", "fused", "foreach", "for_loop"] = "auto"
+    """how adamw updates: in one kernel, by lists of tensors, or one by one; auto = fused on GPUs
+    and where the optimizer is offloaded, else for_loop"""
     lr: float = 6e-4
     """peak learning rate"""
     min_lr_ratio: float = 0.1
@@ -173,6 +178,8 @@ class TrainConfig:
             value = getattr(self.optimizer, name)
             if not 0 <= value <= 1 or (name != "min_lr_ratio" and value == 1):
                 raise ConfigError(f"optimizer.{name} = {value}: must be from 0 to 1")
+        if self.optimizer.kind == "adamw_8bit":
+            self._check_8bit()
         if self.batch.micro_batch_size * self.batch.accumulation > 2**31:
             raise ConfigError("batch.micro_batch_size x batch.accumulation: more than 2^31 samples")
         if self.parallel.pipeline_parallel_degree > 1:
@@ -182,6 +189,19 @@ class TrainConfig:
                 f"data.sequence_length = {self.data.sequence_length} is longer than the model's "
                 f"context of {self.model.longest_sequence} tokens: lower it, or raise model.context"
             )
+
+    def _check_8bit(self) -> None:
+        for key, value, other, why in (
+            ("checkpoint.folder", self.checkpoint.folder, "", "its states cannot be saved"),
+            ("optimizer.implementation", self.optimizer.implementation, "auto", "it has its own"),
+            ("parallel.offload_optimizer", self.parallel.offload_optimizer, False,
+             "it is compiled for the accelerator that has the parameters"),
+        ):  # fmt: skip
+            if value != other:
+                raise ConfigError(
+                    f'optimizer.kind = "adamw_8bit" and {key} = {value!r}: {why}; set {key} = '
+                    f'{other!r}, or optimizer.kind = "adamw"'
+                )
 
     def _check_microbatches(self) -> None:
         size, parts = self.batch.micro_batch_size, self.parallel.microbatches

@@ -9,20 +9,52 @@ import math
 import torch
 from torch import nn
 
+from .. import runtime
+from ..errors import ConfigError
+from ..parallel.optimizer_shards import shard_optimizer
 from .config import OptimizerConfig
 
 
-def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
-    """AdamW in two groups: parameters of two or more dimensions decay, biases and norms do not."""
+def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
+    """AdamW in two groups: parameters of two or more dimensions decay, biases and norms do not.
+
+    Of the sharded ``model``; replicas share its state where the model's config says so. Raises
+    ConfigError.
+    """
     parameters = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
     ]
-    on_gpu = any(p.device.type == "cuda" for p in parameters)
-    return torch.optim.AdamW(
-        groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=on_gpu
-    )
+    common = {"lr": config.lr, "betas": (config.beta1, config.beta2), "eps": config.eps}
+    if config.kind == "adamw_8bit":
+        return shard_optimizer(_in_8_bits(groups, common), model)
+    way = config.implementation
+    if way == "auto":
+        on_gpu = any(p.device.type == "cuda" for p in parameters)
+        offloaded = runtime.is_initialized() and runtime.current().config.offload_optimizer
+        way = "fused" if on_gpu or offloaded else "for_loop"
+    ways = {name: name == way for name in ("fused", "foreach")}
+    return shard_optimizer(torch.optim.AdamW(groups, **common, **ways), model)
+
+
+def _in_8_bits(groups: list[dict], common: dict) -> torch.optim.Optimizer:
+    try:
+        from torchao.optim import AdamW8bit
+    except ImportError as error:
+        raise ConfigError(
+            f'optimizer.kind = "adamw_8bit" needs torchao ({error}): pip install torchao, or set '
+            'optimizer.kind = "adamw"'
+        ) from None
+    return AdamW8bit(groups, **common)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], torch.Tensor):  # compiled optimizers read it from memory
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
 
 
 def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:

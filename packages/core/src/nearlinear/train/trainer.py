@@ -34,7 +34,7 @@ from .evaluate import generate, held_out_loss
 from .flops import flops_per_token, peak_tflops
 from .keeper import Keeper
 from .model import build_model
-from .optimizer import build_optimizer, learning_rate
+from .optimizer import build_optimizer, learning_rate, set_learning_rate
 from .report import Reporter
 
 
@@ -139,8 +139,7 @@ class Trainer:
         """One optimizer step; the metrics of the whole job, the same on every rank."""
         start = time.perf_counter()
         rate = learning_rate(self.done + 1, self.config.train.steps, self.config.optimizer)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
+        set_learning_rate(self.optimizer, rate)
         totals = torch.zeros(3, dtype=torch.float64, device=self.device)
         two_hop = self.config.train.two_hop
         reported = (self.done + 1) % self.config.run.log_every == 0

@@ -50,6 +50,7 @@ class Engine:
     active: int  # micro-batches in flight at most; 0: as many as the schedule wants
     dtype: torch.dtype | None = None  # of hidden states, once the stages are sharded
     last: bool = True  # replicas meet at the end of the schedule
+    slices: object = None  # `optimizer_shards.Slices`, where replicas share the optimizer's state
     _built: tuple = ()
     _schedules: dict = field(default_factory=dict)
 
@@ -183,6 +184,8 @@ class Engine:
             self._built = (shape, self.dtype)
         for stage in self.stages.values():
             _work(stage).calls, _work(stage).consume = calls, _as_row(consume)
+        if self.slices is not None:
+            self.slices.last = self.last
         numbers = torch.arange(len(calls))  # no target: a stage knows its own
         if len(calls) in self._schedules:
             self._schedules[len(calls)].step(target=numbers)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ...runtime import Runtime
-from .. import joint
+from .. import joint, slices
 from ..layout import local
 from .parts import Parts
 
@@ -76,7 +76,7 @@ class OnOneRank:
         if self.before is None:
             return
         self.before = None
-        for parameter, twin in self.pairs:
+        for parameter, twin in (map(slices.of, pair) for pair in self.pairs):
             part, twin.grad = twin.grad, None
             if part is not None:
                 parameter.grad = part if parameter.grad is None else parameter.grad.add_(part)
@@ -106,5 +106,5 @@ def install(model: nn.Module, now: Runtime) -> list:
     names = [tie.name if now.rank == first else tie.copy for tie in engine.ties]
     parameters = [model.get_parameter(name) for name in names]
     for parameter in parameters if now.rank == last else ():
-        parameter._nearlinear_copy = True
+        slices.of(parameter)._nearlinear_copy = True
     return [joint.Joint(group, parameters)]
