@@ -22,6 +22,8 @@ _PUBLIC = {
     "StepOutput": "parallel.pipeline.outputs",
     "accumulate": "parallel.accumulate",
     "clip_grad_norm_": "parallel.clip",
+    "LossScaler": "parallel.loss_scale",
+    "loss_scaler": "parallel.loss_scale",
     "count_collectives": "counts",
     "delayed_init": "parallel.delayed_init",
     "MoEConfig": "moe",

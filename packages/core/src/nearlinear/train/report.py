@@ -25,6 +25,8 @@ FORMATS = {
     "tflops_per_gpu": ".4g",
     "mfu": ".3f",
     "mem_gib": ".2f",
+    "loss_scale": ".4g",
+    "skipped": ".0f",
     "eval_loss": ".4f",
 }
 """How each metric is written in the line, in this order."""

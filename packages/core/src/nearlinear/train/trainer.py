@@ -21,6 +21,7 @@ from .. import runtime, schema
 from ..data.loader import BlockShuffle, Loader
 from ..errors import NearlinearError
 from ..moe import MoEConfig
+from ..parallel import loss_scale
 from ..parallel.accumulate import accumulate, count_targets
 from ..parallel.blocks import find_blocks
 from ..parallel.clip import clip_grad_norm_
@@ -88,11 +89,12 @@ class Trainer:
         self.model, blocks = split(model, config)
         self.own_time = ranks.OwnTime(blocks, self.device)
         self.optimizer = build_optimizer(self.model, config.optimizer)
+        self.scaler = loss_scale.of(self.model)  # None: not in float16
         self.keeper = Keeper(config.checkpoint, self.model, self.optimizer, self.loader)
         self.ending = Ending()
         self.told_to_end = False
         self.first_step = self.done = self.keeper.resume() or (state["step"] if state else 0)
-        precision = "bf16" if config.parallel.bf16 else "fp32"
+        precision = config.parallel.precision
         self.peak_tflops = config.run.peak_tflops or peak_tflops(self.device, precision)
         self.reporter = Reporter(
             config.run.folder,
@@ -138,7 +140,10 @@ class Trainer:
     def step(self) -> dict:
         """One optimizer step; the metrics of the whole job, the same on every rank."""
         start = time.perf_counter()
-        rate = learning_rate(self.done + 1, self.config.train.steps, self.config.optimizer)
+        skipped = self.scaler.skipped if self.scaler else 0  # the schedule waits for those
+        rate = learning_rate(
+            self.done + 1 - skipped, self.config.train.steps, self.config.optimizer
+        )
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         totals = torch.zeros(3, dtype=torch.float64, device=self.device)
@@ -161,7 +166,9 @@ class Trainer:
         mine = [*self.own_time.take(), _peak_memory(self.device)] if reported else []
         (loss, targets, told), by_rank = ranks.add_up(totals, mine)
         loss, self.told_to_end = loss / targets, told > 0
-        if not (math.isfinite(loss) and math.isfinite(norm)):
+        if self.scaler and self.scaler.overflow:
+            norm = math.inf  # all ranks have dropped their gradients
+        elif not (math.isfinite(loss) and math.isfinite(norm)):
             raise NearlinearError(
                 f"step {self.done + 1}: the loss is {loss} and the gradient norm {norm}; the run "
                 "stops before this step changes the model: lower optimizer.lr, or lengthen "
@@ -202,7 +209,13 @@ class Trainer:
             "mfu": tflops / self.peak_tflops,
             "mem_gib": _peak_memory(self.device),
             "batch_id": self.loader.batch_id,
-        }
+        } | self._loss_scale()
+
+    def _loss_scale(self) -> dict:
+        """What float16 adds to a step's metrics."""
+        if self.scaler is None:
+            return {}
+        return {"loss_scale": self.scaler.loss_scale, "skipped": self.scaler.skipped}
 
     def _end_early(self, metrics: dict) -> None:
         """Save what is done, and raise Interrupted."""
