@@ -110,13 +110,16 @@ def together(
     delayed: bool = False,
     rate: float = 1e-3,
     steps: int = STEPS,
+    prepare=None,
     **changes,
 ) -> Run:
-    """The same on this rank of many, through nearlinear."""
+    """The same on this rank of many, through nearlinear; ``prepare(model)`` before sharding."""
     mesh, run = nl.init(config), Run()
     with nl.spmd.one_at_a_time(seed=0):
         model = build(family, **changes)
     model = nl.transform(model)
+    if prepare is not None:
+        prepare(model)
     model = nl.shard(nl.pipeline(model) if mesh.pipeline > 1 else model)
     updates = adamw(model, rate)
     for step in range(steps):

@@ -22,6 +22,8 @@ _PUBLIC = {
     "StepOutput": "parallel.pipeline.outputs",
     "accumulate": "parallel.accumulate",
     "clip_grad_norm_": "parallel.clip",
+    "convert_to_fp8": "parallel.fp8",
+    "compile_blocks": "parallel.compile",
     "LossScaler": "parallel.loss_scale",
     "loss_scaler": "parallel.loss_scale",
     "count_collectives": "counts",

@@ -114,6 +114,8 @@ class Config:
     """compute in bfloat16 with float32 master weights and gradient reduction"""
     fp16: bool = False
     """compute in float16 with float32 master weights, gradient reduction and a loss scale"""
+    fp8: bool = False
+    """multiply the blocks' matrices in float8, with bf16 = true; GPUs of CUDA capability 8.9"""
     init_scale: float = 2.0**32
     """loss scale of the first step; gradients that overflow lower it, 65536 wastes fewer steps"""
     scale_factor: float = 2.0
@@ -192,6 +194,8 @@ class Config:
             )
         if self.bf16 and self.fp16:
             raise ConfigError("bf16 = true and fp16 = true: choose one of the two")
+        if self.fp8 and not self.bf16:
+            raise ConfigError("fp8 = true is for matrix products beside bfloat16: set bf16 = true")
         if not 0 < self.min_scale <= self.init_scale < math.inf:
             raise ConfigError(
                 f"min_scale = {self.min_scale:g} and init_scale = {self.init_scale:g}: the first "

@@ -19,7 +19,7 @@ from torch.distributed.tensor import Shard
 from .. import _torch, runtime
 from ..config import Config
 from ..errors import ConfigError
-from . import joint, layout, loss_scale, optimizer_guard, overlap, schedule
+from . import fp8, joint, layout, loss_scale, optimizer_guard, overlap, schedule
 from .blocks import find_blocks
 from .delayed_init import materialise
 from .expert import parallel_experts
@@ -61,6 +61,11 @@ def shard(
     if any(isinstance(root, FSDPModule) for root in roots_of(model)):
         raise ConfigError("the model is sharded already: call nl.shard once")
     _require_transformed(model, now)
+    if asked.fp8 and not fp8.is_converted(model):
+        raise ConfigError(
+            "fp8 = true, but the model multiplies as before: call nl.convert_to_fp8(model) before "
+            "nl.shard(model)"
+        )
     if not isinstance(model, Called):
         model.__class__ = in_front(type(model), Called)
     policy = _policy(asked)

@@ -109,6 +109,8 @@ class LoopConfig:
     """stop after this step, with the schedule still laid out for all steps; 0 = at the end"""
     two_hop: bool = True
     """all-reduce across replicas once per step instead of after every micro-batch"""
+    compile_blocks: bool = False
+    """have torch.compile make one graph of a block, for all of them; the first step takes longer"""
     eval_every: int = 50
     """steps between evaluations on held-out tokens; 0 = only at the end"""
     eval_sequences: int = 256

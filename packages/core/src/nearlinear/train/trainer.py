@@ -25,6 +25,8 @@ from ..parallel import loss_scale
 from ..parallel.accumulate import accumulate, count_targets
 from ..parallel.blocks import find_blocks
 from ..parallel.clip import clip_grad_norm_
+from ..parallel.compile import compile_blocks
+from ..parallel.fp8 import convert_to_fp8
 from ..parallel.pipeline.door import Pipelined, pipeline
 from ..parallel.shard import shard
 from ..parallel.transform import transform
@@ -257,6 +259,10 @@ class Trainer:
 def split(model: nn.Module, config: TrainConfig) -> tuple[nn.Module, list[nn.Module]]:
     """``model`` as the config asks, split, cut into stages and sharded; its blocks on this rank."""
     model = transform(model, None if config.moe == MoEConfig() else config.moe)
+    if config.parallel.fp8:
+        model = convert_to_fp8(model)
+    if config.train.compile_blocks:
+        model = compile_blocks(model)
     if config.parallel.pipeline_parallel_degree > 1:
         model = shard(pipeline(model))
         return model, model.blocks()
