@@ -29,6 +29,7 @@ _PUBLIC = {
     "count_collectives": "counts",
     "delayed_init": "parallel.delayed_init",
     "MoEConfig": "moe",
+    "memory_report": "memory.measure",
     "held": "checkpoint.state",
     "save": "checkpoint.save",
     "load": "checkpoint.load",

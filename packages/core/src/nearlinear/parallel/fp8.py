@@ -29,7 +29,8 @@ def convert_to_fp8(
 
     After `transform` and before `pipeline` and `shard`; ``blocks`` as `shard` takes them.
     ``emulate`` rounds to float8 and multiplies in full, on any device: to see what the rounding
-    does. Raises ConfigError without torchao, without a GPU that can, or where nothing can be converted.
+    does. Raises ConfigError without torchao, without a GPU that can, or where nothing can be
+    converted.
     """
     _require(runtime.current().device, emulate)
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training

@@ -147,6 +147,8 @@ class RunConfig:
     """steps between lines"""
     tensorboard: bool = True
     """write TensorBoard events where tensorboard is installed"""
+    memory_report: bool = True
+    """measure where the memory of the first step goes, say it and write memory.json"""
     peak_tflops: float = 0.0
     """peak of one accelerator, for the MFU; 0 = known by name, or measured on a CPU"""
 

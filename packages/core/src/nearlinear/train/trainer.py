@@ -20,6 +20,8 @@ from torch import nn
 from .. import runtime, schema
 from ..data.loader import BlockShuffle, Loader
 from ..errors import NearlinearError
+from ..memory.measure import memory_report
+from ..memory.report import Report
 from ..moe import MoEConfig
 from ..parallel import loss_scale
 from ..parallel.accumulate import accumulate, count_targets
@@ -92,6 +94,7 @@ class Trainer:
         self.own_time = ranks.OwnTime(blocks, self.device)
         self.optimizer = build_optimizer(self.model, config.optimizer)
         self.scaler = loss_scale.of(self.model)  # None: not in float16
+        self.memory: Report | None = None  # of the first step
         self.keeper = Keeper(config.checkpoint, self.model, self.optimizer, self.loader)
         self.ending = Ending()
         self.told_to_end = False
@@ -119,7 +122,7 @@ class Trainer:
         metrics, eval_loss = {"loss": math.nan}, math.nan
         try:
             while self.done < last:
-                metrics = self.step()
+                metrics = self._step()
                 if self.told_to_end and self.done < last:
                     self._end_early(metrics)
                 due = self.done == last or (loop.eval_every and self.done % loop.eval_every == 0)
@@ -138,6 +141,17 @@ class Trainer:
             self.reporter.close()
         guessing = math.log(self.dataset.manifest.vocab_size)
         return Result(self.done, metrics["loss"], eval_loss, guessing, sample)
+
+    def _step(self) -> dict:
+        """`step`, the first one that is not skipped with an account of its memory."""
+        if self.memory is not None or not self.config.run.memory_report:
+            return self.step()
+        with memory_report(self.model, self.optimizer) as measured:
+            metrics = self.step()
+        if not (self.scaler and self.scaler.overflow):
+            self.memory = measured.report
+            self.reporter.memory(self.memory)
+        return metrics
 
     def step(self) -> dict:
         """One optimizer step; the metrics of the whole job, the same on every rank."""
