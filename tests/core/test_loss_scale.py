@@ -262,6 +262,19 @@ def test_one_ranks_overflow_skips_the_step_on_all(ranks, config, spoiled_rank):
             assert all(map(value.equal, same_stage))
 
 
+def test_one_number_on_one_rank_is_enough():
+    def finish(rank):
+        model = sharded(FP16 | {"hybrid_shard_degree": 2})
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        if rank == 2:
+            local(next(model.parameters()).grad).view(-1)[0] = math.nan
+        nl.loss_scaler(model).finish(model)
+        return nl.loss_scaler(model).overflow, all(p.grad is None for p in model.parameters())
+
+    assert nl.spmd.run(finish, 4) == [(True, True)] * 4
+
+
 def test_the_steps_beside_an_overflow_are_as_without_it():
     def lone(rank, steps):
         """The same without the overflowing step at all."""
