@@ -298,7 +298,7 @@ def test_the_steps_beside_an_overflow_are_as_without_it():
 
 @pytest.mark.slow
 def test_over_real_processes():
-    runs = nl.spmd.run(with_an_overflow, 4, args=({"hybrid_shard_degree": 2}, 2), processes=True)
+    runs = nl.spmd.run(with_an_overflow, 2, args=({"hybrid_shard_degree": 2}, 1), processes=True)
     for story, values in runs:
         assert [changed for _, _, changed, _ in story] == [True, True, False, True, True]
         assert all(value.equal(runs[0][1][name]) for name, value in values.items())

@@ -236,6 +236,19 @@ def test_a_split_model_has_its_part(ranks, config):
         assert 0.2 < report.mine["activations"] / alone.mine["activations"] < 0.75
 
 
+@pytest.mark.slow
+def test_compiled_blocks_are_measured():
+    def compiled():
+        return nl.compile_blocks(Tower(), backend="aot_eager")
+
+    ((plain, _),) = nl.spmd.run(measured, 1, args=({},))
+    ((found, _),) = nl.spmd.run(measured, 1, args=({}, 2, compiled))
+    assert 0 < found.mine["activations"] <= plain.mine["activations"]
+    assert {k: v for k, v in found.mine.items() if k != "activations"} == {
+        k: v for k, v in plain.mine.items() if k != "activations"
+    }
+
+
 def test_mistakes_are_named():
     def wrong(rank):
         nl.init()
