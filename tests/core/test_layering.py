@@ -15,7 +15,7 @@ FLOORS = {
     "wish": ("config", "moe", "schema"),
     "place": ("backends", "counts", "mesh", "runtime", "spmd"),
     "techniques": ("parallel",),
-    "state": ("checkpoint", "data"),
+    "state": ("checkpoint", "data", "memory"),
     "loop": ("train",),
     "doors": ("cli", "environment", "launch", "plots", "tune", "watch"),
 }

@@ -104,3 +104,22 @@ def screens_of_parallelism(rank):
 def test_the_screens_of_parallelism_run():
     losses = nl.spmd.run(screens_of_parallelism, 8)
     assert len(set(losses)) == 1 and 4 < losses[0] < 6
+
+
+def screens_of_precision_and_memory(rank):
+    """A step in float16 whose scheduler waits, and one that is measured."""
+    nl.init({"fp16": True, "init_scale": 65536.0, "hybrid_shard_degree": 2})
+    with nl.spmd.one_at_a_time(seed=0):
+        model = parity.build("llama")
+    model = nl.shard(model)
+    optimizer = parity.adamw(model, 1e-3)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    given = {"nl": nl, "model": model, "optimizer": optimizer, "scheduler": scheduler}
+    given["micro_batches"] = [parity.rows(rank), parity.rows(4 + rank)]
+    exec(screen_with("nl.loss_scaler(model)"), given)
+    exec(screen_with("nl.memory_report("), given | {"print": lambda text: None})
+    return given["scaler"].overflow, scheduler.last_epoch
+
+
+def test_the_screens_of_precision_and_memory_run():
+    assert nl.spmd.run(screens_of_precision_and_memory, 4) == [(False, 1)] * 4

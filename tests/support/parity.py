@@ -117,13 +117,16 @@ def together(
     delayed: bool = False,
     rate: float = 1e-3,
     steps: int = STEPS,
+    prepare=None,
     **changes,
 ) -> Run:
-    """The same on this rank of many, through nearlinear."""
+    """The same on this rank of many, through nearlinear; ``prepare(model)`` before sharding."""
     mesh, run = nl.init(config), Run()
     with nl.spmd.one_at_a_time(seed=0):
         model = build(family, **changes)
     model = nl.transform(model)
+    if prepare is not None:
+        prepare(model)
     model = nl.shard(nl.pipeline(model) if mesh.pipeline > 1 else model)
     updates = nl.shard_optimizer(adamw(model, rate), model)
     for step in range(steps):

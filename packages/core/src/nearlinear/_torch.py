@@ -21,6 +21,7 @@ __all__ = [
     "flash_attention",
     "flash_attention_backward",
     "gather_asynchronously",
+    "gathered_bytes",
     "has_flash_attention",
     "instead_of_truncated_normal",
     "local_block",
@@ -28,6 +29,7 @@ __all__ = [
     "reduce_unused_parameters",
     "sharded_parameters",
     "shards_on_cpu",
+    "storage_identity",
     "thread_group_base",
 ]
 
@@ -237,6 +239,26 @@ def shards_on_cpu() -> bool:
 def sharded_parameters(unit) -> list:
     """The parameters that ``unit`` itself gathers, as they are now. 2.13.0."""
     return [entry.sharded_param for group in _groups_of(unit) for entry in group.fsdp_params]
+
+
+def storage_identity(tensor) -> int:
+    """A number that tensors of one storage share while it lives, also when it is resized. 2.8.0,
+    2.13.0."""
+    return tensor.untyped_storage()._cdata
+
+
+def gathered_bytes(unit) -> int:
+    """Bytes of the parameters that ``unit`` itself has gathered now, beside its shards. 2.8.0,
+    2.13.0."""
+    total = 0
+    for group in _groups_of(unit):
+        for entry in group.fsdp_params:
+            if not hasattr(entry, "_unsharded_param"):
+                break  # not yet gathered once
+            total += entry._unsharded_param.untyped_storage().nbytes()
+            if total == 0:
+                break  # those of a group come and go together
+    return total
 
 
 def _param_groups(root) -> list:

@@ -219,12 +219,13 @@ def _fit(config) -> int:
     rank = runtime.current().rank
     runtime.shutdown()
     if rank == 0:
-        _leave(Path(config.run.folder), result)
+        _leave(config, result)
     return 0
 
 
-def _leave(folder: Path, result) -> None:
+def _leave(config, result) -> None:
     """Say what the run came to and where it is."""
+    folder = Path(config.run.folder)
     held_out = "" if math.isnan(result.eval_loss) else f", held-out {result.eval_loss:.4f}"
     print(f"done: {result.steps} steps, loss {result.loss:.4f}{held_out} (guessing: "
           f"{result.guessing:.4f})")  # fmt: skip
@@ -233,6 +234,8 @@ def _leave(folder: Path, result) -> None:
         from . import plots
 
         print(f"loss curve: {plots.save_loss_curve(folder)}")
+        if config.run.memory_report:
+            print(f"memory: {plots.save_memory(folder)}")
     except ImportError:
         print('loss curve: not drawn; pip install "nearlinear[notebooks]" to have it')
 

@@ -8,6 +8,7 @@ parameters in the environment variable ``SM_HP_MP_PARAMETERS`` (JSON), as SageMa
 
 import json
 import logging
+import math
 import os
 from dataclasses import dataclass, fields
 
@@ -62,6 +63,11 @@ OF_DEGREE = {
 }
 """Keys that matter only where there are several ranks of a kind."""
 
+OF_FP16 = (
+    "init_scale scale_factor scale_window min_scale delayed_shift consecutive_hysteresis".split()
+)
+"""Keys of the loss scale: SMP's ``dynamic_loss_args``."""
+
 PLACEMENTS = {"cluster": "DPT", "spread": "TPD"}
 """SMP's names of two placements; any order of the three letters is one."""
 
@@ -107,7 +113,21 @@ class Config:
     bf16: bool = False
     """compute in bfloat16 with float32 master weights and gradient reduction"""
     fp16: bool = False
-    """compute in float16 with loss scaling"""
+    """compute in float16 with float32 master weights, gradient reduction and a loss scale"""
+    fp8: bool = False
+    """multiply the blocks' matrices in float8, with bf16 = true; GPUs of CUDA capability 8.9"""
+    init_scale: float = 2.0**32
+    """loss scale of the first step; gradients that overflow lower it, 65536 wastes fewer steps"""
+    scale_factor: float = 2.0
+    """what the loss scale is divided by after an overflow, and multiplied by after scale_window"""
+    scale_window: int = 1000
+    """steps in a row without overflow before the loss scale grows"""
+    min_scale: float = 1.0
+    """least loss scale; overflows that go on there end the run"""
+    delayed_shift: int = 1
+    """overflows before the loss scale shrinks"""
+    consecutive_hysteresis: bool = False
+    """a step without overflow begins the count of delayed_shift anew; false = scale_window does"""
     delayed_parameter_initialization: bool = False
     """create parameters already sharded, so that no rank holds the whole model"""
     sm_activation_offloading: bool = True
@@ -144,7 +164,8 @@ class Config:
     def __post_init__(self):
         at_least_one = (
             "tensor_parallel_degree context_parallel_degree expert_parallel_degree "
-            "pipeline_parallel_degree microbatches activation_loading_horizon"
+            "pipeline_parallel_degree microbatches activation_loading_horizon scale_window "
+            "delayed_shift"
         )
         for name in at_least_one.split():
             if getattr(self, name) < 1:
@@ -182,6 +203,20 @@ class Config:
                 "offload_optimizer = true and shard_optimizer_state = true: offloaded gradients "
                 "reach host memory before replicas could share them out: choose one of the two"
             )
+        if self.fp8 and not self.bf16:
+            raise ConfigError("fp8 = true is for matrix products beside bfloat16: set bf16 = true")
+        if not 0 < self.min_scale <= self.init_scale < math.inf:
+            raise ConfigError(
+                f"min_scale = {self.min_scale:g} and init_scale = {self.init_scale:g}: the first "
+                "must be above 0 and not above the second"
+            )
+        if not 1 < self.scale_factor < math.inf:
+            raise ConfigError(f"scale_factor = {self.scale_factor:g}: must be above 1")
+
+    @property
+    def precision(self) -> str:
+        """What blocks compute in: fp32, bf16 or fp16."""
+        return "bf16" if self.bf16 else "fp16" if self.fp16 else "fp32"
 
     @property
     def placement(self) -> str:
@@ -190,8 +225,14 @@ class Config:
 
     def check_supported(self) -> None:
         """Refuse what this release cannot do, and say what has no effect: nothing is ignored."""
-        if self.fp16:
-            raise ConfigError("fp16 = true: this release has no loss scaling; use bf16 = true")
+        if self.fp16 and self.gather_dtype == "bf16":
+            raise ConfigError(
+                "gather_dtype = 'bf16' with fp16 = true: as many bytes, and less of each number; "
+                "set it to 'same' or 'fp8'"
+            )
+        for name in () if self.fp16 else OF_FP16:
+            if getattr(self, name) != getattr(Config, name):
+                log.warning("%s = %s has no effect without fp16", name, getattr(self, name))
         for name in (
             "sm_activation_offloading activation_loading_horizon allow_empty_shards "
             "fsdp_cache_flush_warnings"

@@ -1,4 +1,4 @@
-"""Figures for notebooks and runs: a loss curve, document lengths, and which rank holds what.
+"""Figures for notebooks and runs: a loss curve, memory, document lengths, which rank holds what.
 
 Every function draws on the given matplotlib axes, or on new ones, and returns them. matplotlib is
 imported here only, on first use.
@@ -41,11 +41,37 @@ def loss_curve(metrics: list[dict], vocabulary: int | None = None, ax=None):
 
 def save_loss_curve(folder) -> Path:
     """Draw ``loss.png`` beside ``metrics.jsonl`` in a run folder; its path."""
-    ax = loss_curve(read_metrics(folder))
-    path = Path(folder) / "loss.png"
-    ax.figure.savefig(path, dpi=150, bbox_inches="tight")
-    _close(ax.figure)
-    return path
+    return _saved(loss_curve(read_metrics(folder)), Path(folder) / "loss.png")
+
+
+def memory(report: dict, ax=None):
+    """Where the memory of a step went, a bar per part, and below what each knob would save of it.
+
+    ``report``: as in ``memory.json``, or ``nl.memory_report``'s ``report.as_dict()``. A line at a
+    bar is the most of any rank.
+    """
+    from .memory.report import NAMES
+
+    parts = [(name, report["mine"][key], report["most"][key], PALETTE[0])
+             for key, name in NAMES.items() if key in report["mine"]]  # fmt: skip
+    saved = [(f"saved by: {each['knob']}", each["bytes"], None, PALETTE[2])
+             for each in report["savings"]]  # fmt: skip
+    rows = [*parts, *saved]
+    ax = _axes(ax, (8, 0.9 + 0.32 * len(rows)))
+    for place, (_, size, most, colour) in enumerate(rows):
+        ax.barh(place, size / 2**20, color=colour, alpha=0.85)
+        if most is not None:
+            ax.plot([most / 2**20] * 2, [place - 0.4, place + 0.4], color=INK, lw=1.6)
+    ax.set_yticks(range(len(rows)), [name for name, *_ in rows])
+    ax.invert_yaxis()
+    ax.set(xlabel="MiB")
+    return ax
+
+
+def save_memory(folder) -> Path:
+    """Draw ``memory.png`` beside ``memory.json`` in a run folder; its path."""
+    ax = memory(json.loads((Path(folder) / "memory.json").read_text(encoding="utf-8")))
+    return _saved(ax, Path(folder) / "memory.png")
 
 
 def document_lengths(lengths, ax=None):
@@ -133,7 +159,9 @@ def _axes(ax, size):
     return ax
 
 
-def _close(figure) -> None:
+def _saved(ax, path: Path) -> Path:
     import matplotlib.pyplot as plt
 
-    plt.close(figure)
+    ax.figure.savefig(path, dpi=150, bbox_inches="tight")
+    plt.close(ax.figure)
+    return path

@@ -9,6 +9,7 @@ from safetensors import SafetensorError, safe_open
 
 from .. import runtime
 from ..errors import CheckpointError, NearlinearError
+from ..parallel import loss_scale
 from . import index, state
 from .agree import everyone
 from .pieces import Piece, blocks
@@ -58,6 +59,9 @@ def _load(folder: Path, model, optimizer, loader, scheduler, elsewhere: set[str]
     for name, part in (("loader", loader), ("scheduler", scheduler)):
         if part is not None:
             part.load_state_dict(_value(folder, found, name))
+    scaler = loss_scale.of(model)
+    if scaler is not None and "loss_scaler" in found.values:  # else saved in another precision
+        scaler.load_state_dict(found.values["loss_scaler"])
     random = state.random_state(now.rank, now.device)
     again = found.world == now.mesh.world and random.keys() <= found.tensors.keys()
     if again:

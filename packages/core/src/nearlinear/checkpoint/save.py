@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 
 from .. import runtime
 from ..errors import CheckpointError
+from ..parallel import loss_scale
 from . import index, state
 from .agree import everyone
 from .index import Index
@@ -33,7 +34,8 @@ def save(folder, model, optimizer=None, loader=None, scheduler=None, *, step: in
         mine = state.settings(optimizer, model)
         stages = now.mesh.pipeline > 1
         values["optimizer"] = state.joined(everyone(mine)) if stages else mine
-    for name, part in (("loader", loader), ("scheduler", scheduler)):
+    parts = (("loader", loader), ("scheduler", scheduler), ("loss_scaler", loss_scale.of(model)))
+    for name, part in parts:
         if part is not None:
             values[name] = part.state_dict()
     tensors |= state.random_state(now.rank, now.device)

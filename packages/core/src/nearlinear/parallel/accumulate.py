@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from .. import _torch, runtime
 from ..errors import DataError, NearlinearError
-from . import joint, optimizer_guard
+from . import joint, loss_scale, optimizer_guard
 from .roots import roots_of
 
 log = logging.getLogger(__name__)
@@ -47,7 +47,8 @@ def accumulate(
     ``weight(batch)`` counts a micro-batch's targets (default: `count_targets`). With
     ``two_hop=False`` replicas synchronise after every micro-batch: the same gradients, more
     traffic. All ranks need the same number of micro-batches; one without targets (labels -100)
-    weighs nothing.
+    weighs nothing. In float16 gradients go back times the loss scale; if they overflow, on any
+    rank, there are none after the loop and the optimizer changes nothing, see `loss_scale`.
 
     Raises NearlinearError when a micro-batch was not followed by exactly one backward or when ranks
     disagree, DataError when the step has no target at all. Leaving the loop early drops the step's
@@ -82,6 +83,7 @@ class _Step:
         self.schedule = getattr(model, "_nearlinear_schedule", None)
         self.pipeline = getattr(model, "_nearlinear_pipeline", None)
         self.slices = getattr(model, "_nearlinear_slices", None)
+        self.scaler = loss_scale.of(model)  # None: not in float16
         self.weights = _global_weights([weight(batch) for batch in micro_batches])
         self.position = 0
         self.backwards = 0
@@ -94,6 +96,8 @@ class _Step:
         total = len(self.micro_batches)
         self.model._nearlinear_step = self
         self.hook = self.model.register_forward_hook(self._weigh)
+        if self.scaler is not None:
+            self.scaler.begin(self.model)
         for part in joint.of(self.model):
             part.begin()
         optimizer_guard.begin(self.model, _unfinished(0, total))
@@ -120,6 +124,8 @@ class _Step:
             for part in joint.of(self.model):
                 part.add_up()
             self._free()
+            if self.scaler is not None:
+                self.scaler.finish(self.model)
             optimizer_guard.finish(self.model)
             return
         finished = self.position + (self.backwards > 0)
@@ -164,7 +170,8 @@ class _Step:
     @property
     def weight(self) -> float:
         """What the gradients of the micro-batch at hand are weighted by."""
-        return self.weights[self.position]
+        scale = 1.0 if self.scaler is None else self.scaler.loss_scale
+        return self.weights[self.position] * scale
 
     def came_back(self) -> None:
         """A pipeline has run the backward pass of the micro-batch at hand."""
@@ -196,6 +203,8 @@ class _Step:
                 return tensor
             return _Weighted.apply(tensor, self.weight, backward_came)
 
+        if self.scaler is not None:
+            output = loss_scale.widened(output)
         return _torch.map_tensors(weigh, output)
 
 

@@ -23,8 +23,9 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import Shard
 
 from .. import _torch, runtime
+from ..config import Config
 from ..errors import ConfigError
-from . import joint, layout, optimizer_guard, optimizer_shards, overlap, schedule
+from . import fp8, joint, layout, loss_scale, optimizer_guard, optimizer_shards, overlap, schedule
 from .blocks import find_blocks
 from .delayed_init import materialise
 from .expert import parallel_experts
@@ -33,6 +34,9 @@ from .pipeline.calls import Called, in_front
 from .roots import roots_of
 
 log = logging.getLogger(__name__)
+
+COMPUTED_IN = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""What blocks compute in, by `Config.precision`."""
 
 
 def shard(
@@ -45,16 +49,17 @@ def shard(
     """Shard ``model`` in place over this job's mesh and return it.
 
     ``blocks``: the units to gather one at a time (default: found, see `find_blocks`).
-    ``precision``: ``"fp32"`` or ``"bf16"`` (bfloat16 compute; float32 master weights and gradient
-    reduction); default: what the config says. ``reshard_after_forward``: free gathered parameters
-    between forward and backward; default: where they are not used next, see `schedule`; True or
-    False hold for all units. A model built under `delayed_init` gets its values here, one unit at
-    a time. Raises ConfigError.
+    ``precision``: ``"fp32"``, ``"bf16"`` or ``"fp16"`` (bfloat16 or float16 compute; float32 master
+    weights and gradient reduction; float16 with a `loss_scale`); default: what the config says.
+    ``reshard_after_forward``: free gathered parameters between forward and backward; default: where
+    they are not used next, see `schedule`; True or False hold for all units. A model built under
+    `delayed_init` gets its values here, one unit at a time. Raises ConfigError.
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"nl.shard needs a torch.nn.Module, not {type(model).__name__}")
     now = runtime.current()
-    now.config.check_supported()
+    asked = _with_precision(now.config, precision)
+    asked.check_supported()
     if now.device.type == "cpu" and not _torch.shards_on_cpu():
         raise ConfigError(
             f"PyTorch {torch.__version__} cannot shard on the CPU: install 2.8 or newer"
@@ -62,7 +67,12 @@ def shard(
     if any(isinstance(root, FSDPModule) for root in roots_of(model)):
         raise ConfigError("the model is sharded already: call nl.shard once")
     _require_transformed(model, now)
-    if now.config.shard_optimizer_state and now.mesh.replicate == 1:
+    if asked.fp8 and not fp8.is_converted(model):
+        raise ConfigError(
+            "fp8 = true, but the model multiplies as before: call nl.convert_to_fp8(model) before "
+            "nl.shard(model)"
+        )
+    if asked.shard_optimizer_state and now.mesh.replicate == 1:
         log.warning(
             "shard_optimizer_state has no effect: there is one replica, so that its shards "
             "are all there is of the state"
@@ -71,7 +81,7 @@ def shard(
         model.__class__ = in_front(type(model), Called)
     if optimizer_shards.asked(now):
         model.__class__ = in_front(type(model), optimizer_shards.Sliced)
-    policy = _policy(precision or ("bf16" if now.config.bf16 else "fp32"))
+    policy = _policy(asked)
     with optimizer_guard.replacing(model):
         if hasattr(model, "_nearlinear_pipeline"):
             _shard_stages(model, now, policy, reshard_after_forward)
@@ -81,6 +91,8 @@ def shard(
     if optimizer_shards.asked(now):
         optimizer_shards.install(model, now)
     joint.install(model, _joints(model, now))
+    if asked.fp16:
+        loss_scale.install(model, asked)
     optimizer_guard.watch_optimizers()
     return model
 
@@ -248,9 +260,18 @@ def _offload(now: runtime.Runtime) -> OffloadPolicy:
     return CPUOffloadPolicy(pin_memory=now.device.type != "cpu")
 
 
-def _policy(precision: str) -> MixedPrecisionPolicy:
-    if precision == "fp32":
+def _with_precision(config: Config, precision: str | None) -> Config:
+    """``config`` with ``precision`` in place of its own, if there is one."""
+    if precision is None:
+        return config
+    if precision not in COMPUTED_IN:
+        allowed = ", ".join(map(repr, COMPUTED_IN))
+        raise ConfigError(f"precision = {precision!r}: allowed are {allowed}")
+    return dataclasses.replace(config, bf16=precision == "bf16", fp16=precision == "fp16")
+
+
+def _policy(config: Config) -> MixedPrecisionPolicy:
+    if config.precision == "fp32":
         return MixedPrecisionPolicy()
-    if precision == "bf16":
-        return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    raise ConfigError(f"precision = {precision!r}: allowed are 'fp32' and 'bf16'")
+    dtype = COMPUTED_IN[config.precision]
+    return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)

@@ -114,6 +114,8 @@ class LoopConfig:
     """stop after this step, with the schedule still laid out for all steps; 0 = at the end"""
     two_hop: bool = True
     """all-reduce across replicas once per step instead of after every micro-batch"""
+    compile_blocks: bool = False
+    """have torch.compile make one graph of a block, for all of them; the first step takes longer"""
     eval_every: int = 50
     """steps between evaluations on held-out tokens; 0 = only at the end"""
     eval_sequences: int = 256
@@ -150,6 +152,8 @@ class RunConfig:
     """steps between lines"""
     tensorboard: bool = True
     """write TensorBoard events where tensorboard is installed"""
+    memory_report: bool = True
+    """measure where the memory of the first step goes, say it and write memory.json"""
     peak_tflops: float = 0.0
     """peak of one accelerator, for the MFU; 0 = known by name, or measured on a CPU"""
 

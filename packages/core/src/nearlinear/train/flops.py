@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..parallel.shard import COMPUTED_IN
+
 PEAK_TFLOPS = {
     ("B200", "bf16"): 2250.0,
     ("H200", "bf16"): 989.0,
@@ -23,6 +25,10 @@ PEAK_TFLOPS = {
     ("A100", "fp32"): 19.5,
 }
 """Dense peak by part of the device's name (SXM parts); fp32 as torch computes it, without TF32."""
+
+
+ALIKE = {"fp16": "bf16"}
+"""Precisions with the peak of another."""
 
 
 def flops_per_token(model: nn.Module, sequence_length: int) -> float:
@@ -53,10 +59,10 @@ def peak_tflops(device: torch.device, precision: str) -> float:
     On the CPU all ranks measure at the same time, so that cores they share are counted once.
     """
     if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-        known = (t for (part, kind), t in PEAK_TFLOPS.items() if part in name and kind == precision)
+        name, like = torch.cuda.get_device_name(device), ALIKE.get(precision, precision)
+        known = (t for (part, kind), t in PEAK_TFLOPS.items() if part in name and kind == like)
         return next(known, float("nan"))
-    return _measured_tflops(torch.bfloat16 if precision == "bf16" else torch.float32)
+    return _measured_tflops(COMPUTED_IN[precision])
 
 
 def _measured_tflops(dtype: torch.dtype, size: int = 512, seconds: float = 0.3) -> float:

@@ -25,6 +25,8 @@ FORMATS = {
     "tflops_per_gpu": ".4g",
     "mfu": ".3f",
     "mem_gib": ".2f",
+    "loss_scale": ".4g",
+    "skipped": ".0f",
     "eval_loss": ".4f",
 }
 """How each metric is written in the line, in this order."""
@@ -34,6 +36,9 @@ METRIC_PATTERNS = {name: rf"(?:^|\s){name}=(\S+)" for name in FORMATS}
 METRICS = "metrics.jsonl"
 ABOUT = "about.json"
 """In a run's folder: its last step, tokens of a step, and the host of every rank."""
+
+MEMORY = "memory.json"
+"""In a run's folder: the bytes of a step, by part, and what knobs would save."""
 
 INTRODUCTION = r"(\d+) steps of ([\d,]+) tokens"
 """How the line that `Reporter.begin` says is read back."""
@@ -87,6 +92,14 @@ class Reporter:
             self._events.step(metrics)
         if self._bar:
             self._bar.move(metrics["step"], metrics.get("loss"))
+
+    def memory(self, report) -> None:
+        """Say where the memory of a step went, a `nearlinear.memory.report.Report`, and keep it."""
+        if not self.active:
+            return
+        self.say(str(report))
+        text = json.dumps(report.as_dict(), indent=1)
+        (self.folder / MEMORY).write_text(text, encoding="utf-8")
 
     def say(self, text: str) -> None:
         """Show a line on the terminal or the log."""
@@ -154,6 +167,14 @@ class _Bar:
     def move(self, step: int, loss: float | None) -> None:
         text = "-" if loss is None else f"{loss:.3f}"
         self.progress.update(self.task, completed=step, loss=text)
+
+    def memory(self, report) -> None:
+        """Say where the memory of a step went, a `nearlinear.memory.report.Report`, and keep it."""
+        if not self.active:
+            return
+        self.say(str(report))
+        text = json.dumps(report.as_dict(), indent=1)
+        (self.folder / MEMORY).write_text(text, encoding="utf-8")
 
     def say(self, text: str) -> None:
         self.progress.console.print(text, markup=False, highlight=False, soft_wrap=True)

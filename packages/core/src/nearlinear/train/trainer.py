@@ -20,10 +20,15 @@ from torch import nn
 from .. import runtime, schema
 from ..data.loader import BlockShuffle, Loader
 from ..errors import NearlinearError
+from ..memory.measure import memory_report
+from ..memory.report import Report
 from ..moe import MoEConfig
+from ..parallel import loss_scale
 from ..parallel.accumulate import accumulate, count_targets
 from ..parallel.blocks import find_blocks
 from ..parallel.clip import clip_grad_norm_
+from ..parallel.compile import compile_blocks
+from ..parallel.fp8 import convert_to_fp8
 from ..parallel.pipeline.door import Pipelined, pipeline
 from ..parallel.shard import shard
 from ..parallel.transform import transform
@@ -88,11 +93,13 @@ class Trainer:
         self.model, blocks = split(model, config)
         self.own_time = ranks.OwnTime(blocks, self.device)
         self.optimizer = build_optimizer(self.model, config.optimizer)
+        self.scaler = loss_scale.of(self.model)  # None: not in float16
+        self.memory: Report | None = None  # of the first step
         self.keeper = Keeper(config.checkpoint, self.model, self.optimizer, self.loader)
         self.ending = Ending()
         self.told_to_end = False
         self.first_step = self.done = self.keeper.resume() or (state["step"] if state else 0)
-        precision = "bf16" if config.parallel.bf16 else "fp32"
+        precision = config.parallel.precision
         self.peak_tflops = config.run.peak_tflops or peak_tflops(self.device, precision)
         self.reporter = Reporter(
             config.run.folder,
@@ -115,7 +122,7 @@ class Trainer:
         metrics, eval_loss = {"loss": math.nan}, math.nan
         try:
             while self.done < last:
-                metrics = self.step()
+                metrics = self._step()
                 if self.told_to_end and self.done < last:
                     self._end_early(metrics)
                 due = self.done == last or (loop.eval_every and self.done % loop.eval_every == 0)
@@ -135,10 +142,24 @@ class Trainer:
         guessing = math.log(self.dataset.manifest.vocab_size)
         return Result(self.done, metrics["loss"], eval_loss, guessing, sample)
 
+    def _step(self) -> dict:
+        """`step`, the first one that is not skipped with an account of its memory."""
+        if self.memory is not None or not self.config.run.memory_report:
+            return self.step()
+        with memory_report(self.model, self.optimizer) as measured:
+            metrics = self.step()
+        if not (self.scaler and self.scaler.overflow):
+            self.memory = measured.report
+            self.reporter.memory(self.memory)
+        return metrics
+
     def step(self) -> dict:
         """One optimizer step; the metrics of the whole job, the same on every rank."""
         start = time.perf_counter()
-        rate = learning_rate(self.done + 1, self.config.train.steps, self.config.optimizer)
+        skipped = self.scaler.skipped if self.scaler else 0  # the schedule waits for those
+        rate = learning_rate(
+            self.done + 1 - skipped, self.config.train.steps, self.config.optimizer
+        )
         set_learning_rate(self.optimizer, rate)
         totals = torch.zeros(3, dtype=torch.float64, device=self.device)
         two_hop = self.config.train.two_hop
@@ -160,7 +181,9 @@ class Trainer:
         mine = [*self.own_time.take(), _peak_memory(self.device)] if reported else []
         (loss, targets, told), by_rank = ranks.add_up(totals, mine)
         loss, self.told_to_end = loss / targets, told > 0
-        if not (math.isfinite(loss) and math.isfinite(norm)):
+        if self.scaler and self.scaler.overflow:
+            norm = math.inf  # all ranks have dropped their gradients
+        elif not (math.isfinite(loss) and math.isfinite(norm)):
             raise NearlinearError(
                 f"step {self.done + 1}: the loss is {loss} and the gradient norm {norm}; the run "
                 "stops before this step changes the model: lower optimizer.lr, or lengthen "
@@ -201,7 +224,13 @@ class Trainer:
             "mfu": tflops / self.peak_tflops,
             "mem_gib": _peak_memory(self.device),
             "batch_id": self.loader.batch_id,
-        }
+        } | self._loss_scale()
+
+    def _loss_scale(self) -> dict:
+        """What float16 adds to a step's metrics."""
+        if self.scaler is None:
+            return {}
+        return {"loss_scale": self.scaler.loss_scale, "skipped": self.scaler.skipped}
 
     def _end_early(self, metrics: dict) -> None:
         """Save what is done, and raise Interrupted."""
@@ -243,6 +272,10 @@ class Trainer:
 def split(model: nn.Module, config: TrainConfig) -> tuple[nn.Module, list[nn.Module]]:
     """``model`` as the config asks, split, cut into stages and sharded; its blocks on this rank."""
     model = transform(model, None if config.moe == MoEConfig() else config.moe)
+    if config.parallel.fp8:
+        model = convert_to_fp8(model)
+    if config.train.compile_blocks:
+        model = compile_blocks(model)
     if config.parallel.pipeline_parallel_degree > 1:
         model = shard(pipeline(model))
         return model, model.blocks()

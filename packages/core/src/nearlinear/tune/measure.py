@@ -23,6 +23,7 @@ from ..mesh import Mesh
 from ..parallel.hierarchy import Hierarchy, cut
 from ..parallel.overlap import PrivateMemory
 from ..parallel.scatter import Scatter
+from ..parallel.shard import COMPUTED_IN
 from ..parallel.wire import travelling
 from .estimate import GATHER, GATHER_STAGED, JOIN, REDUCE, REDUCE_STAGED
 from .units import Unit
@@ -158,7 +159,7 @@ def _gathers(groups: Groups, elements: int, now: runtime.Runtime) -> Iterator[tu
     shards, hierarchy = groups.shards, groups.hierarchy
     if shards is None:
         return
-    computed = torch.bfloat16 if now.config.bf16 else torch.float32
+    computed = COMPUTED_IN[now.config.precision]
     elements, dtype = travelling(now.config.gather_dtype, elements, computed)
     output = _memory(shards, "AllGather", (elements * shards.size(),), dtype, now)
     mine = output.view(-1, elements)[shards.rank()].zero_()

@@ -11,6 +11,7 @@ from torch import nn
 from .. import runtime
 from ..parallel.blocks import find_blocks
 from ..parallel.delayed_init import materialise
+from ..parallel.shard import COMPUTED_IN
 from ..train.config import TrainConfig
 from ..train.model import build_model
 from ..train.presets import LAYERS_KEY
@@ -26,7 +27,7 @@ def measure_work(
     config: TrainConfig, units: list[Unit], vocabulary: int, now: runtime.Runtime, rounds: int
 ) -> Work:
     """The `Work` of ``config`` on this job's ranks, all at once. A collective call."""
-    dtype = torch.bfloat16 if config.parallel.bf16 else torch.float32
+    dtype = COMPUTED_IN[config.parallel.precision]
     forward, backward, kept = _one_block(config, now.device, dtype, rounds)
     tokens = config.batch.micro_batch_size * config.sequence_length
     root, *blocks = (unit.parameters for unit in units)

@@ -19,7 +19,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from ...errors import NearlinearError
 from ...runtime import Runtime
-from .. import joint
+from .. import joint, loss_scale
 from ..same_batch import SameBatch
 from .partition import Costs, table
 from .parts import Parts
@@ -114,6 +114,7 @@ class Engine:
         model returned; it returns the loss to differentiate, a scalar with a graph.
         """
         shape = self._shape(calls)
+        loss_scale.require_step(model)
         alone = getattr(model, "_nearlinear_step", None) is None
         if alone:
             for part in joint.of(model):

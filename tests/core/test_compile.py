@@ -1,0 +1,96 @@
+"""Blocks compiled one by one: their numbers, how many graphs they take, what is refused."""
+
+import functools
+
+import pytest
+import torch
+
+import nearlinear as nl
+from nearlinear.train import config as train_config
+from tests.support import parity
+
+reference = functools.cache(parity.alone)
+QUICK = functools.partial(nl.compile_blocks, backend="aot_eager")
+RING = {"context_parallel_degree": 2}
+
+
+def trained(rank, family, config):
+    """A run with compiled blocks, and the graphs that they took here."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    accumulation = 1 if "context_parallel_degree" in config else 2
+    run = parity.together(rank, family, config, accumulation, prepare=QUICK)
+    return run, torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def check(found, family):
+    runs, graphs = zip(*found, strict=True)
+    parity.assert_equal(runs, reference(family))
+    return graphs
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_one_graph_serves_all_blocks(family):
+    """Of four layers and two micro-batches per step."""
+    assert check(nl.spmd.run(trained, 1, args=(family, {})), family) == (1,)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "config"),
+    [
+        (4, {"hybrid_shard_degree": 2}),
+        (2, {"tensor_parallel_degree": 2}),
+        (2, {"pipeline_parallel_degree": 2, "microbatches": 2}),
+        (2, RING | {"cp_comm_type": "all_gather"}),
+    ],
+    ids=str,
+)
+@pytest.mark.slow
+def test_at_every_layout(ranks, config):
+    assert min(check(nl.spmd.run(trained, ranks, args=("gpt2", config)), "gpt2")) > 0
+
+
+@pytest.mark.slow
+def test_a_ring_over_processes():
+    found = nl.spmd.run(trained, 2, args=("gpt2", RING), processes=True)
+    assert min(check(found, "gpt2")) > 0
+
+
+def test_a_ring_of_threads_is_refused():
+    def refused(rank):
+        nl.init(RING)
+        with nl.spmd.one_at_a_time(seed=0):
+            model = parity.build("llama")
+        with pytest.raises(nl.ConfigError, match="'all_gather', or start the ranks as processes"):
+            nl.compile_blocks(nl.transform(model))
+
+    nl.spmd.run(refused, 2)
+
+
+def test_names_stay_and_the_cache_is_off():
+    def names(rank):
+        nl.init()
+        model = parity.build("llama", use_cache=True)
+        before = list(model.state_dict())
+        assert nl.compile_blocks(model) is model and not model.config.use_cache
+        return list(model.state_dict()) == before
+
+    assert nl.spmd.run(names, 1) == [True]
+
+
+@pytest.mark.slow
+def test_a_run_compiles_where_its_config_says(small_run):
+    """By inductor, on sharded blocks, over two micro-batches a step."""
+
+    def losses(rank, compiled):
+        settings = [f"train.compile_blocks={compiled}", "train.steps=3", "train.eval_sequences=0"]
+        torch._dynamo.utils.counters.clear()
+        trainer = nl.Trainer(train_config.load(small_run, settings, environment={}))
+        found = [trainer.step()["loss"] for _ in range(3)]
+        trainer.reporter.close()
+        return found, torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+    (plain, none), (found, graphs) = (
+        nl.spmd.run(losses, 2, args=(on,))[0] for on in ("false", "true")
+    )
+    assert found == pytest.approx(plain, abs=1e-5) and none == 0 < graphs

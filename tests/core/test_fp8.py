@@ -1,0 +1,119 @@
+"""Float8 products: what is refused where they cannot be, and their rounding where they can."""
+
+import functools
+import importlib.util
+
+import pytest
+import torch
+
+import nearlinear as nl
+from nearlinear.config import Config
+from nearlinear.parallel import fp8
+from nearlinear.parallel.blocks import find_blocks
+from nearlinear.train import config as train_config
+from tests.support import parity, tiny
+
+HAS_TORCHAO = importlib.util.find_spec("torchao") is not None
+needs_torchao = pytest.mark.skipif(not HAS_TORCHAO, reason="torchao is not installed")
+EMULATED = functools.partial(nl.convert_to_fp8, emulate=True)
+FP8 = {"bf16": True, "fp8": True}
+
+
+def refused(model, words, config=None, convert=nl.convert_to_fp8):
+    def work(rank):
+        nl.init(config)
+        with pytest.raises(nl.ConfigError, match=words):
+            convert(model)
+
+    nl.spmd.run(work, 1)
+
+
+@pytest.mark.skipif(HAS_TORCHAO, reason="torchao is installed")
+@pytest.mark.parametrize("convert", [nl.convert_to_fp8, EMULATED])
+def test_without_torchao(convert):
+    refused(tiny.llama(), "pip install torchao", convert=convert)
+
+
+def test_without_a_gpu(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    refused(tiny.llama(), "capability 8.9 or newer, and this rank is on the cpu")
+
+
+def test_on_an_older_gpu(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
+    with pytest.raises(nl.ConfigError, match="NVIDIA A100 has 8.0: leave fp8 out"):
+        fp8._require(torch.device("cuda"), emulate=False)
+
+
+def test_it_stands_beside_bfloat16():
+    for other in ({}, {"fp16": True}):
+        with pytest.raises(nl.ConfigError, match="set bf16 = true"):
+            Config(fp8=True, **other)
+
+
+def test_a_model_that_nobody_has_converted_is_refused():
+    refused(tiny.llama(), r"call nl.convert_to_fp8\(model\) before", FP8, convert=nl.shard)
+
+
+def test_a_run_says_what_is_missing(small_run):
+    def start(rank):
+        with pytest.raises(nl.ConfigError, match="torchao|capability"):
+            nl.Trainer(train_config.load(small_run | {"parallel": FP8}, environment={}))
+
+    nl.spmd.run(start, 1)
+
+
+@needs_torchao
+def test_layers_that_it_does_not_fit():
+    refused(tiny.gpt2(), "multiples of 16", convert=EMULATED)  # 24 wide
+
+
+@needs_torchao
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_what_is_converted(family):
+    def names(rank):
+        nl.init(FP8)
+        model = parity.build(family)
+        before = {name: parameter for name, parameter in model.named_parameters()}
+        EMULATED(model)
+        after = dict(model.named_parameters())
+        assert after.keys() == before.keys() and all(after[n] is p for n, p in before.items())
+        kinds = {type(m).__name__ for b in find_blocks(model) for m in b.modules()}
+        return kinds, type(model.lm_head).__name__
+
+    ((kinds, head),) = nl.spmd.run(names, 1)
+    assert kinds & {"Float8Linear", "Fp8Conv1D"} and not kinds & {"Linear", "Conv1D"}
+    assert head == "Linear"
+
+
+def trained(rank, family, config, prepare):
+    return parity.together(rank, family, config, 2, prepare=prepare)
+
+
+@needs_torchao
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize(
+    ("ranks", "config"), [(4, {"hybrid_shard_degree": 2}), (2, {"tensor_parallel_degree": 2})]
+)
+def test_training_with_its_rounding(family, ranks, config):
+    found = nl.spmd.run(
+        parity.together, ranks, args=(family, config | FP8, 2, 16, False, 1e-3, 3, EMULATED)
+    )
+    plain = nl.spmd.run(parity.together, ranks, args=(family, config | {"bf16": True}, 2))
+    expected = parity.alone(family)
+    for run, other in zip(found, plain, strict=True):
+        apart = parity.differences(run, expected)
+        assert apart["losses"] < 0.05 and apart["values"] < 0.01 and apart["gradients"] < 0.15
+        assert apart["gradients"] > 2 * parity.differences(other, expected)["gradients"]
+
+
+@pytest.mark.gpu
+@needs_torchao
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_on_a_gpu(family):
+    (plain,) = nl.spmd.run(trained, 1, args=(family, {"bf16": True}, None), processes=True)
+    (found,) = nl.spmd.run(trained, 1, args=(family, FP8, nl.convert_to_fp8), processes=True)
+    apart = parity.differences(found, plain)
+    assert 0 < apart["losses"] < 0.05 and apart["values"] < 0.01
