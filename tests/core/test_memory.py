@@ -148,7 +148,7 @@ def test_checkpointing_is_seen_and_was_estimated():
     ((plain, _),) = nl.spmd.run(measured, 1, args=({},))
     ((found, _),) = nl.spmd.run(measured, 1, args=({}, 1, checkpointed))
     assert found.mine["activations"] == 4 * LAYERS * ROWS * WIDTH
-    said = {s.knob: s.bytes for s in plain.savings}["activation checkpointing, each block"]
+    said = {s.knob: s.bytes for s in plain.savings}['activations.checkpoint = "each"']
     one_block = plain.mine["activations"] // LAYERS  # is there again while it is recomputed
     recomputing = found.mine["activations"] - 4 * ROWS * WIDTH + one_block
     assert said == plain.mine["activations"] - recomputing
@@ -183,11 +183,11 @@ PARTS |= {"logits": 2000, "gathered": 16400, "communication": 5}
 def test_what_knobs_would_save():
     assert {s.knob: s.bytes for s in savings.savings(PARTS, FACTS)} == {
         "hybrid_shard_degree = 4": (8000 + 8000 + 16000) // 2,
-        "optimizer states over replicas": 16000 * 3 // 4,
+        "shard_optimizer_state = true": 16000 * 3 // 4,
         "gradients in bfloat16": 4000,
-        "activation checkpointing, each block": 3 * (1000 - 50),
-        "activation checkpointing, selective": 3 * (1000 - 500),
-        "activation offload, horizon 1": 4000 * 2 // 4,
+        'activations.checkpoint = "each"': 3 * (1000 - 50),
+        'activations.checkpoint = "selective"': 3 * (1000 - 500),
+        "activations.offload = true, horizon 1": 4000 * 2 // 4,
         "bf16 = true": (4000 + 16400) // 2,
         "micro-batch of half the size": 3000,
         "sdp_max_live_parameters = 0": 16400 - 4 * (100 + 3000),
@@ -202,7 +202,7 @@ def test_knobs_that_are_turned_already_are_not_named():
         FACTS, mesh=Mesh(shard=2), rows=1, item_bytes=2, gradient_bytes=2, input_bytes=1000
     )
     knobs = [s.knob for s in savings.savings(PARTS, turned)]
-    assert knobs == ["sdp_max_live_parameters = 0", "activation offload, horizon 1"]
+    assert knobs == ["sdp_max_live_parameters = 0", "activations.offload = true, horizon 1"]
 
 
 @pytest.mark.parametrize(

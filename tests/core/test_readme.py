@@ -91,6 +91,10 @@ def screens_of_parallelism(rank):
     exec(screen_with("with nl.delayed_init():"), given)
     for part in nl.accumulate(given["model"], [batch]):
         given["model"](**part).loss.backward()
+    given["micro_batches"] = [batch, batch]
+    given["model"] = parity.unseeded("llama")
+    nl.init({"hybrid_shard_degree": 4})
+    exec(screen_with("nl.offload_activations"), given)
     piped = {"pipeline_parallel_degree": 2, "tensor_parallel_degree": 2, "microbatches": 2}
     nl.init(piped | {"hybrid_shard_degree": 2})
     with nl.delayed_init():

@@ -71,7 +71,6 @@ def test_bf16_gathers_in_half_the_bytes_and_reduces_in_float32():
     ("config", "words"),
     [
         ({"allow_empty_shards": True}, ["allow_empty_shards = True has no effect"]),
-        ({"activation_loading_horizon": 7}, ["activation_loading_horizon = 7 has no effect"]),
         ({}, []),
     ],
 )

@@ -9,6 +9,7 @@ import pytest
 import nearlinear as nl
 from nearlinear.mesh import Mesh
 from nearlinear.train import config as train_config
+from nearlinear.train import preflight
 from nearlinear.train.evaluate import held_out_loss
 
 
@@ -130,6 +131,23 @@ def test_no_layout_changes_the_losses(layout, alone, token_folder, tmp_path):
     assert results[0].sample == expected_results[0].sample
 
 
+@pytest.mark.parametrize(
+    ("ranks", "degrees", "activations"),
+    [
+        (2, {}, {"checkpoint": "each", "offload": True}),
+        (1, {"sm_activation_offloading": False}, {"offload": True}),
+        (2, {"pipeline_parallel_degree": 2, "microbatches": 2}, {"checkpoint": "contiguous"}),
+    ],
+)
+def test_what_becomes_of_activations_does_not_change_the_losses(
+    ranks, degrees, activations, alone, token_folder, tmp_path
+):
+    data_ranks = Mesh.from_config(nl.Config(**degrees), ranks).data_ranks
+    data = layout_run(token_folder, tmp_path, "gpt2-tiny", data_ranks, degrees)
+    _, rows = run(data | {"activations": activations}, ranks)
+    assert losses(rows) == pytest.approx(losses(alone("gpt2-tiny")[1]), abs=1e-5)
+
+
 @pytest.mark.parametrize("ranks", [4, 2])
 def test_a_stopped_run_goes_on_with_the_batches_it_had_not_seen(small_run, ranks):
     whole = run(small_run, settings=["train.steps=20"])[1]
@@ -200,3 +218,18 @@ def test_bf16_and_one_hop_train_to_nearly_the_same_loss(small_run):
 @pytest.mark.gpu
 def test_on_a_gpu(small_run):
     nl.spmd.run(fit, 1, args=(small_run, ["parallel.bf16=true"]), processes=True)
+
+
+@pytest.mark.parametrize("offload", [True, False])
+def test_a_horizon_without_offloading_has_no_effect(offload, token_folder, tmp_path, caplog):
+    data = layout_run(token_folder, tmp_path, "gpt2-tiny", 1, {"activation_loading_horizon": 3})
+    config = train_config.load(data | {"activations": {"offload": offload}}, environment={})
+    with caplog.at_level("WARNING", logger="nearlinear"):
+        preflight.check(config, 1)
+    words = "parallel.activation_loading_horizon = 3 has no effect without activations.offload"
+    assert (words in caplog.text) != offload
+
+
+def test_a_strategy_that_is_not_is_refused_with_the_config():
+    with pytest.raises(nl.ConfigError, match="'contiguous', 'group_N'"):
+        train_config.load({"activations": {"checkpoint": "all"}}, environment={})

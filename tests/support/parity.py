@@ -117,17 +117,21 @@ def together(
     delayed: bool = False,
     rate: float = 1e-3,
     steps: int = STEPS,
-    prepare=None,
+    prepare=lambda model: None,
+    then=lambda model: None,
     **changes,
 ) -> Run:
-    """The same on this rank of many, through nearlinear; ``prepare(model)`` before sharding."""
+    """The same on this rank of many, through nearlinear.
+
+    ``prepare(model)`` before it is sharded, ``then(model)`` afterwards.
+    """
     mesh, run = nl.init(config), Run()
     with nl.spmd.one_at_a_time(seed=0):
         model = build(family, **changes)
     model = nl.transform(model)
-    if prepare is not None:
-        prepare(model)
+    prepare(model)
     model = nl.shard(nl.pipeline(model) if mesh.pipeline > 1 else model)
+    then(model)
     updates = nl.shard_optimizer(adamw(model, rate), model)
     for step in range(steps):
         mine = split(rows(step, tokens=tokens), mesh.data_ranks)[mesh.data_rank(rank)]

@@ -9,11 +9,13 @@ import contextlib
 
 import torch
 from torch.distributed.fsdp import FSDPModule
+from torch.multiprocessing.reductions import StorageWeakRef as WeakStorage  # 2.8.0, 2.13.0
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode  # sees every operator; 2.8.0, 2.13.0
 
 __all__ = [
     "TorchDispatchMode",
+    "WeakStorage",
     "abandon_backward",
     "after_backward",
     "communicates_by_hooks",
@@ -23,13 +25,17 @@ __all__ = [
     "gather_asynchronously",
     "gathered_bytes",
     "has_flash_attention",
+    "in_backward",
     "instead_of_truncated_normal",
     "local_block",
+    "map_instances",
     "map_tensors",
+    "recomputing",
     "reduce_unused_parameters",
+    "seeing_saved_tensors",
     "sharded_parameters",
     "shards_on_cpu",
-    "storage_identity",
+    "storage_of",
     "thread_group_base",
 ]
 
@@ -117,6 +123,59 @@ def local_block(tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
 def map_tensors(function, tree):
     """``tree`` (dicts, lists, model outputs) with every tensor replaced. 2.8.0, 2.13.0."""
     return _pytree.tree_map_only(torch.Tensor, function, tree)
+
+
+def map_instances(kind, function, tree):
+    """``tree`` with every instance of ``kind`` replaced. 2.8.0, 2.13.0."""
+    return _pytree.tree_map_only(kind, function, tree)
+
+
+def storage_of(tensor) -> int:
+    """A number of the memory that ``tensor`` is a view of, its own as long as that is alive, or a
+    `WeakStorage` of it, also when it is resized. 2.8.0, 2.13.0."""
+    return tensor.untyped_storage()._cdata
+
+
+def in_backward() -> bool:
+    """Whether a backward pass is running on this thread. 2.8.0, 2.13.0."""
+    return torch._C._current_graph_task_id() != -1
+
+
+@contextlib.contextmanager
+def seeing_saved_tensors(see):
+    """Show every tensor that is saved for a backward pass to ``see``, too.
+
+    Hooks that are there already do with it what they do. 2.13.0.
+    """
+    there = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    pack, unpack = there or (lambda tensor: tensor, lambda tensor: tensor)
+
+    def pack_and_see(tensor):
+        see(tensor)
+        return pack(tensor)
+
+    with torch.autograd.graph.saved_tensors_hooks(pack_and_see, unpack):
+        yield
+
+
+@contextlib.contextmanager
+def recomputing(modules):
+    """Around forward passes of ``modules`` inside a backward pass, whose graphs nobody needs.
+
+    FSDP2 units among them do not gather units ahead that have been through their backward pass.
+    What recomputation, which ends when it has all that was saved, leaves half-way there, the end of
+    the backward pass puts right. Checked on torch 2.13.0.
+    """
+    units = [unit for module in modules for unit in module.modules()]
+    states = [unit._get_fsdp_state() for unit in units if isinstance(unit, FSDPModule)]
+    ahead = [state._states_to_forward_prefetch for state in states]
+    for state, targets in zip(states, ahead, strict=True):
+        state._states_to_forward_prefetch = [each for each in targets if each in states]
+    try:
+        yield
+    finally:
+        for state, targets in zip(states, ahead, strict=True):
+            state._states_to_forward_prefetch = targets
 
 
 def has_flash_attention(q, k, v) -> bool:
@@ -239,12 +298,6 @@ def shards_on_cpu() -> bool:
 def sharded_parameters(unit) -> list:
     """The parameters that ``unit`` itself gathers, as they are now. 2.13.0."""
     return [entry.sharded_param for group in _groups_of(unit) for entry in group.fsdp_params]
-
-
-def storage_identity(tensor) -> int:
-    """A number that tensors of one storage share while it lives, also when it is resized. 2.8.0,
-    2.13.0."""
-    return tensor.untyped_storage()._cdata
 
 
 def gathered_bytes(unit) -> int:

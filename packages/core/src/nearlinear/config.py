@@ -131,9 +131,10 @@ class Config:
     delayed_parameter_initialization: bool = False
     """create parameters already sharded, so that no rank holds the whole model"""
     sm_activation_offloading: bool = True
-    """offload with prefetch wherever activation offloading is applied"""
+    """offload with prefetch wherever activation offloading is applied; false = PyTorch's own, which
+    waits for every copy"""
     activation_loading_horizon: int = 2
-    """checkpointed layers whose inputs may be back on the accelerator at once"""
+    """layers ahead of the backward pass whose offloaded activations come back to the accelerator"""
     random_seed: int = 0
     """base seed of parameter initialisation and dropout"""
     fsdp_cache_flush_warnings: bool = True
@@ -233,10 +234,7 @@ class Config:
         for name in () if self.fp16 else OF_FP16:
             if getattr(self, name) != getattr(Config, name):
                 log.warning("%s = %s has no effect without fp16", name, getattr(self, name))
-        for name in (
-            "sm_activation_offloading activation_loading_horizon allow_empty_shards "
-            "fsdp_cache_flush_warnings"
-        ).split():
+        for name in ("allow_empty_shards", "fsdp_cache_flush_warnings"):
             if getattr(self, name) != getattr(Config, name):
                 log.warning("%s = %s has no effect in this release", name, getattr(self, name))
         for degree, names in OF_DEGREE.items():

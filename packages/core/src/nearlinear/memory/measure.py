@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from .. import _torch, runtime
 from ..errors import NearlinearError
+from ..parallel import slices
 from ..parallel.layout import local
 from ..parallel.roots import roots_of
 from .report import NAMES, Report
@@ -110,7 +111,8 @@ class memory_report:  # noqa: N801 (a context manager, named as the verb it is)
         self._gathered = max(self._gathered, sum(map(_torch.gathered_bytes, self.units)))
 
     def _steps(self, optimizer, args, kwargs) -> None:
-        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        updated = map(slices.of, self.model.parameters())
+        gradients = [p.grad for p in updated if p.grad is not None]
         if gradients:
             self._gradients = max(self._gradients, bytes_of(gradients))
             self._gradient_bytes = gradients[0].element_size()

@@ -37,7 +37,7 @@ class SavedTensors:
 
     def leave_out(self, parameters: Iterable[torch.Tensor]) -> None:
         """Do not count these, or whatever lies in their storages later."""
-        self._parameters |= {_torch.storage_identity(local(p)) for p in parameters}
+        self._parameters |= {_torch.storage_of(local(p)) for p in parameters}
 
     def __enter__(self) -> SavedTensors:
         self._hooks.__enter__()
@@ -67,7 +67,7 @@ class SavedTensors:
 
     def _pack(self, tensor: torch.Tensor):
         self.seen()
-        identity = _torch.storage_identity(local(tensor))
+        identity = _torch.storage_of(local(tensor))
         if identity in self._parameters:
             return tensor
         return _Saved(self, tensor, identity)

@@ -60,16 +60,16 @@ def _all(parts: Parts, facts: Facts) -> Iterator[tuple[str, float]]:
     config, mesh, n = facts.config, facts.mesh, facts.blocks
     if mesh.replicate % 2 == 0:
         yield f"hybrid_shard_degree = {2 * mesh.sharing}", wider_shards(parts)
-    if mesh.replicate > 1:
-        yield "optimizer states over replicas", states_over_replicas(parts, mesh.replicate)
+    if mesh.replicate > 1 and not config.shard_optimizer_state:
+        yield "shard_optimizer_state = true", states_over_replicas(parts, mesh.replicate)
     if facts.gradient_bytes > HALF_BYTES:
         yield "gradients in bfloat16", parts["gradients"] * (1 - HALF_BYTES / facts.gradient_bytes)
     activations, kept = parts["activations"], facts.input_bytes
-    yield "activation checkpointing, each block", recomputed(activations, n, kept)
+    yield 'activations.checkpoint = "each"', recomputed(activations, n, kept)
     kept += facts.products_bytes
-    yield "activation checkpointing, selective", recomputed(activations, n, kept)
+    yield 'activations.checkpoint = "selective"', recomputed(activations, n, kept)
     horizon = config.activation_loading_horizon
-    yield f"activation offload, horizon {horizon}", offloaded(activations, n, horizon)
+    yield f"activations.offload = true, horizon {horizon}", offloaded(activations, n, horizon)
     if facts.item_bytes > HALF_BYTES:
         yield "bf16 = true", halved(parts)
     if facts.rows > 1:

@@ -5,6 +5,7 @@ children of the ``nn.ModuleList`` (or Sequential) that holds the most parameters
 """
 
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from ..errors import ConfigError
 
@@ -12,7 +13,7 @@ from ..errors import ConfigError
 def find_blocks(model: nn.Module) -> list[nn.Module]:
     """The blocks of ``model`` in forward order. Raises ConfigError when none can be told."""
     names = set(getattr(model, "_no_split_modules", None) or ())
-    named = [module for module in model.modules() if type(module).__name__ in names]
+    named = [module for module in model.modules() if _own_name(module) in names]
     outermost = _without_nested(named)
     if outermost and outermost != [model]:
         return outermost
@@ -23,6 +24,12 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
             "nl.shard(model, blocks=list(model.layers))"
         )
     return max(stacks, key=lambda blocks: sum(p.numel() for b in blocks for p in b.parameters()))
+
+
+def _own_name(module: nn.Module) -> str:
+    """The name of its class; FSDP2 puts something before it."""
+    name = type(module).__name__
+    return name.removeprefix("FSDP") if isinstance(module, FSDPModule) else name
 
 
 def _is_stack(module: nn.Module) -> bool:

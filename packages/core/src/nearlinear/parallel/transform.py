@@ -39,6 +39,10 @@ def transform(
     asked = {axis for axis in ("tensor", "context", "expert") if getattr(now.mesh, axis) > 1}
     if layout.of(model).axes:
         raise ConfigError("the model is transformed already: call nl.transform once")
+    if hasattr(model, "_nearlinear_activations"):
+        raise ConfigError(
+            "call nl.transform before nl.checkpoint_activations, and offload likewise"
+        )
     if hasattr(model, "_nearlinear_pipeline"):
         raise ConfigError("the model is a pipeline already: call nl.transform before nl.pipeline")
     if hasattr(model, "_get_fsdp_state"):

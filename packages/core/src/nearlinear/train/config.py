@@ -12,6 +12,7 @@ from .. import schema
 from ..config import Config
 from ..errors import ConfigError
 from ..moe import MoEConfig
+from ..parallel.activations import strategy
 from ..schema import coerce
 from .presets import CONTEXT_KEY, preset
 
@@ -75,6 +76,21 @@ class BatchConfig:
     """sequences per rank in one forward and backward"""
     accumulation: int = 1
     """micro-batches per optimizer step"""
+
+
+@dataclass(frozen=True)
+class ActivationsConfig:
+    """What becomes of activations between the forward and the backward pass."""
+
+    checkpoint: str = ""
+    """recompute: each block, group_N blocks together, contiguous (all), selective (all but matrix
+    products and attention), or as few as a budget asks for, as in 12GiB; empty = keep everything"""
+    offload: bool = False
+    """keep in host memory what blocks save; see parallel.activation_loading_horizon"""
+
+    def __post_init__(self):
+        if self.checkpoint:
+            strategy.parse(self.checkpoint)
 
 
 @dataclass(frozen=True)
@@ -167,6 +183,7 @@ class TrainConfig:
     parallel: Config = field(default_factory=Config)
     moe: MoEConfig = field(default_factory=MoEConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
+    activations: ActivationsConfig = field(default_factory=ActivationsConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     train: LoopConfig = field(default_factory=LoopConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

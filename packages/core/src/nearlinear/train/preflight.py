@@ -9,7 +9,7 @@ import logging
 import tempfile
 from pathlib import Path
 
-from ..config import divisors
+from ..config import Config, divisors
 from ..data.dataset import TokenDataset
 from ..errors import ConfigError, DataError
 from ..mesh import Mesh
@@ -18,6 +18,9 @@ from .config import TrainConfig
 from .presets import LAYERS_KEY, preset
 
 log = logging.getLogger(__name__)
+
+OF_OFFLOAD = ("sm_activation_offloading", "activation_loading_horizon")
+"""Keys that matter only where activations are offloaded."""
 
 
 def check(config: TrainConfig, world: int, ranks_per_node: int = 0) -> Mesh:
@@ -30,6 +33,9 @@ def check(config: TrainConfig, world: int, ranks_per_node: int = 0) -> Mesh:
             "how many micro-batches a step has",
             config.parallel.microbatches,
         )
+    for name in OF_OFFLOAD if not config.activations.offload else ():
+        if (value := getattr(config.parallel, name)) != getattr(Config, name):
+            log.warning("parallel.%s = %s has no effect without activations.offload", name, value)
     mesh = Mesh.from_config(config.parallel, world, ranks_per_node)
     _check_degrees(config, mesh)
     open_dataset(config, "train")

@@ -25,6 +25,7 @@ from ..memory.report import Report
 from ..moe import MoEConfig
 from ..parallel import loss_scale
 from ..parallel.accumulate import accumulate, count_targets
+from ..parallel.activations.door import checkpoint_activations, offload_activations
 from ..parallel.blocks import find_blocks
 from ..parallel.clip import clip_grad_norm_
 from ..parallel.compile import compile_blocks
@@ -270,7 +271,8 @@ class Trainer:
 
 
 def split(model: nn.Module, config: TrainConfig) -> tuple[nn.Module, list[nn.Module]]:
-    """``model`` as the config asks, split, cut into stages and sharded; its blocks on this rank."""
+    """``model`` as the config asks, split, cut into stages and sharded, with activations kept,
+    recomputed or offloaded; its blocks on this rank."""
     model = transform(model, None if config.moe == MoEConfig() else config.moe)
     if config.parallel.fp8:
         model = convert_to_fp8(model)
@@ -278,9 +280,15 @@ def split(model: nn.Module, config: TrainConfig) -> tuple[nn.Module, list[nn.Mod
         model = compile_blocks(model)
     if config.parallel.pipeline_parallel_degree > 1:
         model = shard(pipeline(model))
-        return model, model.blocks()
-    blocks = find_blocks(model)
-    return shard(model, blocks=blocks), blocks
+        blocks = model.blocks()
+    else:
+        blocks = find_blocks(model)
+        model = shard(model, blocks=blocks)
+    if config.activations.checkpoint:
+        checkpoint_activations(model, config.activations.checkpoint)
+    if config.activations.offload:
+        offload_activations(model)
+    return model, blocks
 
 
 def block_shuffle(data: DataConfig) -> BlockShuffle | None:

@@ -54,6 +54,8 @@ def pipeline(
     config = now.config
     if isinstance(model, Pipelined):
         raise ConfigError("the model is a pipeline already: call nl.pipeline once")
+    if hasattr(model, "_nearlinear_activations"):
+        raise ConfigError("call nl.pipeline before nl.checkpoint_activations, and offload likewise")
     if hasattr(model, "_get_fsdp_state"):
         raise ConfigError("the model is sharded already: call nl.pipeline before nl.shard")
     found = parts_of(model, parts)

@@ -148,7 +148,7 @@ def leave_out(model: nn.Module, parts: Parts, blocks: set[int], count: int) -> N
     for name, block in list(stack._modules.items()):
         if int(name) not in blocks and not isinstance(block, Skip):
             enters = rows.mine if rows is not None and name == "0" else None
-            stack._modules[name] = Skip(_gives_tuple(block), enters)
+            stack._modules[name] = Skip(gives_tuple(type(block)), enters)
     if count - 1 not in blocks:
         for name in parts.last:
             leaves = rows.back_in_place if rows is not None and name == parts.last[0] else None
@@ -165,12 +165,12 @@ def _shell(module: nn.Module) -> nn.Module:
     return twin
 
 
-def _gives_tuple(block: nn.Module) -> bool:
-    """Whether ``block`` returns hidden states in a tuple, as some did in transformers 4.
+def gives_tuple(block: type[nn.Module]) -> bool:
+    """Whether a ``block`` returns hidden states in a tuple, as some did in transformers 4.
 
     What it returns tells, and what it says where that is neither made there nor a plain name.
     """
-    forward = inspect.unwrap(type(block).forward)
+    forward = inspect.unwrap(block.forward)
     says = inspect.signature(forward).return_annotation
     with one_at_a_time():  # Python 3.11's parser is not safe among threads
         nodes = list(ast.walk(ast.parse(textwrap.dedent(inspect.getsource(forward)))))
