@@ -88,8 +88,9 @@ def test_what_is_converted(family):
     assert head == "Linear"
 
 
-def trained(rank, family, config, prepare):
-    return parity.together(rank, family, config, 2, prepare=prepare)
+def trained(rank, family, config, prepare=lambda model: None):
+    layers = parity.layers(family, 4)
+    return parity.together(rank, family, config, 2, prepare=prepare, **layers)
 
 
 @needs_torchao
@@ -98,11 +99,9 @@ def trained(rank, family, config, prepare):
     ("ranks", "config"), [(4, {"hybrid_shard_degree": 2}), (2, {"tensor_parallel_degree": 2})]
 )
 def test_training_with_its_rounding(family, ranks, config):
-    found = nl.spmd.run(
-        parity.together, ranks, args=(family, config | FP8, 2, 16, False, 1e-3, 3, EMULATED)
-    )
-    plain = nl.spmd.run(parity.together, ranks, args=(family, config | {"bf16": True}, 2))
-    expected = parity.alone(family)
+    found = nl.spmd.run(trained, ranks, args=(family, config | FP8, EMULATED))
+    plain = nl.spmd.run(trained, ranks, args=(family, config | {"bf16": True}))
+    expected = parity.alone(family, **parity.layers(family, 4))
     for run, other in zip(found, plain, strict=True):
         apart = parity.differences(run, expected)
         assert apart["losses"] < 0.05 and apart["values"] < 0.01 and apart["gradients"] < 0.15
@@ -113,7 +112,7 @@ def test_training_with_its_rounding(family, ranks, config):
 @needs_torchao
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_on_a_gpu(family):
-    (plain,) = nl.spmd.run(trained, 1, args=(family, {"bf16": True}, None), processes=True)
+    (plain,) = nl.spmd.run(trained, 1, args=(family, {"bf16": True}), processes=True)
     (found,) = nl.spmd.run(trained, 1, args=(family, FP8, nl.convert_to_fp8), processes=True)
     apart = parity.differences(found, plain)
     assert 0 < apart["losses"] < 0.05 and apart["values"] < 0.01
