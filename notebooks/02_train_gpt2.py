@@ -512,6 +512,9 @@ steps_said = [line for line in emulated.stdout.splitlines() if line.startswith("
 for definition in definitions:
     found = [re.search(definition["Regex"], line) for line in steps_said]
     values = [match[1] for match in found if match]
+    if definition["Name"] in ("loss_scale", "skipped"):  # only runs in float16 say these
+        assert not values
+        continue
     print(f"{definition['Name']:>15}: {len(values):>2} values, the last {values[-1]}")
     assert values
 

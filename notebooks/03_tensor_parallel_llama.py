@@ -327,7 +327,8 @@ def kept_bytes(rank, degree, length):
             kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
-    ids = torch.randint(0, 512, (1, length))
+    generator = torch.Generator().manual_seed(0)  # every rank gets the whole sequence
+    ids = torch.randint(0, 512, (1, length), generator=generator)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         loss = model(input_ids=ids, labels=ids).loss
     found = sum(kept.values())

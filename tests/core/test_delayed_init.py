@@ -8,6 +8,7 @@ from torch.distributed.tensor import DTensor
 import nearlinear as nl
 from nearlinear.parallel import history
 from nearlinear.parallel.delayed_init import materialise
+from nearlinear.spmd import RankError
 from tests.support import parity, tiny
 
 
@@ -253,3 +254,14 @@ def test_a_cast_comes_after_the_values():
     (found,) = nl.spmd.run(work, 1)
     for value, theirs in zip(found.parameters(), expected.parameters(), strict=True):
         assert value.dtype == torch.bfloat16 and torch.equal(value, theirs)
+
+
+@pytest.mark.parametrize("call", [nl.transform, nl.pipeline, nl.shard])
+def test_what_comes_after_is_refused_inside(call):
+    def work(rank):
+        nl.init()
+        with nl.delayed_init():
+            call(parity.unseeded("llama"))
+
+    with pytest.raises(RankError, match=rf"nl\.{call.__name__} stands inside nl\.delayed_init"):
+        nl.spmd.run(work, 2)

@@ -215,7 +215,8 @@ def test_lanes_are_for_what_is_summed_as_it_is(dtypes, policy, expected):
 
     def answer(rank):
         nl.init({"hybrid_shard_degree": 2})
+        config = nl.Config(bf16=policy == "bf16")
         model = nn.ModuleList(nn.Linear(2, 2, dtype=dtype) for dtype in dtypes)
-        return overlap.possible(runtime.current(), model, _policy(policy))
+        return overlap.possible(runtime.current(), model, _policy(config))
 
     assert nl.spmd.run(answer, 2) == [expected] * 2

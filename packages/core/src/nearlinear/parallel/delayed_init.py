@@ -6,6 +6,7 @@ to the next. The values are those of the model built without delay under the sam
 layout: see `history`.
 """
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -14,10 +15,12 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from .. import runtime
-from ..errors import ConfigError
+from ..errors import ConfigError, NearlinearError
 from ..spmd.ranks import one_at_a_time
 from . import layout
 from .history import Recorder
+
+_building = threading.local()
 
 
 @contextmanager
@@ -43,11 +46,21 @@ def delayed_init(seed: int | None = None, *, as_without: bool = True) -> Iterato
 
     with one_at_a_time(seed=seed):
         handle = register_module_parameter_registration_hook(without_values)
+        before, _building.now = getattr(_building, "now", False), True
         try:
             with recorder:
                 yield
         finally:
+            _building.now = before
             handle.remove()
+
+
+def require_built(call: str) -> None:
+    """Raise NearlinearError inside the block of `delayed_init`, where models are only built."""
+    if getattr(_building, "now", False):
+        raise NearlinearError(
+            f"{call} stands inside nl.delayed_init: build the model there, and call {call} after it"
+        )
 
 
 def materialise(model: nn.Module, unit: nn.Module, device: torch.device) -> None:

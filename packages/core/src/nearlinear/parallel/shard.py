@@ -27,7 +27,7 @@ from ..config import Config
 from ..errors import ConfigError
 from . import fp8, joint, layout, loss_scale, optimizer_guard, optimizer_shards, overlap, schedule
 from .blocks import find_blocks
-from .delayed_init import materialise
+from .delayed_init import materialise, require_built
 from .expert import parallel_experts
 from .pipeline import tied
 from .pipeline.calls import Called, in_front
@@ -57,6 +57,7 @@ def shard(
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"nl.shard needs a torch.nn.Module, not {type(model).__name__}")
+    require_built("nl.shard")
     now = runtime.current()
     asked = _with_precision(now.config, precision)
     asked.check_supported()
@@ -72,7 +73,7 @@ def shard(
             "fp8 = true, but the model multiplies as before: call nl.convert_to_fp8(model) before "
             "nl.shard(model)"
         )
-    if asked.shard_optimizer_state and now.mesh.replicate == 1:
+    if asked.shard_optimizer_state and now.mesh.replicate == 1 and now.rank == 0:
         log.warning(
             "shard_optimizer_state has no effect: there is one replica, so that its shards "
             "are all there is of the state"

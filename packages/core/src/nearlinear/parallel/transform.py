@@ -14,6 +14,7 @@ from ..errors import ConfigError
 from ..spmd import one_at_a_time
 from . import context, expert, from_first, layout, tensor
 from .around import around
+from .delayed_init import require_built
 from .expert import MoEConfig
 from .same_batch import SameBatch
 
@@ -35,6 +36,7 @@ def transform(
     model's ``logits`` are afterwards those of this rank's part of vocabulary and sequence; without,
     they are whole. A collective call. Raises ConfigError.
     """
+    require_built("nl.transform")
     now = runtime.current()
     asked = {axis for axis in ("tensor", "context", "expert") if getattr(now.mesh, axis) > 1}
     if layout.of(model).axes:

@@ -168,14 +168,6 @@ class _Bar:
         text = "-" if loss is None else f"{loss:.3f}"
         self.progress.update(self.task, completed=step, loss=text)
 
-    def memory(self, report) -> None:
-        """Say where the memory of a step went, a `nearlinear.memory.report.Report`, and keep it."""
-        if not self.active:
-            return
-        self.say(str(report))
-        text = json.dumps(report.as_dict(), indent=1)
-        (self.folder / MEMORY).write_text(text, encoding="utf-8")
-
     def say(self, text: str) -> None:
         self.progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
 

@@ -13,6 +13,7 @@ from ...config import Config
 from ...errors import ConfigError, NearlinearError
 from .. import layout
 from ..accumulate import count_targets
+from ..delayed_init import require_built
 from . import partition, tied
 from .calls import Called, by_name, in_front
 from .engine import Engine
@@ -50,6 +51,7 @@ def pipeline(
     before `nearlinear.shard`; all ranks hold equal values, or none (`delayed_init`). Its ``str`` is
     the table of what landed where. Raises ConfigError.
     """
+    require_built("nl.pipeline")
     now = runtime.current()
     config = now.config
     if isinstance(model, Pipelined):
