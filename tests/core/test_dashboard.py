@@ -157,6 +157,8 @@ def test_the_loss_curve_is_on_the_screen(page):
 
 @pytest.mark.slow
 def test_every_metric_is_unfolded(page):
-    titles = page.evaluate("[...document.querySelectorAll('card-view .tag')].map(tag => tag.title)")
     of_float16 = ("loss_scale", "skipped")
-    assert sorted(titles) == sorted(tag for name, tag in TAGS.items() if name not in of_float16)
+    expected = sorted(tag for name, tag in TAGS.items() if name not in of_float16)
+    page.until(f"document.querySelectorAll('card-view .tag').length >= {len(expected)}")
+    titles = page.evaluate("[...document.querySelectorAll('card-view .tag')].map(tag => tag.title)")
+    assert sorted(titles) == expected

@@ -20,8 +20,7 @@ def alone(kind, optimizer):
     return tiny.train_alone(kind, optimizer, ROWS)
 
 
-@pytest.mark.parametrize("accumulation", [1, 4])
-@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+@pytest.mark.parametrize(("kind", "accumulation"), [("gpt2", 4), ("llama", 1)])
 @pytest.mark.parametrize(("ranks", "degree"), LAYOUTS)
 def test_three_steps_equal_a_single_process(kind, ranks, degree, accumulation):
     optimizer = "adamw"
