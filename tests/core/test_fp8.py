@@ -14,7 +14,9 @@ from nearlinear.train import config as train_config
 from tests.support import parity, tiny
 
 HAS_TORCHAO = importlib.util.find_spec("torchao") is not None
-needs_torchao = pytest.mark.skipif(not HAS_TORCHAO, reason="torchao is not installed: pip install torchao")
+needs_torchao = pytest.mark.skipif(
+    not HAS_TORCHAO, reason="torchao is not installed: pip install torchao"
+)
 EMULATED = functools.partial(nl.convert_to_fp8, emulate=True)
 FP8 = {"bf16": True, "fp8": True}
 

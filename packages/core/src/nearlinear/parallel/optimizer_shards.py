@@ -55,7 +55,7 @@ def shard_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> torch
     """
     held = getattr(model, "_nearlinear_slices", None)
     if held is None:
-        log.debug("shard_optimizer_state is off, or there is one replica: the optimizer stays whole")
+        log.debug("shard_optimizer_state is off, or there is one replica: it stays whole")
         return optimizer
     if optimizer.state:
         raise ConfigError("the optimizer has stepped already: call nl.shard_optimizer before")
