@@ -135,6 +135,7 @@ SHARED = plain.config | {"shard_optimizer_state": True}
 MICS = SHARED | {"hybrid_shard_degree": 2, "sdp_max_live_parameters": 0}
 TENSOR = MICS | {"tensor_parallel_degree": 2}
 PIPELINE = TENSOR | {"pipeline_parallel_degree": 2, "microbatches": 4}
+PIPELINE |= {"shard_optimizer_state": False}  # one replica is left, whose shards are all there is
 
 ladder = [
     plain,
