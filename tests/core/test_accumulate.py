@@ -310,18 +310,9 @@ def test_a_loop_left_early_and_kept_does_not_weigh_the_next_step():
 
 
 def test_an_error_in_the_middle_of_a_backward_leaves_nothing_behind():
-    class Fails(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, tensor):
-            return tensor.clone()
-
-        @staticmethod
-        def backward(ctx, gradient):
-            raise ValueError("out of luck")
-
     def fail(module, args, output):
-        return (Fails.apply(output[0]), *output[1:]) if isinstance(output, tuple) else (
-            Fails.apply(output)
+        return (tiny.Fails.apply(output[0]), *output[1:]) if isinstance(output, tuple) else (
+            tiny.Fails.apply(output)
         )  # fmt: skip
 
     def body(model):

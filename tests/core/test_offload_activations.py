@@ -18,6 +18,18 @@ from tests.support import activations, parity
 LAYERS = 7
 
 
+def assert_nothing_is_left(model):
+    """After a step that failed: no host memory is taken, and the next steps are right."""
+    model.zero_grad()
+    gc.collect()
+    assert slab_of(model).used == 0
+    (_, found), (_, expected) = map(
+        activations.two_steps, (model, activations.build("llama", num_hidden_layers=LAYERS))
+    )
+    for name, gradient in expected.items():
+        assert torch.equal(found[name], gradient)
+
+
 def alone(body):
     """``body()`` on one rank; what it returns."""
 
@@ -273,14 +285,7 @@ def test_an_error_in_the_middle_of_a_step_leaves_nothing_behind(when):
         with pytest.raises(Broken):
             model(**parity.rows(0)).loss.backward()
         hook.remove()
-        model.zero_grad()
-        gc.collect()
-        assert slab_of(model).used == 0
-        (_, found), (_, expected) = map(
-            activations.two_steps, (model, activations.build("llama", num_hidden_layers=LAYERS))
-        )
-        for name, gradient in expected.items():
-            assert torch.equal(found[name], gradient)
+        assert_nothing_is_left(model)
 
     alone(body)
 
@@ -303,14 +308,7 @@ def test_a_failed_copy_is_raised_where_it_is_waited_for(copy, monkeypatch):
         nl.offload_activations(model, 1, smallest=8192)
         with pytest.raises(OSError, match="host memory is gone"):
             model(**parity.rows(0)).loss.backward()
-        model.zero_grad()
-        gc.collect()
-        assert slab_of(model).used == 0
-        (_, found), (_, expected) = map(
-            activations.two_steps, (model, activations.build("llama", num_hidden_layers=LAYERS))
-        )
-        for name, gradient in expected.items():
-            assert torch.equal(found[name], gradient)
+        assert_nothing_is_left(model)
 
     alone(body)
 

@@ -296,19 +296,10 @@ def test_units_that_the_last_micro_batch_passes_by(config, reshard):
 def test_what_an_error_in_a_backward_pass_has_left_is_dropped(config, two_hop):
     """Units behind it have reduced; the next step is right."""
 
-    class Fails(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, tensor):
-            return tensor.clone()
-
-        @staticmethod
-        def backward(ctx, gradient):
-            raise ValueError("out of luck")
-
     def work(rank, fail):
         model, optimizer = stack(config | SHARED)
         if fail:
-            hook = model.layers[0].register_forward_hook(lambda *call: Fails.apply(call[-1]))
+            hook = model.layers[0].register_forward_hook(lambda *call: tiny.Fails.apply(call[-1]))
             with pytest.raises(ValueError, match="out of luck"):
                 step(model, optimizer, inputs(1, seed=1), two_hop=two_hop)
             hook.remove()

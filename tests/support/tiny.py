@@ -124,3 +124,15 @@ def largest_difference(run, reference) -> float:
         (run[1][name] - value).abs().max().item() for name, value in reference[1].items()
     )
     return max(losses, parameters)
+
+
+class Fails(torch.autograd.Function):
+    """A copy; its backward pass raises."""
+
+    @staticmethod
+    def forward(ctx, tensor):
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise ValueError("out of luck")

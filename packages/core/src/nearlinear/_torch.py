@@ -36,6 +36,7 @@ __all__ = [
     "sharded_parameters",
     "shards_on_cpu",
     "storage_of",
+    "tensors_in",
     "thread_group_base",
 ]
 
@@ -123,6 +124,11 @@ def local_block(tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
 def map_tensors(function, tree):
     """``tree`` (dicts, lists, model outputs) with every tensor replaced. 2.8.0, 2.13.0."""
     return _pytree.tree_map_only(torch.Tensor, function, tree)
+
+
+def tensors_in(tree) -> list:
+    """The tensors of ``tree``, in order. 2.8.0, 2.13.0."""
+    return [leaf for leaf in _pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def map_instances(kind, function, tree):

@@ -82,7 +82,7 @@ class memory_report:  # noqa: N801 (a context manager, named as the verb it is)
 
     def _root_begins(self, root, args, kwargs) -> None:
         self._kind = "activations"
-        shapes = [tensor.shape for tensor in _tensors([args, kwargs]) if tensor.dim()]
+        shapes = [tensor.shape for tensor in _torch.tensors_in([args, kwargs]) if tensor.dim()]
         self._rows = max([self._rows, *(shape[0] for shape in shapes)])
 
     def _unit_begins(self, unit, args) -> None:
@@ -90,7 +90,7 @@ class memory_report:  # noqa: N801 (a context manager, named as the verb it is)
         self._look()
 
     def _enters(self, block, args, kwargs) -> None:
-        numbers = [t for t in _tensors([args, kwargs]) if t.is_floating_point()]
+        numbers = [t for t in _torch.tensors_in([args, kwargs]) if t.is_floating_point()]
         if not numbers or self._kind == "logits":
             return  # the latter: recomputed, in a backward pass
         hidden = numbers[0]
@@ -192,12 +192,6 @@ def _outputs(block: nn.Module) -> int:
     names = ("out_features", "nf")  # of linear layers, of GPT-2's
     found = (getattr(m, name, 0) for m in block.modules() for name in names)
     return sum(number for number in found if isinstance(number, int))
-
-
-def _tensors(tree) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-    _torch.map_tensors(lambda tensor: found.append(tensor) or tensor, tree)
-    return found
 
 
 def _most(mine: Parts, device: torch.device) -> Parts:

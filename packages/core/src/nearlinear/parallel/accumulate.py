@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from .. import _torch, runtime
 from ..errors import DataError, NearlinearError
 from . import joint, loss_scale, optimizer_guard
+from .on_backward import on_backward
 from .roots import roots_of
 
 log = logging.getLogger(__name__)
@@ -201,35 +202,32 @@ class _Step:
         def weigh(tensor):
             if not tensor.requires_grad:
                 return tensor
-            return _Weighted.apply(tensor, self.weight, backward_came)
+            return on_backward(tensor, _Weighing(self.weight, backward_came))
 
         if self.scaler is not None:
             output = loss_scale.widened(output)
         return _torch.map_tensors(weigh, output)
 
 
-class _Weighted(torch.autograd.Function):
-    """The tensor unchanged; its gradient times ``weight``.
+class _Weighing:
+    """A gradient times ``weight``, once.
 
-    A new tensor, not a hook on the old one: the loss depends on the logits, and a gradient that
-    comes through both must be weighted once.
+    On a new tensor: the loss depends on the logits, and a gradient that comes through both must be
+    weighted once.
     """
 
-    @staticmethod
-    def forward(ctx, tensor, weight, backward_came):
-        ctx.weight, ctx.backward_came = weight, backward_came
-        return tensor.view_as(tensor)
+    def __init__(self, weight: float, came: Callable[[], None]):
+        self.weight, self.came = weight, came
 
-    @staticmethod
-    def backward(ctx, gradient):
-        if ctx.backward_came is None:
+    def __call__(self, gradient: torch.Tensor) -> torch.Tensor:
+        if self.came is None:
             raise NearlinearError(
                 "a second backward pass through one forward inside nl.accumulate: add the losses "
                 "up and call backward once"
             )
-        ctx.backward_came()
-        ctx.backward_came = None
-        return gradient * ctx.weight, None, None
+        self.came()
+        self.came = None
+        return gradient * self.weight
 
 
 def _unfinished(done: int, total: int) -> str:

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from ..c10d_names import all_gather
+from .on_backward import on_backward
 from .scatter import Scatter
 
 
@@ -25,7 +26,13 @@ def sum_rows(rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 def summed_back(tensor: torch.Tensor, group: dist.ProcessGroup, times: int = 1) -> torch.Tensor:
     """``tensor`` as it is; ``times`` its gradient is the sum of all ranks' parts."""
-    return _SummedBack.apply(tensor, group, times) if tensor.requires_grad else tensor
+
+    def summed(gradient: torch.Tensor) -> torch.Tensor:
+        total = (gradient / times).contiguous()
+        dist.all_reduce(total, group=group)
+        return total
+
+    return on_backward(tensor, summed) if tensor.requires_grad else tensor
 
 
 def gathered(rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -61,16 +68,3 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         return gathered(gradient, ctx.group), None
-
-
-class _SummedBack(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, tensor, group, times):
-        ctx.group, ctx.times = group, times
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        total = (gradient / ctx.times).contiguous()
-        dist.all_reduce(total, group=ctx.group)
-        return total, None, None

@@ -79,12 +79,9 @@ def _watch(model: nn.Module, args, output):
                 # at the very end: FSDP2 and `reduction` put theirs there during the pass
                 _torch.after_backward(lambda: _torch.after_backward(lambda: _add_up(model)))
 
-        def watch(tensor):
+        for tensor in _torch.tensors_in(output):
             if tensor.requires_grad:
                 tensor.register_hook(backward_begins)
-            return tensor
-
-        _torch.map_tensors(watch, output)
 
 
 def _add_up(model: nn.Module) -> None:

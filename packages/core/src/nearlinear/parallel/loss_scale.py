@@ -155,9 +155,7 @@ def _watch(model: nn.Module, args, output) -> None:
 
 
 def _differentiable(output) -> list[torch.Tensor]:
-    found = []
-    _torch.map_tensors(lambda t: found.append(t) if t.requires_grad else t, output)
-    return found
+    return [tensor for tensor in _torch.tensors_in(output) if tensor.requires_grad]
 
 
 def _gradients(model: nn.Module) -> list[torch.Tensor]:

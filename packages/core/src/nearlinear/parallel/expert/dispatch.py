@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from ...c10d_names import all_gather
 from ..exchange import gather_rows, gathered, sum_rows
+from ..on_backward import on_backward
 
 
 class ParallelExperts:
@@ -43,10 +44,10 @@ class ParallelExperts:
         if rows == 0:  # a graph all the same: the backward exchange waits for every rank
             x_RE = functional.pad(x_RE, (0, 0, 0, 1))
             expert_R = functional.pad(expert_R, (0, 1))
-        x_RE = ScaleGradient.apply(x_RE, ranks)
+        x_RE = scale_gradient(x_RE, ranks)
         ones_R1 = x_RE.new_ones(len(x_RE), 1)
         y_RE = super().forward(x_RE, expert_R.unsqueeze(1), ones_R1)
-        return ScaleGradient.apply(y_RE, 1 / ranks)[:rows]
+        return scale_gradient(y_RE, 1 / ranks)[:rows]
 
 
 @cache
@@ -99,17 +100,9 @@ def _everywhere(experts: ParallelExperts, x_TE, index_TK, weights_TK) -> torch.T
     return functional.pad(y_TE, (0, 0, 0, -missing)) if missing else y_TE
 
 
-class ScaleGradient(torch.autograd.Function):
-    """The tensor unchanged; its gradient times ``factor``."""
-
-    @staticmethod
-    def forward(ctx, tensor, factor):
-        ctx.factor = factor
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient * ctx.factor, None
+def scale_gradient(tensor: torch.Tensor, factor: float) -> torch.Tensor:
+    """``tensor`` as it is; its gradient times ``factor``."""
+    return on_backward(tensor, lambda gradient: gradient * factor)
 
 
 def exchange(rows: torch.Tensor, out: list[int], back: list[int], group) -> torch.Tensor:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ...errors import NearlinearError
-from .dispatch import ScaleGradient
+from .dispatch import scale_gradient
 
 
 def load_balancing_loss(logits: list[torch.Tensor], top_k: int, counted_T=None) -> torch.Tensor:
@@ -97,7 +97,7 @@ class RouterLosses:
         if self.z:
             more = more + self.z * z_loss(logits, counted_T)
         if isinstance(more, torch.Tensor) and output.get("loss") is not None:
-            output["loss"] = output["loss"] + ScaleGradient.apply(more, 1 / self.ranks)
+            output["loss"] = output["loss"] + scale_gradient(more, 1 / self.ranks)
         if self.asked:
             output["router_logits"] = tuple(logits)
         return output

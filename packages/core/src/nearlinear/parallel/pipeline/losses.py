@@ -66,6 +66,5 @@ class Losses:
 
 def _nothing(output) -> torch.Tensor:
     """A zero that hangs on ``output``, for backward passes that others wait for."""
-    found = []
-    _torch.map_tensors(lambda t: found.append(t) or t if t.requires_grad else t, output)
+    found = (tensor for tensor in _torch.tensors_in(output) if tensor.requires_grad)
     return sum((tensor.sum() * 0 for tensor in found), torch.zeros(()))

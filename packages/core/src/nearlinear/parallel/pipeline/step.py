@@ -24,6 +24,7 @@ import torch
 from ... import _torch, runtime
 from ...errors import ConfigError, NearlinearError
 from ..accumulate import accumulate, count_targets
+from ..on_backward import on_backward
 from . import pieces
 from .calls import listening
 from .everywhere import everywhere
@@ -224,8 +225,18 @@ class _Final(_Whole):
         super().__init__(function, trains)
         self.finished = False
         self.output = _torch.map_tensors(
-            lambda tensor: _Guarded.apply(tensor, self) if tensor.requires_grad else tensor, output
+            lambda tensor: on_backward(tensor, self._guarded) if tensor.requires_grad else tensor,
+            output,
         )
+
+    def _guarded(self, gradient: torch.Tensor) -> torch.Tensor:
+        """No backward pass goes through the output before the schedule's."""
+        if not self.finished:
+            raise NearlinearError(
+                f"@nl.step: {self.name} called loss.backward(), which a pipeline runs in its turn: "
+                "write model.backward(loss)"
+            )
+        return gradient
 
     def answer(self, model, args, kwargs):
         return self.output
@@ -236,24 +247,6 @@ class _Final(_Whole):
     def finish(self) -> None:
         super().finish()
         self.finished = True
-
-
-class _Guarded(torch.autograd.Function):
-    """The tensor unchanged; no backward pass through it before the schedule's."""
-
-    @staticmethod
-    def forward(ctx, tensor, listener):
-        ctx.listener = listener
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        if not ctx.listener.finished:
-            raise NearlinearError(
-                f"@nl.step: {ctx.listener.name} called loss.backward(), which a pipeline runs in "
-                "its turn: write model.backward(loss)"
-            )
-        return gradient, None
 
 
 def _check_names(function: Callable, signature: inspect.Signature, names: set[str]) -> None:
