@@ -7,7 +7,7 @@ import torch
 
 import nearlinear as nl
 from nearlinear.train import config as train_config
-from tests.support import parity
+from tests.support import activations, parity
 
 reference = functools.cache(parity.alone)
 QUICK = functools.partial(nl.compile_blocks, backend="aot_eager")
@@ -65,6 +65,46 @@ def test_a_ring_of_threads_is_refused():
             nl.compile_blocks(nl.transform(model))
 
     nl.spmd.run(refused, 2)
+
+
+@pytest.mark.parametrize("strategy", [None, *activations.STRATEGIES])
+def test_compiled_blocks_keep_as_little_for_the_backward_pass(strategy):
+    def alive(rank, prepare):
+        nl.init()
+        model = activations.build("llama")
+        prepare(model)
+        model = nl.shard(model)
+        if strategy:
+            nl.checkpoint_activations(model, strategy)
+        return activations.alive_after_forward(model)
+
+    eager, compiled = (nl.spmd.run(alive, 1, args=(each,))[0] for each in (lambda m: m, QUICK))
+    assert compiled == pytest.approx(eager, rel=0.02)
+
+
+@pytest.mark.parametrize("strategy", ["each", "selective"])
+def test_one_graph_serves_blocks_that_are_recomputed(strategy):
+    def graphs(rank):
+        nl.init()
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        model = nl.shard(QUICK(activations.build("llama")))
+        nl.checkpoint_activations(model, strategy)
+        activations.two_steps(model)
+        return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+    assert nl.spmd.run(graphs, 1) == [1]
+
+
+@pytest.mark.parametrize("keep", [nl.checkpoint_activations, nl.offload_activations])
+def test_blocks_are_compiled_before_their_activations_are_kept(keep):
+    def refused(rank):
+        nl.init()
+        model = keep(activations.build("gpt2"))
+        with pytest.raises(nl.ConfigError, match="call nl.compile_blocks before"):
+            nl.compile_blocks(model)
+
+    nl.spmd.run(refused, 1)
 
 
 def test_names_stay_and_the_cache_is_off():

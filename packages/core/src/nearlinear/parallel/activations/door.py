@@ -124,7 +124,7 @@ def _activations(model: nn.Module, blocks: list[nn.Module] | None) -> Activation
     _refuse_others(model)
     found = Activations([block for stack in _stacks(model, blocks) for block in stack])
     for number, block in enumerate(found.blocks):
-        block._nearlinear_place = Place(found, number)
+        block._nearlinear_place = Place(found, number, vars(block).pop("forward", None))
         block.__class__ = in_front(type(block), Front)
     for root in roots_of(model):
         base = getattr(root, "base_model", root)

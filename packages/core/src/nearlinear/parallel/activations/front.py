@@ -18,6 +18,7 @@ from torch import nn
 from torch.autograd.graph import save_on_cpu
 
 from ...errors import NearlinearError
+from ..compile import Compiled
 from .budget import Budget
 from .offload import Hooks, Offload
 from .recompute import recomputed
@@ -84,6 +85,8 @@ class Activations:
         with self._saving(number, [block]) as hooks:
             if self.strategy is None or not (self.budget is None or self.budget.recomputes(number)):
                 return run(call)
+            if self.strategy.selective and isinstance(forward, Compiled):
+                return forward.selective(*args, **kwargs)
             if self.budget is not None:
                 run = self.budget.watched(number, block, run)
             kept = functools.partial(contexts, *hooks) if self.strategy.selective else None
@@ -105,6 +108,8 @@ class Place:
 
     of: Activations
     number: int
+    forward: Callable | None = None
+    """the block's own, where that is not its class's: compiled, or patched by somebody"""
     region: Region | None = None
     position: int = 0
     """in the region"""
@@ -125,10 +130,11 @@ class Front:
 
     def forward(self, *args, **kwargs):
         place = self._nearlinear_place
+        forward = place.forward or super().forward
         if place.region is not None or not _trains(self):
-            return super().forward(*args, **kwargs)
+            return forward(*args, **kwargs)
         args, kwargs = _prepared(self, args, kwargs)
-        return place.of.run(self, place.number, super().forward, args, kwargs)
+        return place.of.run(self, place.number, forward, args, kwargs)
 
 
 def _trains(module: nn.Module) -> bool:

@@ -5,7 +5,8 @@ models". All else (norms, activation functions, dropout) is cheap to compute aga
 kept where they are functions of their input (``_c10d_functional``); those that write into a buffer
 are repeated. PyTorch's ``create_selective_checkpoint_contexts`` does the same, but wants to see
 every operator again, which ranks that are threads cannot promise (one of them copies for others),
-serves one backward pass, and keeps out of `offload`'s sight what it keeps.
+serves one backward pass, and keeps out of `offload`'s sight what it keeps. A compiled block has
+none of these troubles: there it is PyTorch's, which tells the compiler what to keep.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 
 import torch
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from ... import _torch
 
@@ -85,3 +87,12 @@ def contexts(keep: Callable, give_back: Callable) -> tuple[_Keeping, _Using]:
     """What a block runs in, at first and again. ``keep``, ``give_back``: hooks, see `offload`."""
     kept = defaultdict(list)
     return _Keeping(kept, keep), _Using(kept, give_back)
+
+
+def contexts_of_graphs():
+    """The same for ``torch.utils.checkpoint`` inside what is compiled."""
+    return create_selective_checkpoint_contexts(_policy)
+
+
+def _policy(context, operator, *args, **kwargs) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if _keeps(operator) else CheckpointPolicy.PREFER_RECOMPUTE
