@@ -12,10 +12,11 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import nearlinear as nl
 from nearlinear import plots
-from nearlinear.memory import savings
+from nearlinear.memory import savings, states
 from nearlinear.memory.measure import communication
 from nearlinear.memory.saved import SavedTensors
 from nearlinear.mesh import Mesh
+from nearlinear.parallel.activations import strategy
 from nearlinear.train import config as train_config
 from tests.support import parity
 from tests.support.live_storages import LiveStorages
@@ -220,6 +221,68 @@ def test_what_was_estimated_is_what_happens():
         ((found, _),) = nl.spmd.run(beside_live_storages, 1, args=args)
         saved = plain.mine["activations"] - found.mine["activations"]
         assert said[knob] == pytest.approx(saved, rel=0.07), knob
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "horizon"),
+    [("each", None), ("group_2", None), ("contiguous", None), ("selective", None), ("each", 1)],
+)
+def test_a_config_says_what_its_activations_take(checkpoint, horizon):
+    ((plain, _),) = nl.spmd.run(beside_live_storages, 1, args=(None, 0))
+    tokens, width = 4 * 64, 64
+    block = states.BlockBytes(
+        all=plain.mine["activations"] // 6,
+        input=4 * tokens * width,
+        products=4 * tokens * (3 + 1 + 4 + 1 + 1) * width,
+    )
+    ((found, _),) = nl.spmd.run(beside_live_storages, 1, args=(checkpoint, horizon))
+    said = states.activations(block, 6, strategy.parse(checkpoint), horizon)
+    assert said == pytest.approx(found.mine["activations"], rel=0.1)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"bf16": True},
+        {"hybrid_shard_degree": 2},
+        {"hybrid_shard_degree": 2, "bf16": True, "shard_optimizer_state": True},
+        {"hybrid_shard_degree": 1, "shard_optimizer_state": True},
+    ],
+    ids=str,
+)
+def test_a_config_says_what_its_states_take(config):
+    def on_rank(rank):
+        mesh = nl.init(config)
+        with nl.spmd.one_at_a_time(seed=0):
+            model = parity.build("llama")
+        whole = sum(p.numel() for p in model.parameters())
+        nl.shard(model)
+        optimizer = nl.shard_optimizer(torch.optim.AdamW(model.parameters()), model)
+        with nl.memory_report(model, optimizer) as memory:
+            for batch in nl.accumulate(model, [parity.rows(0)]):
+                model(**batch).loss.backward()
+            optimizer.step()
+        found = sum(memory.report.mine[part] for part in ("parameters", "gradients", "optimizer"))
+        said = states.state_bytes(nl.Config(**config), "adamw", mesh.world, "cpu")
+        return found, said.on_rank(whole, mesh.sharing)
+
+    for found, said in nl.spmd.run(on_rank, 4):
+        assert said == pytest.approx(found, rel=0.05)
+
+
+def test_states_in_8_bits_and_on_the_host_take_less():
+    def said(optimizer="adamw", device="cuda", accumulation=1, **config):
+        asked = states.state_bytes(nl.Config(**config), optimizer, 8, device, accumulation)
+        return asked.on_rank(1024, 2)
+
+    assert said() == 1024 * 16 // 2
+    assert said("adamw_8bit") == 1024 * 8 // 2 + 2 * (512 + 2 * 4)
+    assert said(offload_optimizer=True) == 0
+    assert said(offload_optimizer=True, device="cpu") == said()
+    shared = {"shard_optimizer_state": True}
+    assert said(**shared) == 1024 * 4 // 2 + 1024 * 12 // 8
+    assert said(accumulation=2, **shared) == 1024 * 8 // 2 + 1024 * 8 // 8
 
 
 FACTS = savings.Facts(

@@ -176,7 +176,7 @@ class memory_report:  # noqa: N801 (a context manager, named as the verb it is)
             mesh=now.mesh,
             units=(sum(map(_elements, self.roots)) - sum(sizes), *sizes),
             input_bytes=tokens * shape[-1] * item_bytes,
-            products_bytes=tokens * item_bytes * (_outputs(blocks[0]) + shape[-1]),
+            products_bytes=tokens * item_bytes * (numbers_out(blocks[0]) + shape[-1]),
             rows=self._rows,
             item_bytes=item_bytes,
             gradient_bytes=self._gradient_bytes,
@@ -216,8 +216,8 @@ def _elements(unit: nn.Module) -> int:
     return sum(p.numel() for module in inner for p in _torch.sharded_parameters(module))
 
 
-def _outputs(block: nn.Module) -> int:
-    """Numbers that the matrices in ``block`` put out for one token."""
+def numbers_out(block: nn.Module) -> int:
+    """Numbers that the matrices in ``block`` put out for one token, attention's not among them."""
     names = ("out_features", "nf")  # of linear layers, of GPT-2's
     found = (getattr(m, name, 0) for m in block.modules() for name in names)
     return sum(number for number in found if isinstance(number, int))
