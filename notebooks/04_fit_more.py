@@ -18,11 +18,12 @@ from dataclasses import dataclass
 import matplotlib.pyplot as plt
 import torch
 import torch.distributed as dist
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import flop_registry
 from transformers import GPT2Config, GPT2LMHeadModel, logging
 
 import nearlinear as nl
 from nearlinear import plots
+from nearlinear._torch import TorchDispatchMode
 
 assert scale in ("ci", "laptop", "cluster"), f"scale = {scale!r}: use ci, laptop or cluster"
 logging.set_verbosity_error()  # of transformers
@@ -52,6 +53,22 @@ def tokens(step: int) -> torch.Tensor:
     return torch.randint(0, 512, (ROWS, LENGTH), generator=generator)
 
 
+class Operations(TorchDispatchMode):
+    """Counts those of matrix products, as PyTorch's `FlopCounterMode` does, in all modules alike.
+
+    Attention's kernel on the CPU is not among them, here as there.
+    """
+
+    giga = 0.0
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        output = operator(*args, **(kwargs or {}))
+        count = flop_registry.get(operator.overloadpacket)
+        if count is not None:
+            self.giga += count(*args, **(kwargs or {}), out_val=output) / 1e9
+        return output
+
+
 @dataclass
 class Rung:
     """A technique on top of those before it."""
@@ -73,7 +90,9 @@ def train(rank: int, rung: Rung) -> dict:
         nl.checkpoint_activations(model, rung.checkpoint)
     if rung.offload:
         nl.offload_activations(model, rung.offload, smallest=1)
-    optimizer = nl.shard_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-5), model)
+    optimizer = nl.shard_optimizer(
+        torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-5, fused=True), model
+    )
     losses = []
 
     def one_step(step: int) -> None:
@@ -93,16 +112,14 @@ def train(rank: int, rung: Rung) -> dict:
 
     for step in range(STEPS - 1):
         one_step(step)
-    flops = FlopCounterMode(display=False)
-    with nl.memory_report(model, optimizer) as memory, nl.count_collectives() as counts, flops:
-        one_step(STEPS - 1)
+    with nl.memory_report(model, optimizer) as memory, nl.count_collectives() as counts:
+        with Operations() as operations:
+            one_step(STEPS - 1)
     parts = memory.report.mine
-    if rung.offload:
-        parts = parts | {"activations": nl.offload_peak(model).nbytes}
     return {
         "losses": losses,
         "parts": {key: parts[key] / 2**20 for key in SHOWN},
-        "flops": flops.get_total_flops() / 1e9,
+        "flops": operations.giga,
         "sent": sum(counts.bytes.values()) / 2**20,
         "report": str(memory),
     }
@@ -117,7 +134,8 @@ SHOWN = {
 }
 
 plain = Rung("data parallel", {"hybrid_shard_degree": 1})
-print(nl.spmd.run(train, 8, args=(plain,))[0]["report"])
+first = nl.spmd.run(train, 8, args=(plain,))
+print(first[0]["report"])
 
 # %% [markdown]
 # The lower half of the table is where to look next: what each knob, turned alone, would save here.
@@ -141,12 +159,13 @@ ladder = [
     plain,
     Rung("+ optimizer states over replicas", SHARED),
     Rung("+ states sharded in pairs", MICS),
+    Rung("+ all but products recomputed", MICS, "selective"),
     Rung("+ every block recomputed", MICS, "each"),
     Rung("+ tensor parallel 2", TENSOR, "each"),
     Rung("+ pipeline 2", PIPELINE, "each"),
     Rung("+ offload, horizon 1", PIPELINE, "each", 1),
 ]
-found = [nl.spmd.run(train, 8, args=(rung,)) for rung in ladder]
+found = [first, *(nl.spmd.run(train, 8, args=(rung,)) for rung in ladder[1:])]
 most = [  # of any rank; a pipeline's are not alike
     {part: max(of_rank["parts"][part] for of_rank in of_rung) for part in SHOWN}
     for of_rung in found
@@ -189,14 +208,16 @@ plt.show()
 #   all-reduce becomes a reduce-scatter and a gather, which is what an all-reduce is made of.
 #   (Collectives are counted by their larger side, so that the two count twice.)
 # - Sharding the parameters in pairs halves them, and what is gathered is a block, not the model.
-# - Recomputing costs one more forward pass of the blocks and takes the activations away, nearly
-#   all: what is left is one input per block.
+# - Keeping only what matrix products and attention put out takes nearly half of the activations
+#   away and computes no product twice. Recomputing all costs one more forward pass of the blocks:
+#   what is left is one input per block, and one block's activations while it is computed again.
 # - Tensor and pipeline parallelism divide the states again, and let more of the batch onto a rank.
-# - Offloading takes the inputs away too, but for those of two blocks. It costs neither operations
-#   nor messages: copies go beside the computation.
+# - Offloading takes the inputs away too, but for those of two blocks; with few layers that is
+#   little beside the block that is computed again. It costs neither operations nor messages: copies
+#   go beside the computation.
 
 # %%
-(dp, over_replicas, mics, again, tensor, pipeline, offload) = most
+(dp, over_replicas, mics, selective, again, tensor, pipeline, offload) = most
 assert all(
     abs(a - b) < 1e-5
     for of_rung in found
@@ -207,13 +228,14 @@ for part in ("optimizer", "gradients"):
     assert over_replicas[part] < 1.01 * dp[part] / 8  # AdamW also counts its steps
 assert over_replicas["parameters"] == dp["parameters"] == 2 * mics["parameters"]
 assert mics["gathered"] < dp["gathered"] / 2
-assert again["activations"] < mics["activations"] / 20
-assert work[0] == work[2] and 1.1 < work[3] / work[2] < 4 / 3 + 0.01
-assert sent[3] == sent[2]
+assert again["activations"] < 0.6 * selective["activations"] < 0.36 * mics["activations"]
+assert again["activations"] > mics["activations"] / LAYERS  # a block's, and inputs
+assert work[0] == work[2] == work[3] and 1.1 < work[4] / work[2] < 4 / 3 + 0.01
+assert sent[4] == sent[3] == sent[2]
 assert tensor["parameters"] < 0.52 * again["parameters"]  # norms are on both tensor ranks
-assert offload["activations"] < 0.8 * pipeline["activations"]
-assert work[6] == work[5] and sent[6] == sent[5]
-assert total[-1] < total[0] / 7
+assert offload["activations"] < pipeline["activations"]
+assert work[7] == work[6] and sent[7] == sent[6]
+assert total[-1] < total[0] / 5
 
 # %% [markdown]
 # ## How blocks are recomputed
@@ -223,12 +245,13 @@ assert total[-1] < total[0] / 7
 # parameters are gathered once more: `"group_N"` pays where inputs are what is left, in long
 # models. `"selective"` keeps the outputs of matrix products and of attention and computes norms,
 # activation functions and dropout again, which is nearly free. A budget such as `"4MiB"` recomputes
-# as few blocks as fit.
+# as few blocks as fit what waits between the passes; the table has the most there is at once, with
+# what is computed again.
 
 
 # %%
 def kept(rank: int, strategy: str | None) -> tuple[float, float]:
-    """MiB of activations that wait for the backward pass, and GFLOP of a step."""
+    """MiB of activations at their peak, and GFLOP of a step."""
     nl.init({})
     with nl.delayed_init(seed=0):
         model = gpt2()
@@ -237,25 +260,26 @@ def kept(rank: int, strategy: str | None) -> tuple[float, float]:
         nl.checkpoint_activations(model, strategy)
     optimizer = torch.optim.AdamW(model.parameters())
     ids = tokens(0)[:8]
-    flops = FlopCounterMode(display=False)
     for _ in range(2):  # a budget is measured in the first step
-        with nl.memory_report(model, optimizer) as memory, flops:
+        with nl.memory_report(model, optimizer) as memory, Operations() as operations:
             for batch in nl.accumulate(model, [{"input_ids": ids, "labels": ids}]):
                 model(**batch).loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-    return memory.report.mine["activations"] / 2**20, flops.get_total_flops() / 1e9
+    return memory.report.mine["activations"] / 2**20, operations.giga
 
 
-strategies = [None, "4MiB", "each", "group_2", "contiguous"]
+strategies = [None, "4MiB", "selective", "each", "group_2", "contiguous"]
 waiting = {strategy: nl.spmd.run(kept, 1, args=(strategy,))[0] for strategy in strategies}
 for strategy, (size, operations) in waiting.items():
     print(f"{strategy or 'as it is':12}{size:8.2f} MiB{operations:9.2f} GFLOP")
 
 sizes = {strategy: size for strategy, (size, _) in waiting.items()}
 costs = {strategy: operations for strategy, (_, operations) in waiting.items()}
-assert sizes[None] > sizes["4MiB"] > sizes["each"] > sizes["group_2"] > sizes["contiguous"]
-assert sizes["4MiB"] <= 4 and costs[None] < costs["4MiB"] < costs["each"]
+assert sizes["each"] < sizes["group_2"] < sizes["contiguous"] < 1.01 * sizes[None]
+assert sizes["each"] < sizes["selective"] < 0.6 * sizes[None]
+assert costs[None] == costs["selective"] < costs["4MiB"] < costs["each"]
+assert sizes["4MiB"] < 4 + sizes[None] / LAYERS
 
 # %% [markdown]
 # ## The loading horizon

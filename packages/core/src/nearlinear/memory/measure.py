@@ -3,13 +3,15 @@
 Tensors are counted by their bytes: shards, gradients and optimizer states as the optimizer sees
 them, saved tensors and gathered parameters at their peaks. Peaks of parts may come at other times;
 their sum is what a step needs at most. On CUDA what is missing to the allocator's peak is
-``other``: what operators need while they run, and a checkpointed block's recomputed activations.
+``other``: what operators need while they run.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -19,6 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from .. import _torch, runtime
 from ..errors import NearlinearError
 from ..parallel import slices
+from ..parallel.activations.door import show_kept
 from ..parallel.layout import local
 from ..parallel.roots import roots_of
 from .report import NAMES, Report
@@ -44,8 +47,10 @@ class memory_report:  # noqa: N801 (a context manager, named as the verb it is)
             raise NearlinearError("nl.memory_report needs a model sharded by nl.shard")
         self.units = [unit for root in self.roots for unit in root.modules() if _is_unit(unit)]
         self.report: Report | None = None
-        self._saved = SavedTensors(lambda: self._kind, self._look)
+        self._saved = SavedTensors(self._saving)
         self._kind = "activations"
+        self._again: list[AbstractContextManager] = []  # see what units that run again save
+        self._open = set(self.units)  # units that may be gathered
         self._gathered = self._gradients = self._rows = 0
         self._gradient_bytes = REDUCED_BYTES
         self._entering: tuple | None = None  # shape and bytes of a number of hidden states
@@ -58,6 +63,7 @@ class memory_report:  # noqa: N801 (a context manager, named as the verb it is)
             torch.cuda.reset_peak_memory_stats(device)
         for unit in self.units:
             self._handles.append(unit.register_forward_pre_hook(self._unit_begins))
+            self._handles.append(unit.register_forward_hook(self._unit_ends, always_call=True))
         for root in self.roots:
             begins = root.register_forward_pre_hook(self._root_begins, with_kwargs=True)
             self._handles.append(begins)
@@ -68,9 +74,11 @@ class memory_report:  # noqa: N801 (a context manager, named as the verb it is)
                 self._handles.append(block.register_forward_hook(self._leaves))
         self._handles.append(self.optimizer.register_step_pre_hook(self._steps))
         self._saved.__enter__()
+        show_kept(self.model, self._saved.see)
         return self
 
     def __exit__(self, kind, error, trace) -> None:
+        show_kept(self.model, None)
         self._saved.__exit__(kind, error, trace)
         for handle in self._handles:
             handle.remove()
@@ -82,17 +90,31 @@ class memory_report:  # noqa: N801 (a context manager, named as the verb it is)
 
     def _root_begins(self, root, args, kwargs) -> None:
         self._kind = "activations"
-        shapes = [tensor.shape for tensor in _torch.tensors_in([args, kwargs]) if tensor.dim()]
-        self._rows = max([self._rows, *(shape[0] for shape in shapes)])
+        given = _torch.tensors_in([args, kwargs])
+        self._rows = max([self._rows, *(tensor.shape[0] for tensor in given if tensor.dim())])
+        if root is self.model:  # what a later stage of a pipeline is given are activations
+            self._saved.leave_out(given)
 
     def _unit_begins(self, unit, args) -> None:
-        self._saved.leave_out(unit.parameters())  # those of the unit are gathered by now
-        self._look()
+        self._saved.leave_out((*unit.parameters(), *unit.buffers()))  # gathered by now
+        self._look(unit)
+        if _torch.in_backward():
+            seeing = _torch.seeing_saved_tensors(self._saved.see)
+            seeing.__enter__()
+            self._again.append(seeing)
+
+    def _unit_ends(self, unit, args, output) -> None:
+        if _torch.in_backward():
+            self._again.pop().__exit__(None, None, None)
+            return
+        for tensor in _torch.tensors_in(output):
+            if tensor.requires_grad:  # FSDP2 has a hook there that gathers, before this one
+                tensor.register_hook(partial(self._look, unit))
 
     def _enters(self, block, args, kwargs) -> None:
         numbers = [t for t in _torch.tensors_in([args, kwargs]) if t.is_floating_point()]
-        if not numbers or self._kind == "logits":
-            return  # the latter: recomputed, in a backward pass
+        if not numbers or _torch.in_backward():
+            return
         hidden = numbers[0]
         self._entering = hidden.shape, hidden.element_size()
         self._flown = max(self._flown, self._flying + 1)
@@ -106,9 +128,16 @@ class memory_report:  # noqa: N801 (a context manager, named as the verb it is)
     def _leaves(self, block, args, output) -> None:
         self._kind = "logits"
 
-    def _look(self) -> None:
-        """See how much is gathered now."""
-        self._gathered = max(self._gathered, sum(map(_torch.gathered_bytes, self.units)))
+    def _saving(self) -> str:
+        """What is saved now; a backward pass saves where blocks run again."""
+        return "activations" if _torch.in_backward() else self._kind
+
+    def _look(self, unit, gradient=None) -> None:
+        """See how much is gathered, now that ``unit`` is: at no other time does it become more."""
+        self._open.add(unit)
+        sizes = {unit: _torch.gathered_bytes(unit) for unit in self._open}
+        self._open = {unit for unit, size in sizes.items() if size}
+        self._gathered = max(self._gathered, sum(sizes.values()))
 
     def _steps(self, optimizer, args, kwargs) -> None:
         updated = map(slices.of, self.model.parameters())
@@ -147,7 +176,7 @@ class memory_report:  # noqa: N801 (a context manager, named as the verb it is)
             mesh=now.mesh,
             units=(sum(map(_elements, self.roots)) - sum(sizes), *sizes),
             input_bytes=tokens * shape[-1] * item_bytes,
-            products_bytes=tokens * item_bytes * (_outputs(blocks[0]) + shape[-1]),
+            products_bytes=tokens * item_bytes * (numbers_out(blocks[0]) + shape[-1]),
             rows=self._rows,
             item_bytes=item_bytes,
             gradient_bytes=self._gradient_bytes,
@@ -187,8 +216,8 @@ def _elements(unit: nn.Module) -> int:
     return sum(p.numel() for module in inner for p in _torch.sharded_parameters(module))
 
 
-def _outputs(block: nn.Module) -> int:
-    """Numbers that the matrices in ``block`` put out for one token."""
+def numbers_out(block: nn.Module) -> int:
+    """Numbers that the matrices in ``block`` put out for one token, attention's not among them."""
     names = ("out_features", "nf")  # of linear layers, of GPT-2's
     found = (getattr(m, name, 0) for m in block.modules() for name in names)
     return sum(number for number in found if isinstance(number, int))

@@ -1,13 +1,15 @@
-"""Bytes that autograd keeps from forward to backward, as they come and go.
+"""Bytes that wait for a backward pass, as they come and go.
 
-Counted are storages, each once however many tensors of it are saved; those of parameters, sharded
-or gathered, are not. What a hook further inside takes away (a checkpointed block keeps its inputs
-only, an offloaded one nothing here) is not seen, and is not there.
+Counted are storages, each once however many tensors of it are saved, from when autograd saves one
+until their memory is free, whoever holds them; those of parameters and buffers are not. What hooks
+further inside keep (a selective checkpoint, an offload), or save while a block is computed again,
+does not pass the hooks here: who has such hooks shows it to `SavedTensors.see`.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+import weakref
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -17,27 +19,36 @@ from .. import _torch
 from ..parallel.layout import local
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Storage:
     kind: str
     bytes: int
-    uses: int = 1
+    alive: weakref.ref[torch.UntypedStorage]
 
 
 class SavedTensors:
-    """Counts while it is open; ``peak``: the bytes of each kind when there were most of all."""
+    """Counts while it is open; ``peak``: the most bytes of each kind that were there at once."""
 
-    def __init__(self, kind: Callable[[], str], seen: Callable[[], None]):
-        """``kind()`` names what is saved now; ``seen()`` is called whenever a tensor is used."""
-        self.kind, self.seen = kind, seen
-        self.now, self.peak = Counter(), Counter()
-        self._parameters: set[int] = set()
+    def __init__(self, kind: Callable[[], str]):
+        """``kind()`` names what is saved now."""
+        self.kind, self.peak = kind, Counter()
+        self._now = Counter()
         self._held: dict[int, _Storage] = {}
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        self._left_out: set[int] = set()
+        self._freed: deque[int] = deque()  # by whichever thread held them last
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
 
-    def leave_out(self, parameters: Iterable[torch.Tensor]) -> None:
+    @property
+    def now(self) -> Counter:
+        """Bytes of each kind that are there."""
+        while self._freed:
+            storage = self._held.pop(self._freed.popleft())
+            self._now[storage.kind] -= storage.bytes
+        return self._now
+
+    def leave_out(self, tensors: Iterable[torch.Tensor]) -> None:
         """Do not count these, or whatever lies in their storages later."""
-        self._parameters |= {_torch.storage_of(local(p)) for p in parameters}
+        self._left_out |= {_torch.storage_of(local(tensor)) for tensor in tensors}
 
     def __enter__(self) -> SavedTensors:
         self._hooks.__enter__()
@@ -46,43 +57,18 @@ class SavedTensors:
     def __exit__(self, *error) -> None:
         self._hooks.__exit__(*error)
 
-    def came(self, identity: int, size: int) -> None:
-        """One more saved tensor has the storage ``identity`` of ``size`` bytes."""
-        storage = self._held.get(identity)
-        if storage is not None:
-            storage.uses += 1
-            return
-        self._held[identity] = storage = _Storage(self.kind(), size)
-        self.now[storage.kind] += size
-        if self.now.total() > self.peak.total():
-            self.peak = self.now.copy()
-
-    def went(self, identity: int) -> None:
-        """One saved tensor less has it."""
-        storage = self._held[identity]
-        storage.uses -= 1
-        if not storage.uses:
-            self.now[storage.kind] -= storage.bytes
-            del self._held[identity]
-
-    def _pack(self, tensor: torch.Tensor):
-        self.seen()
+    def see(self, tensor: torch.Tensor) -> None:
+        """``tensor`` is on the device, and waits for a backward pass."""
+        storage, now = local(tensor).untyped_storage(), self.now
         identity = _torch.storage_of(local(tensor))
-        if identity in self._parameters:
-            return tensor
-        return _Saved(self, tensor, identity)
+        if identity in self._held or identity in self._left_out:
+            return
+        freed, kind, size = self._freed, self.kind(), storage.nbytes()
+        alive = weakref.ref(storage, lambda _: freed.append(identity))
+        self._held[identity] = _Storage(kind, size, alive)
+        now[kind] += size
+        self.peak[kind] = max(self.peak[kind], now[kind])
 
-    def _unpack(self, packed) -> torch.Tensor:
-        self.seen()
-        return packed.tensor if isinstance(packed, _Saved) else packed
-
-
-class _Saved:
-    """A saved tensor, counted as long as it lives."""
-
-    def __init__(self, counts: SavedTensors, tensor: torch.Tensor, identity: int):
-        self.counts, self.tensor, self.identity = counts, tensor, identity
-        counts.came(identity, local(tensor).untyped_storage().nbytes())
-
-    def __del__(self):
-        self.counts.went(self.identity)
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.see(tensor)
+        return tensor

@@ -1,17 +1,17 @@
 """What a layout costs a rank in memory, and an optimizer step in communication: estimates.
 
-Memory: 16 bytes of model states per parameter and rank of the shard group (float32 weight and
-gradient, AdamW's two moments), the units gathered at once, the gradients that are on their way, and
-the activations of one micro-batch. Communication: every collective of a step, at the time measured
-for its size alone, one after the other. What computation hides, and what it slows, is left out.
+Memory: model states as `memory.states` counts them, the units gathered at once, the gradients that
+are on their way, and the activations of one micro-batch. Communication: every collective of a step,
+at the time measured for its size alone, one after the other. What computation hides, and what it
+slows, is left out.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from ..memory.states import StateBytes
 from ..parallel.schedule import kept_blocks
 
-STATE_BYTES = 16  # per parameter: float32 weight and gradient, AdamW's two moments
 REDUCED_BYTES = 4  # gradients are reduced in float32
 
 GATHER, GATHER_STAGED = "all-gather", "all-gather, two stages"
@@ -33,7 +33,7 @@ class Work:
     gathered_bytes: int
     """bytes of a gathered parameter: 2 for bfloat16, 4 for float32"""
     activations: int
-    """bytes kept from forward to backward"""
+    """bytes kept from forward to backward, at their peak"""
     forward: float
     """seconds of one block"""
     backward: float
@@ -42,6 +42,8 @@ class Work:
     """micro-batches per optimizer step"""
     two_hop: bool = True
     """replicas meet once per step, not after every micro-batch"""
+    states: StateBytes = StateBytes()
+    """what each parameter takes beside its gathered copy"""
 
     @property
     def parameters(self) -> int:
@@ -51,11 +53,6 @@ class Work:
     def compute(self) -> float:
         """Seconds the blocks compute in one optimizer step."""
         return self.accumulation * len(self.blocks) * (self.forward + self.backward)
-
-
-def states(work: Work, degree: int) -> int:
-    """Bytes of model states per rank, sharded over ``degree`` ranks."""
-    return -(-STATE_BYTES * work.parameters // degree)
 
 
 def held(work: Work, depth: int, kept: int) -> int:
@@ -73,7 +70,7 @@ def beside_gathered(work: Work, degree: int, bucket: int = 0) -> int:
     largest = max(work.root, *work.blocks)
     reduced = max(largest, min(bucket, work.parameters))
     gradients = largest * work.gathered_bytes + reduced * REDUCED_BYTES  # as computed, as sent
-    return states(work, degree) + work.activations + gradients
+    return work.states.on_rank(work.parameters, degree) + work.activations + gradients
 
 
 def needed(work: Work, degree: int, depth: int) -> int:

@@ -9,6 +9,9 @@ import torch
 from torch import nn
 
 from .. import runtime
+from ..memory.measure import numbers_out
+from ..memory.states import BlockBytes, activations, state_bytes
+from ..parallel.activations import strategy
 from ..parallel.blocks import find_blocks
 from ..parallel.delayed_init import materialise
 from ..parallel.shard import COMPUTED_IN
@@ -28,23 +31,39 @@ def measure_work(
 ) -> Work:
     """The `Work` of ``config`` on this job's ranks, all at once. A collective call."""
     dtype = COMPUTED_IN[config.parallel.precision]
-    forward, backward, kept = _one_block(config, now.device, dtype, rounds)
+    forward, backward, block = _one_block(config, now.device, dtype, rounds)
     tokens = config.batch.micro_batch_size * config.sequence_length
     root, *blocks = (unit.parameters for unit in units)
     return Work(
         root=root,
         blocks=tuple(blocks),
         gathered_bytes=dtype.itemsize,
-        activations=len(blocks) * kept + LOGITS_COPIES * 4 * tokens * vocabulary,
+        activations=_activations(config, block, len(blocks))
+        + LOGITS_COPIES * 4 * tokens * vocabulary,
         forward=forward,
         backward=backward,
         accumulation=config.batch.accumulation,
         two_hop=config.train.two_hop,
+        states=state_bytes(
+            config.parallel,
+            config.optimizer.kind,
+            now.mesh.world,
+            now.device.type,
+            config.batch.accumulation,
+        ),
     )
 
 
-def _one_block(config: TrainConfig, device, dtype, rounds: int) -> tuple[float, float, int]:
-    """Seconds forward, seconds backward, and bytes kept between them, of one block."""
+def _activations(config: TrainConfig, block: BlockBytes, blocks: int) -> int:
+    """Of all blocks, as the table ``[activations]`` has them kept."""
+    asked = config.activations
+    checkpoint = strategy.parse(asked.checkpoint) if asked.checkpoint else None
+    horizon = config.parallel.activation_loading_horizon if asked.offload else None
+    return activations(block, blocks, checkpoint, horizon)
+
+
+def _one_block(config: TrainConfig, device, dtype, rounds: int) -> tuple[float, float, BlockBytes]:
+    """Seconds forward, seconds backward, and what is kept between them, of one block."""
     block, arguments, keywords = _block_and_input(config, device, dtype)
     states = arguments[0].detach().requires_grad_()
     passes = []
@@ -57,7 +76,10 @@ def _one_block(config: TrainConfig, device, dtype, rounds: int) -> tuple[float, 
         output = passes.pop()
         output.backward(torch.ones_like(output))
 
-    kept = _bytes_kept(forward, block)
+    entering = states.untyped_storage().nbytes()
+    tokens = states.numel() // states.shape[-1]
+    products = tokens * (numbers_out(block) + states.shape[-1]) * states.element_size()
+    kept = BlockBytes(_bytes_kept(forward, block), entering, products)
     backward()
     forward_seconds, backward_seconds = slowest_medians([forward, backward], device, rounds)
     return forward_seconds, backward_seconds, kept

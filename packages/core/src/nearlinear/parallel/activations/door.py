@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import torch
 from torch import nn
 
 from ... import runtime
@@ -84,7 +87,7 @@ def offload_activations(
         raise ConfigError("activations are offloaded already: call it once")
     found = _activations(model, blocks)
     if now.config.sm_activation_offloading:
-        found.offload = Offload(horizon, smallest, now.device, copier_for(now.device))
+        found.offload = Offload(horizon, smallest, now.device, copier_for(now.device), found.see)
     else:
         found.offload = Synchronous(pinned=now.device.type == "cuda")
     _count(model, found)
@@ -104,6 +107,17 @@ def offload_peak(model: nn.Module, *, begin_anew: bool = False) -> Peak:
     if begin_anew:
         offload.forget_peak()
     return found
+
+
+def show_kept(model: nn.Module, see: Callable[[torch.Tensor], None] | None) -> None:
+    """Show ``see`` what is kept on the device for the backward pass from now on, None: nobody.
+
+    That is what hooks on saved tensors around the model do not see: outputs that ``"selective"``
+    keeps, what is saved by blocks that run again, what offload leaves there and brings back.
+    """
+    found = _known(model)
+    if found is not None:
+        found.shown = see
 
 
 def _known(model: nn.Module) -> Activations | None:

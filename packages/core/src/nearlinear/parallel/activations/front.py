@@ -50,6 +50,13 @@ class Activations:
     budget: Budget | None = None
     regions: list[Region] = field(default_factory=list)
     offload: Offload | Synchronous | None = None
+    shown: Callable[[torch.Tensor], None] | None = None
+    """who wants to see, if anybody does, what is kept on the device for the backward pass"""
+
+    def see(self, tensor: torch.Tensor) -> None:
+        """``tensor`` is kept, out of sight of hooks around the model."""
+        if self.shown is not None:
+            self.shown(tensor)
 
     def begin(self, base: nn.Module, args: tuple, kwargs: dict) -> None:
         """Before a forward pass of what calls the blocks."""
@@ -90,16 +97,20 @@ class Activations:
             if self.budget is not None:
                 run = self.budget.watched(number, block, run)
             kept = functools.partial(contexts, *hooks) if self.strategy.selective else None
-            return recomputed(run, call, [block], kept)
+            return recomputed(run, call, [block], self.see, kept)
 
     def run_together(self, region: Region, calls: list[tuple[tuple, dict]]):
         with self._saving(self.regions.index(region), region.blocks):
-            return recomputed(region.run, calls, region.blocks)
+            return recomputed(region.run, calls, region.blocks, self.see)
 
     def _saving(self, number: int, modules: list[nn.Module]) -> AbstractContextManager[Hooks]:
         if self.offload is None:
-            return contextlib.nullcontext((Stays.of, Stays.take))
+            return contextlib.nullcontext((self._keep, Stays.take))
         return self.offload.saving(number, modules)
+
+    def _keep(self, tensor: torch.Tensor) -> Stays:
+        self.see(tensor)
+        return Stays.of(tensor)
 
 
 @dataclass(eq=False)

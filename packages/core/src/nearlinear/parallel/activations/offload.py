@@ -110,6 +110,7 @@ class Parcel:
         """Start the copy back, if it is not here."""
         if not self.is_here:
             self.bytes, self.coming = self.offload.copier.back(self.host, self.sent)
+            self.offload.see(self.bytes)
             self.offload.came(self)
 
     def free(self) -> None:
@@ -155,9 +156,18 @@ class Claim:
 class Offload:
     """Moves what the blocks of one model save on this rank."""
 
-    def __init__(self, horizon: int, smallest: int, device: torch.device, copier: Copier):
-        """``smallest``: bytes of a storage; smaller ones stay on the device."""
+    def __init__(
+        self,
+        horizon: int,
+        smallest: int,
+        device: torch.device,
+        copier: Copier,
+        see: Callable[[torch.Tensor], None] = lambda tensor: None,
+    ):
+        """``smallest``: bytes of a storage; smaller ones stay on the device. ``see`` is shown every
+        tensor as it is saved, or comes back."""
         self.horizon, self.smallest, self.device, self.copier = horizon, smallest, device, copier
+        self.see = see
         self.slab = Slab(pinned=device.type == "cuda")
         self.last: int | None = None
         """blocks of a pass, where the one that has just ended is the first to come back"""
@@ -210,6 +220,7 @@ class Offload:
         """What the graph keeps in place of ``tensor``."""
         if isinstance(tensor, nn.Parameter):
             return tensor
+        self.see(tensor)
         moves = tensor.device == self.device and is_activation(tensor, saved.held())
         if not moves or tensor.untyped_storage().nbytes() < self.smallest:
             return Stays.of(tensor)

@@ -1,0 +1,48 @@
+"""How many bytes of activations are alive: counted by what operators return, not by autograd."""
+
+import weakref
+
+import torch
+from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class LiveStorages(TorchDispatchMode):
+    """Counts storages that operators make where gradients are recorded, until they are freed.
+
+    That is in forward passes and where blocks run again, not in backward passes, which run without;
+    and bytes (uint8), which is how offloaded activations come back. ``peak`` is the most between
+    two operators.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.peak = self._now = 0
+        self._known: dict[int, tuple[weakref.ref, int]] = {}
+        self._freed: list[int] = []
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        self._add((args, kwargs), counted=False)  # was there before
+        self.peak = max(self.peak, self._now)
+        output = operator(*args, **(kwargs or {}))
+        self._add(output, counted=True)
+        return output
+
+    def _add(self, tree, counted: bool) -> None:
+        while self._freed:
+            self._now -= self._known.pop(self._freed.pop())[1]
+        for tensor in _pytree.tree_leaves(tree):
+            if not isinstance(tensor, torch.Tensor):
+                continue
+            storage = tensor.untyped_storage()
+            identity = storage._cdata
+            if identity in self._known:
+                continue
+            recorded = torch.is_grad_enabled() or tensor.dtype is torch.uint8
+            size = storage.nbytes() if counted and recorded else 0
+            self._known[identity] = weakref.ref(storage, self._at_the_end_of(identity)), size
+            self._now += size
+
+    def _at_the_end_of(self, identity: int):
+        freed = self._freed
+        return lambda reference: freed.append(identity)
