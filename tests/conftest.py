@@ -1,4 +1,6 @@
-"""Settings of the whole suite: no model hub is asked, and GPU tests say why they did not run."""
+"""Settings of the whole suite: no model hub is asked, a process computes on one core, and GPU tests
+say why they did not run.
+"""
 
 import os
 
@@ -6,6 +8,9 @@ import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Set before torch is imported. The models are tiny: threads for one operation would mostly wait for
+# each other, spinning, on the cores of the tests that run beside this one.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_collection_modifyitems(items):

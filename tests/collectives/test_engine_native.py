@@ -1,4 +1,4 @@
-"""The engine's own C++ tests, compiled as they are and under sanitizers, and run.
+"""The engine's own C++ tests, run with the library that ships and under sanitizers.
 
 Every `engine/*_test.cc` is linked with the engine; PROGRAMS names what else a program needs.
 """
@@ -7,6 +7,7 @@ import dataclasses
 import fcntl
 import importlib.util
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -15,20 +16,23 @@ from pathlib import Path
 
 import pytest
 
+from nearlinear_collectives import build
+
 TESTS = Path(__file__).parent / "engine"
 PACKAGE = importlib.util.find_spec("nearlinear_collectives")
 ENGINE = Path(PACKAGE.origin).parent / "engine"
 COMPILER = next(filter(shutil.which, ("g++", "clang++")), None)
-FLAGS = ["-std=c++20", "-g", "-O1", "-Wall", "-Wextra", "-pthread", "-ffp-contract=off"]
+# Lines for the sanitizers' reports, and no more: names of variables double what is compiled.
+FLAGS = ["-std=c++20", "-g1", "-Wall", "-Wextra", "-Winvalid-pch", "-pthread", "-ffp-contract=off"]
 INCLUDES = [f"-I{ENGINE}", f"-isystem{ENGINE / 'third_party' / 'libfabric'}"]
 CANNOT_HERE = 77  # a program's exit code: what it tests is not to be had on this machine
 
 FLAVOURS = {
-    "plain": [],
-    "address": ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
-    "thread": ["-fsanitize=thread"],
-    "thread-weakened": ["-fsanitize=thread", "-DNLC_WEAKENED_FENCE"],
+    "plain": ["-O1"],  # of the program; the engine is the library that ships
+    "address": ["-O0", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
+    "thread": ["-O1", "-fsanitize=thread"],
 }
+WEAKENED = "NLC_WEAKENED_FENCE"  # counters are published without ordering
 ENVIRONMENT = {
     "ASAN_OPTIONS": "detect_leaks=0",  # the engine keeps some things until the process ends
     "TSAN_OPTIONS": "halt_on_error=0:exitcode=66",
@@ -88,23 +92,51 @@ def make(target: Path, flavour: str, *arguments: str) -> str:
     return str(target)
 
 
-def compiled(folder: Path, flavour: str, source: Path) -> str:
-    return make(folder / f"{source.stem}-{flavour}.o", flavour, *INCLUDES, "-c", str(source))
+def standard_headers(folder: Path, flavour: str) -> str:
+    """A header of all that the engine includes of the standard library, compiled ahead.
+
+    That a source includes what it needs by itself shows where the library is compiled.
+    """
+    header = folder / f"standard-{flavour}.h"
+    includes = re.compile(r"^#include <\w+>$", re.MULTILINE)
+    lines = {line for path in build.engine_sources() for line in includes.findall(path.read_text())}
+    header.write_text("\n".join(sorted(lines)))
+    make(header.with_suffix(".h.gch"), flavour, "-x", "c++-header", str(header))
+    return str(header)
 
 
-def program(folder: Path, name: str, flavour: str) -> str:
+def compiled(folder: Path, flavour: str, source: Path, define: str = "") -> str:
+    target = folder / f"{source.stem}-{flavour}{define}.o"
+    if target.exists():
+        return str(target)
+    ahead = ["-include", standard_headers(folder, flavour)]
+    defines = [f"-D{define}"] if define else []
+    return make(target, flavour, *ahead, *defines, *INCLUDES, "-c", str(source))
+
+
+def program(folder: Path, name: str, flavour: str, define: str = "") -> str:
+    """The test program ``name``; ``define`` reaches the sources that ask for it."""
+    target = folder / f"{name}-{flavour}{define}"
+    main = TESTS / f"{name}.cc"
+    if flavour == "plain":
+        return make(target, flavour, *INCLUDES, str(main), str(build.engine_library()), "-ldl")
     wanted = PROGRAMS.get(name, Program()).sources
-    sources = [TESTS / f"{name}.cc", *(p for part in wanted for p in ENGINE.glob(f"{part}.cc"))]
+    sources = [main, *(path for part in wanted for path in ENGINE.glob(f"{part}.cc"))]
+
+    def compiled_one(source: Path) -> str:
+        asks = define and define in source.read_text()
+        return compiled(folder, flavour, source, define if asks else "")
+
     with ThreadPoolExecutor(os.cpu_count() or 1) as threads:
-        parts = list(threads.map(lambda source: compiled(folder, flavour, source), sources))
-    return make(folder / f"{name}-{flavour}", flavour, *parts, "-ldl")
+        parts = list(threads.map(compiled_one, sources))
+    return make(target, flavour, *parts, "-ldl")
 
 
 def run(
-    folder: Path, name: str, flavour: str, call: str, **settings: str
+    folder: Path, name: str, flavour: str, call: str, define: str = "", **settings: str
 ) -> subprocess.CompletedProcess:
-    command = [program(folder, name, flavour), *call.split()]
-    if flavour.startswith("thread"):  # whose shadow memory does not bear random addresses
+    command = [program(folder, name, flavour, define), *call.split()]
+    if flavour == "thread":  # whose shadow memory does not bear random addresses
         if not shutil.which("setarch"):
             pytest.skip("a thread sanitizer needs setarch here")
         command = ["setarch", "-R", *command]
@@ -139,6 +171,6 @@ def test_every_program_named_here_exists():
 def test_the_thread_sanitizer_sees_a_weakened_fence(folder):
     """The proof that the runs above can fail: counters published without ordering are races."""
     first = {"TSAN_OPTIONS": f"halt_on_error=1:exitcode={TSAN_REPORTED}"}  # one is enough
-    done = run(folder, "ranks_as_threads_test", "thread-weakened", "4 60 1", **first)
+    done = run(folder, "ranks_as_threads_test", "thread", "4 60 1", WEAKENED, **first)
     assert done.returncode == TSAN_REPORTED, done.stdout[-2000:] + done.stderr[-4000:]
     assert "data race" in done.stderr

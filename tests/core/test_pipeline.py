@@ -61,10 +61,11 @@ def test_every_schedule_on_four_ranks(schedule):
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("family", FAMILIES[1:])
 def test_every_family_on_every_schedule(family, schedule, ranks):
+    """One step; three are taken with every schedule, and with every family in sharded stages."""
     layers = 8 if schedule in SEVERAL and ranks == 4 else 4
     config = {"pipeline_parallel_degree": ranks, "microbatches": 2 * ranks, "pipeline": schedule}
-    found = nl.spmd.run(pipelines.piped, ranks, args=(family, config, 3, layers))
-    check(found, reference(family, 3, layers))
+    found = nl.spmd.run(pipelines.piped, ranks, args=(family, config, 1, layers))
+    check(found, reference(family, 1, layers), steps=1)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

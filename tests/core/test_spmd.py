@@ -78,8 +78,17 @@ def test_a_killed_process_is_named():
         nl.spmd.run(work, 3, processes=True, timeout=120)
 
 
-def test_a_failed_run_leaves_nothing_behind():
-    hook, threads = sys.excepthook, torch.get_num_threads()
+@pytest.fixture
+def two_threads():
+    """For an operation; the suite has one (see tests/conftest.py)."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield 2
+    torch.set_num_threads(before)
+
+
+def test_a_failed_run_leaves_nothing_behind(two_threads):
+    hook = sys.excepthook
 
     def bad(rank):
         raise RuntimeError("x")
@@ -89,7 +98,7 @@ def test_a_failed_run_leaves_nothing_behind():
             nl.spmd.run(bad, 4)
     assert not dist.is_initialized()
     assert sys.excepthook is hook
-    assert torch.get_num_threads() == threads
+    assert torch.get_num_threads() == two_threads
     assert not [t for t in threading.enumerate() if t.name.startswith("rank ")]
     assert nl.spmd.run(lambda rank: rank, 4) == [0, 1, 2, 3]
 
