@@ -13,7 +13,7 @@ SOURCE = Path(nearlinear.__file__).parent
 FLOORS = {
     "ground": ("_torch", "c10d_names", "errors", "orphan"),
     "wish": ("config", "moe", "schema"),
-    "place": ("backends", "counts", "mesh", "runtime", "spmd"),
+    "place": ("backends", "counts", "leaving", "mesh", "runtime", "spmd"),
     "techniques": ("parallel",),
     "state": ("checkpoint", "data", "memory"),
     "loop": ("train",),

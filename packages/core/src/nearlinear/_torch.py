@@ -8,6 +8,7 @@ On the CPU torch 2.8 is the oldest: FSDP2 of 2.6 does not run there, that of 2.7
 import contextlib
 
 import torch
+from torch.distributed import distributed_c10d
 from torch.distributed.fsdp import FSDPModule
 from torch.multiprocessing.reductions import StorageWeakRef as WeakStorage  # 2.8.0, 2.13.0
 from torch.utils import _pytree
@@ -27,6 +28,7 @@ __all__ = [
     "has_flash_attention",
     "in_backward",
     "instead_of_truncated_normal",
+    "job_store",
     "local_block",
     "map_instances",
     "map_tensors",
@@ -119,6 +121,11 @@ def local_block(tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return compute_local_shape_and_global_offset(
         tensor.shape, tensor.device_mesh, tensor.placements
     )
+
+
+def job_store():
+    """The store by which this job's ranks found each other. 2.8.0, 2.13.0."""
+    return distributed_c10d._get_default_store()
 
 
 def map_tensors(function, tree):

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from . import backends
+from . import backends, leaving
 from . import config as wish
 from .config import Config
 from .errors import ConfigError, NearlinearError
@@ -123,6 +123,14 @@ def first_of_node() -> bool:
 
 def shutdown() -> None:
     """Leave the job in step with the other ranks; without it torchrun reports a crash at exit."""
+    try:
+        if dist.is_initialized():
+            leaving.finish()
+    finally:
+        _leave()
+
+
+def _leave() -> None:
     global _of_process
     if _ranks_are_threads():
         _of_thread.runtime = None  # the group is spmd.run's to end

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
-from .. import runtime
 from ..errors import CheckpointError
-from . import index
+from . import index, saving
 from .agree import everyone
-from .save import remove, save
+from .save import begin, remove
+from .saving import Saving
 
+LATEST = "latest"
 _NAME = re.compile(r"step-(\d+)")
 
 
@@ -38,19 +40,32 @@ def _whole(path: Path) -> bool:
 
 def latest(folder) -> Path | None:
     """The newest checkpoint that all ranks see whole; None: there is none. A collective call."""
+    saving.finish()
     seen = everyone(steps(Path(folder)))
     common = set(seen[0]).intersection(*seen[1:])
     return folder_of(Path(folder), max(common)) if common else None
 
 
-def keep(folder, newest: int, step: int, *parts) -> Path:
-    """`save` the state after ``step`` among the others in ``folder``; keep the ``newest`` ones."""
-    folder = Path(folder)
-    saved = save(folder_of(folder, step), *parts, step=step)
-    if runtime.first_of_node():
+def keep(folder, newest: int, step: int, *parts) -> Saving:
+    """`save` the state after ``step`` among the others in ``folder``; keep the ``newest`` ones.
+
+    ``parts``: model, optimizer, loader and scheduler.
+    """
+    folder, parts = Path(folder), (*parts, None, None, None)[:4]
+
+    def after() -> None:
+        _point(folder, step)
         for path in _superseded(folder, newest, step):
             remove(path)
-    return saved
+
+    return begin(folder_of(folder, step), parts, step, after)
+
+
+def _point(folder: Path, step: int) -> None:
+    """Write the name of the newest checkpoint to the file ``latest``, for people and scripts."""
+    partial = folder / f".{LATEST}.{os.getpid()}"
+    partial.write_text(f"{folder_of(folder, step).name}\n", encoding="utf-8")
+    os.replace(partial, folder / LATEST)
 
 
 def _superseded(folder: Path, newest: int, step: int) -> list[Path]:

@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 from .. import runtime
 from ..errors import CheckpointError, NearlinearError
 from ..parallel import loss_scale
-from . import index, state
+from . import index, saving, state
 from .agree import everyone
 from .pieces import Piece, blocks
 
@@ -24,6 +24,7 @@ def load(folder, model, optimizer=None, loader=None, scheduler=None) -> int:
     there are as many ranks. Raises CheckpointError on all ranks where one cannot read, before the
     first value has been changed wherever that can be told from the index. A collective call.
     """
+    saving.finish()
     found, failed, elsewhere = None, "", _on_other_stages(model)
     try:
         found = _load(Path(folder), model, optimizer, loader, scheduler, elsewhere)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from .. import _torch
+from .. import _torch, leaving
 from ..counts import report
 from ..errors import NearlinearError
 from .failures import RankError
@@ -99,6 +99,8 @@ def run_threads(fn, ranks: int, args: tuple, timeout: float) -> list:
         try:
             dist.init_process_group(BACKEND, rank=rank, world_size=ranks, store=store)
             state.value = fn(rank, *args)
+            if dist.is_initialized():
+                leaving.finish()
         except BaseException as error:  # SystemExit too: that is how the others are stopped
             state.error, state.failed_at = error, time.monotonic()
             _Base.exception_handle(error)

@@ -6,6 +6,7 @@ import sys
 import traceback
 from pathlib import Path
 
+from .. import leaving
 from ..backends import known_to_torch
 from ..orphan import end_with_parent
 
@@ -21,8 +22,10 @@ def main(folder: Path, backend: str) -> int:
         known_to_torch(backend)
         dist.init_process_group(backend, init_method=store, rank=rank, world_size=ranks)
         result = pickle.dumps(fn(rank, *args))
-        dist.barrier()
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            leaving.finish()
+            dist.barrier()
+            dist.destroy_process_group()
     except BaseException as error:
         partial = folder / f".failure-{rank}"
         partial.write_text(f"{type(error).__name__}: {error}\n{traceback.format_exc()}")

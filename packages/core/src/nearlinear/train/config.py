@@ -152,6 +152,8 @@ class CheckpointConfig:
     """steps between checkpoints; 0 = only at the end, and when the run is told to end (SIGTERM)"""
     keep: int = 2
     """the newest so many are kept"""
+    asynchronous: bool = True
+    """write while training goes on, from a copy of the state in host memory"""
     resume: bool = True
     """go on from the newest checkpoint in the folder, if there is one"""
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from ..checkpoint import kept
 from ..checkpoint.load import load
+from ..checkpoint.saving import Saving
 from .config import CheckpointConfig
 
 
@@ -19,7 +20,8 @@ class Keeper:
         self.config, self.parts = config, parts
         self.folder = Path(config.folder) if config.folder else None
         self.saved = 0
-        """the step of the newest checkpoint; 0: there is none"""
+        """the step of the newest checkpoint, which may be on its way; 0: there is none"""
+        self.saving: Saving | None = None
 
     def resume(self) -> int:
         """Go on from the newest checkpoint; the steps that are done. A collective call."""
@@ -34,9 +36,26 @@ class Keeper:
             return False
         return step == last or (self.config.every > 0 and step % self.config.every == 0)
 
-    def save(self, step: int) -> Path:
-        """Save the run after ``step``, unless it is saved; where. A collective call."""
+    def save(self, step: int) -> None:
+        """Begin to save the run after ``step``, unless it is saved. A collective call."""
         if step != self.saved:
-            kept.keep(self.folder, self.config.keep, step, *self.parts)
+            self.saving = kept.keep(self.folder, self.config.keep, step, *self.parts)
             self.saved = step
-        return kept.folder_of(self.folder, step)
+        if not self.config.asynchronous:
+            self.finish()
+
+    @property
+    def failed(self) -> bool:
+        """Whether the checkpoint that was begun last will not be there."""
+        return self.saving is not None and self.saving.done and bool(self.saving.error)
+
+    def finish(self) -> Path | None:
+        """Where the newest checkpoint is, once it is there. Raises CheckpointError on all ranks."""
+        if self.saving is not None:
+            self.saving.wait()
+        return kept.folder_of(self.folder, self.saved) if self.saved else None
+
+    def abandon(self) -> None:
+        """Do not wait long for other ranks: this one has met with an error."""
+        if self.saving is not None:
+            self.saving.abandon()

@@ -137,6 +137,10 @@ class Trainer:
             sample = self.sample() if loop.sample_tokens else ""
             if sample:
                 self.reporter.say(f"sample: {sample!r}")
+            self.keeper.finish()
+        except BaseException:
+            self.keeper.abandon()
+            raise
         finally:
             self.ending.leave()
             self.reporter.close()
@@ -162,7 +166,7 @@ class Trainer:
             self.done + 1 - skipped, self.config.train.steps, self.config.optimizer
         )
         set_learning_rate(self.optimizer, rate)
-        totals = torch.zeros(3, dtype=torch.float64, device=self.device)
+        totals = torch.zeros(4, dtype=torch.float64, device=self.device)
         two_hop = self.config.train.two_hop
         reported = (self.done + 1) % self.config.run.log_every == 0
         self.own_time.begin_step(watching=reported)
@@ -179,8 +183,11 @@ class Trainer:
             totals[1] += targets
         norm = clip_grad_norm_(self.model, self.config.optimizer.clip or math.inf)
         totals[2] = self.ending.told  # one rank's wish is everybody's, after the same step
+        totals[3] = self.keeper.failed
         mine = [*self.own_time.take(), _peak_memory(self.device)] if reported else []
-        (loss, targets, told), by_rank = ranks.add_up(totals, mine)
+        (loss, targets, told, failed), by_rank = ranks.add_up(totals, mine)
+        if failed:
+            self.keeper.finish()  # which raises, on all ranks
         loss, self.told_to_end = loss / targets, told > 0
         if self.scaler and self.scaler.overflow:
             norm = math.inf  # all ranks have dropped their gradients
@@ -237,7 +244,8 @@ class Trainer:
         """Save what is done, and raise Interrupted."""
         self.reporter.step(metrics)
         self._save_data_state()
-        where = self.keeper.save(self.done)
+        self.keeper.save(self.done)
+        where = self.keeper.finish()
         raise Interrupted(
             f"told to end after step {self.done}: saved in {where}; the same command goes on there"
         )

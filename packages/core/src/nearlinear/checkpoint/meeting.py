@@ -1,0 +1,65 @@
+"""Ranks that tell each other what came of their work, from threads that must not use collectives.
+
+Words go through the store by which the job's ranks found each other: JSON, never pickle. Rank 0
+hears all and answers all, so that what the store carries grows with the ranks, not their square.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+
+import torch.distributed as dist
+
+LOOK_EVERY = 0.02, 0.5
+"""seconds between looks at the store, at first and after a while"""
+
+
+class Deserted(Exception):
+    """Others have not said a word for as long as they were waited for."""
+
+
+class Meeting:
+    """One of this job's, by its ``name``; all ranks hold it in step."""
+
+    def __init__(self, store: dist.Store, name: str, rank: int, world: int):
+        self.store, self.name, self.rank, self.world = store, name, rank, world
+
+    def tell(self, subject: str, value) -> None:
+        """Let rank 0 know ``value`` (JSON)."""
+        self.store.set(self._key(subject, self.rank), json.dumps(value))
+
+    def hear(self, subject: str, patient: Callable[[], bool]) -> list:
+        """What all ranks have told, in their order; on rank 0. Raises Deserted."""
+        told = []
+        for rank in range(self.world):
+            told.append(self._wait(self._key(subject, rank), patient))
+            self.store.delete_key(self._key(subject, rank))
+        return told
+
+    def announce(self, subject: str, value) -> None:
+        """Let all ranks know; on rank 0."""
+        self.store.set(self._key(subject, "all"), json.dumps(value))
+
+    def forget(self, *subjects: str) -> None:
+        """What was announced, once all have learned it; on rank 0."""
+        for subject in subjects:
+            self.store.delete_key(self._key(subject, "all"))
+
+    def learn(self, subject: str, patient: Callable[[], bool]):
+        """What rank 0 has announced. Raises Deserted once ``patient()`` is false."""
+        return self._wait(self._key(subject, "all"), patient)
+
+    def _key(self, subject: str, whose) -> str:
+        return f"nearlinear/{self.name}/{subject}/{whose}"
+
+    def _wait(self, key: str, patient: Callable[[], bool]):
+        """Looks, and never blocks in the store: other threads of this process use it, too."""
+        pause, longest = LOOK_EVERY
+        while not self.store.check([key]):
+            if not patient():
+                raise Deserted(key)
+            time.sleep(pause)
+            pause = min(2 * pause, longest)
+        return json.loads(self.store.get(key))

@@ -1,0 +1,183 @@
+"""A checkpoint that is being written while training goes on, on every rank by a thread.
+
+Each rank writes its file and tells rank 0; when all are there, the first rank of every node puts
+the index in place, and only then is it a checkpoint. One is written at a time.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from .. import _torch, runtime
+from ..errors import CheckpointError
+from ..leaving import before_leaving
+from . import file, index
+from .index import File, Index
+from .meeting import Deserted, Meeting
+from .snapshot import Snapshot
+
+log = logging.getLogger(__name__)
+
+AFTER_AN_ERROR = 10.0
+"""seconds that a process which ends with an error waits for others to finish a checkpoint"""
+
+
+class Saving:
+    """What `nearlinear.save` returns: a checkpoint that will be in ``folder``.
+
+    A path, as far as ``os.fspath`` and ``open`` care.
+    """
+
+    def __init__(self, folder: Path, write: Callable[[Saving], None]):
+        self.folder = folder
+        self.error = ""
+        """why there will be none"""
+        self._deadline: float | None = None
+        # not a daemon: a script that ends waits for its last checkpoint
+        self._thread = threading.Thread(target=write, args=(self,), name="checkpoint")
+        self._thread.start()
+
+    @property
+    def done(self) -> bool:
+        """Whether it is there, or has failed."""
+        return not self._thread.is_alive()
+
+    def wait(self) -> Path:
+        """The folder, once the checkpoint is there. Raises CheckpointError, on all ranks alike."""
+        self._thread.join()
+        if self.error:
+            raise CheckpointError(self.error)
+        return self.folder
+
+    def abandon(self, seconds: float = AFTER_AN_ERROR) -> None:
+        """Wait no longer than this for other ranks, which may be gone."""
+        self._deadline = time.monotonic() + seconds
+
+    def patient(self) -> bool:
+        """Whether other ranks are still worth waiting for."""
+        if self._deadline is None:
+            ended_by_error = not threading.main_thread().is_alive() and hasattr(sys, "last_type")
+            if ended_by_error:
+                self.abandon()
+            return True
+        return time.monotonic() < self._deadline
+
+    def __fspath__(self) -> str:
+        return os.fspath(self.folder)
+
+    def __str__(self) -> str:
+        return str(self.folder)
+
+
+@dataclass
+class Saves:
+    """Those of this rank in one job."""
+
+    snapshot: Snapshot = field(default_factory=Snapshot)
+    newest: Saving | None = None
+    meeting: Meeting | None = None
+    """the one of the newest"""
+
+
+_of_jobs: weakref.WeakKeyDictionary[dist.Store, Saves] = weakref.WeakKeyDictionary()
+
+
+@before_leaving
+def finish() -> None:
+    """Wait until the checkpoint that this rank is writing is there, if it is writing one.
+
+    Raises CheckpointError, on all ranks alike, if there will be none.
+    """
+    mine = _of_jobs.get(_torch.job_store())
+    if mine is not None and mine.newest is not None:
+        saving, mine.newest = mine.newest, None
+        saving.wait()
+
+
+def start(
+    folder: Path,
+    name: str,
+    tensors: dict[str, torch.Tensor],
+    made: Callable[[list[File | None]], Index],
+    after: Callable[[], None],
+) -> Saving:
+    """Begin to write this rank's ``tensors``, once the save before it has been finished.
+
+    ``name`` is the same on all ranks, and of no other save; ``made(files)`` is the index, given
+    what each rank's file looks like; ``after()`` is called on the first rank of every node once the
+    checkpoint is there.
+    """
+    now, store = runtime.current(), _torch.job_store()
+    mine = _of_jobs.setdefault(store, Saves())
+    if mine.meeting is not None and now.rank == 0:
+        mine.meeting.forget("files", "end")
+    meeting = mine.meeting = Meeting(store, f"save/{name}", now.rank, now.mesh.world)
+    copied = mine.snapshot.of(tensors)
+    name, first = file_of(now.rank, now.mesh.world), runtime.first_of_node()
+
+    def write(saving: Saving) -> None:
+        try:
+            saving.error = _write(saving, meeting, name, copied, made, first)
+            if first and not saving.error:
+                after()
+        except Deserted:
+            saving.error = f"{folder}: other ranks did not finish this checkpoint"
+        except Exception as error:  # the store is gone, with the rank that had it
+            saving.error = f"{folder}: this checkpoint was not finished: {error}"
+        if saving.error:
+            log.warning("%s", saving.error)
+
+    mine.newest = Saving(folder, write)
+    return mine.newest
+
+
+def file_of(rank: int, world: int) -> str:
+    """Where a rank's blocks are."""
+    return f"rank-{rank:05d}-of-{world:05d}.safetensors"
+
+
+def _write(saving, meeting: Meeting, name: str, tensors: dict, made: Callable, first: bool) -> str:
+    """Why it failed, the same on every rank; empty: it is there."""
+    folder, answer = saving.folder, {}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / index.NAME).unlink(missing_ok=True)  # of an earlier save of this step
+        if tensors:
+            found = file.write(folder / name, tensors)
+            answer = {"bytes": found.bytes, "sha256": found.sha256}
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
+        answer = {"failed": f"rank {meeting.rank} cannot write {folder}: {why}"}
+    meeting.tell("file", answer)
+    if meeting.rank == 0:
+        meeting.announce("files", meeting.hear("file", saving.patient))
+    answers = meeting.learn("files", saving.patient)
+    failed = [answer["failed"] for answer in answers if "failed" in answer]
+    if failed:
+        return (
+            f"{failed[0]}; checkpoints that were there before are as they were: make room or mend "
+            "the permissions, or choose another folder"
+        )
+    why = ""
+    if first:
+        try:
+            index.settle(folder)
+            made([File(**answer) if answer else None for answer in answers]).write(folder)
+        except OSError as error:
+            why = f"{folder / index.NAME} cannot be written: {error.strerror}"
+    meeting.tell("index", why)
+    if meeting.rank == 0:
+        meeting.announce("end", [why for why in meeting.hear("index", saving.patient) if why])
+    failures = meeting.learn("end", saving.patient)
+    return f"{failures[0]}; the checkpoints before it are as they were" if failures else ""
