@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import nn
 
 from ... import runtime
-from ...errors import CheckpointError, NearlinearError
-from .. import index, state
-from ..agree import everyone
+from ...errors import CheckpointError
+from .. import state
+from ..agree import everyone, together
 from ..pieces import Piece, blocks, writers
 from ..whole import Whole
 from . import skeleton
@@ -54,16 +54,16 @@ def export_hf(
             for name, part in tensors.items()
         }
     )  # fmt: skip
-    with _together():
+    with together():
         whole = {name: entry for rank in told for name, entry in rank.items()}
         bare = skeleton.of_model(model)
         files = _files(bare, whole, dtype, max_shard_bytes)
         if now.rank == 0:
             target.begin()
     try:
-        with _together():
+        with together():
             _write(target.partial, files, _Held(here, told, dtype), now)
-        with _together():
+        with together():
             if now.rank == 0:
                 target.finish(bare, files)
     except CheckpointError:
@@ -114,20 +114,6 @@ def export_checkpoint(
         target.abandon()
         raise
     return target.path
-
-
-class _together:
-    """What fails in this block on one rank is raised as CheckpointError on all of them."""
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind, error, trace) -> None:
-        if error is not None and not isinstance(error, NearlinearError):
-            return
-        failures = [why for why in everyone(str(error) if error else "") if why]
-        if failures:
-            raise CheckpointError(failures[0]) from None
 
 
 def _files(bare: nn.Module, whole: dict, dtype, max_bytes: int) -> list[Shard]:

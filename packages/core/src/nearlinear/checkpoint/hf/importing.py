@@ -1,4 +1,4 @@
-"""`nl.import_hf`: a Hugging Face folder into a model of any layout, each rank the blocks it holds."""
+"""`nl.import_hf`: a Hugging Face folder into a model of any layout, each rank its own blocks."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from ...errors import CheckpointError, NearlinearError
+from ...errors import CheckpointError
 from .. import state
-from ..agree import everyone
+from ..agree import together
 from ..pieces import Piece, blocks
 from . import skeleton
 from .listing import weight_files
@@ -60,26 +60,12 @@ def import_hf(path, model: nn.Module) -> None:
     model's dtype. Raises CheckpointError on all ranks: before the first value has been changed,
     unless a file cannot be read. A collective call.
     """
-    wanted, folder = {}, None
-    failed = ""
-    try:
+    with together():
         wanted = {name.partition("/")[2]: part for name, part in state.of_model(model)}
         folder = Folder(Path(path))
         copies = _copies(folder, skeleton.of_model(model), wanted)
-    except NearlinearError as error:
-        failed = str(error)
-    _agree(failed)
-    try:
+    with together():
         _fill(folder, copies)
-    except NearlinearError as error:
-        failed = str(error)
-    _agree(failed)
-
-
-def _agree(failed: str) -> None:
-    failures = [why for why in everyone(failed) if why]
-    if failures:
-        raise CheckpointError(failures[0])
 
 
 def _copies(folder: Folder, bare: nn.Module, wanted: dict[str, state.Part]) -> dict[Path, list]:
