@@ -8,12 +8,15 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors import safe_open
 from torch import nn
 
 import nearlinear as nl
 from nearlinear.checkpoint import about, index
 from nearlinear.checkpoint.hf import export, naming, skeleton, stream
+from nearlinear.checkpoint.pieces import Piece
 from nearlinear.errors import CheckpointError
 from nearlinear.spmd.failures import RankError
 from tests.support import parity
@@ -231,3 +234,47 @@ def test_a_checkpoint_with_a_changed_byte_is_not_exported(tmp_path):
         nl.export_checkpoint(tmp_path / "kept", tmp_path / "a", told["model"])
     assert os.listdir(tmp_path) == ["kept"]
     assert index.read(tmp_path / "kept").step == 3
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_any_view_is_found_again_and_read_in_any_part(data):
+    """Transposed, cut and selected: what a loader may have stacked, whatever the family."""
+    shape = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=4), "shape")
+    whole = torch.arange(torch.Size(shape).numel()).view(shape)
+    traced = torch.empty(shape, device="meta").as_subclass(naming._Traced)
+    values, deeds = whole, data.draw(st.lists(st.sampled_from("tcsu"), max_size=4), "deeds")
+    for deed in deeds:
+        dim = data.draw(st.integers(0, values.dim() - 1)) if values.dim() else None
+        if deed == "u" or dim is None:
+            change = lambda t: t.unsqueeze(0)  # noqa: E731
+        elif deed == "t":
+            change = lambda t, d=dim: t.transpose(0, d).contiguous()  # noqa: E731
+        elif deed == "s":
+            at = data.draw(st.integers(0, values.shape[dim] - 1))
+            change = lambda t, d=dim, at=at: t.select(d, at)  # noqa: E731
+        else:
+            first = data.draw(st.integers(0, values.shape[dim] - 1))
+            count = data.draw(st.integers(1, values.shape[dim] - first))
+            change = lambda t, d=dim, a=first, n=count: t.narrow(d, a, n)  # noqa: E731
+        values, traced = change(values), change(traced)
+    block, order = naming._block(traced, shape)
+    stored = naming.Stored("there", "here", block, tuple(values.shape), order)
+    everything = Piece((0,) * len(shape), tuple(shape))
+    assert torch.equal(stored.arranged(whole[block.inside(everything)]), values)
+    offset = [data.draw(st.integers(0, n - 1)) for n in block.shape]
+    part = Piece(
+        tuple(a + b for a, b in zip(block.offset, offset, strict=True)),
+        tuple(data.draw(st.integers(1, n - a)) for n, a in zip(block.shape, offset, strict=True)),
+    )
+    assert torch.equal(
+        stored.back(values[stored.inside(part)], part), whole[part.inside(everything)]
+    )
+
+
+@pytest.mark.parametrize("change", [lambda t: t.flatten(), lambda t: t.t().reshape(2, 6)])
+def test_what_is_no_block_is_told(change):
+    traced = torch.empty(3, 4, device="meta").as_subclass(naming._Traced)
+    made = change(traced)
+    elsewhere = made.untyped_storage()._cdata != traced.untyped_storage()._cdata
+    assert elsewhere or naming._block(made, (3, 4)) is None

@@ -231,13 +231,8 @@ class _Held:
             size = torch.Size(part.shape).numel() * entry.dtype.itemsize
             values = came[rank][at[rank] : at[rank] + size]
             at[rank] += size
-            whole[part.inside(stored.block)] = _as(values, entry.dtype).view(part.shape)
+            whole[part.inside(stored.block)] = values.view(entry.dtype).view(part.shape)
         return stored.arranged(whole)
-
-
-def _as(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Bytes as numbers: from wherever they begin, which may be no multiple of a number's size."""
-    return values.clone().view(dtype)
 
 
 def _listed(told: dict) -> Iterator[tuple[str, Piece, int]]:

@@ -41,7 +41,7 @@ class Stored:
         """``block`` of the model's tensor as it is in the folder: a view."""
         named = [dim for dim in self.order if dim is not None]
         rest = [dim for dim in range(block.dim()) if dim not in named]
-        return block.permute(*named, *rest).reshape(self.shape)
+        return block.permute([*named, *rest]).reshape(self.shape)
 
     def inside(self, part: Piece) -> tuple[slice, ...]:
         """Where ``part`` of the model's tensor, which lies in `block`, is in the folder's."""
@@ -52,7 +52,7 @@ class Stored:
         """What `inside` found, in the shape of ``part``."""
         named = [dim for dim in self.order if dim is not None]
         values = values.reshape([part.shape[dim] for dim in named])
-        values = values.permute(*(named.index(dim) for dim in sorted(named)))
+        values = values.permute([named.index(dim) for dim in sorted(named)])
         return values.reshape(part.shape)
 
 
