@@ -248,7 +248,7 @@ def test_export_by_a_config_of_hugging_faces(run, tmp_path, capsys):
     assert code == 2 and "exists already" in said
     options = ("--overwrite", "--dtype", "bfloat16")
     assert command(capsys, "export", run, path, "--config", config, *options)[0] == 0
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(path)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(path, dtype="auto")
     assert loaded.dtype == torch.bfloat16
 
 

@@ -112,7 +112,7 @@ def test_files_of_a_given_size_written_by_all_ranks(family, tmp_path, monkeypatc
 def test_rounded_and_with_a_tokenizer(tmp_path, token_folder):
     options = {"dtype": torch.bfloat16, "tokenizer": token_folder / "tokenizer"}
     nl.spmd.run(lambda rank: exports(rank, tmp_path / "a", "gpt2", BOTH, **options), 4)
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "a")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "a", dtype="auto")
     assert loaded.dtype == torch.bfloat16
     for name, value in source("gpt2").state_dict().items():
         assert torch.equal(loaded.state_dict()[name], value.bfloat16())

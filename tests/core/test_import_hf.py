@@ -93,8 +93,8 @@ def test_a_rank_reads_what_it_holds_and_no_more(family, config, tmp_path, monkey
 
 
 def test_folders_that_others_wrote(tmp_path):
-    """Without the base model's prefix, with masks for values and a tied head, as on the hub; and
-    with experts stacked as in memory."""
+    """Without the base model's prefix, with masks for values and a tied head, as on the hub; with
+    the frequencies of rotary positions; and with experts stacked as in memory."""
     model = source("gpt2")
     saved(model, tmp_path / "hub")
     values = load_file(tmp_path / "hub" / "model.safetensors")
@@ -105,6 +105,12 @@ def test_folders_that_others_wrote(tmp_path):
     }
     save_file(values, tmp_path / "hub" / "model.safetensors")
     assert_is(nl.spmd.run(imports, 4, args=(tmp_path / "hub", "gpt2", BOTH)), model)
+    rotary = source("llama")
+    saved(rotary, tmp_path / "old")
+    values = load_file(tmp_path / "old" / "model.safetensors")
+    values["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(2)
+    save_file(values, tmp_path / "old" / "model.safetensors")
+    assert_is(nl.spmd.run(imports, 1, args=(tmp_path / "old", "llama", {})), rotary)
     mixture = source("mixtral")
     (tmp_path / "stacked").mkdir()
     save_file(dict(mixture.state_dict()), tmp_path / "stacked" / "model.safetensors")

@@ -16,8 +16,10 @@ from ..agree import together
 from ..pieces import Piece, blocks
 from . import skeleton
 from .listing import weight_files
-from .naming import Stored, stored
+from .naming import Stored, stored, with_or_without_prefix
 
+COMPUTED = r"rotary_emb\.inv_freq$"
+"""What older releases saved of every model with rotary positions; others are the model's to say."""
 _SHOWN = 3  # names in an error
 
 
@@ -90,7 +92,8 @@ def _copies(folder: Folder, bare: nn.Module, wanted: dict[str, state.Part]) -> d
 def _matched(folder: Folder, bare: nn.Module) -> list[tuple[Stored, str]]:
     """The tensors of the model, each with its name in ``folder``. Raises CheckpointError."""
     kind, names, found, faults = type(bare).__name__, set(folder.shapes), [], []
-    known: set[str] = set()
+    known = {name for name, _ in bare.named_buffers()}  # those that are not saved are computed
+    known |= {with_or_without_prefix(bare, name) for name in known}
     for each in _of_folder(stored(bare), bare, names):
         known |= {each.name, *each.spellings}
         name = next((name for name in (each.name, *each.spellings) if name in names), None)
@@ -101,7 +104,9 @@ def _matched(folder: Folder, bare: nn.Module) -> list[tuple[Stored, str]]:
             faults.append(f"has {name} of {shape} instead of {list(each.shape)}")
         else:
             found.append((each, name))
-    ignored = list(getattr(bare, "_keys_to_ignore_on_load_unexpected", None) or ())
+    ignored = [COMPUTED]
+    for model in (bare, bare.base_model):
+        ignored += getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     for name in names - known:
         if not any(re.search(pattern, name) for pattern in ignored):
             faults.append(f"has {name}, which {kind} has not")
@@ -109,7 +114,7 @@ def _matched(folder: Folder, bare: nn.Module) -> list[tuple[Stored, str]]:
         more = f", and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
         raise CheckpointError(
             f"{folder.path} is of another model: it {'; '.join(sorted(faults)[:_SHOWN])}{more}; "
-            f"build the model from its config.json"
+            "build the model from its config.json"
         )
     return found
 

@@ -152,6 +152,12 @@ def _block(view: torch.Tensor, shape: Sequence[int]):
     return Piece(tuple(offset), tuple(sizes)), tuple(order)
 
 
+def with_or_without_prefix(bare: nn.Module, name: str) -> str:
+    """What a tensor of ``bare`` is called in its base model, or one of the base model in it."""
+    dot = f"{bare.base_model_prefix}." if bare.base_model_prefix else ""
+    return name.removeprefix(dot) if name.startswith(dot) else dot + name
+
+
 def _spelled(bare: nn.Module, found: list[Stored]) -> list[Stored]:
     """``found`` with the other names under which a folder may have them.
 
@@ -165,11 +171,10 @@ def _spelled(bare: nn.Module, found: list[Stored]) -> list[Stored]:
     count: dict[str, int] = {}
     for each in found:
         count[each.of] = count.get(each.of, 0) + 1
-    dot = f"{bare.base_model_prefix}." if bare.base_model_prefix else ""
     spelled = []
     for each in found:
         names = [each.name, *(aliases.get(each.of, ()) if count[each.of] == 1 else ())]
-        more = [name.removeprefix(dot) if name.startswith(dot) else dot + name for name in names]
+        more = [with_or_without_prefix(bare, name) for name in names]
         others = tuple(dict.fromkeys(name for name in [*names, *more] if name != each.name))
         spelled.append(Stored(each.name, each.of, each.block, each.shape, each.order, others))
     return spelled
