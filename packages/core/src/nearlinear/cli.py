@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 from . import __version__
+from .checkpoint import cli as checkpoints
 from .errors import NearlinearError
 from .launch import cli as jobs
 from .watch import cli as watching
@@ -115,6 +116,7 @@ def _parser() -> argparse.ArgumentParser:
 
     jobs.add_commands(commands)
     watching.add_commands(commands)
+    checkpoints.add_commands(commands, _described)
 
     env = commands.add_parser("env", help="print what a bug report needs")
     env.set_defaults(run=_env)
@@ -138,6 +140,14 @@ def _add_config(command: argparse.ArgumentParser) -> None:
         help="change one key of the config; may be repeated",
     )
     command.add_argument("--nproc", type=int, metavar="N", help="ranks to start here (run.nproc)")
+
+
+def _described(path: Path, rows):
+    """See `checkpoint.cli.add_commands`."""
+    from .train import config as train_config
+    from .train.model import describe
+
+    return describe(train_config.load(path), rows)
 
 
 def _env(options, arguments) -> int:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
 
 from .. import c10d_names, runtime
+from ..errors import CheckpointError, NearlinearError
 
 
 def everyone(value) -> list:
@@ -23,3 +26,19 @@ def everyone(value) -> list:
     all_texts = torch.empty(dist.get_world_size() * longest, dtype=torch.uint8, device=now.device)
     c10d_names.all_gather(all_texts, here)
     return [json.loads(part.numpy().tobytes()) for part in all_texts.cpu().split(longest)]
+
+
+@contextlib.contextmanager
+def together() -> Iterator[None]:
+    """What fails in the block on one rank is raised as CheckpointError on all of them, after it.
+
+    A collective call. Where the block has collectives itself it fails after the last of them.
+    """
+    failed = ""
+    try:
+        yield
+    except NearlinearError as error:
+        failed = str(error)
+    failures = [why for why in everyone(failed) if why]
+    if failures:
+        raise CheckpointError(failures[0])

@@ -18,30 +18,37 @@ from .. import runtime
 from ..errors import ConfigError, NearlinearError
 from ..spmd.ranks import one_at_a_time
 from . import layout
-from .history import Recorder
+from .history import Nothing, Recorder
 
 _building = threading.local()
 
 
 @contextmanager
-def delayed_init(seed: int | None = None, *, as_without: bool = True) -> Iterator[None]:
+def delayed_init(
+    seed: int | None = None, *, as_without: bool = True, values: bool = True
+) -> Iterator[None]:
     """Create parameters without memory inside the block; `nearlinear.shard` fills them later.
 
     ``seed``: of the model's random numbers (default: the config's ``random_seed``; before `init`,
     the generator as it is). The values are those the model has without delay after
     ``torch.manual_seed(seed)``; for that all numbers are drawn here too, on every rank. With
     ``as_without=False`` that time is saved: other values follow from the seed, the same on any
-    number of ranks. The generator is left as it was. Ranks that are threads enter one at a time.
+    number of ranks. With ``values=False`` `shard` leaves zeros, in no time: for what
+    `nearlinear.import_hf` or `nearlinear.load` fills. The generator is left as it was. Ranks that
+    are threads enter one at a time.
     """
     if seed is None and runtime.is_initialized():
         seed = runtime.current().config.random_seed
-    recorder = Recorder(None if as_without else seed or 0)
+    recorder = Recorder(None if as_without and values else seed or 0)
 
     def without_values(module, name, parameter):
         if parameter is None or parameter.is_meta:
             return None
         meta = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
-        recorder.show(parameter, meta)
+        if values:
+            recorder.show(parameter, meta)
+        else:
+            meta._nearlinear_history = Nothing()
         return meta
 
     with one_at_a_time(seed=seed):

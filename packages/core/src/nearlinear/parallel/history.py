@@ -76,6 +76,14 @@ class History:
         return memory.view(shape).to(like.dtype)  # a model may have been cast since
 
 
+class Nothing:
+    """Takes the place of a `History` whose values something else will bring."""
+
+    def values(self, name: str, like: nn.Parameter, shape: tuple[int, ...]) -> torch.Tensor:
+        """Zeros."""
+        return torch.zeros(shape, dtype=like.dtype, device="cpu")
+
+
 class Recorder(TorchDispatchMode):
     """Writes down what is done in place to the parameters that it was shown."""
 

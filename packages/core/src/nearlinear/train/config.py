@@ -5,6 +5,7 @@ meaning by ``nearlinear train --print-config``. No torch here: `--help` and erro
 """
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 from .. import config as parallel_config
@@ -14,12 +15,13 @@ from ..errors import ConfigError
 from ..moe import MoEConfig
 from ..parallel.activations import strategy
 from ..schema import coerce
-from .presets import CONTEXT_KEY, preset
+from . import pretrained
+from .presets import context_key, preset
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Which model to train, from its initialisation."""
+    """Which model to train, and from which values."""
 
     preset: str = "gpt2-tiny"
     """gpt2-tiny, gpt2-small, gpt2-xl, gpt2-30b, llama-tiny, llama2-7b, llama2-13b, llama2-70b,
@@ -28,22 +30,40 @@ class ModelConfig:
     """longest sequence the model can read, tokens; 0 = the preset's"""
     overrides: dict = field(default_factory=dict)
     """keys of the Hugging Face model config to change, as in n_layer = 2"""
+    init_from: str = ""
+    """a Hugging Face folder (config.json, safetensors) to start from, in place of a preset; empty =
+    from the model's own initialisation"""
+
+    @property
+    def architecture(self) -> dict:
+        """Family, context and shape: the preset's, or of the folder to start from."""
+        return pretrained.architecture(self.init_from) if self.init_from else preset(self.preset)
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it can be told; a job's folder may be on the machines that will run it."""
+        return not self.init_from or Path(self.init_from).is_dir()
+
+    @property
+    def name(self) -> str:
+        """What to call the model: its preset or folder."""
+        return self.init_from or self.preset
 
     @property
     def family(self) -> str:
-        return preset(self.preset)["family"]
+        return self.architecture["family"]
 
     @property
     def longest_sequence(self) -> int:
         """Tokens the model can read at once. Raises ConfigError if that is asked for twice."""
-        key = CONTEXT_KEY[self.family]
+        key = context_key(self.family)
         override = self.overrides.get(key, self.context)
         if self.context and override != self.context:
             raise ConfigError(
                 f"model.context = {self.context} and model.overrides.{key} = {override} are two "
                 "names for one setting: keep one"
             )
-        return coerce(override, int, f"model.overrides.{key}") or preset(self.preset)["context"]
+        return coerce(override, int, f"model.overrides.{key}") or self.architecture["context"]
 
 
 @dataclass(frozen=True)
@@ -192,6 +212,11 @@ class TrainConfig:
     run: RunConfig = field(default_factory=RunConfig)
 
     def __post_init__(self):
+        if self.model.init_from and self.model.preset != ModelConfig.preset:
+            raise ConfigError(
+                f"model.preset = {self.model.preset!r} and model.init_from name two models: drop "
+                "model.preset, the folder's config.json says what the model is"
+            )
         for key, least in _LEAST.items():
             table, name = key.split(".")
             value = getattr(getattr(self, table), name)
@@ -207,7 +232,7 @@ class TrainConfig:
             raise ConfigError("batch.micro_batch_size x batch.accumulation: more than 2^31 samples")
         if self.parallel.pipeline_parallel_degree > 1:
             self._check_microbatches()
-        if self.sequence_length > self.model.longest_sequence:
+        if self.model.is_here and self.sequence_length > self.model.longest_sequence:
             raise ConfigError(
                 f"data.sequence_length = {self.data.sequence_length} is longer than the model's "
                 f"context of {self.model.longest_sequence} tokens: lower it, or raise model.context"

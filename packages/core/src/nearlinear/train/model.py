@@ -1,39 +1,51 @@
-"""From a preset to a Hugging Face model, without values: `nearlinear.shard` gives them."""
+"""From a preset or a folder's config.json to a Hugging Face model, without values.
+
+`nearlinear.shard` gives them, or `nearlinear.import_hf`.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
 
 from torch import nn
 
-from ..errors import ConfigError, NearlinearError
+from ..checkpoint.hf import skeleton
+from ..data.format import Manifest
+from ..errors import ConfigError, DataError, NearlinearError
 from ..parallel.delayed_init import delayed_init
 from ..spmd import one_at_a_time
-from .config import ModelConfig
-from .presets import CONFIG, CONTEXT_KEY, preset
+from .config import ModelConfig, TrainConfig
+from .presets import context_key
 
 
 def build_model(config: ModelConfig, vocabulary: int) -> nn.Module:
     """The causal language model ``config`` names, with ``vocabulary`` ids, on the meta device."""
-    shape = preset(config.preset)
+    found = config.architecture
     arguments = {
         "vocab_size": vocabulary,
-        CONTEXT_KEY[config.family]: config.longest_sequence,
         "bos_token_id": vocabulary - 1,
         "eos_token_id": vocabulary - 1,
+        **found["shape"],
+        context_key(found["family"]): config.longest_sequence,
         "use_cache": False,
-        **shape["shape"],
         **config.overrides,
     }
     try:
         with one_at_a_time():  # its lazy imports are not safe among ranks that are threads
-            import transformers
-            from transformers import AutoModelForCausalLM
-
-            family = getattr(transformers, CONFIG[config.family])
+            from transformers import CONFIG_MAPPING, AutoModelForCausalLM
     except ModuleNotFoundError as error:
         raise NearlinearError(f'{error.name} is missing: pip install "nearlinear[data]"') from None
+    if found["family"] not in CONFIG_MAPPING:
+        raise ConfigError(
+            f"model.init_from = {config.init_from}: this version of transformers has no "
+            f"{found['family']} models; pip install -U transformers"
+        )
+    family = CONFIG_MAPPING[found["family"]]
     unknown = sorted(set(config.overrides) - set(family().to_dict()))
     if unknown:
         raise ConfigError(f"model.overrides.{unknown[0]}: {family.__name__} has no such key")
     try:
-        with delayed_init(as_without=False):  # billions of numbers take minutes
+        # billions of numbers take minutes
+        with delayed_init(as_without=False, values=not config.init_from):
             model = AutoModelForCausalLM.from_config(
                 family(**arguments), attn_implementation="sdpa"
             )
@@ -42,3 +54,24 @@ def build_model(config: ModelConfig, vocabulary: int) -> nn.Module:
         raise ConfigError(f"the model cannot be built: {reason}") from error
     model.loss_type = "ForCausalLM"  # the one it falls back to, without its warning
     return model
+
+
+def describe(config: TrainConfig, rows: Callable[[str], int]) -> tuple[dict, Path | None]:
+    """The config.json of the model that ``config`` trains, and its tokenizer's folder or None.
+
+    The vocabulary is that of the token shards; where they are not, ``rows(name)`` says how many
+    rows the embedding has.
+    """
+    folder = Path(config.data.path)
+    try:
+        vocabulary = Manifest.read(folder).vocab_size if config.data.path else 0
+    except DataError:
+        vocabulary = 0
+    if not vocabulary:
+        model = build_model(config.model, 1)
+        words = model.get_input_embeddings()
+        name = next(name for name, module in model.named_modules() if module is words)
+        vocabulary = rows(f"{name}.weight")
+    tokenizer = folder / "tokenizer"
+    has = bool(config.data.path) and (tokenizer / "tokenizer.json").is_file()
+    return skeleton.describe(build_model(config.model, vocabulary)), tokenizer if has else None

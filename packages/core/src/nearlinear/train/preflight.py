@@ -14,8 +14,9 @@ from ..data.dataset import TokenDataset
 from ..errors import ConfigError, DataError
 from ..mesh import Mesh
 from ..schema import coerce
+from . import pretrained
 from .config import TrainConfig
-from .presets import LAYERS_KEY, preset
+from .presets import layers_key
 
 log = logging.getLogger(__name__)
 
@@ -25,7 +26,7 @@ OF_OFFLOAD = ("sm_activation_offloading", "activation_loading_horizon")
 
 def check(config: TrainConfig, world: int, ranks_per_node: int = 0) -> Mesh:
     """Raise ConfigError or DataError if ``config`` cannot train on ``world`` ranks; the mesh."""
-    preset(config.model.preset)
+    config.model.architecture  # noqa: B018 - raises ConfigError
     config.parallel.check_supported()
     if config.parallel.microbatches > 1 and config.parallel.pipeline_parallel_degree == 1:
         log.warning(
@@ -61,8 +62,8 @@ def check(config: TrainConfig, world: int, ranks_per_node: int = 0) -> Mesh:
 
 def _check_degrees(config: TrainConfig, mesh: Mesh) -> None:
     """Raise ConfigError where the model's own numbers do not go with the mesh."""
-    name, family = config.model.preset, config.model.family
-    shape = preset(name)["shape"] | config.model.overrides
+    name, family = config.model.name, config.model.family
+    shape = config.model.architecture["shape"] | config.model.overrides
     heads = "n_head" if family == "gpt2" else "num_attention_heads"
     for key in (heads, "num_key_value_heads"):
         _divides("tensor_parallel_degree", mesh.tensor, key, shape.get(key))
@@ -73,7 +74,7 @@ def _check_degrees(config: TrainConfig, mesh: Mesh) -> None:
         )
     _divides("expert_parallel_degree", mesh.expert, "num_local_experts",
              shape.get("num_local_experts"))  # fmt: skip
-    layers = shape[LAYERS_KEY[family]]
+    layers = shape.get(layers_key(family))
     if isinstance(layers, int) and mesh.pipeline > layers:
         raise ConfigError(
             f"parallel.pipeline_parallel_degree = {mesh.pipeline}: {name} has only {layers} layers"
@@ -117,6 +118,8 @@ def open_dataset(config: TrainConfig, split: str, verified: bool = False) -> Tok
         verify="size" if verified else config.data.verify,
     )
     needed = dataset.manifest.vocab_size
+    if config.model.init_from:
+        pretrained.check_vocabulary(config.model.init_from, config.data.path, needed)
     asked = config.model.overrides.get("vocab_size", needed)
     vocabulary = coerce(asked, int, "model.overrides.vocab_size")
     if vocabulary < needed:

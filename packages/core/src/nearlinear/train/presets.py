@@ -98,6 +98,16 @@ CONTEXT_KEY = dict.fromkeys(CONFIG, "max_position_embeddings") | {"gpt2": "n_pos
 LAYERS_KEY = dict.fromkeys(CONFIG, "num_hidden_layers") | {"gpt2": "n_layer"}
 
 
+def context_key(family: str) -> str:
+    """What the config of ``family`` calls the longest sequence; families beyond `CONFIG` too."""
+    return CONTEXT_KEY.get(family, "max_position_embeddings")
+
+
+def layers_key(family: str) -> str:
+    """What the config of ``family`` calls the number of blocks."""
+    return LAYERS_KEY.get(family, "num_hidden_layers")
+
+
 def preset(name: str) -> dict:
     """Family, context and shape of the model called ``name``. Raises ConfigError."""
     if name not in PRESETS:

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from .. import runtime, schema
+from ..checkpoint.hf.importing import import_hf
 from ..data.loader import BlockShuffle, Loader
 from ..errors import NearlinearError
 from ..memory.measure import memory_report
@@ -99,7 +100,10 @@ class Trainer:
         self.keeper = Keeper(config.checkpoint, self.model, self.optimizer, self.loader)
         self.ending = Ending()
         self.told_to_end = False
-        self.first_step = self.done = self.keeper.resume() or (state["step"] if state else 0)
+        resumed = self.keeper.resume()
+        if config.model.init_from and not resumed:
+            import_hf(config.model.init_from, self.model)
+        self.first_step = self.done = resumed or (state["step"] if state else 0)
         precision = config.parallel.precision
         self.peak_tflops = config.run.peak_tflops or peak_tflops(self.device, precision)
         self.reporter = Reporter(
@@ -258,7 +262,7 @@ class Trainer:
     def _introduce(self, last: int) -> None:
         say = self.reporter.say
         say(str(self.mesh))
-        say(f"{self.config.model.preset}: {self.parameters:,} parameters")
+        say(f"{self.config.model.name}: {self.parameters:,} parameters")
         say(f"{self.dataset}")
         self.reporter.begin(last, self._tokens_per_step(), ranks.hosts(self.device))
         if self.keeper.saved:

@@ -15,7 +15,6 @@ from ..mesh import Mesh
 from ..schema import coerce, to_toml
 from ..train import preflight
 from ..train.config import TrainConfig
-from ..train.presets import preset
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ def check(config: TrainConfig, options: Options, world: int, ranks_per_node: int
         ("--json", options.json, ".json"),
     ):
         _check_file(flag, path, suffix, options.source)
-    preset(config.model.preset)
+    config.model.architecture  # noqa: B018 - raises ConfigError
     config.parallel.check_supported()
     _check_degrees(config.parallel)
     vocabulary(config)
@@ -135,7 +134,7 @@ def find(config: TrainConfig, options: Options):
     nodes = "node" if mesh.nodes == 1 else "nodes"
     batch = f"micro-batches of {config.batch.micro_batch_size} x {config.sequence_length} tokens"
     title = (
-        f"{config.model.preset}: {worked.parameters:,} parameters in {len(worked.blocks)} blocks "
+        f"{config.model.name}: {worked.parameters:,} parameters in {len(worked.blocks)} blocks "
         f"and a root; {batch}; {mesh.world} ranks ({now.device.type}) on {mesh.nodes} {nodes}"
     )
     return report.Findings(

@@ -17,7 +17,7 @@ from ..parallel.delayed_init import materialise
 from ..parallel.shard import COMPUTED_IN
 from ..train.config import TrainConfig
 from ..train.model import build_model
-from ..train.presets import LAYERS_KEY
+from ..train.presets import layers_key
 from .estimate import Work
 from .measure import slowest_medians
 from .units import Unit
@@ -88,7 +88,7 @@ def _one_block(config: TrainConfig, device, dtype, rounds: int) -> tuple[float, 
 def _block_and_input(config: TrainConfig, device, dtype) -> tuple[nn.Module, tuple, dict]:
     """A block with values, and what its model calls it with for the config's micro-batch."""
     shape = {k: v for k, v in config.model.overrides.items() if k != "vocab_size"}
-    shape[LAYERS_KEY[config.model.family]] = 1
+    shape[layers_key(config.model.family)] = 1
     model = build_model(dataclasses.replace(config.model, overrides=shape), FEW_WORDS)
     materialise(model, model, device)
     model.to(device, dtype)

@@ -1,0 +1,72 @@
+"""Whether a checkpoint is what was written: every file's size and SHA-256, and what is in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+from ..errors import CheckpointError
+from . import index
+from .index import Index
+
+_DTYPES = {
+    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64",
+    "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool",
+}  # fmt: skip
+
+
+def faults(folder: Path, read: Callable[[int], None] = lambda count: None) -> Iterator[str]:
+    """Everything that is wrong with the checkpoint in ``folder``, in words, as it is found.
+
+    ``read`` is called with the bytes of each file that was looked at.
+    """
+    try:
+        found = index.read(folder)
+    except CheckpointError as error:
+        yield str(error)
+        return
+    for name, file in found.files.items():
+        yield from _of_file(folder / name, file, found)
+        read(file.bytes)
+
+
+def _of_file(path: Path, file: index.File, found: Index) -> Iterator[str]:
+    try:
+        size = path.stat().st_size
+        if size != file.bytes:
+            yield f"{path} has {size} bytes instead of {file.bytes}"
+        elif index.digest(path) != file:
+            yield f"{path} has changed since it was written: its SHA-256 is another"
+    except FileNotFoundError:
+        yield f"{path} is missing"
+        return
+    except OSError as error:
+        yield f"{path} cannot be read ({error.strerror})"
+        return
+    try:
+        yield from _of_content(path, found)
+    except (OSError, SafetensorError) as error:
+        yield f"{path} is no safetensors file, or not all of it ({error})"
+
+
+def _of_content(path: Path, found: Index) -> Iterator[str]:
+    """Where the tensors in a file are not those that the index speaks of."""
+    expected = {
+        index.key(name, number): (tensor.dtype, list(piece.shape))
+        for name, tensor in found.tensors.items()
+        for number, piece in enumerate(tensor.pieces.get(path.name, ()))
+    }
+    with safe_open(path, "pt") as values:
+        there = set(values.keys())
+        for key in sorted(expected.keys() - there):
+            yield f"{path} has no {key}, which the index says it has"
+        for key in sorted(there - expected.keys()):
+            yield f"{path} has {key}, of which the index knows nothing"
+        for key in sorted(there & expected.keys()):
+            part = values.get_slice(key)
+            dtype = _DTYPES.get(part.get_dtype(), part.get_dtype())
+            if (dtype, list(part.get_shape())) != expected[key]:
+                said = "{} {}".format(*expected[key])
+                yield f"{path} has {key} as {dtype} {part.get_shape()} instead of {said}"
