@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 import nearlinear as nl
-from nearlinear.checkpoint import index, kept, save
+from nearlinear.checkpoint import file, index, kept
 from nearlinear.errors import CheckpointError
 from nearlinear.spmd.failures import RankError
 from tests.support import tiny
@@ -191,27 +191,28 @@ def test_the_newest_are_kept_and_what_was_not_finished_goes(tmp_path):
     (tmp_path / "step-00000000").mkdir()
     assert set(on(2, keeps, str(tmp_path))) == {"step-00000003"}
     assert kept.steps(tmp_path) == [2, 3]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000002", "step-00000003"]
+    there = [kept.LATEST, "step-00000002", "step-00000003"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == there
 
 
 def saves_twice(rank, folder):
     _, model, _ = started(2, "gpt2")
     kept.keep(folder, 2, 1, model)
     try:
-        kept.keep(folder, 2, 2, model)
+        kept.keep(folder, 2, 2, model).wait()
     except CheckpointError as error:
         return str(error)
 
 
 def test_a_full_disk_is_told_to_all_and_costs_no_older_checkpoint(tmp_path, monkeypatch):
-    write = save.save_file
+    write = file.write
 
-    def full(blocks, path):
+    def full(path, blocks):
         if path.parent.name == "step-00000002" and "rank-00001" in path.name:
             raise OSError(28, "No space left on device")
-        write(blocks, path)
+        return write(path, blocks)
 
-    monkeypatch.setattr(save, "save_file", full)
+    monkeypatch.setattr(file, "write", full)
     said = on(2, saves_twice, str(tmp_path))
     assert said[0] == said[1] and "rank 1 cannot write" in said[0]
     assert "No space left on device" in said[0]

@@ -1,13 +1,8 @@
-"""One safetensors file, written and hashed in one pass over memory that is not copied.
-
-The format is eight bytes with the length of a JSON header, the header, and the tensors' bytes.
-Source: the safetensors format specification, https://github.com/huggingface/safetensors#format.
-"""
+"""One safetensors file, written and hashed in one pass over memory that is not copied."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import queue
 import threading
@@ -17,16 +12,10 @@ from pathlib import Path
 import torch
 
 from .index import File
+from .stream import beginning, bytes_of, in_order
 
 CHUNK = 16 * 2**20
 """bytes that are hashed while the next are written"""
-DTYPES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.complex64: "C64",
-    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
-    torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8",
-    torch.bool: "BOOL",
-}  # fmt: skip
 
 
 def write(path: Path, tensors: dict[str, torch.Tensor]) -> File:
@@ -51,23 +40,11 @@ def write(path: Path, tensors: dict[str, torch.Tensor]) -> File:
 
 
 def _chunks(tensors: dict[str, torch.Tensor]) -> Iterator[memoryview]:
-    """The file, in pieces. Larger numbers first, so that all are aligned."""
-    ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
-    header, end = {}, 0
-    for name, tensor in ordered:
-        if tensor.dtype not in DTYPES:
-            raise ValueError(f"{name} is {tensor.dtype}, which safetensors files do not hold")
-        begin, end = end, end + tensor.nbytes
-        header[name] = {
-            "dtype": DTYPES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [begin, end],
-        }
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    yield memoryview(len(text).to_bytes(8, "little") + text)
-    for _, tensor in ordered:
-        values = memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+    """The file, in pieces."""
+    described = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    yield memoryview(beginning(described))
+    for name in in_order(described):
+        values = bytes_of(tensors[name])
         for at in range(0, len(values), CHUNK):
             yield values[at : at + CHUNK]
 

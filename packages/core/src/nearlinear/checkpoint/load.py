@@ -8,10 +8,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from .. import runtime
-from ..errors import CheckpointError, NearlinearError
+from ..errors import CheckpointError
 from ..parallel import loss_scale
 from . import index, saving, state
-from .agree import everyone
+from .agree import everyone, together
 from .pieces import Piece, blocks
 
 _SHOWN = 3  # names in an error
@@ -25,14 +25,9 @@ def load(folder, model, optimizer=None, loader=None, scheduler=None) -> int:
     first value has been changed wherever that can be told from the index. A collective call.
     """
     saving.finish()
-    found, failed, elsewhere = None, "", _on_other_stages(model)
-    try:
+    elsewhere = _on_other_stages(model)
+    with together():
         found = _load(Path(folder), model, optimizer, loader, scheduler, elsewhere)
-    except NearlinearError as error:
-        failed = str(error)
-    failures = [why for why in everyone(failed) if why]
-    if failures:
-        raise CheckpointError(failures[0])
     return found.step
 
 

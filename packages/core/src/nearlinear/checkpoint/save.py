@@ -9,7 +9,7 @@ from pathlib import Path
 
 from .. import runtime
 from ..parallel import loss_scale
-from . import index, saving, state
+from . import about, index, saving, state
 from .agree import everyone
 from .index import Index
 from .pieces import Piece, blocks, writers
@@ -39,7 +39,7 @@ def begin(folder: Path, parts: tuple, step: int, after: Callable = lambda: None)
     saving.finish()  # the one before
     now, (model, optimizer, loader, scheduler) = runtime.current(), parts
     tensors = dict(state.of_model(model))
-    values: dict = {}
+    values: dict = {about.KEY: about.about(model)}
     if optimizer is not None:
         tensors |= state.of_optimizer(optimizer, model)
         mine = state.settings(optimizer, model)

@@ -43,6 +43,8 @@ class Saving:
         self.folder = folder
         self.error = ""
         """why there will be none"""
+        self.known = False
+        """whether it has been raised"""
         self._deadline: float | None = None
         # not a daemon: a script that ends waits for its last checkpoint
         self._thread = threading.Thread(target=write, args=(self,), name="checkpoint")
@@ -57,6 +59,7 @@ class Saving:
         """The folder, once the checkpoint is there. Raises CheckpointError, on all ranks alike."""
         self._thread.join()
         if self.error:
+            self.known = True
             raise CheckpointError(self.error)
         return self.folder
 
@@ -102,7 +105,8 @@ def finish() -> None:
     mine = _of_jobs.get(_torch.job_store())
     if mine is not None and mine.newest is not None:
         saving, mine.newest = mine.newest, None
-        saving.wait()
+        if not saving.known:
+            saving.wait()
 
 
 def start(

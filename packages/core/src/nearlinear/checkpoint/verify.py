@@ -10,11 +10,9 @@ from safetensors import SafetensorError, safe_open
 from ..errors import CheckpointError
 from . import index
 from .index import Index
+from .stream import DTYPES
 
-_DTYPES = {
-    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64",
-    "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool",
-}  # fmt: skip
+_TORCH = {word: str(dtype).removeprefix("torch.") for dtype, word in DTYPES.items()}
 
 
 def faults(folder: Path, read: Callable[[int], None] = lambda count: None) -> Iterator[str]:
@@ -66,7 +64,7 @@ def _of_content(path: Path, found: Index) -> Iterator[str]:
             yield f"{path} has {key}, of which the index knows nothing"
         for key in sorted(there & expected.keys()):
             part = values.get_slice(key)
-            dtype = _DTYPES.get(part.get_dtype(), part.get_dtype())
+            dtype = _TORCH.get(part.get_dtype(), part.get_dtype())
             if (dtype, list(part.get_shape())) != expected[key]:
                 said = "{} {}".format(*expected[key])
                 yield f"{path} has {key} as {dtype} {part.get_shape()} instead of {said}"

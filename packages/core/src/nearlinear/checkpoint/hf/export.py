@@ -18,10 +18,10 @@ from ...errors import CheckpointError
 from .. import state
 from ..agree import everyone, together
 from ..pieces import Piece, blocks, writers
+from ..stream import DTYPES, Stream
 from ..whole import Whole
 from . import skeleton
 from .naming import Stored, stored
-from .stream import DTYPES, Stream
 from .target import MAX_SHARD_BYTES, Entry, Shard, Target, shards
 
 

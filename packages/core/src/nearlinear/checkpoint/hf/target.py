@@ -15,9 +15,9 @@ from torch import nn
 
 from ...errors import CheckpointError
 from .. import index
+from ..stream import Stream, in_order
 from .listing import CONFIG, INDEX, WEIGHTS
 from .naming import Stored
-from .stream import Stream, in_order
 
 MAX_SHARD_BYTES = 5 * 10**9
 OF_TOKENIZERS = (

@@ -1,0 +1,241 @@
+"""Checkpoints that are written while training goes on: whole, of one moment, or not there."""
+
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+import nearlinear as nl
+from nearlinear import _torch, runtime
+from nearlinear.checkpoint import file, index, kept, meeting, saving
+from nearlinear.checkpoint.snapshot import Snapshot
+from nearlinear.checkpoint.stream import DTYPES, bytes_of
+from nearlinear.errors import CheckpointError
+from nearlinear.spmd.failures import RankError
+from tests.support import tiny
+
+
+def trained(rank: int, steps: int = 2):
+    nl.init({"hybrid_shard_degree": 2})
+    with nl.spmd.one_at_a_time(seed=0):
+        model = tiny.MODELS["gpt2"]()
+    model = nl.shard(model)
+    updates = tiny.optimizer_for(model, "adamw")
+    for step in range(steps):
+        one_step(model, updates, step)
+    return model, updates
+
+
+def one_step(model, updates, step: int) -> None:
+    model(**tiny.batch(tiny.rows(step, 2))).loss.backward()
+    updates.step()
+    updates.zero_grad()
+
+
+def values(model) -> dict[str, torch.Tensor]:
+    return {name: p.detach().full_tensor().clone() for name, p in model.named_parameters()}
+
+
+class Gate:
+    """Lets files be written once it is opened."""
+
+    def __init__(self, monkeypatch, error: Exception | None = None, name: str = "rank-"):
+        self.open, write = threading.Event(), file.write
+
+        def wait_and_write(path, tensors):
+            assert self.open.wait(60)
+            if error is not None and path.name.startswith(name):
+                raise error
+            return write(path, tensors)
+
+        monkeypatch.setattr(file, "write", wait_and_write)
+
+
+def test_it_is_of_the_moment_it_was_asked_for(monkeypatch, tmp_path):
+    """Training goes on, and changes everything, before the first byte is written."""
+    gate = Gate(monkeypatch)
+
+    def work(rank):
+        model, updates = trained(rank)
+        before = values(model)
+        started = nl.save(tmp_path, model, updates, step=2)
+        one_step(model, updates, 2)
+        after = values(model)
+        assert not started.done and not (tmp_path / index.NAME).exists()
+        dist.barrier()
+        gate.open.set()
+        started.wait()
+        nl.load(tmp_path, model, updates)
+        found = values(model)
+        assert all(found[name].equal(value) for name, value in before.items())
+        assert not all(found[name].equal(value) for name, value in after.items())
+
+    nl.spmd.run(work, 4)
+
+
+def test_the_next_save_loading_and_leaving_wait_for_it(tmp_path):
+    def work(rank):
+        model, updates = trained(rank)
+        one = nl.save(tmp_path / "one", model, updates)
+        two = nl.save(tmp_path / "two", model, updates)
+        assert one.done
+        nl.load(tmp_path / "two", model, updates)
+        assert two.done
+        nl.save(tmp_path / "three", model, updates)
+
+    nl.spmd.run(work, 2)
+    assert index.read(tmp_path / "three").files.keys() == index.read(tmp_path / "one").files.keys()
+
+
+def test_wait_is_when_it_is_there(tmp_path):
+    def work(rank):
+        model, updates = trained(rank)
+        return nl.save(tmp_path, model, updates, wait=True).done, index.read(tmp_path).step
+
+    assert nl.spmd.run(work, 2) == [(True, 0)] * 2
+
+
+@pytest.mark.parametrize("then", ["wait", "save", "load", "leave"])
+def test_a_rank_that_cannot_write_is_named_on_all_ranks(monkeypatch, tmp_path, then):
+    gate = Gate(monkeypatch, OSError(28, "No space left on device"), "rank-00001")
+    gate.open.set()
+
+    def work(rank):
+        model, updates = trained(rank)
+        started = nl.save(tmp_path / "lost", model, updates)
+        with pytest.raises(CheckpointError, match="rank 1 cannot write .*No space left"):
+            if then == "wait":
+                started.wait()
+            elif then == "save":
+                nl.save(tmp_path / "next", model, updates)
+            elif then == "load":
+                nl.load(tmp_path / "lost", model, updates)
+            else:
+                runtime.shutdown()
+        assert not (tmp_path / "lost" / index.NAME).exists()
+
+    nl.spmd.run(work, 2)
+
+
+def test_nobody_waits_long_for_a_rank_that_is_gone(monkeypatch, tmp_path):
+    """Rank 1 never says that it has written: rank 0 has met with an error, and gives up."""
+    tell = meeting.Meeting.tell
+    monkeypatch.setattr(
+        meeting.Meeting, "tell", lambda self, *words: self.rank == 1 or tell(self, *words)
+    )
+
+    def work(rank):
+        model, updates = trained(rank)
+        started = nl.save(tmp_path, model, updates)
+        started.abandon(0.2)
+        with pytest.raises(CheckpointError, match="other ranks did not finish"):
+            saving.finish()
+
+    nl.spmd.run(work, 2)
+    assert not (tmp_path / index.NAME).exists()
+
+
+def test_the_newest_is_pointed_at_once_it_is_there(tmp_path):
+    def work(rank):
+        model, updates = trained(rank)
+        for step in range(1, 5):
+            kept.keep(tmp_path, 2, step, model, updates)
+
+    nl.spmd.run(work, 2)
+    assert (tmp_path / kept.LATEST).read_text() == "step-00000004\n"
+    assert kept.steps(tmp_path) == [3, 4]
+
+
+def test_nothing_is_left_in_the_jobs_store_but_the_last_words(tmp_path):
+    def work(rank):
+        model, updates = trained(rank)
+        before = _torch.job_store().num_keys()
+        sizes = []
+        for step in range(3):
+            nl.save(tmp_path / str(step), model, updates).wait()
+            dist.barrier()
+            sizes.append(_torch.job_store().num_keys() - before)
+            dist.barrier()
+        return sizes
+
+    assert nl.spmd.run(work, 2)[0] == [2, 2, 2]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_file_is_what_the_library_reads(tmp_path, dtype):
+    bits = torch.arange(48, dtype=torch.uint8).clamp(max=1 if dtype is torch.bool else 255)
+    tensors = {"some": bits.view(dtype), "empty": bits.view(dtype)[:0], "word": torch.tensor(3)}
+    found = file.write(tmp_path / "a.safetensors", tensors)
+    assert index.digest(tmp_path / "a.safetensors") == found
+    with safe_open(tmp_path / "a.safetensors", "pt") as values:
+        assert set(values.keys()) == tensors.keys()
+        for name, tensor in tensors.items():
+            there = values.get_tensor(name)
+            assert there.dtype == tensor.dtype and there.shape == tensor.shape
+            assert bytes_of(there) == bytes_of(tensor)
+
+
+def test_a_number_of_no_such_kind_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="odd is torch.complex128, which safetensors"):
+        file.write(tmp_path / "a", {"odd": torch.zeros(1, dtype=torch.complex128)})
+    assert not list(tmp_path.iterdir())
+
+
+SHAPES = st.lists(st.lists(st.integers(0, 5), max_size=3), max_size=6)
+
+
+@settings(max_examples=25, deadline=None)
+@given(shapes=SHAPES, chunk=st.integers(1, 64))
+def test_files_of_any_shapes(tmp_path_factory, shapes, chunk):
+    kinds = [torch.float32, torch.bfloat16, torch.int8]
+    tensors = {
+        f"t{n}": torch.randn(shape).mul(9).to(kinds[n % 3]) for n, shape in enumerate(shapes)
+    }
+    path = tmp_path_factory.mktemp("file") / "a.safetensors"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(file, "CHUNK", chunk)
+        assert file.write(path, tensors) == index.digest(path)
+    found = load_file(path)
+    assert found.keys() == tensors.keys()
+    assert all(found[name].equal(tensor) for name, tensor in tensors.items())
+
+
+def test_host_memory_is_used_again_where_it_fits():
+    snapshot, state = Snapshot(), {"a": torch.ones(8), "b": torch.ones(3)[::2]}
+    first = {name: copy.data_ptr() for name, copy in snapshot.of(state).items()}
+    state["a"] += 1
+    second = snapshot.of(state)
+    assert {name: copy.data_ptr() for name, copy in second.items()} == first
+    assert second["a"].equal(state["a"]) and second["b"].is_contiguous()
+    grown = snapshot.of({"a": torch.ones(9)})
+    assert grown.keys() == {"a"} and grown["a"].equal(torch.ones(9))
+
+
+def test_a_run_ends_when_a_checkpoint_cannot_be_written(monkeypatch, small_run, tmp_path):
+    """Some steps later, on all ranks, with the reason; the checkpoint before it is as it was."""
+    write = file.write
+
+    def full_at_four(path, tensors):
+        if path.parent.name == "step-00000004":
+            raise OSError(28, "No space left on device")
+        return write(path, tensors)
+
+    monkeypatch.setattr(file, "write", full_at_four)
+    small_run["checkpoint"] = {"folder": str(tmp_path / "kept"), "every": 2}
+    small_run["train"] |= {"steps": 500, "eval_sequences": 0, "sample_tokens": 0}
+
+    def work(rank):
+        trainer = nl.Trainer(small_run)
+        step = trainer.step
+        trainer.step = lambda: (time.sleep(0.02), step())[1]
+        trainer.fit()
+
+    with pytest.raises(RankError, match="cannot write .*step-00000004.*No space left"):
+        nl.spmd.run(work, 2)
+    assert kept.steps(tmp_path / "kept") == [2]
