@@ -14,8 +14,8 @@ from safetensors import safe_open
 from torch import nn
 
 import nearlinear as nl
-from nearlinear.checkpoint import about, index
-from nearlinear.checkpoint.hf import export, naming, skeleton, stream
+from nearlinear.checkpoint import about, index, stream
+from nearlinear.checkpoint.hf import export, naming, skeleton
 from nearlinear.checkpoint.pieces import Piece
 from nearlinear.errors import CheckpointError
 from nearlinear.spmd.failures import RankError

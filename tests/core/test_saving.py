@@ -2,6 +2,7 @@
 
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from nearlinear.checkpoint.snapshot import Snapshot
 from nearlinear.checkpoint.stream import DTYPES, bytes_of
 from nearlinear.errors import CheckpointError
 from nearlinear.spmd.failures import RankError
+from nearlinear.train import keeper
 from tests.support import tiny
 
 
@@ -217,6 +219,19 @@ def test_host_memory_is_used_again_where_it_fits():
     assert grown.keys() == {"a"} and grown["a"].equal(torch.ones(9))
 
 
+def test_what_json_cannot_carry_is_refused_at_once(tmp_path):
+    class Scheduler:
+        def state_dict(self):
+            return {"when": {1, 2}}
+
+    def work(rank):
+        model, updates = trained(rank)
+        with pytest.raises(CheckpointError, match=r"scheduler.state_dict\(\) has what JSON cannot"):
+            nl.save(tmp_path / "a", model, updates, scheduler=Scheduler())
+
+    nl.spmd.run(work, 2)
+
+
 def test_a_run_ends_when_a_checkpoint_cannot_be_written(monkeypatch, small_run, tmp_path):
     """Some steps later, on all ranks, with the reason; the checkpoint before it is as it was."""
     write = file.write
@@ -239,3 +254,14 @@ def test_a_run_ends_when_a_checkpoint_cannot_be_written(monkeypatch, small_run, 
     with pytest.raises(RankError, match="cannot write .*step-00000004.*No space left"):
         nl.spmd.run(work, 2)
     assert kept.steps(tmp_path / "kept") == [2]
+
+
+def test_checkpoints_by_the_clock(monkeypatch, small_run, tmp_path):
+    """Of whichever rank's minutes are over first, after the same step on all of them."""
+    now = iter(range(0, 10_000, 10))  # every look at the clock takes ten seconds
+    monkeypatch.setattr(keeper, "time", SimpleNamespace(monotonic=lambda: next(now)))
+    small_run["checkpoint"] = {"folder": str(tmp_path / "kept"), "every_minutes": 1.0, "keep": 9}
+    small_run["train"] |= {"steps": 9, "eval_sequences": 0, "sample_tokens": 0}
+    nl.spmd.run(lambda rank: nl.Trainer(small_run).fit().steps, 2)
+    saved = kept.steps(tmp_path / "kept")
+    assert len(saved) >= 3 and saved[-1] == 9 and 1 not in saved

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -15,6 +16,7 @@ from .agree import everyone, together
 from .pieces import Piece, blocks
 
 _SHOWN = 3  # names in an error
+_HASHING = 2  # files at a time
 
 
 def load(folder, model, optimizer=None, loader=None, scheduler=None) -> int:
@@ -102,7 +104,7 @@ def _parameter(name: str) -> str:
 
 
 def _fill(folder: Path, found: index.Index, wanted: dict[str, state.Part]) -> None:
-    """Copy the blocks this rank holds into ``wanted``, file after file, each checked before."""
+    """Copy the blocks this rank holds into ``wanted``; its files are hashed in the meantime."""
     needed: dict[str, list[tuple]] = {}
     for name, part in wanted.items():
         mine = blocks(part.tensor, part.cuts)
@@ -112,14 +114,19 @@ def _fill(folder: Path, found: index.Index, wanted: dict[str, state.Part]) -> No
                     if saved.overlap(piece) is not None:
                         copy = (index.key(name, number), saved, piece, values)
                         needed.setdefault(file, []).append(copy)
-    for file in sorted(needed):
-        index.check_content(folder, file, found.files[file])
-        try:
-            with safe_open(folder / file, "pt") as values, torch.no_grad():
-                for copy in needed[file]:
-                    _copy(values, *copy)
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{folder / file} cannot be read: {error}") from None
+    with ThreadPoolExecutor(_HASHING) as pool:
+        checks = {file: pool.submit(index.check_content, folder, file, found.files[file])
+                  for file in sorted(needed)}  # fmt: skip
+        for file, check in checks.items():
+            try:
+                with safe_open(folder / file, "pt") as values, torch.no_grad():
+                    for copy in needed[file]:
+                        _copy(values, *copy)
+            except (OSError, SafetensorError) as error:
+                check.result()  # raises, if this is because the file has changed
+                raise CheckpointError(f"{folder / file} cannot be read: {error}") from None
+        for check in checks.values():
+            check.result()
 
 
 def _copy(file, key: str, saved: Piece, mine: Piece, values: torch.Tensor) -> None:

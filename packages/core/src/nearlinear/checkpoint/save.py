@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from .. import runtime
+from ..errors import CheckpointError
 from ..parallel import loss_scale
 from . import about, index, saving, state
 from .agree import everyone
@@ -48,7 +50,7 @@ def begin(folder: Path, parts: tuple, step: int, after: Callable = lambda: None)
     others = (("loader", loader), ("scheduler", scheduler), ("loss_scaler", loss_scale.of(model)))
     for name, part in others:
         if part is not None:
-            values[name] = part.state_dict()
+            values[name] = _as_json(name, part.state_dict())
     tensors |= state.random_state(now.rank, now.device)
     here = {name: blocks(part.tensor, part.cuts) for name, part in tensors.items()}
     held = {
@@ -68,6 +70,14 @@ def begin(folder: Path, parts: tuple, step: int, after: Callable = lambda: None)
         return _index(step, told, chosen, files, values)
 
     return saving.start(folder, names[0], written, made, after)
+
+
+def _as_json(name: str, values: dict) -> dict:
+    """``values`` as they are now, and as the index will have them. Raises CheckpointError."""
+    try:
+        return json.loads(json.dumps(values))
+    except TypeError as error:
+        raise CheckpointError(f"{name}.state_dict() has what JSON cannot carry: {error}") from None
 
 
 def _held(told: dict) -> Iterator[tuple[str, Piece, int]]:

@@ -119,6 +119,7 @@ def make_room(optimizer, model: nn.Module, saved: dict) -> None:
     ``saved``: shape and dtype of each, by name, as `index.Tensor`.
     """
     names = {name: parameter for parameter, name in updated_names(model).items()}
+    there = {parameter: dict(values) for parameter, values in optimizer.state.items()}
     optimizer.state.clear()
     for full, entry in saved.items():
         room, _, rest = full.partition("/")
@@ -128,12 +129,23 @@ def make_room(optimizer, model: nn.Module, saved: dict) -> None:
         if name not in names:
             continue  # `load` says what does not fit
         parameter, dtype = names[name], getattr(torch, entry.dtype)
-        if whole_shape(parameter, cuts_of(parameter)) == entry.shape:
+        known = there.get(parameter, {}).get(key)
+        if _is_like(known, parameter, entry.shape, dtype):
+            value = known
+        elif whole_shape(parameter, cuts_of(parameter)) == entry.shape:
             value = torch.zeros_like(parameter.data, dtype=dtype)
         else:  # a count of steps, on the CPU unless the optimizer is fused
             device = parameter.device if _on_device(optimizer) else "cpu"
             value = torch.zeros(entry.shape, dtype=dtype, device=device)
         optimizer.state[parameter][key] = value
+
+
+def _is_like(known, parameter: nn.Parameter, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
+    """Whether ``known`` is a state of ``parameter`` that can take a saved one's values."""
+    if not isinstance(known, torch.Tensor) or known.dtype != dtype:
+        return False
+    cuts = cuts_of(parameter) if known.shape == parameter.shape else ()
+    return whole_shape(known, cuts) == shape
 
 
 def restore_settings(optimizer, model: nn.Module, saved: dict, elsewhere: Set[str]) -> None:

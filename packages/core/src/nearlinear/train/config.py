@@ -170,6 +170,8 @@ class CheckpointConfig:
     """where checkpoints are, a folder that all nodes see; empty = the run keeps none"""
     every: int = 0
     """steps between checkpoints; 0 = only at the end, and when the run is told to end (SIGTERM)"""
+    every_minutes: float = 0.0
+    """minutes between checkpoints; 0 = steps count alone"""
     keep: int = 2
     """the newest so many are kept"""
     asynchronous: bool = True

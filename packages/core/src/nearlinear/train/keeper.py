@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 from ..checkpoint import kept
@@ -22,6 +23,9 @@ class Keeper:
         self.saved = 0
         """the step of the newest checkpoint, which may be on its way; 0: there is none"""
         self.saving: Saving | None = None
+        self.time_is_up = False
+        """what ranks have agreed on of `waited_long`"""
+        self._since = time.monotonic()
 
     def resume(self) -> int:
         """Go on from the newest checkpoint; the steps that are done. A collective call."""
@@ -34,13 +38,21 @@ class Keeper:
         """Whether the run should be saved after ``step`` of ``last``."""
         if self.folder is None or step == self.saved:
             return False
-        return step == last or (self.config.every > 0 and step % self.config.every == 0)
+        by_steps = self.config.every > 0 and step % self.config.every == 0
+        return step == last or by_steps or self.time_is_up
+
+    @property
+    def waited_long(self) -> bool:
+        """Whether ``every_minutes`` are over, by this rank's clock."""
+        minutes = self.config.every_minutes
+        return minutes > 0 and time.monotonic() - self._since >= 60 * minutes
 
     def save(self, step: int) -> None:
         """Begin to save the run after ``step``, unless it is saved. A collective call."""
         if step != self.saved:
             self.saving = kept.keep(self.folder, self.config.keep, step, *self.parts)
             self.saved = step
+        self.time_is_up, self._since = False, time.monotonic()
         if not self.config.asynchronous:
             self.finish()
 

@@ -170,7 +170,7 @@ class Trainer:
             self.done + 1 - skipped, self.config.train.steps, self.config.optimizer
         )
         set_learning_rate(self.optimizer, rate)
-        totals = torch.zeros(4, dtype=torch.float64, device=self.device)
+        totals = torch.zeros(5, dtype=torch.float64, device=self.device)
         two_hop = self.config.train.two_hop
         reported = (self.done + 1) % self.config.run.log_every == 0
         self.own_time.begin_step(watching=reported)
@@ -186,13 +186,14 @@ class Trainer:
             totals[0] += loss.detach().double() * targets
             totals[1] += targets
         norm = clip_grad_norm_(self.model, self.config.optimizer.clip or math.inf)
-        totals[2] = self.ending.told  # one rank's wish is everybody's, after the same step
-        totals[3] = self.keeper.failed
+        # one rank's wish is everybody's, after the same step
+        wishes = [self.ending.told, self.keeper.failed, self.keeper.waited_long]
+        totals[2:] = totals.new_tensor(wishes)
         mine = [*self.own_time.take(), _peak_memory(self.device)] if reported else []
-        (loss, targets, told, failed), by_rank = ranks.add_up(totals, mine)
+        (loss, targets, told, failed, waited), by_rank = ranks.add_up(totals, mine)
         if failed:
             self.keeper.finish()  # which raises, on all ranks
-        loss, self.told_to_end = loss / targets, told > 0
+        loss, self.told_to_end, self.keeper.time_is_up = loss / targets, told > 0, waited > 0
         if self.scaler and self.scaler.overflow:
             norm = math.inf  # all ranks have dropped their gradients
         elif not (math.isfinite(loss) and math.isfinite(norm)):
