@@ -253,6 +253,7 @@ def test_export_by_a_config_of_hugging_faces(run, tmp_path, capsys):
 
 
 def test_export_where_nobody_says_what_the_model_is(run, tmp_path, capsys):
+    edit(run / "step-00000002", lambda data: data["values"].pop("about"))
     code, _, (said,) = command(capsys, "export", run, tmp_path / "hf")
     assert code == 2 and "--config RUN/config.toml" in said
     described = json.loads(parity.build("llama").config.to_json_string())

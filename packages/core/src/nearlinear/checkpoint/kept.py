@@ -46,19 +46,16 @@ def latest(folder) -> Path | None:
     return folder_of(Path(folder), max(common)) if common else None
 
 
-def keep(folder, newest: int, step: int, *parts) -> Saving:
-    """`save` the state after ``step`` among the others in ``folder``; keep the ``newest`` ones.
-
-    ``parts``: model, optimizer, loader and scheduler.
-    """
-    folder, parts = Path(folder), (*parts, None, None, None)[:4]
+def keep(folder, newest: int, step: int, model, optimizer=None, **others) -> Saving:
+    """`save` the state after ``step`` among the others in ``folder``; keep the ``newest`` ones."""
+    folder = Path(folder)
 
     def after() -> None:
         _point(folder, step)
         for path in _superseded(folder, newest, step):
             remove(path)
 
-    return begin(folder_of(folder, step), parts, step, after)
+    return begin(folder_of(folder, step), step, model, optimizer, others, after)
 
 
 def _point(folder: Path, step: int) -> None:

@@ -19,17 +19,19 @@ _SHOWN = 3  # names in an error
 _HASHING = 2  # files at a time
 
 
-def load(folder, model, optimizer=None, loader=None, scheduler=None) -> int:
+def load(folder, model, optimizer=None, loader=None, scheduler=None, **others) -> int:
     """Put the state in ``folder`` into what is given, in place; the step it is of.
 
-    The layout may be another than the one that saved. Random generators go on where they were if
-    there are as many ranks. Raises CheckpointError on all ranks where one cannot read, before the
-    first value has been changed wherever that can be told from the index. A collective call.
+    ``others``: as `save` was given them, with a ``load_state_dict(state)``. The layout may be
+    another than the one that saved. Random generators go on where they were if there are as many
+    ranks. Raises CheckpointError on all ranks where one cannot read, before the first value has
+    been changed wherever that can be told from the index. A collective call.
     """
     saving.finish()
     elsewhere = _on_other_stages(model)
     with together():
-        found = _load(Path(folder), model, optimizer, loader, scheduler, elsewhere)
+        others |= {"loader": loader, "scheduler": scheduler}
+        found = _load(Path(folder), model, optimizer, others, elsewhere)
     return found.step
 
 
@@ -41,7 +43,7 @@ def _on_other_stages(model) -> set[str]:
     return {name for names in everyone(mine) for name in names} - set(mine)
 
 
-def _load(folder: Path, model, optimizer, loader, scheduler, elsewhere: set[str]) -> index.Index:
+def _load(folder: Path, model, optimizer, others: dict, elsewhere: set[str]) -> index.Index:
     now, found = runtime.current(), index.read(folder)
     if why := index.missing(folder, found):
         raise CheckpointError(f"{folder} is not whole: {why}; go back to the checkpoint before it")
@@ -54,7 +56,7 @@ def _load(folder: Path, model, optimizer, loader, scheduler, elsewhere: set[str]
         kept = dict(state.of_optimizer(optimizer, model))
         _compare(folder, kept, found, state.OPTIMIZER, elsewhere)
         wanted |= kept
-    for name, part in (("loader", loader), ("scheduler", scheduler)):
+    for name, part in others.items():
         if part is not None:
             part.load_state_dict(_value(folder, found, name))
     scaler = loss_scale.of(model)

@@ -17,9 +17,19 @@ from .index import Index
 from .pieces import Piece, blocks, writers
 from .saving import Saving, file_of
 
+RESERVED = {about.KEY, "optimizer", "loss_scaler"}
+
 
 def save(
-    folder, model, optimizer=None, loader=None, scheduler=None, *, step: int = 0, wait: bool = False
+    folder,
+    model,
+    optimizer=None,
+    loader=None,
+    scheduler=None,
+    *,
+    step: int = 0,
+    wait: bool = False,
+    **others,
 ) -> Saving:
     """Write all that training needs to go on after ``step`` into ``folder``.
 
@@ -27,19 +37,25 @@ def save(
     and ``.wait()`` on what is returned is when they are there. The next save, `load` and leaving
     the job wait for it. It is a checkpoint from the moment its index is there; a save that fails,
     on whatever rank, leaves none and raises CheckpointError on all, from whatever waits for it.
-    ``wait``: return when it is there. ``folder`` must be one that all nodes see, or parts that
-    something brings together. A collective call, between steps.
+    ``wait``: return when it is there. ``others``: what else has a ``state_dict()`` that JSON can
+    carry, the same on all ranks, each saved under its name. ``folder`` must be one that all nodes
+    see, or parts that something brings together. A collective call, between steps.
     """
-    started = begin(Path(folder), (model, optimizer, loader, scheduler), step)
+    others |= {"loader": loader, "scheduler": scheduler}
+    started = begin(Path(folder), step, model, optimizer, others)
     if wait:
         started.wait()
     return started
 
 
-def begin(folder: Path, parts: tuple, step: int, after: Callable = lambda: None) -> Saving:
+def begin(
+    folder: Path, step: int, model, optimizer, others: dict, after: Callable = lambda: None
+) -> Saving:
     """`save`, with ``after()`` on the first rank of every node once the checkpoint is there."""
     saving.finish()  # the one before
-    now, (model, optimizer, loader, scheduler) = runtime.current(), parts
+    now = runtime.current()
+    if taken := others.keys() & RESERVED:
+        raise CheckpointError(f"{min(taken)} is a name of the checkpoint's own: choose another")
     tensors = dict(state.of_model(model))
     values: dict = {about.KEY: about.about(model)}
     if optimizer is not None:
@@ -47,8 +63,7 @@ def begin(folder: Path, parts: tuple, step: int, after: Callable = lambda: None)
         mine = state.settings(optimizer, model)
         stages = now.mesh.pipeline > 1
         values["optimizer"] = state.joined(everyone(mine)) if stages else mine
-    others = (("loader", loader), ("scheduler", scheduler), ("loss_scaler", loss_scale.of(model)))
-    for name, part in others:
+    for name, part in (*others.items(), ("loss_scaler", loss_scale.of(model))):
         if part is not None:
             values[name] = _as_json(name, part.state_dict())
     tensors |= state.random_state(now.rank, now.device)

@@ -150,6 +150,11 @@ class LoopConfig:
     """stop after this step, with the schedule still laid out for all steps; 0 = at the end"""
     two_hop: bool = True
     """all-reduce across replicas once per step instead of after every micro-batch"""
+    bad_steps_in_a_row: int = 10
+    """steps that are skipped, one after the other, before the run stops: their loss or gradients
+    are not finite, or a spike; 0 = it stops at the first"""
+    spike_factor: float = 0.0
+    """skip a step whose gradient norm is so many times the usual one; 0 = however large it is"""
     compile_blocks: bool = False
     """have torch.compile make one graph of a block, for all of them; the first step takes longer"""
     eval_every: int = 50

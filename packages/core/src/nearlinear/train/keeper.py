@@ -5,20 +5,17 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from ..checkpoint import kept
+from ..checkpoint import index, kept
 from ..checkpoint.load import load
 from ..checkpoint.saving import Saving
 from .config import CheckpointConfig
 
 
 class Keeper:
-    """The checkpoints of one run: ``parts`` are its model, optimizer and loader.
+    """The checkpoints of one run. Without a folder in the config it does nothing."""
 
-    Without a folder in the config it does nothing.
-    """
-
-    def __init__(self, config: CheckpointConfig, *parts):
-        self.config, self.parts = config, parts
+    def __init__(self, config: CheckpointConfig, model, optimizer, **others):
+        self.config, self.model, self.optimizer, self.others = config, model, optimizer, others
         self.folder = Path(config.folder) if config.folder else None
         self.saved = 0
         """the step of the newest checkpoint, which may be on its way; 0: there is none"""
@@ -31,7 +28,9 @@ class Keeper:
         """Go on from the newest checkpoint; the steps that are done. A collective call."""
         newest = kept.latest(self.folder) if self.folder and self.config.resume else None
         if newest is not None:
-            self.saved = load(newest, *self.parts)
+            known = index.read(newest).values  # an older version may have saved less
+            there = {name: part for name, part in self.others.items() if name in known}
+            self.saved = load(newest, self.model, self.optimizer, **there)
         return self.saved
 
     def due(self, step: int, last: int) -> bool:
@@ -50,7 +49,9 @@ class Keeper:
     def save(self, step: int) -> None:
         """Begin to save the run after ``step``, unless it is saved. A collective call."""
         if step != self.saved:
-            self.saving = kept.keep(self.folder, self.config.keep, step, *self.parts)
+            self.saving = kept.keep(
+                self.folder, self.config.keep, step, self.model, self.optimizer, **self.others
+            )
             self.saved = step
         self.time_is_up, self._since = False, time.monotonic()
         if not self.config.asynchronous:

@@ -20,7 +20,6 @@ from torch import nn
 from .. import runtime, schema
 from ..checkpoint.hf.importing import import_hf
 from ..data.loader import BlockShuffle, Loader
-from ..errors import NearlinearError
 from ..memory.measure import memory_report
 from ..memory.report import Report
 from ..moe import MoEConfig
@@ -35,6 +34,7 @@ from ..parallel.pipeline.door import Pipelined, pipeline
 from ..parallel.shard import shard
 from ..parallel.transform import transform
 from . import preflight, ranks
+from .bad_steps import BadSteps
 from .config import DataConfig, TrainConfig, load
 from .ending import Ending, Interrupted
 from .evaluate import generate, held_out_loss
@@ -97,7 +97,14 @@ class Trainer:
         self.optimizer = build_optimizer(self.model, config.optimizer)
         self.scaler = loss_scale.of(self.model)  # None: not in float16
         self.memory: Report | None = None  # of the first step
-        self.keeper = Keeper(config.checkpoint, self.model, self.optimizer, self.loader)
+        self.bad_steps = BadSteps(config.train.bad_steps_in_a_row, config.train.spike_factor)
+        self.keeper = Keeper(
+            config.checkpoint,
+            self.model,
+            self.optimizer,
+            loader=self.loader,
+            bad_steps=self.bad_steps,
+        )
         self.ending = Ending()
         self.told_to_end = False
         resumed = self.keeper.resume()
@@ -155,9 +162,10 @@ class Trainer:
         """`step`, the first one that is not skipped with an account of its memory."""
         if self.memory is not None or not self.config.run.memory_report:
             return self.step()
+        before = self._skipped()
         with memory_report(self.model, self.optimizer) as measured:
             metrics = self.step()
-        if not (self.scaler and self.scaler.overflow):
+        if self._skipped() == before:
             self.memory = measured.report
             self.reporter.memory(self.memory)
         return metrics
@@ -165,10 +173,8 @@ class Trainer:
     def step(self) -> dict:
         """One optimizer step; the metrics of the whole job, the same on every rank."""
         start = time.perf_counter()
-        skipped = self.scaler.skipped if self.scaler else 0  # the schedule waits for those
-        rate = learning_rate(
-            self.done + 1 - skipped, self.config.train.steps, self.config.optimizer
-        )
+        number = self.done + 1 - self._skipped()  # the schedule waits for those
+        rate = learning_rate(number, self.config.train.steps, self.config.optimizer)
         set_learning_rate(self.optimizer, rate)
         totals = torch.zeros(5, dtype=torch.float64, device=self.device)
         two_hop = self.config.train.two_hop
@@ -196,13 +202,10 @@ class Trainer:
         loss, self.told_to_end, self.keeper.time_is_up = loss / targets, told > 0, waited > 0
         if self.scaler and self.scaler.overflow:
             norm = math.inf  # all ranks have dropped their gradients
-        elif not (math.isfinite(loss) and math.isfinite(norm)):
-            raise NearlinearError(
-                f"step {self.done + 1}: the loss is {loss} and the gradient norm {norm}; the run "
-                "stops before this step changes the model: lower optimizer.lr, or lengthen "
-                "optimizer.warmup_steps"
-            )
-        self.optimizer.step()
+        elif why := self.bad_steps.judge(self.done + 1, loss, norm):
+            self.optimizer.zero_grad()
+            self.reporter.say(f"step {self.done + 1} is skipped: {why}")
+        self.optimizer.step()  # without gradients it changes nothing
         self.optimizer.zero_grad()
         self.done += 1
         metrics = self._metrics(loss, rate, norm, time.perf_counter() - start)
@@ -237,13 +240,16 @@ class Trainer:
             "mfu": tflops / self.peak_tflops,
             "mem_gib": _peak_memory(self.device),
             "batch_id": self.loader.batch_id,
-        } | self._loss_scale()
+        } | self._of_skipping()
 
-    def _loss_scale(self) -> dict:
-        """What float16 adds to a step's metrics."""
-        if self.scaler is None:
-            return {}
-        return {"loss_scale": self.scaler.loss_scale, "skipped": self.scaler.skipped}
+    def _of_skipping(self) -> dict:
+        """What float16, and steps that were skipped, add to a step's metrics."""
+        skipped = {"skipped": self._skipped()} if self.scaler or self._skipped() else {}
+        return skipped | ({"loss_scale": self.scaler.loss_scale} if self.scaler else {})
+
+    def _skipped(self) -> int:
+        """Steps that have not changed the model."""
+        return self.bad_steps.skipped + (self.scaler.skipped if self.scaler else 0)
 
     def _end_early(self, metrics: dict) -> None:
         """Save what is done, and raise Interrupted."""
