@@ -12,7 +12,7 @@ import nearlinear
 SOURCE = Path(nearlinear.__file__).parent
 FLOORS = {
     "ground": ("_torch", "c10d_names", "errors", "orphan"),
-    "wish": ("config", "moe", "schema"),
+    "wish": ("config", "config_words", "moe", "schema"),
     "place": ("backends", "counts", "leaving", "mesh", "runtime", "spmd"),
     "techniques": ("parallel",),
     "state": ("checkpoint", "data", "memory"),

@@ -16,7 +16,7 @@ from nearlinear.data.loader import BlockShuffle, Loader
 from nearlinear.data.reads import PAGE, UNIT, Reads
 from nearlinear.errors import ConfigError, DataError
 from nearlinear.train import config as train_config
-from nearlinear.train.trainer import block_shuffle
+from nearlinear.train.batches import block_shuffle
 
 LENGTH = 2048  # tokens of a window: 4 KiB
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from ..checkpoint import index, kept
 from ..checkpoint.load import load
 from ..checkpoint.saving import Saving
-from .config import CheckpointConfig
+from .tables import CheckpointConfig
 
 
 class Keeper:

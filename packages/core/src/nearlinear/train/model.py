@@ -13,8 +13,9 @@ from ..data.format import Manifest
 from ..errors import ConfigError, DataError, NearlinearError
 from ..parallel.delayed_init import delayed_init
 from ..spmd import one_at_a_time
-from .config import ModelConfig, TrainConfig
+from .config import TrainConfig
 from .presets import context_key
+from .tables import ModelConfig
 
 
 def build_model(config: ModelConfig, vocabulary: int) -> nn.Module:

@@ -12,7 +12,7 @@ from torch import nn
 from .. import runtime
 from ..errors import ConfigError
 from ..parallel.optimizer_shards import shard_optimizer
-from .config import OptimizerConfig
+from .tables import OptimizerConfig
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:

@@ -15,27 +15,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from .. import runtime, schema
 from ..checkpoint.hf.importing import import_hf
-from ..data.loader import BlockShuffle, Loader
 from ..memory.measure import memory_report
 from ..memory.report import Report
-from ..moe import MoEConfig
 from ..parallel import loss_scale
 from ..parallel.accumulate import accumulate, count_targets
-from ..parallel.activations.door import checkpoint_activations, offload_activations
-from ..parallel.blocks import find_blocks
 from ..parallel.clip import clip_grad_norm_
-from ..parallel.compile import compile_blocks
-from ..parallel.fp8 import convert_to_fp8
-from ..parallel.pipeline.door import Pipelined, pipeline
-from ..parallel.shard import shard
-from ..parallel.transform import transform
+from ..parallel.pipeline.door import Pipelined
 from . import preflight, ranks
 from .bad_steps import BadSteps
-from .config import DataConfig, TrainConfig, load
+from .batches import loader_of
+from .config import TrainConfig, load
 from .ending import Ending, Interrupted
 from .evaluate import generate, held_out_loss
 from .flops import flops_per_token, peak_tflops
@@ -43,6 +35,7 @@ from .keeper import Keeper
 from .model import build_model
 from .optimizer import build_optimizer, learning_rate, set_learning_rate
 from .report import Reporter
+from .split import split
 
 
 @dataclass(frozen=True)
@@ -78,14 +71,7 @@ class Trainer:
         self.held_out = None
         if config.train.eval_sequences:
             self.held_out = preflight.open_dataset(config, "val", verified)
-        self.loader = Loader(
-            self.dataset,
-            config.batch.micro_batch_size,
-            config.batch.accumulation,
-            seed=config.data.seed,
-            blocks=block_shuffle(config.data),
-            read_ahead=config.data.read_ahead,
-        )
+        self.loader = loader_of(config, self.dataset)
         state = preflight.read_state(config)
         if state:
             self.loader.load_state_dict(state["loader"])
@@ -287,34 +273,6 @@ class Trainer:
             partial = path.with_suffix(".partial")
             partial.write_text(json.dumps({"step": self.done, "loader": self.loader.state_dict()}))
             os.replace(partial, path)
-
-
-def split(model: nn.Module, config: TrainConfig) -> tuple[nn.Module, list[nn.Module]]:
-    """``model`` as the config asks, split, cut into stages and sharded, with activations kept,
-    recomputed or offloaded; its blocks on this rank."""
-    model = transform(model, None if config.moe == MoEConfig() else config.moe)
-    if config.parallel.fp8:
-        model = convert_to_fp8(model)
-    if config.train.compile_blocks:
-        model = compile_blocks(model)
-    if config.parallel.pipeline_parallel_degree > 1:
-        model = shard(pipeline(model))
-        blocks = model.blocks()
-    else:
-        blocks = find_blocks(model)
-        model = shard(model, blocks=blocks)
-    if config.activations.checkpoint:
-        checkpoint_activations(model, config.activations.checkpoint)
-    if config.activations.offload:
-        offload_activations(model)
-    return model, blocks
-
-
-def block_shuffle(data: DataConfig) -> BlockShuffle | None:
-    """The order that the table [data] asks for; None: every sequence by itself."""
-    if not data.shuffle_block_mib:
-        return None
-    return BlockShuffle(data.shuffle_block_mib, data.shuffle_blocks)
 
 
 def _peak_memory(device: torch.device) -> float:

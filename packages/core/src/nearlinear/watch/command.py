@@ -95,7 +95,7 @@ def _view(where: str) -> View:
 def metrics_file(where: str) -> Path:
     """The file to follow: ``where`` itself, or what a run in that folder reports to."""
     if not where:
-        from ..train.config import RunConfig
+        from ..train.tables import RunConfig
 
         where = RunConfig().folder
     path = Path(where)

@@ -20,7 +20,7 @@ PORTS = range(6006, 6106)
 def run(folder: str = "", port: int = 0) -> NoReturn:
     """Become a server of the events below ``folder``, until Ctrl-C. Raises ConfigError."""
     if not folder:
-        from ..train.config import RunConfig
+        from ..train.tables import RunConfig
 
         folder = RunConfig().folder
     if importlib.util.find_spec("tensorboard") is None:

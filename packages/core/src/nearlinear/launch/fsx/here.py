@@ -61,21 +61,12 @@ def throughput(options) -> int:
 
 def _loader(options, folder: Path):
     """The loader of the training that a config describes, on the shards in ``folder``."""
-    from ...data.loader import Loader
     from ...train import preflight
-    from ...train.trainer import block_shuffle
+    from ...train.batches import loader_of
 
     _, config = spec.load(options.config, [*options.settings, f"data.path={folder}"])
-    return Loader(
-        preflight.open_dataset(config, "train", verified=True),
-        config.batch.micro_batch_size,
-        config.batch.accumulation,
-        data_rank=0,
-        data_ranks=1,
-        seed=config.data.seed,
-        blocks=block_shuffle(config.data),
-        read_ahead=config.data.read_ahead,
-    )
+    dataset = preflight.open_dataset(config, "train", verified=True)
+    return loader_of(config, dataset, data_rank=0, data_ranks=1)
 
 
 def _needed(options) -> rates.Needed | None:

@@ -1,0 +1,26 @@
+"""The batches that the tables [data] and [batch] of a config ask for."""
+
+from ..data.dataset import TokenDataset
+from ..data.loader import BlockShuffle, Loader
+from .config import TrainConfig
+from .tables import DataConfig
+
+
+def loader_of(config: TrainConfig, dataset: TokenDataset, **place: int) -> Loader:
+    """The batches of ``dataset`` for the data rank at ``place``; default: this one."""
+    return Loader(
+        dataset,
+        config.batch.micro_batch_size,
+        config.batch.accumulation,
+        seed=config.data.seed,
+        blocks=block_shuffle(config.data),
+        read_ahead=config.data.read_ahead,
+        **place,
+    )
+
+
+def block_shuffle(data: DataConfig) -> BlockShuffle | None:
+    """The order that the table [data] asks for; None: every sequence by itself."""
+    if not data.shuffle_block_mib:
+        return None
+    return BlockShuffle(data.shuffle_block_mib, data.shuffle_blocks)
