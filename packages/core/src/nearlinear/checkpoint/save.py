@@ -5,16 +5,16 @@ from __future__ import annotations
 import json
 import shutil
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from .. import runtime
 from ..errors import CheckpointError
 from ..parallel import loss_scale
-from . import about, index, saving, state
+from . import about, holdings, index, saving, state
 from .agree import everyone
 from .index import Index
-from .pieces import Piece, blocks, writers
+from .pieces import Piece, writers
 from .saving import Saving, file_of
 
 RESERVED = {about.KEY, "optimizer", "loss_scaler"}
@@ -67,14 +67,10 @@ def begin(
         if part is not None:
             values[name] = _as_json(name, part.state_dict())
     tensors |= state.random_state(now.rank, now.device)
-    here = {name: blocks(part.tensor, part.cuts) for name, part in tensors.items()}
-    held = {
-        name: {"dtype": str(part.tensor.dtype).removeprefix("torch."), "shape": part.shape,
-               "blocks": [(p.offset, p.shape, v.nbytes) for p, v in here[name].items()]}
-        for name, part in tensors.items()
-    }  # fmt: skip
-    names, told = zip(*everyone([uuid.uuid4().hex, held]), strict=True)
-    chosen = [_by_name(of_rank) for of_rank in writers([list(_held(rank)) for rank in told])]
+    here = holdings.blocks_of(tensors)
+    mine = [uuid.uuid4().hex, holdings.told(tensors, here)]
+    names, told = zip(*everyone(mine), strict=True)
+    chosen = [_by_name(of_rank) for of_rank in writers([list(holdings.listed(e)) for e in told])]
     written = {
         index.key(name, number): here[name][piece]
         for name, pieces in chosen[now.rank].items()
@@ -93,13 +89,6 @@ def _as_json(name: str, values: dict) -> dict:
         return json.loads(json.dumps(values))
     except TypeError as error:
         raise CheckpointError(f"{name}.state_dict() has what JSON cannot carry: {error}") from None
-
-
-def _held(told: dict) -> Iterator[tuple[str, Piece, int]]:
-    """What a rank has told of its blocks."""
-    for name, entry in told.items():
-        for offset, shape, size in entry["blocks"]:
-            yield name, Piece(tuple(offset), tuple(shape)), size
 
 
 def _by_name(chosen: set[tuple[str, Piece]]) -> dict[str, list[Piece]]:

@@ -29,7 +29,7 @@ from .snapshot import Snapshot
 
 log = logging.getLogger(__name__)
 
-AFTER_AN_ERROR = 10.0
+AFTER_AN_ERROR = 60.0
 """seconds that a process which ends with an error waits for others to finish a checkpoint"""
 
 

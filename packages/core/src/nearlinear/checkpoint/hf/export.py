@@ -15,9 +15,9 @@ from torch import nn
 
 from ... import runtime
 from ...errors import CheckpointError
-from .. import state
+from .. import holdings, state
 from ..agree import everyone, together
-from ..pieces import Piece, blocks, writers
+from ..pieces import Piece, writers
 from ..stream import DTYPES, Stream
 from ..whole import Whole
 from . import skeleton
@@ -46,14 +46,8 @@ def export_hf(
     now = runtime.current()
     target = Target(Path(path), overwrite, Path(tokenizer) if tokenizer else None)
     tensors = {name.partition("/")[2]: part for name, part in state.of_model(model)}
-    here = {name: blocks(part.tensor, part.cuts) for name, part in tensors.items()}
-    told = everyone(
-        {
-            name: {"dtype": str(part.tensor.dtype).removeprefix("torch."), "shape": part.shape,
-                   "blocks": [(p.offset, p.shape, v.nbytes) for p, v in here[name].items()]}
-            for name, part in tensors.items()
-        }
-    )  # fmt: skip
+    here = holdings.blocks_of(tensors)
+    told = everyone(holdings.told(tensors, here))
     with together():
         whole = {name: entry for rank in told for name, entry in rank.items()}
         bare = skeleton.of_model(model)
@@ -183,7 +177,7 @@ class _Held:
 
     def __init__(self, here: dict, told: list[dict], dtype: torch.dtype | None):
         self.here, self.dtype = here, dtype
-        chosen = writers([list(_listed(rank)) for rank in told])
+        chosen = writers([list(holdings.listed(rank)) for rank in told])
         self.senders: dict[str, list[tuple[Piece, int]]] = {}
         for rank, some in enumerate(chosen):
             for name, piece in some:
@@ -233,9 +227,3 @@ class _Held:
             at[rank] += size
             whole[part.inside(stored.block)] = values.view(entry.dtype).view(part.shape)
         return stored.arranged(whole)
-
-
-def _listed(told: dict) -> Iterator[tuple[str, Piece, int]]:
-    for name, entry in told.items():
-        for offset, shape, size in entry["blocks"]:
-            yield name, Piece(tuple(offset), tuple(shape)), size
