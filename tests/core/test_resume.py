@@ -76,6 +76,29 @@ def test_other_ranks_go_on_with_the_same_samples(small_run, tmp_path, ranks):
         assert losses == pytest.approx(expected[1:], abs=1e-6)
 
 
+def losses_until(rank: int, config: dict, last: int) -> list[tuple]:
+    trainer = nl.Trainer(config | {"train": config["train"] | {"stop_after": last}})
+    steps, step = [], trainer.step
+    trainer.step = lambda: steps.append(step()) or steps[-1]
+    trainer.fit()
+    return [(row["step"], row["loss"], row["batch_id"]) for row in steps]
+
+
+def test_a_run_that_loses_ranks_goes_on_with_the_same_config(small_run, tmp_path):
+    """Of 4, 2, 1 and 4 ranks again: each step has the sequences it would have had, and the loss."""
+    small_run["batch"] = {"micro_batch_size": 1, "sequences": 8}
+    small_run["parallel"] = {"hybrid_shard_degree": 1}
+    small_run["train"] |= {"steps": 8, "eval_sequences": 0, "sample_tokens": 0}
+    expected = nl.spmd.run(losses_until, 4, args=(small_run, 8))[0]
+    small_run["checkpoint"] = {"folder": str(tmp_path / "kept")}
+    found = []
+    for ranks, last in ((4, 2), (2, 4), (1, 6), (4, 8)):
+        found += nl.spmd.run(losses_until, ranks, args=(small_run, last))[0]
+    assert [row[::2] for row in found] == [row[::2] for row in expected]
+    losses = [row[1] for row in expected]
+    assert [row[1] for row in found] == pytest.approx(losses, abs=1e-6)
+
+
 @pytest.mark.parametrize("key", ["shard_optimizer_state", "offload_optimizer"])
 def test_a_key_of_the_config_changes_where_the_state_is_and_nothing_else(small_run, tmp_path, key):
     """On 2 shards x 2 replicas: the same losses, and the same after going on."""

@@ -1,5 +1,6 @@
 """The batches that the tables [data] and [batch] of a config ask for."""
 
+from .. import runtime
 from ..data.dataset import TokenDataset
 from ..data.loader import BlockShuffle, Loader
 from .config import TrainConfig
@@ -8,10 +9,11 @@ from .tables import DataConfig
 
 def loader_of(config: TrainConfig, dataset: TokenDataset, **place: int) -> Loader:
     """The batches of ``dataset`` for the data rank at ``place``; default: this one."""
+    data_ranks = place.get("data_ranks") or runtime.data_place()[1]
     return Loader(
         dataset,
         config.batch.micro_batch_size,
-        config.batch.accumulation,
+        config.batch.micro_batches(data_ranks),
         seed=config.data.seed,
         blocks=block_shuffle(config.data),
         read_ahead=config.data.read_ahead,

@@ -39,6 +39,7 @@ def check(config: TrainConfig, world: int, ranks_per_node: int = 0) -> Mesh:
             log.warning("parallel.%s = %s has no effect without activations.offload", name, value)
     mesh = Mesh.from_config(config.parallel, world, ranks_per_node)
     _check_degrees(config, mesh)
+    config.batch.micro_batches(mesh.data_ranks)
     open_dataset(config, "train")
     if config.train.eval_sequences:
         open_dataset(config, "val")

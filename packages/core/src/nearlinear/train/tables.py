@@ -88,6 +88,29 @@ class BatchConfig:
     """sequences per rank in one forward and backward"""
     accumulation: int = 1
     """micro-batches per optimizer step"""
+    sequences: int = 0
+    """sequences per optimizer step, over however many ranks there are, in place of accumulation,
+    which then follows: a run goes on with other ranks as if they were the same; 0 = not fixed"""
+
+    def __post_init__(self):
+        if self.sequences and self.accumulation != 1:
+            raise ConfigError(
+                f"batch.sequences = {self.sequences} and batch.accumulation = {self.accumulation}: "
+                "one follows from the other; drop batch.accumulation"
+            )
+
+    def micro_batches(self, data_ranks: int) -> int:
+        """Of each of so many ranks in an optimizer step. Raises ConfigError."""
+        if not self.sequences:
+            return self.accumulation
+        together = self.micro_batch_size * data_ranks
+        if self.sequences % together:
+            raise ConfigError(
+                f"batch.sequences = {self.sequences} is no multiple of batch.micro_batch_size x "
+                f"ranks that read = {self.micro_batch_size} x {data_ranks}: lower "
+                "batch.micro_batch_size, or take another number of ranks"
+            )
+        return self.sequences // together
 
 
 @dataclass(frozen=True)

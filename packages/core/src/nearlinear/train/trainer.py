@@ -248,9 +248,7 @@ class Trainer:
         )
 
     def _tokens_per_step(self) -> int:
-        batch = self.config.batch
-        sequences = batch.micro_batch_size * batch.accumulation * self.mesh.data_ranks
-        return sequences * self.config.sequence_length
+        return self.loader.samples_per_step * self.config.sequence_length
 
     def _introduce(self, last: int) -> None:
         say = self.reporter.say

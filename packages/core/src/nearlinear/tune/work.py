@@ -33,6 +33,7 @@ def measure_work(
     dtype = COMPUTED_IN[config.parallel.precision]
     forward, backward, block = _one_block(config, now.device, dtype, rounds)
     tokens = config.batch.micro_batch_size * config.sequence_length
+    micro_batches = config.batch.micro_batches(now.mesh.data_ranks)
     root, *blocks = (unit.parameters for unit in units)
     return Work(
         root=root,
@@ -42,14 +43,14 @@ def measure_work(
         + LOGITS_COPIES * 4 * tokens * vocabulary,
         forward=forward,
         backward=backward,
-        accumulation=config.batch.accumulation,
+        accumulation=micro_batches,
         two_hop=config.train.two_hop,
         states=state_bytes(
             config.parallel,
             config.optimizer.kind,
             now.mesh.world,
             now.device.type,
-            config.batch.accumulation,
+            micro_batches,
         ),
     )
 

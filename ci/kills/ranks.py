@@ -1,0 +1,87 @@
+"""The ranks of a run, forked from a process that has imported everything once: up in a second."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import socket
+import time
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+PRELOADED = ["nearlinear.train.trainer", "ci.kills.preload"]
+PATIENCE = 20.0
+"""seconds that ranks which have lost one have to end by themselves"""
+
+
+class Ranks:
+    """All ranks of one start of a run; what they say goes to the file ``log``."""
+
+    def __init__(self, count: int, config: dict, log: Path):
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.processes: list[BaseProcess] = [
+            context.Process(target=train, args=(rank, count, port, config, str(log)))
+            for rank in range(count)
+        ]
+        for process in self.processes:
+            process.start()
+
+    @property
+    def running(self) -> bool:
+        """Whether any is."""
+        return any(process.is_alive() for process in self.processes)
+
+    @property
+    def complete(self) -> bool:
+        """Whether all have ended, and well."""
+        return all(process.exitcode == 0 for process in self.processes)
+
+    def wait(self, seconds: float) -> None:
+        """Until one has ended, or for so long."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and all(p.is_alive() for p in self.processes):
+            time.sleep(0.005)
+
+    def kill(self, rank: int) -> bool:
+        """kill -9; whether it was still there."""
+        process = self.processes[rank]
+        there = process.is_alive()
+        if there:
+            os.kill(process.pid, signal.SIGKILL)
+        return there
+
+    def end(self) -> float:
+        """Have all end: by themselves, or in the end by force; the seconds that took."""
+        begin = time.monotonic()
+        for process in self.processes:
+            process.join(max(0.0, begin + PATIENCE - time.monotonic()))
+        took = time.monotonic() - begin
+        for process in self.processes:
+            process.kill()
+            process.join()
+        return took
+
+
+def train(rank: int, count: int, port: int, config: dict, log: str) -> None:
+    """Be one of ``count`` ranks, from beginning to end."""
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(count),
+        "LOCAL_WORLD_SIZE": str(count),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    from nearlinear import runtime
+    from nearlinear.train.trainer import Trainer
+
+    Trainer(config).fit()
+    runtime.shutdown()
