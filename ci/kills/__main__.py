@@ -50,7 +50,9 @@ def test(options, folder: Path) -> int:
         f"undisturbed: up in {start_up:.1f} s, {options.steps} steps in {steps:.1f} s", flush=True
     )
     war = run_of(options, data, folder / "war")
-    latest = 1.5 * start_up + 2 * steps / options.kills  # a kill comes at any moment until then
+    latest = 1.5 * start_up + 2 * steps / max(
+        1, options.kills
+    )  # a kill comes at any moment until then
     killed, starts, wrong = disturbed(options, war, folder, latest)
     apart = differences(*(newest(each) for each in (peace, war)))
     print(f"{killed} ranks killed in {starts} starts, {len(wrong)} checkpoints at fault, "
@@ -71,10 +73,11 @@ def disturbed(options, config: dict, folder: Path, latest: float) -> tuple[int, 
         ranks, starts = Ranks(options.ranks, config, log), starts + 1
         if killed < options.kills:
             ranks.wait(dice.uniform(0, latest))
-            killed += ranks.kill(dice.randrange(options.ranks))
+            ranks.kill(dice.randrange(options.ranks))
         else:
             ranks.wait(3600)
         took = ranks.end()
+        killed += ranks.killed
         found = [fault for path in whole(kept_in) for fault in faults(path)]
         after = max(kept.steps(kept_in), default=0)
         if after < before:

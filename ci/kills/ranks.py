@@ -24,6 +24,7 @@ class Ranks:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
+        self._victim: BaseProcess | None = None
         self.processes: list[BaseProcess] = [
             context.Process(target=train, args=(rank, count, port, config, str(log)))
             for rank in range(count)
@@ -47,13 +48,16 @@ class Ranks:
         while time.monotonic() < deadline and all(p.is_alive() for p in self.processes):
             time.sleep(0.005)
 
-    def kill(self, rank: int) -> bool:
-        """kill -9; whether it was still there."""
-        process = self.processes[rank]
-        there = process.is_alive()
-        if there:
+    def kill(self, rank: int) -> None:
+        """kill -9, if it is still there; after `end` it is ``killed``."""
+        self._victim = process = self.processes[rank]
+        if process.is_alive():
             os.kill(process.pid, signal.SIGKILL)
-        return there
+
+    @property
+    def killed(self) -> bool:
+        """Whether one has ended by `kill`."""
+        return self._victim is not None and self._victim.exitcode == -signal.SIGKILL
 
     def end(self) -> float:
         """Have all end: by themselves, or in the end by force; the seconds that took."""
