@@ -260,7 +260,7 @@ def test_any_view_is_found_again_and_read_in_any_part(data):
         values, traced = change(values), change(traced)
     block, order = naming._block(traced, shape)
     stored = naming.Stored("there", "here", block, tuple(values.shape), order)
-    everything = Piece((0,) * len(shape), tuple(shape))
+    everything = Piece.whole(shape)
     assert torch.equal(stored.arranged(whole[block.inside(everything)]), values)
     offset = [data.draw(st.integers(0, n - 1)) for n in block.shape]
     part = Piece(

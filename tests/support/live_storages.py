@@ -3,11 +3,11 @@
 import weakref
 
 import torch
-from torch.utils import _pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from nearlinear import _torch
 
 
-class LiveStorages(TorchDispatchMode):
+class LiveStorages(_torch.TorchDispatchMode):
     """Counts storages that operators make where gradients are recorded, until they are freed.
 
     That is in forward passes and where blocks run again, not in backward passes, which run without;
@@ -31,9 +31,7 @@ class LiveStorages(TorchDispatchMode):
     def _add(self, tree, counted: bool) -> None:
         while self._freed:
             self._now -= self._known.pop(self._freed.pop())[1]
-        for tensor in _pytree.tree_leaves(tree):
-            if not isinstance(tensor, torch.Tensor):
-                continue
+        for tensor in _torch.tensors_in(tree):
             storage = tensor.untyped_storage()
             identity = storage._cdata
             if identity in self._known:

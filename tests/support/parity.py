@@ -188,7 +188,7 @@ def assembled(value: DTensor) -> torch.Tensor:
     """All of it, also where two mesh dims cut one dim unevenly: torch's full_tensor fails there."""
     whole = torch.zeros(value.shape, dtype=value.dtype)
     for piece, block in blocks(value).items():
-        whole[piece.inside(Piece((0,) * whole.dim(), tuple(whole.shape)))] = block
+        whole[piece.inside(Piece.whole(whole.shape))] = block
     for dim, place in enumerate(value.placements):
         if place.is_shard():
             dist.all_reduce(whole, group=value.device_mesh.get_group(dim))

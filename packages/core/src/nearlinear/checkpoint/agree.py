@@ -28,6 +28,12 @@ def everyone(value) -> list:
     return [json.loads(part.numpy().tobytes()) for part in all_texts.cpu().split(longest)]
 
 
+def some(faults: list[str], shown: int = 3) -> str:
+    """The first of ``faults``, in words for an error, and how many more there are."""
+    more = f", and {len(faults) - shown} more" if len(faults) > shown else ""
+    return "; ".join(sorted(faults)[:shown]) + more
+
+
 @contextlib.contextmanager
 def together() -> Iterator[None]:
     """What fails in the block on one rank is raised as CheckpointError on all of them, after it.

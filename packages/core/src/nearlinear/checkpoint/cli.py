@@ -117,21 +117,22 @@ def _verify(options, arguments) -> int:
     from . import index, summary, verify
 
     folders = [found for name in options.folders for found in summary.folders(Path(name))]
-    total = 0
+    sizes = {}
     for folder in folders:
         with contextlib.suppress(ValueError):  # it says so below
-            total += sum(file.bytes for file in index.read(folder).files.values())
+            told = index.read(folder)
+            sizes[folder] = told, sum(file.bytes for file in told.files.values())
     wrong = 0
-    with _bar("verifying", total) as advance:
+    with _bar("verifying", sum(size for _, size in sizes.values())) as advance:
         for folder in folders:
             found = list(verify.faults(folder, advance))
             wrong += bool(found)
             for fault in found:
                 print(f"FAULT {fault}")
             if not found:
-                told = index.read(folder)
-                size = summary.in_units(sum(file.bytes for file in told.files.values()))
-                print(f"ok    {folder}: step {told.step}, {len(told.files)} files, {size}")
+                told, size = sizes[folder]
+                print(f"ok    {folder}: step {told.step}, {len(told.files)} files, "
+                      f"{summary.in_units(size)}")  # fmt: skip
     if wrong:
         print(f"{wrong} of {len(folders)} checkpoints cannot be trusted: go on from another one, "
               "and delete these")  # fmt: skip

@@ -12,10 +12,9 @@ from .. import runtime
 from ..errors import CheckpointError
 from ..parallel import loss_scale
 from . import index, saving, state
-from .agree import everyone, together
+from .agree import everyone, some, together
 from .pieces import Piece, blocks
 
-_SHOWN = 3  # names in an error
 _HASHING = 2  # files at a time
 
 
@@ -39,7 +38,7 @@ def _on_other_stages(model) -> set[str]:
     """Names of parameters and buffers that only other stages of a pipeline have."""
     if runtime.current().mesh.pipeline == 1:
         return set()
-    mine = [name.partition("/")[2] for name, _ in state.of_model(model)]
+    mine = list(state.parts_of(model))
     return {name for names in everyone(mine) for name in names} - set(mine)
 
 
@@ -92,10 +91,9 @@ def _compare(folder: Path, wanted: dict, found: index.Index, room: str, elsewher
         if here != there:
             faults.append(f"has {name} of {list(there)} instead of {list(here)}")
     if faults:
-        more = f", and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
         raise CheckpointError(
-            f"{folder} is of another model or optimizer: it {'; '.join(sorted(faults)[:_SHOWN])}"
-            f"{more}; use the config that saved it, or another folder"
+            f"{folder} is of another model or optimizer: it {some(faults)}; "
+            "use the config that saved it, or another folder"
         )
 
 

@@ -30,6 +30,12 @@ class Piece:
         shape = tuple(end - begin for begin, end in zip(first, last, strict=True))
         return Piece(first, shape) if all(size > 0 for size in shape) else None
 
+    @classmethod
+    def whole(cls, shape: Iterable[int]) -> Piece:
+        """All of a tensor of ``shape``."""
+        shape = tuple(shape)
+        return cls((0,) * len(shape), shape)
+
     def inside(self, whole: Piece) -> tuple[slice, ...]:
         """Where this block lies in ``whole``, which contains it."""
         starts = [mine - theirs for mine, theirs in zip(self.offset, whole.offset, strict=True)]
@@ -40,7 +46,7 @@ def blocks(tensor: torch.Tensor, cuts: Sequence[Cut] = ()) -> dict[Piece, torch.
     """What of a whole tensor this rank has, and the memory of each block: several where it is cut
     out of a fused projection, none where there are more ranks than rows."""
     values = tensor.detach()
-    mine = Piece((0,) * tensor.dim(), tuple(tensor.shape))
+    mine = Piece.whole(tensor.shape)
     if isinstance(tensor, DTensor):
         shape, offset = _torch.local_block(tensor)
         values, mine = values.to_local(), Piece(tuple(offset), tuple(shape))

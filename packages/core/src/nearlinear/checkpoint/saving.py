@@ -133,14 +133,17 @@ def start(
     def write(saving: Saving) -> None:
         try:
             saving.error = _write(saving, meeting, name, copied, made, first)
-            if first and not saving.error:
-                after()
         except Deserted:
             saving.error = f"{folder}: other ranks did not finish this checkpoint"
         except Exception as error:  # the store is gone, with the rank that had it
             saving.error = f"{folder}: this checkpoint was not finished: {error}"
         if saving.error:
             log.warning("%s", saving.error)
+        elif first:
+            try:
+                after()
+            except OSError as error:  # the checkpoint is there all the same
+                log.warning("%s is saved; beside it: %s", folder, error)
 
     mine.newest = Saving(folder, write)
     return mine.newest

@@ -55,16 +55,23 @@ def held(model: nn.Module) -> dict[str, list[Piece]]:
 
 
 def of_model(model: nn.Module) -> Iterator[tuple[str, Part]]:
+    """`parts_of` by their names in a checkpoint."""
+    return ((f"{MODEL}/{name}", part) for name, part in parts_of(model).items())
+
+
+def parts_of(model: nn.Module) -> dict[str, Part]:
     """Parameters, each once, and the buffers that a model keeps."""
-    names = parameter_names(model)
-    for parameter, name in names.items():
-        yield f"{MODEL}/{name}", Part(parameter.data, cuts_of(parameter))
+    found = {
+        name: Part(parameter.data, cuts_of(parameter))
+        for parameter, name in parameter_names(model).items()
+    }
     # A tied parameter's other names are in the state dict, too.
     known = {plain(name) for name, _ in model.named_parameters(remove_duplicate=False)}
     kept = {plain(name) for name in model.state_dict()} - known
     for name, buffer in model.named_buffers():
         if plain(name) in kept:
-            yield f"{MODEL}/{plain(name)}", Part(buffer)
+            found[plain(name)] = Part(buffer)
+    return found
 
 
 def of_optimizer(optimizer, model: nn.Module) -> Iterator[tuple[str, Part]]:

@@ -24,8 +24,7 @@ class Whole:
 
     def tensor(self, name: str) -> torch.Tensor:
         """All of a tensor."""
-        shape = self.index.tensors[name].shape
-        return self.block(name, Piece((0,) * len(shape), shape))
+        return self.block(name, Piece.whole(self.index.tensors[name].shape))
 
     def block(self, name: str, block: Piece) -> torch.Tensor:
         """A block of a tensor."""

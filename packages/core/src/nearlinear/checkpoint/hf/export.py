@@ -45,7 +45,7 @@ def export_hf(
     """
     now = runtime.current()
     target = Target(Path(path), overwrite, Path(tokenizer) if tokenizer else None)
-    tensors = {name.partition("/")[2]: part for name, part in state.of_model(model)}
+    tensors = state.parts_of(model)
     here = holdings.blocks_of(tensors)
     told = everyone(holdings.told(tensors, here))
     with together():
@@ -115,9 +115,7 @@ def _files(bare: nn.Module, whole: dict, dtype, max_bytes: int) -> list[Shard]:
     if dtype is not None and not (dtype in DTYPES and dtype.is_floating_point):
         raise CheckpointError(f"dtype = {dtype!r}: take torch.float32, float16 or bfloat16")
     wanted = stored(bare)
-    expected = {
-        name.partition("/")[2]: tuple(part.tensor.shape) for name, part in state.of_model(bare)
-    }
+    expected = {name: tuple(part.tensor.shape) for name, part in state.parts_of(bare).items()}
     kind = type(bare).__name__
     for name in sorted(expected.keys() | whole.keys()):
         here, there = whole.get(name), expected.get(name)

@@ -12,7 +12,7 @@ from torch import nn
 
 from ...errors import CheckpointError
 from .. import state
-from ..agree import together
+from ..agree import some, together
 from ..pieces import Piece, blocks
 from . import skeleton
 from .listing import weight_files
@@ -20,7 +20,6 @@ from .naming import Stored, stored, with_or_without_prefix
 
 COMPUTED = r"rotary_emb\.inv_freq$"
 """What older releases saved of every model with rotary positions; others are the model's to say."""
-_SHOWN = 3  # names in an error
 
 
 class Folder:
@@ -63,7 +62,7 @@ def import_hf(path, model: nn.Module) -> None:
     unless a file cannot be read. A collective call.
     """
     with together():
-        wanted = {name.partition("/")[2]: part for name, part in state.of_model(model)}
+        wanted = state.parts_of(model)
         folder = Folder(Path(path))
         copies = _copies(folder, skeleton.of_model(model), wanted)
     with together():
@@ -111,22 +110,20 @@ def _matched(folder: Folder, bare: nn.Module) -> list[tuple[Stored, str]]:
         if not any(re.search(pattern, name) for pattern in ignored):
             faults.append(f"has {name}, which {kind} has not")
     if faults:
-        more = f", and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
         raise CheckpointError(
-            f"{folder.path} is of another model: it {'; '.join(sorted(faults)[:_SHOWN])}{more}; "
-            "build the model from its config.json"
+            f"{folder.path} is of another model: it {some(faults)}; build the model from "
+            "its config.json"
         )
     return found
 
 
 def _of_folder(usual: list[Stored], bare: nn.Module, names: set[str]) -> list[Stored]:
     """``usual``, or, in a folder that was saved as the model is in memory, that."""
-    inside = {name.partition("/")[2]: tuple(part.tensor.shape)
-              for name, part in state.of_model(bare)}  # fmt: skip
+    inside = {name: tuple(part.tensor.shape) for name, part in state.parts_of(bare).items()}
     in_blocks = {each.of for each in usual if each.shape != inside[each.of]}
     as_it_is = {name for name in in_blocks if name in names}
     return [each for each in usual if each.of not in as_it_is] + [
-        Stored(name, name, Piece((0,) * len(inside[name]), inside[name]), inside[name],
+        Stored(name, name, Piece.whole(inside[name]), inside[name],
                tuple(range(len(inside[name]))))
         for name in sorted(as_it_is)
     ]  # fmt: skip

@@ -61,9 +61,8 @@ def stored(bare: nn.Module) -> list[Stored]:
 
     Raises CheckpointError for a model that is saved otherwise than in blocks of its tensors.
     """
-    shapes = {
-        name.partition("/")[2]: part.tensor.shape for name, part in state.of_model(bare)
-    }  # under their first names
+    # under their first names
+    shapes = {name: part.tensor.shape for name, part in state.parts_of(bare).items()}
     kept = _names_kept(bare)
     traced, sources = {}, {}
     for name in bare.state_dict():

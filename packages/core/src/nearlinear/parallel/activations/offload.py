@@ -53,7 +53,7 @@ class Offload:
         smallest: int,
         device: torch.device,
         copier: Copier,
-        see: Callable[[torch.Tensor], None] = lambda tensor: None,
+        see: Callable[[torch.Tensor], None],
     ):
         """``smallest``: bytes of a storage; smaller ones stay on the device. ``see`` is shown every
         tensor as it is saved, or comes back."""
