@@ -1,21 +1,22 @@
 """Ranks as processes on this machine: slower to start, and exactly what a cluster runs.
 
-Each rank is a fresh interpreter (``python -m nearlinear.spmd.worker``), never a fork: a fork of a
-process that has used its thread pools can hang. When one rank fails the others are ended.
+They are children of one fresh interpreter (``python -m nearlinear.spmd.worker``) and not of this
+process: a fork of a process that has used its thread pools can hang. When one rank fails the
+others are ended.
 """
 
+import json
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import tempfile
-import time
+from contextlib import suppress
 from pathlib import Path
 
 from ..errors import NearlinearError
 from .failures import RankError
-
-_GRACE = 3.0  # seconds for the other ranks to notice a dead one themselves
 
 
 def run_processes(fn, ranks: int, args: tuple, timeout: float, backend: str) -> list:
@@ -24,14 +25,11 @@ def run_processes(fn, ranks: int, args: tuple, timeout: float, backend: str) -> 
     with tempfile.TemporaryDirectory(prefix="nearlinear-spmd-") as folder:
         folder = Path(folder)
         (folder / "call").write_bytes(payload)
-        workers = [_start(folder, rank, ranks, backend) for rank in range(ranks)]
-        try:
-            _wait(workers, folder, timeout)
-        finally:
-            for worker in workers:
-                if worker.poll() is None:
-                    worker.kill()
-                worker.wait()
+        codes = _in_one_session(folder, ranks, timeout, backend)
+        output = [(folder / f"output-{rank}").read_text(errors="replace") for rank in range(ranks)]
+        for text in output:
+            sys.stdout.write(text)
+        _judge(codes, output, folder, timeout)
         return [pickle.loads((folder / f"result-{rank}").read_bytes()) for rank in range(ranks)]
 
 
@@ -48,40 +46,45 @@ def _pickle(fn, args: tuple) -> bytes:
     return cloudpickle.dumps((fn, args))
 
 
-def _start(folder: Path, rank: int, ranks: int, backend: str) -> subprocess.Popen:
+def _in_one_session(folder: Path, ranks: int, timeout: float, backend: str) -> list[int | None]:
+    """Have all ranks started and waited for; how each ended (None: it had to be ended)."""
     threads = max(1, (os.cpu_count() or 1) // ranks)
     environment = {
         "OMP_NUM_THREADS": str(threads),
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
     }
-    command = [sys.executable, "-m", "nearlinear.spmd.worker"]
-    command += [str(folder), str(os.getpid()), backend]
-    with open(folder / f"output-{rank}", "wb") as output:
-        return subprocess.Popen(
-            command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output
+    command = [sys.executable, "-m", "nearlinear.spmd.worker", str(folder), str(os.getpid())]
+    command += [backend, str(timeout), *_models_known_here()]
+    for rank in range(ranks):
+        (folder / f"output-{rank}").touch()
+    with open(folder / "output", "wb") as output:
+        starter = subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,  # so that the ranks can be ended with it
         )
+    try:
+        starter.wait()
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(starter.pid, signal.SIGKILL)
+        starter.wait()
+    if not (folder / "codes").exists():
+        said = (folder / "output").read_text(errors="replace")
+        how = f"the process that starts the ranks ended with code {starter.returncode}"
+        raise NearlinearError(f"{how}: {said[-2000:]}")
+    return json.loads((folder / "codes").read_text())
 
 
-def _wait(workers: list[subprocess.Popen], folder: Path, timeout: float) -> None:
-    """Until all ranks have ended; show their output in rank order; RankError if one failed."""
-    start, failed_at = time.monotonic(), None
-    while any(worker.poll() is None for worker in workers):
-        now = time.monotonic()
-        if failed_at is None and any(worker.poll() for worker in workers):
-            failed_at = now
-        if now - start > timeout or (failed_at is not None and now - failed_at > _GRACE):
-            break
-        time.sleep(0.02)
-    codes = [worker.poll() for worker in workers]
-    output = [(folder / f"output-{r}").read_text(errors="replace") for r in range(len(workers))]
-    for text in output:
-        sys.stdout.write(text)
-    _judge(codes, output, folder, timeout)
+def _models_known_here() -> list[str]:
+    """Modules that take seconds to import and that ranks will want, for this process has them."""
+    return [name for name in sys.modules if name.startswith("transformers.models.")]
 
 
 def _judge(codes: list[int | None], output: list[str], folder: Path, timeout: float) -> None:

@@ -1,17 +1,73 @@
-"""One rank of `nearlinear.spmd.run(processes=True)`: join the group, call, leave the result."""
+"""The processes of `nearlinear.spmd.run(processes=True)`: one that starts the ranks, and a rank.
 
+Imports of torch and of models take longer than many a run: they are done once, here, and the ranks
+are forks of this process, which has used none of it.
+"""
+
+import json
+import multiprocessing
 import os
 import pickle
 import sys
+import time
 import traceback
+from contextlib import suppress
+from importlib import import_module
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from .. import leaving
 from ..backends import known_to_torch
 from ..orphan import end_with_parent
 
+WANTED = ["torch.distributed.fsdp", "torch.distributed.tensor"]
+GRACE = 3.0
+"""seconds for the other ranks to notice a dead one themselves"""
 
-def main(folder: Path, backend: str) -> int:
+
+def start(folder: Path, backend: str, timeout: float, modules: list[str]) -> None:
+    """Start the ranks, wait for them, and leave the exit codes in ``folder``."""
+    deadline = time.monotonic() + timeout
+    for name in [*WANTED, *modules]:
+        with suppress(ImportError):  # then a rank that needs it says so
+            import_module(name)
+    # elsewhere than on Linux libraries may not outlive a fork
+    context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
+    ranks = [
+        context.Process(target=be_rank, args=(rank, folder, backend, os.getpid()))
+        for rank in range(int(os.environ["WORLD_SIZE"]))
+    ]
+    for rank in ranks:
+        rank.start()
+    wait(ranks, deadline)
+    codes = [rank.exitcode for rank in ranks]
+    (folder / "codes").write_text(json.dumps(codes))
+
+
+def wait(ranks: list[BaseProcess], deadline: float) -> None:
+    """Until all have ended, until ``deadline`` (monotonic), or a little longer than one failed."""
+    while any(rank.is_alive() for rank in ranks):
+        now = time.monotonic()
+        if now > deadline:
+            return
+        if any(rank.exitcode for rank in ranks):
+            deadline = min(deadline, now + GRACE)
+        time.sleep(0.02)
+
+
+def be_rank(rank: int, folder: Path, backend: str, parent: int) -> None:
+    """From beginning to end; what it prints goes to a file."""
+    end_with_parent(parent)
+    output = os.open(folder / f"output-{rank}", os.O_WRONLY)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    status = call(folder, backend)
+    sys.stdout.flush()
+    os._exit(status)
+
+
+def call(folder: Path, backend: str) -> int:
     """Run the pickled call of ``folder`` as rank ``$RANK``; 0 if it returned."""
     import torch.distributed as dist
 
@@ -36,7 +92,7 @@ def main(folder: Path, backend: str) -> int:
 
 
 if __name__ == "__main__":
-    end_with_parent(int(sys.argv[2]))
-    status = main(Path(sys.argv[1]), sys.argv[3])
-    sys.stdout.flush()
-    os._exit(status)
+    folder, parent, backend, timeout, *modules = sys.argv[1:]
+    end_with_parent(int(parent))
+    start(Path(folder), backend, float(timeout), modules)
+    os._exit(0)  # ranks that have not ended are ended by who waits for this process
