@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file
+from torch import nn
 
 import nearlinear as nl
 from nearlinear import _torch, runtime
-from nearlinear.checkpoint import file, index, kept, meeting, saving
+from nearlinear.checkpoint import file, index, kept, meeting, saving, snapshot
 from nearlinear.checkpoint.snapshot import Snapshot
 from nearlinear.checkpoint.stream import DTYPES, bytes_of
 from nearlinear.errors import CheckpointError
@@ -79,6 +80,63 @@ def test_it_is_of_the_moment_it_was_asked_for(monkeypatch, tmp_path):
         assert not all(found[name].equal(value) for name, value in after.items())
 
     nl.spmd.run(work, 4)
+
+
+class Counting(nn.Module):
+    """Counts in a buffer how often it was called."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, values):
+        self.calls += 1
+        return self.linear(values)
+
+
+def test_with_overlap_a_pass_goes_on_and_the_optimizers_step_waits_for_the_copy(
+    monkeypatch, tmp_path
+):
+    may_copy, copy = threading.Event(), snapshot.Copy.complete
+
+    def wait_and_copy(self):
+        assert may_copy.wait(60)
+        return copy(self)
+
+    monkeypatch.setattr(snapshot.Copy, "complete", wait_and_copy)
+
+    def work(rank):
+        nl.init({})
+        with nl.spmd.one_at_a_time(seed=0):
+            model = Counting()
+        updates = torch.optim.AdamW(model.parameters(), lr=0.1)
+
+        def forward_and_backward():
+            model(torch.ones(2, 4)).sum().backward()
+
+        forward_and_backward()
+        updates.step()
+        before = [p.detach().clone() for p in model.parameters()]
+        moments = updates.state[model.linear.weight]["exp_avg"].clone()
+        started = nl.save(tmp_path, model, updates, overlap=True)
+        forward_and_backward()
+        assert model.calls == 2 and not may_copy.is_set()
+        threading.Timer(0.2, may_copy.set).start()
+        updates.step()
+        assert may_copy.is_set()
+        started.wait()
+        nl.load(tmp_path, model, updates)
+        assert model.calls == 1
+        assert all(p.equal(was) for p, was in zip(model.parameters(), before, strict=True))
+        assert updates.state[model.linear.weight]["exp_avg"].equal(moments)
+        for _ in range(2):  # and with the save after it
+            started = nl.save(tmp_path, model, updates, overlap=True)
+            updates.step()
+        started.wait()
+        assert len(updates._optimizer_step_pre_hooks) == 1
+
+    nl.spmd.run(work, ranks=1)
 
 
 def test_the_next_save_loading_and_leaving_wait_for_it(tmp_path):
@@ -209,14 +267,27 @@ def test_files_of_any_shapes(tmp_path_factory, shapes, chunk):
 
 
 def test_host_memory_is_used_again_where_it_fits():
-    snapshot, state = Snapshot(), {"a": torch.ones(8), "b": torch.ones(3)[::2]}
-    first = {name: copy.data_ptr() for name, copy in snapshot.of(state).items()}
+    memory, state = Snapshot(), {"a": torch.ones(8), "b": torch.ones(3)[::2]}
+    first = {name: copy.data_ptr() for name, copy in memory.of(state).complete().items()}
     state["a"] += 1
-    second = snapshot.of(state)
+    second = memory.of(state).complete()
     assert {name: copy.data_ptr() for name, copy in second.items()} == first
     assert second["a"].equal(state["a"]) and second["b"].is_contiguous()
-    grown = snapshot.of({"a": torch.ones(9)})
+    grown = memory.of({"a": torch.ones(9)}).complete()
     assert grown.keys() == {"a"} and grown["a"].equal(torch.ones(9))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU; torch finds none here")
+def test_on_a_gpu_what_changes_a_tensor_waits_for_its_copy():
+    size = 2**26
+    now, later = (torch.ones(size, device="cuda") for _ in range(2))
+    copy = Snapshot().of({"now": now, "later": later}, later={"later"})
+    now += 1
+    copy.hold()
+    later += 1
+    found = copy.complete()
+    assert all(value.is_pinned() and value.eq(1).all() for value in found.values())
 
 
 def test_what_json_cannot_carry_is_refused_at_once(tmp_path):

@@ -7,6 +7,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -19,9 +20,11 @@ import nearlinear as nl
 from nearlinear.checkpoint.saving import Saving
 from nearlinear.parallel.layout import local
 
-STALL, SAVE, DCP_SAVE, LOAD, DCP_LOAD = (
-    "asynchronous save, until training goes on", "save", "save by DCP", "load", "load by DCP",
+STALL, COPY_BESIDE, SAVE, DCP_SAVE, LOAD, DCP_LOAD = (
+    "asynchronous save, until training goes on", "the same, copied beside a pass",
+    "save", "save by DCP", "load", "load by DCP",
 )  # fmt: skip
+PASS, SLOWED = "a forward and backward pass", "a pass beside which is copied and written"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -44,6 +47,8 @@ def main(argv: list[str] | None = None) -> int:
     }
     ratios = {
         "stall / save": seconds[STALL] / seconds[SAVE],
+        "stall / save, copied beside a pass": seconds[COPY_BESIDE] / seconds[SAVE],
+        "what such a pass takes longer / save": (seconds[SLOWED] - seconds[PASS]) / seconds[SAVE],
         "DCP's save / save": seconds[DCP_SAVE] / seconds[SAVE],
         "DCP's load / load": seconds[DCP_LOAD] / seconds[LOAD],
     }
@@ -53,7 +58,8 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     print(f"{size / 1e6:.0f} MB of weights and AdamW states, {options.ranks} ranks")
     for way, median in seconds.items():
-        print(f"  {way:44}{median:8.3f} s{size / median / 1e6:9.0f} MB/s")
+        speed = "" if way in (PASS, SLOWED) else f"{size / median / 1e6:9.0f} MB/s"
+        print(f"  {way:44}{median:8.3f} s{speed}")
     for what, ratio in ratios.items():
         print(f"  {what:44}{ratio:8.2f}")
     return 0
@@ -65,14 +71,14 @@ def measure(rank: int, folder: str, width: int, layers: int, rounds: int) -> dic
     config = GPT2Config(n_embd=width, n_layer=layers, n_head=width // 64, n_positions=128)
     model = nl.shard(AutoModelForCausalLM.from_config(config))
     optimizer = torch.optim.AdamW(model.parameters())
-    ids = torch.randint(0, config.vocab_size, (1, 16))
-    model(input_ids=ids, labels=ids).loss.backward()
+    forward_and_backward(model)
     optimizer.step()
     optimizer.zero_grad()
     saved = {name: tensor.clone() for name, tensor in state_of(model, optimizer).items()}
-    times: dict = {way: [] for way in WAYS}
+    times: dict = {way: [] for way in [*WAYS, PASS, SLOWED]}
     for number in range(rounds + 1):  # the first is a warm-up: memory is touched for once
-        place = Path(folder, str(number))
+        place, found = Path(folder, str(number)), {}
+        found[PASS] = seconds_of(forward_and_backward, model)
         for way, run in WAYS.items():
             if way in (LOAD, DCP_LOAD):
                 for tensor in state_of(model, optimizer).values():
@@ -80,16 +86,32 @@ def measure(rank: int, folder: str, width: int, layers: int, rounds: int) -> dic
             dist.barrier()
             begin = time.perf_counter()
             under_way = run(place, model, optimizer)
-            seconds = time.perf_counter() - begin
+            found[way] = time.perf_counter() - begin
+            if way == COPY_BESIDE:
+                found[SLOWED] = seconds_of(forward_and_backward, model)
+                optimizer.zero_grad()
+                found[way] += seconds_of(optimizer.step)  # without gradients it only waits
             if under_way is not None:
                 under_way.wait()
-            times[way] += [seconds] if number else []
-            found = state_of(model, optimizer)
-            assert all(found[name].equal(tensor) for name, tensor in saved.items()), way
+            there = state_of(model, optimizer)
+            assert all(there[name].equal(tensor) for name, tensor in saved.items()), way
             dist.barrier()
+        for what, seconds in found.items():
+            times[what] += [seconds] if number else []
         if rank == 0:
             shutil.rmtree(place)
     return times | {"bytes": sum(tensor.nbytes for tensor in saved.values())}
+
+
+def forward_and_backward(model) -> None:
+    ids = torch.arange(32)[None]
+    model(input_ids=ids, labels=ids).loss.backward()
+
+
+def seconds_of(work: Callable, *args) -> float:
+    begin = time.perf_counter()
+    work(*args)
+    return time.perf_counter() - begin
 
 
 def state_of(model, optimizer) -> dict[str, torch.Tensor]:
@@ -104,6 +126,10 @@ def state_of(model, optimizer) -> dict[str, torch.Tensor]:
 
 def begin_to_save(folder: Path, model, optimizer) -> Saving:
     return nl.save(folder / "asynchronous", model, optimizer)
+
+
+def begin_to_save_beside(folder: Path, model, optimizer) -> Saving:
+    return nl.save(folder / "beside", model, optimizer, overlap=True)
 
 
 def save(folder: Path, model, optimizer) -> None:
@@ -130,7 +156,14 @@ def dcp_load(folder: Path, model, optimizer) -> None:
     )
 
 
-WAYS = {STALL: begin_to_save, SAVE: save, DCP_SAVE: dcp_save, LOAD: load, DCP_LOAD: dcp_load}
+WAYS = {
+    STALL: begin_to_save,
+    COPY_BESIDE: begin_to_save_beside,
+    SAVE: save,
+    DCP_SAVE: dcp_save,
+    LOAD: load,
+    DCP_LOAD: dcp_load,
+}
 
 if __name__ == "__main__":
     sys.exit(main())

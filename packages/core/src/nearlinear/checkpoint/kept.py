@@ -46,7 +46,9 @@ def latest(folder) -> Path | None:
     return folder_of(Path(folder), max(common)) if common else None
 
 
-def keep(folder, newest: int, step: int, model, optimizer=None, **others) -> Saving:
+def keep(
+    folder, newest: int, step: int, model, optimizer=None, *, overlap=False, **others
+) -> Saving:
     """`save` the state after ``step`` among the others in ``folder``; keep the ``newest`` ones."""
     folder = Path(folder)
 
@@ -55,7 +57,7 @@ def keep(folder, newest: int, step: int, model, optimizer=None, **others) -> Sav
         for path in _superseded(folder, newest, step):
             remove(path)
 
-    return begin(folder_of(folder, step), step, model, optimizer, others, after)
+    return begin(folder_of(folder, step), step, model, optimizer, others, after, overlap)
 
 
 def _point(folder: Path, step: int) -> None:

@@ -29,6 +29,7 @@ def save(
     *,
     step: int = 0,
     wait: bool = False,
+    overlap: bool = False,
     **others,
 ) -> Saving:
     """Write all that training needs to go on after ``step`` into ``folder``.
@@ -37,19 +38,28 @@ def save(
     and ``.wait()`` on what is returned is when they are there. The next save, `load` and leaving
     the job wait for it. It is a checkpoint from the moment its index is there; a save that fails,
     on whatever rank, leaves none and raises CheckpointError on all, from whatever waits for it.
-    ``wait``: return when it is there. ``others``: what else has a ``state_dict()`` that JSON can
-    carry, the same on all ranks, each saved under its name. ``folder`` must be one that all nodes
-    see, or parts that something brings together. A collective call, between steps.
+
+    ``wait``: return when it is there. ``overlap``: the copy goes on beside the next forward and
+    backward pass, too, and ``optimizer.step()`` waits for it: for loops in which nothing else
+    changes parameters or the optimizer's state. ``others``: what else has a ``state_dict()`` that
+    JSON can carry, the same on all ranks, each saved under its name. ``folder`` must be one that
+    all nodes see, or parts that something brings together. A collective call, between steps.
     """
     others |= {"loader": loader, "scheduler": scheduler}
-    started = begin(Path(folder), step, model, optimizer, others)
+    started = begin(Path(folder), step, model, optimizer, others, overlap=overlap)
     if wait:
         started.wait()
     return started
 
 
 def begin(
-    folder: Path, step: int, model, optimizer, others: dict, after: Callable = lambda: None
+    folder: Path,
+    step: int,
+    model,
+    optimizer,
+    others: dict,
+    after: Callable = lambda: None,
+    overlap: bool = False,
 ) -> Saving:
     """`save`, with ``after()`` on the first rank of every node once the checkpoint is there."""
     saving.finish()  # the one before
@@ -80,7 +90,19 @@ def begin(
     def made(files: list[index.File | None]) -> Index:
         return _index(step, told, chosen, files, values)
 
-    return saving.start(folder, names[0], written, made, after)
+    later = _changed_by_steps(model, chosen[now.rank]) if overlap and optimizer is not None else ()
+    return saving.start(folder, names[0], written, made, after, optimizer, later)
+
+
+def _changed_by_steps(model, chosen: dict[str, list[Piece]]) -> set[str]:
+    """The keys of what a forward and backward pass leave as it is."""
+    steady = {f"{state.MODEL}/{name}" for name in state.parameter_names(model).values()}
+    return {
+        index.key(name, number)
+        for name, pieces in chosen.items()
+        if name in steady or name.startswith(f"{state.OPTIMIZER}/")
+        for number in range(len(pieces))
+    }
 
 
 def _as_json(name: str, values: dict) -> dict:

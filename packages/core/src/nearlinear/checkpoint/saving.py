@@ -12,12 +12,13 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.utils.hooks import RemovableHandle
 
 from .. import _torch, runtime
 from ..errors import CheckpointError
@@ -91,6 +92,8 @@ class Saves:
     newest: Saving | None = None
     meeting: Meeting | None = None
     """the one of the newest"""
+    hook: RemovableHandle | None = None
+    """what has the optimizer wait for its copy"""
 
 
 _of_jobs: weakref.WeakKeyDictionary[dist.Store, Saves] = weakref.WeakKeyDictionary()
@@ -115,8 +118,12 @@ def start(
     tensors: dict[str, torch.Tensor],
     made: Callable[[list[File | None]], Index],
     after: Callable[[], None],
+    changed_by: torch.optim.Optimizer | None = None,
+    later: Collection[str] = (),
 ) -> Saving:
     """Begin to write this rank's ``tensors``, once the save before it has been finished.
+
+    Those named in ``later`` are copied while training goes on: before ``changed_by`` steps.
 
     ``name`` is the same on all ranks, and of no other save; ``made(files)`` is the index, given
     what each rank's file looks like; ``after()`` is called on the first rank of every node once the
@@ -127,12 +134,15 @@ def start(
     if mine.meeting is not None and now.rank == 0:
         mine.meeting.forget("files", "end")
     meeting = mine.meeting = Meeting(store, f"save/{name}", now.rank, now.mesh.world)
-    copied = mine.snapshot.of(tensors)
+    copy = mine.snapshot.of(tensors, later)
+    if mine.hook is not None:
+        mine.hook.remove()
+    mine.hook = changed_by.register_step_pre_hook(copy.hold) if later else None
     name, first = file_of(now.rank, now.mesh.world), runtime.first_of_node()
 
     def write(saving: Saving) -> None:
         try:
-            saving.error = _write(saving, meeting, name, copied, made, first)
+            saving.error = _write(saving, meeting, name, copy.complete(), made, first)
         except Deserted:
             saving.error = f"{folder}: other ranks did not finish this checkpoint"
         except Exception as error:  # the store is gone, with the rank that had it

@@ -50,7 +50,13 @@ class Keeper:
         """Begin to save the run after ``step``, unless it is saved. A collective call."""
         if step != self.saved:
             self.saving = kept.keep(
-                self.folder, self.config.keep, step, self.model, self.optimizer, **self.others
+                self.folder,
+                self.config.keep,
+                step,
+                self.model,
+                self.optimizer,
+                overlap=True,  # a trainer's steps are all that changes its state
+                **self.others,
             )
             self.saved = step
         self.time_is_up, self._since = False, time.monotonic()
