@@ -73,7 +73,7 @@ def split(batch: dict, parts: int) -> list[dict]:
 def adamw(model, rate: float) -> torch.optim.AdamW:
     """With an eps that keeps noise small: a key's bias has no gradient but rounding errors, which
     AdamW would otherwise make as large as any."""
-    return torch.optim.AdamW(model.parameters(), lr=rate, eps=1e-5)
+    return torch.optim.AdamW(model.parameters(), lr=rate, eps=1e-5, fused=True)
 
 
 class Run:

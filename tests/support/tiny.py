@@ -63,7 +63,7 @@ def optimizer_for(model, name: str) -> torch.optim.Optimizer:
         return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     if name == "sgd":
         return torch.optim.SGD(model.parameters(), lr=0.5)
-    return torch.optim.AdamW(model.parameters(), lr=1e-3)
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
 
 
 def train_alone(kind: str, optimizer: str, count: int, steps: int = 3, clip: float = 1.0):

@@ -68,7 +68,7 @@ class TrainConfig:
     def _check_8bit(self) -> None:
         for key, value, other, why in (
             ("checkpoint.folder", self.checkpoint.folder, "", "its states cannot be saved"),
-            ("optimizer.implementation", self.optimizer.implementation, "auto", "it has its own"),
+            ("optimizer.implementation", self.optimizer.implementation, "fused", "it has its own"),
             ("parallel.offload_optimizer", self.parallel.offload_optimizer, False,
              "it is compiled for the accelerator that has the parameters"),
         ):  # fmt: skip

@@ -9,7 +9,6 @@ import math
 import torch
 from torch import nn
 
-from .. import runtime
 from ..errors import ConfigError
 from ..parallel.optimizer_shards import shard_optimizer
 from .tables import OptimizerConfig
@@ -29,12 +28,7 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Op
     common = {"lr": config.lr, "betas": (config.beta1, config.beta2), "eps": config.eps}
     if config.kind == "adamw_8bit":
         return shard_optimizer(_in_8_bits(groups, common), model)
-    way = config.implementation
-    if way == "auto":
-        on_gpu = any(p.device.type == "cuda" for p in parameters)
-        offloaded = runtime.is_initialized() and runtime.current().config.offload_optimizer
-        way = "fused" if on_gpu or offloaded else "for_loop"
-    ways = {name: name == way for name in ("fused", "foreach")}
+    ways = {name: name == config.implementation for name in ("fused", "foreach")}
     return shard_optimizer(torch.optim.AdamW(groups, **common, **ways), model)
 
 

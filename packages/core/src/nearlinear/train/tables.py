@@ -134,9 +134,8 @@ class OptimizerConfig:
 
     kind: Literal["adamw", "adamw_8bit"] = "adamw"
     """adamw, or adamw_8bit: its states in 8 bits, by torchao; they cannot be saved"""
-    implementation: Literal["auto", "fused", "foreach", "for_loop"] = "auto"
-    """how adamw updates: in one kernel, by lists of tensors, or one by one; auto = fused on GPUs
-    and where the optimizer is offloaded, else for_loop"""
+    implementation: Literal["fused", "foreach", "for_loop"] = "fused"
+    """how adamw updates: in one kernel, by lists of tensors, or one by one"""
     lr: float = 6e-4
     """peak learning rate"""
     min_lr_ratio: float = 0.1
