@@ -157,7 +157,7 @@ def sequences(step):
 def one_process():
     torch.manual_seed(0)
     model, losses = small_gpt2(), []
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
     for step in range(STEPS):
         ids = sequences(step)
         loss = model(input_ids=ids, labels=ids).loss
@@ -173,7 +173,7 @@ def four_ranks(rank):
     with nl.spmd.one_at_a_time(seed=0):
         model = small_gpt2()
     nl.shard(model)
-    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=3e-4), []
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True), []
     for step in range(STEPS):
         mine = sequences(step).chunk(mesh.data_ranks)[mesh.data_rank(rank)]
         micro_batches = [{"input_ids": ids, "labels": ids} for ids in mine.chunk(2)]

@@ -150,7 +150,7 @@ def tokens(step: int) -> torch.Tensor:
 def alone() -> list[float]:
     torch.manual_seed(0)
     model, losses = llama(), []
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-5)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-5, fused=True)
     for step in range(STEPS):
         loss = model(input_ids=tokens(step), labels=tokens(step)).loss
         loss.backward()
@@ -163,7 +163,7 @@ def alone() -> list[float]:
 def parallel(rank, config, micro_batches=4) -> tuple[list[float], int]:
     """Losses of the same steps, and how many sequences this rank's group read in each."""
     mesh, model = split_llama(rank, config)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-5)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-5, fused=True)
     losses = []
     for step in range(STEPS):
         mine = tokens(step).chunk(mesh.data_ranks)[mesh.data_rank(rank)]
