@@ -47,9 +47,9 @@ def side_by_side(work: Callable[[T], R], items: Iterable[T], at_once: int) -> It
     under_way: deque[Callable[[], R]] = deque()
     try:
         for item in items:
-            if len(under_way) == at_once:
-                yield under_way.popleft()()
             under_way.append(begun(lambda item=item: work(item)))
+            if len(under_way) == at_once:  # before another item is asked for, which takes memory
+                yield under_way.popleft()()
         while under_way:
             yield under_way.popleft()()
     finally:
