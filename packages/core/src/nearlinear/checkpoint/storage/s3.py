@@ -8,6 +8,7 @@ https://docs.aws.amazon.com/AmazonS3/latest/userguide/mpuoverview.html
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import time
 import uuid
@@ -99,7 +100,7 @@ class S3(Place):
             with told(self, broken_is_told=tried == TRIES - 1):
                 found = using().get_object(**self._object, **wanted)["Body"].read()
                 if end is not None and len(found) != end - begin:
-                    raise OSError(f"{self} has changed: it is shorter than it was")
+                    raise OSError(errno.EIO, "It is shorter than it was")
                 return found
             time.sleep(0.1 * 4**tried)
         raise AssertionError("the last try returns or raises")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import os
 import threading
@@ -95,7 +96,7 @@ def _of_answer(place: Place, error) -> Exception:
     said = error.response.get("Error", {})
     code = said.get("Code", "")
     if code in NOT_THERE:
-        return FileNotFoundError(2, "No such object", str(place))
+        return FileNotFoundError(errno.ENOENT, "No such object", str(place))
     meant = SAME.get(code, code)
     if meant == "ExpiredToken":
         _client.cache_clear()  # so that the next one reads what has been renewed
