@@ -334,6 +334,16 @@ def test_names(tmp_path):
             storage.at(name)
 
 
+def test_a_folder_that_cannot_be_listed_is_not_an_empty_one(tmp_path, monkeypatch):
+    def denied(path):
+        raise PermissionError(13, "Permission denied")
+
+    assert kept.steps(tmp_path / "nowhere") == []
+    monkeypatch.setattr(Path, "iterdir", denied)
+    with pytest.raises(CheckpointError, match="cannot be listed .*mend its permissions"):
+        kept.steps(tmp_path)
+
+
 def test_a_runs_own_folder_is_on_this_machine(small_run):
     small_run["run"]["folder"] = "s3://my-bucket/run"
     with pytest.raises(ConfigError, match="run.folder = s3://my-bucket/run is no folder of this"):

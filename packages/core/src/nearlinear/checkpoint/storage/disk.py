@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from .place import Place
+from .place import Place, Unreachable
 
 READ = 2**18
 """bytes at a time: memory that is used again from one read to the next"""
@@ -73,17 +73,24 @@ class Disk(Place):
 
     def sizes(self) -> dict[str, int]:
         found = {}
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            for path in self.path.iterdir():
-                with contextlib.suppress(OSError):  # gone meanwhile, or not to be seen
-                    if path.is_file():
-                        found[path.name] = path.stat().st_size
+        for path in self._entries():
+            with contextlib.suppress(FileNotFoundError):  # gone meanwhile
+                if path.is_file():
+                    found[path.name] = path.stat().st_size
         return found
 
     def folders(self) -> list[Place]:
-        if not self.path.is_dir():
+        return [Disk(path) for path in self._entries() if path.is_dir()]
+
+    def _entries(self) -> list[Path]:
+        try:
+            return sorted(self.path.iterdir())
+        except (FileNotFoundError, NotADirectoryError):
             return []
-        return [Disk(path) for path in sorted(self.path.iterdir()) if path.is_dir()]
+        except OSError as error:
+            raise Unreachable(
+                f"{self} cannot be listed ({error.strerror}): mend its permissions or its mount"
+            ) from None
 
     def make(self) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
