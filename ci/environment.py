@@ -24,7 +24,7 @@ BIN = VENV / ("Scripts" if os.name == "nt" else "bin")
 PYTHON = BIN / "python"
 LOG = VENV / "setup.log"
 STAMP = VENV / "setup.json"
-EXTRAS = "data,notebooks,monitor,kubernetes,sagemaker,dev"
+EXTRAS = "data,notebooks,monitor,kubernetes,s3,sagemaker,dev"
 GLUE = "nearlinear_collectives.build"  # compiles what the first import would otherwise
 # What tests compare with, made from source: it needs the torch of this environment and no kernels.
 PEERS = ["deepspeed"]

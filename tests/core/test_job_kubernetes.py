@@ -203,6 +203,9 @@ def test_what_a_run_leaves_outlives_its_pods():
     assert "checkpoint.folder=/checkpoints" in container["command"]
     job, config = spec.load(TRAINING | {"job": USUAL, "run": {"folder": "/mine/run"}})
     assert "run.folder=/mine/run" in kubernetes.command(job, config)
+    bucket = {"checkpoint": {"folder": "s3://my-bucket/run"}}
+    said = " ".join(kubernetes.command(*spec.load(TRAINING | {"job": USUAL} | bucket)))
+    assert "run.folder=" in said and "checkpoint.folder" not in said
     without = " ".join(kubernetes.command(*job_and_config(checkpoint_claim="")))
     assert "run.folder" not in without and "checkpoint.folder" not in without
 

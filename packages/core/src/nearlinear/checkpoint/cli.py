@@ -10,6 +10,7 @@ INSPECT_EXAMPLES = """\
 examples:
   nearlinear checkpoint inspect runs/gpt2/checkpoints            all of a run
   nearlinear checkpoint inspect runs/gpt2/checkpoints/step-00000500 --json
+  nearlinear checkpoint inspect s3://bucket/gpt2/checkpoints     all of a run, in a bucket
 """
 VERIFY_EXAMPLES = """\
 examples:
@@ -28,7 +29,7 @@ examples:
   nearlinear checkpoint export step-00000500 gpt2-hf --config run.toml
   python -c "from transformers import pipeline as p; print(p('text-generation', 'gpt2-hf')('The'))"
 """
-FOLDERS = "a checkpoint, or a run's folder of several"
+FOLDERS = "a checkpoint, or a run's folder of several; s3://bucket/prefix, too"
 SHOWN = 20  # differences, unless all are asked for
 
 
@@ -107,7 +108,7 @@ def _add_export(add) -> None:
 def _inspect(options, arguments) -> int:
     from . import index, summary
 
-    for folder in (found for name in options.folders for found in summary.folders(Path(name))):
+    for folder in (found for name in options.folders for found in summary.folders(name)):
         told = summary.summary(folder, index.read(folder))
         print(json.dumps(told) if options.json else summary.text(told))
     return 0
@@ -116,7 +117,7 @@ def _inspect(options, arguments) -> int:
 def _verify(options, arguments) -> int:
     from . import index, summary, verify
 
-    folders = [found for name in options.folders for found in summary.folders(Path(name))]
+    folders = [found for name in options.folders for found in summary.folders(name)]
     sizes = {}
     for folder in folders:
         with contextlib.suppress(ValueError):  # it says so below
@@ -169,7 +170,7 @@ def _export(options, arguments) -> int:
     from .hf.export import export_checkpoint
     from .hf.target import MAX_SHARD_BYTES
 
-    folder = summary.folders(Path(options.folder))[-1]
+    folder = summary.folders(options.folder)[-1]
     model, tokenizer = _model(folder, index.read(folder), options, about)
     if options.tokenizer:
         tokenizer = None if options.tokenizer == "none" else Path(options.tokenizer)
@@ -189,11 +190,12 @@ def _export(options, arguments) -> int:
     return 0
 
 
-def _model(folder: Path, found, options, about):
+def _model(folder, found, options, about):
     """The config.json of a checkpoint's model, and the folder of its tokenizer or None."""
     from ..errors import CheckpointError
 
-    near = (folder, *folder.resolve().parents[:2])  # RUN/checkpoints/step-...: RUN has it
+    here = folder.path
+    near = (here, *here.resolve().parents[:2]) if here else ()  # RUN/checkpoints/step-...
     beside = [up / "config.toml" for up in near if (up / "config.toml").is_file()]
     path = Path(options.config) if options.config else next(iter(beside), None)
     if path is not None and path.suffix == ".json" and "model_type" in (said := _json(path)):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -31,8 +30,8 @@ class Difference:
 
 
 def differences(
-    one: Path,
-    other: Path,
+    one,
+    other,
     atol: float = 0.0,
     rtol: float = 0.0,
     only: str = "",
@@ -43,7 +42,7 @@ def differences(
     ``only``: of tensors whose names begin so. ``read`` is called with how many tensors of how many
     were compared. Raises CheckpointError.
     """
-    first, second = Whole(Path(one)), Whole(Path(other))
+    first, second = Whole(one), Whole(other)
     there, here = first.index.tensors, second.index.tensors
     found = []
     names = sorted(name for name in there.keys() | here.keys() if name.startswith(only))

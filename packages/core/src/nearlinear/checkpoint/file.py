@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import queue
 import threading
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterable, Iterator
 
 import torch
 
+from . import storage
 from .index import File
 from .stream import beginning, bytes_of, in_order
 
@@ -18,35 +17,25 @@ CHUNK = 16 * 2**20
 """bytes that are hashed while the next are written"""
 
 
-def write(path: Path, tensors: dict[str, torch.Tensor]) -> File:
-    """The file at ``path`` with ``tensors`` (contiguous, on the CPU), on the disk when this
+def write(path, tensors: dict[str, torch.Tensor]) -> File:
+    """The file at ``path`` with ``tensors`` (contiguous, on the CPU), kept safe when this
     returns; what it looks like.
 
-    It is there from one moment to the next. Raises OSError, and ValueError for a dtype that
-    safetensors does not have.
+    It is there from one moment to the next. Raises OSError, Unreachable, and ValueError for a dtype
+    that safetensors does not have.
     """
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        with partial.open("wb", buffering=0) as file, _Hashing() as hashing:
-            for chunk in _chunks(tensors):
-                hashing.add(chunk)
-                while chunk:  # one call may write less
-                    chunk = chunk[file.write(chunk) :]
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+    described = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    parts = [memoryview(beginning(described))]
+    parts += [bytes_of(tensors[name]) for name in in_order(described)]
+    with _Hashing() as hashing:
+        storage.at(path).write(hashing.of(_chunks(parts)), sum(map(len, parts)))
     return hashing.found
 
 
-def _chunks(tensors: dict[str, torch.Tensor]) -> Iterator[memoryview]:
-    """The file, in pieces."""
-    described = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
-    yield memoryview(beginning(described))
-    for name in in_order(described):
-        values = bytes_of(tensors[name])
-        for at in range(0, len(values), CHUNK):
-            yield values[at : at + CHUNK]
+def _chunks(parts: list[memoryview]) -> Iterator[memoryview]:
+    for part in parts:
+        for at in range(0, len(part), CHUNK):
+            yield part[at : at + CHUNK]
 
 
 class _Hashing:
@@ -59,12 +48,15 @@ class _Hashing:
 
     @property
     def found(self) -> File:
-        """What was added, once it is closed."""
+        """What was given out, once it is closed."""
         return File(self.size, self.digest.hexdigest())
 
-    def add(self, chunk: memoryview) -> None:
-        self.size += len(chunk)
-        self._waiting.put(chunk)
+    def of(self, chunks: Iterable[memoryview]) -> Iterator[memoryview]:
+        """``chunks``, each on its way to be hashed when it is given out."""
+        for chunk in chunks:
+            self.size += len(chunk)
+            self._waiting.put(chunk)
+            yield chunk
 
     def __enter__(self) -> _Hashing:
         self._thread.start()

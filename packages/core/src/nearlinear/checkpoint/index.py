@@ -13,12 +13,14 @@ import dataclasses
 import hashlib
 import itertools
 import json
-import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..errors import CheckpointError
+from . import storage
 from .pieces import Piece, covers
+from .storage import Place
 
 NAME = "index.json"
 FORMAT = 2
@@ -60,27 +62,26 @@ class Index:
     values: dict = field(default_factory=dict)
     """what is no tensor: learning rates, the data's position"""
 
-    def write(self, folder: Path) -> None:
+    def write(self, folder: Place) -> None:
         """Make ``folder`` a checkpoint, from one moment to the next."""
         text = json.dumps({"format": FORMAT} | dataclasses.asdict(self), separators=(",", ":"))
-        partial = folder / f".{NAME}.{os.getpid()}"
-        with partial.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, folder / NAME)
-        settle(folder)
+        (folder / NAME).put(text.encode())
 
 
-def read(folder: Path) -> Index:
+def read(folder) -> Index:
     """The index of the checkpoint in ``folder``. Raises CheckpointError."""
+    folder = storage.at(folder)
     path = folder / NAME
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        text = path.read()
     except FileNotFoundError:
-        what = "is no checkpoint, or was not finished" if folder.is_dir() else "does not exist"
+        what = "is no checkpoint, or was not finished" if folder.exists() else "does not exist"
         raise CheckpointError(f"{folder} {what}: there is no {path.name} in it") from None
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({error}): {_REMEDY}") from None
+    try:
+        data = json.loads(text)
+    except ValueError as error:
         raise CheckpointError(f"{path} cannot be read ({error}): {_REMEDY}") from None
     if not isinstance(data, dict) or data.pop("format", None) != FORMAT:
         raise CheckpointError(f"{path} is not of format {FORMAT}: use the version that wrote it")
@@ -121,45 +122,34 @@ def _plain(name: str) -> str:
     return name
 
 
-def missing(folder: Path, found: Index) -> str:
+def missing(folder: Place, found: Index) -> str:
     """What of a checkpoint's files is not there, or cut short, in words; empty: nothing."""
+    there = folder.sizes()
     for name, file in found.files.items():
-        try:
-            size = (folder / name).stat().st_size
-        except OSError:
+        if name not in there:
             return f"{name} is missing"
-        if size != file.bytes:
-            return f"{name} has {size} bytes instead of {file.bytes}"
+        if there[name] != file.bytes:
+            return f"{name} has {there[name]} bytes instead of {file.bytes}"
     return ""
 
 
-def check_content(folder: Path, name: str, file: File) -> None:
-    """Raise CheckpointError unless the file's bytes are those that were written."""
-    path = folder / name
+def check_content(path: Place, file: File, looks: Callable[[], File] | None = None) -> None:
+    """Raise CheckpointError unless the file's bytes are those that were written.
+
+    ``looks()``: what they are, from who reads them anyhow.
+    """
     try:
-        found = digest(path)
+        found = looks() if looks else digest(path)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read ({error.strerror}): {_REMEDY}") from None
     if found != file:
         raise CheckpointError(f"{path} has changed since it was written: {_REMEDY}")
 
 
-def digest(path: Path) -> File:
+def digest(path) -> File:
     """What a file looks like."""
-    with path.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    return File(path.stat().st_size, found)
-
-
-def settle(folder: Path) -> None:
-    """Have the disk know the names in ``folder``, where it can be told to."""
-    try:
-        number = os.open(folder, os.O_RDONLY)
-    except OSError:
-        return
-    try:
-        os.fsync(number)
-    except OSError:
-        pass  # not on every file system
-    finally:
-        os.close(number)
+    found, size = hashlib.sha256(), 0
+    for chunk in storage.at(path).stream():
+        found.update(chunk)
+        size += len(chunk)
+    return File(size, found.hexdigest())

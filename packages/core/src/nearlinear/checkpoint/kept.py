@@ -2,55 +2,64 @@
 
 from __future__ import annotations
 
-import os
 import re
-from pathlib import Path
 
 from ..errors import CheckpointError
-from . import index, saving
-from .agree import everyone
+from . import index, saving, storage
+from .agree import everyone, together
 from .save import begin, remove
 from .saving import Saving
+from .storage import Place, Unreachable
 
 LATEST = "latest"
 _NAME = re.compile(r"step-(\d+)")
 
 
-def folder_of(folder: Path, step: int) -> Path:
+def folder_of(folder, step: int):
     """Where the checkpoint after ``step`` is."""
     return folder / f"step-{step:08d}"
 
 
-def steps(folder: Path) -> list[int]:
+def steps(folder) -> list[int]:
     """The steps that have a whole checkpoint in ``folder``, as far as names and sizes tell."""
-    found = []
-    for path in folder.glob("step-*"):
-        match = _NAME.fullmatch(path.name)
-        if match and _whole(path):
-            found.append(int(match[1]))
-    return sorted(found)
+    return sorted(step for step, place in _all(storage.at(folder)).items() if _whole(place))
 
 
-def _whole(path: Path) -> bool:
+def _all(folder: Place) -> dict[int, Place]:
+    """What is there of every step, whole or not."""
+    named = {place: _NAME.fullmatch(place.name) for place in folder.folders()}
+    return {int(match[1]): place for place, match in named.items() if match}
+
+
+def _whole(place: Place) -> bool:
     try:
-        return not index.missing(path, index.read(path))
+        return not index.missing(place, index.read(place))
+    except Unreachable:  # it may be: who goes back to an older one would lose it
+        raise
     except CheckpointError:
         return False
 
 
-def latest(folder) -> Path | None:
-    """The newest checkpoint that all ranks see whole; None: there is none. A collective call."""
+def latest(folder) -> Place | None:
+    """The newest checkpoint that all ranks see whole; None: there is none. A collective call.
+
+    Raises CheckpointError on all ranks where one cannot look.
+    """
     saving.finish()
-    seen = everyone(steps(Path(folder)))
+    mine = []
+    with together():
+        folder = storage.at(folder)
+        mine = steps(folder)
+    seen = everyone(mine)
     common = set(seen[0]).intersection(*seen[1:])
-    return folder_of(Path(folder), max(common)) if common else None
+    return folder_of(folder, max(common)) if common else None
 
 
 def keep(
     folder, newest: int, step: int, model, optimizer=None, *, overlap=False, **others
 ) -> Saving:
     """`save` the state after ``step`` among the others in ``folder``; keep the ``newest`` ones."""
-    folder = Path(folder)
+    folder = storage.at(folder)
 
     def after() -> None:
         _point(folder, step)
@@ -60,19 +69,13 @@ def keep(
     return begin(folder_of(folder, step), step, model, optimizer, others, after, overlap)
 
 
-def _point(folder: Path, step: int) -> None:
+def _point(folder: Place, step: int) -> None:
     """Write the name of the newest checkpoint to the file ``latest``, for people and scripts."""
-    partial = folder / f".{LATEST}.{os.getpid()}"
-    partial.write_text(f"{folder_of(folder, step).name}\n", encoding="utf-8")
-    os.replace(partial, folder / LATEST)
+    (folder / LATEST).put(f"{folder_of(folder, step).name}\n".encode())
 
 
-def _superseded(folder: Path, newest: int, step: int) -> list[Path]:
+def _superseded(folder: Place, newest: int, step: int) -> list[Place]:
     """Checkpoints older than the ``newest`` ones, and what was never finished before ``step``."""
-    whole = [known for known in steps(folder) if known <= step]
-    spared = {folder_of(folder, known) for known in whole[-newest:]}
-    return [
-        path
-        for path in folder.glob("step-*")
-        if (match := _NAME.fullmatch(path.name)) and int(match[1]) < step and path not in spared
-    ]
+    there = {known: place for known, place in _all(folder).items() if known <= step}
+    spared = sorted(known for known, place in there.items() if _whole(place))[-newest:]
+    return [place for known, place in there.items() if known < step and known not in spared]

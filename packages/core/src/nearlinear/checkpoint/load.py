@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
 from .. import runtime
 from ..errors import CheckpointError
 from ..parallel import loss_scale
-from . import index, saving, state
+from . import index, reading, saving, state, storage
 from .agree import everyone, some, together
 from .pieces import Piece, blocks
+from .storage import Place
+from .threads import side_by_side
 
-_HASHING = 2  # files at a time
+_AT_ONCE = 2  # files, each hashed while it is copied from
 
 
 def load(folder, model, optimizer=None, loader=None, scheduler=None, **others) -> int:
@@ -30,7 +29,7 @@ def load(folder, model, optimizer=None, loader=None, scheduler=None, **others) -
     elsewhere = _on_other_stages(model)
     with together():
         others |= {"loader": loader, "scheduler": scheduler}
-        found = _load(Path(folder), model, optimizer, others, elsewhere)
+        found = _load(storage.at(folder), model, optimizer, others, elsewhere)
     return found.step
 
 
@@ -42,7 +41,7 @@ def _on_other_stages(model) -> set[str]:
     return {name for names in everyone(mine) for name in names} - set(mine)
 
 
-def _load(folder: Path, model, optimizer, others: dict, elsewhere: set[str]) -> index.Index:
+def _load(folder: Place, model, optimizer, others: dict, elsewhere: set[str]) -> index.Index:
     now, found = runtime.current(), index.read(folder)
     if why := index.missing(folder, found):
         raise CheckpointError(f"{folder} is not whole: {why}; go back to the checkpoint before it")
@@ -71,13 +70,13 @@ def _load(folder: Path, model, optimizer, others: dict, elsewhere: set[str]) -> 
     return found
 
 
-def _value(folder: Path, found: index.Index, name: str):
+def _value(folder: Place, found: index.Index, name: str):
     if name not in found.values:
         raise CheckpointError(f"{folder} was saved without {name}: load it without, too")
     return found.values[name]
 
 
-def _compare(folder: Path, wanted: dict, found: index.Index, room: str, elsewhere: set) -> None:
+def _compare(folder: Place, wanted: dict, found: index.Index, room: str, elsewhere: set) -> None:
     """Raise CheckpointError unless the checkpoint holds these very tensors, and ``elsewhere``'s."""
     saved = {
         name: entry
@@ -103,30 +102,46 @@ def _parameter(name: str) -> str:
     return rest.rpartition("/")[0] if room == state.OPTIMIZER else rest
 
 
-def _fill(folder: Path, found: index.Index, wanted: dict[str, state.Part]) -> None:
+def _fill(folder: Place, found: index.Index, wanted: dict[str, state.Part]) -> None:
     """Copy the blocks this rank holds into ``wanted``; its files are hashed in the meantime."""
-    needed: dict[str, list[tuple]] = {}
+    needed: dict[str, dict[str, list[Copy]]] = {}
     for name, part in wanted.items():
         mine = blocks(part.tensor, part.cuts)
         for file, pieces in found.tensors[name].pieces.items():
             for number, saved in enumerate(pieces):
                 for piece, values in mine.items():
                     if saved.overlap(piece) is not None:
-                        copy = (index.key(name, number), saved, piece, values)
-                        needed.setdefault(file, []).append(copy)
-    with ThreadPoolExecutor(_HASHING) as pool:
-        checks = {file: pool.submit(index.check_content, folder, file, found.files[file])
-                  for file in sorted(needed)}  # fmt: skip
-        for file, check in checks.items():
-            try:
-                with safe_open(folder / file, "pt") as values, torch.no_grad():
-                    for copy in needed[file]:
-                        _copy(values, *copy)
-            except (OSError, SafetensorError) as error:
-                check.result()  # raises, if this is because the file has changed
-                raise CheckpointError(f"{folder / file} cannot be read: {error}") from None
-        for check in checks.values():
-            check.result()
+                        of_file = needed.setdefault(file, {})
+                        copies = of_file.setdefault(index.key(name, number), [])
+                        copies.append((saved, piece, values))
+
+    def read(file: str) -> None:
+        _read(folder / file, found.files[file], needed[file])
+
+    for _ in side_by_side(read, sorted(needed), _AT_ONCE):
+        pass
+
+
+Copy = tuple[Piece, Piece, torch.Tensor]
+"""A block of a file, the one of this rank that it has some of, and the memory of that."""
+
+
+def _read(path: Place, file: index.File, needed: dict[str, list[Copy]]) -> None:
+    """Make these copies from blocks of a file, by their keys. Raises CheckpointError."""
+    passing, fault = reading.beginning_to_end(path), None
+    try:
+        with passing.tensors() as values, torch.no_grad():
+            there = [key for key in values.keys() if key in needed]  # noqa: SIM118 - not a dict
+            if len(there) < len(needed):
+                raise SafetensorError(f"{min(needed.keys() - set(there))} is not in it")
+            for key in there:
+                for copy in needed[key]:
+                    _copy(values, key, *copy)
+    except (OSError, SafetensorError) as error:
+        fault = error
+    index.check_content(path, file, passing.looks)  # raises, if it is because the file has changed
+    if fault is not None:
+        raise CheckpointError(f"{path} cannot be read: {fault}")
 
 
 def _copy(file, key: str, saved: Piece, mine: Piece, values: torch.Tensor) -> None:

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import json
-import shutil
 import uuid
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from .. import runtime
 from ..errors import CheckpointError
 from ..parallel import loss_scale
-from . import about, holdings, index, saving, state
+from . import about, holdings, index, saving, state, storage
 from .agree import everyone
 from .index import Index
 from .pieces import Piece, writers
 from .saving import Saving, file_of
+from .storage import Place
 
 RESERVED = {about.KEY, "optimizer", "loss_scaler"}
 
@@ -43,17 +42,18 @@ def save(
     backward pass, too, and ``optimizer.step()`` waits for it: for loops in which nothing else
     changes parameters or the optimizer's state. ``others``: what else has a ``state_dict()`` that
     JSON can carry, the same on all ranks, each saved under its name. ``folder`` must be one that
-    all nodes see, or parts that something brings together. A collective call, between steps.
+    all nodes see, or parts that something brings together, or ``s3://bucket/prefix``. A collective
+    call, between steps.
     """
     others |= {"loader": loader, "scheduler": scheduler}
-    started = begin(Path(folder), step, model, optimizer, others, overlap=overlap)
+    started = begin(storage.at(folder), step, model, optimizer, others, overlap=overlap)
     if wait:
         started.wait()
     return started
 
 
 def begin(
-    folder: Path,
+    folder: Place,
     step: int,
     model,
     optimizer,
@@ -132,7 +132,7 @@ def _index(step: int, told: Sequence[dict], chosen: list[dict], files: list, val
     return Index(step, world, tensors, there, values)
 
 
-def remove(folder: Path) -> None:
+def remove(folder: Place) -> None:
     """Delete a checkpoint: its index first, so that nothing half deleted looks whole."""
-    (folder / index.NAME).unlink(missing_ok=True)
-    shutil.rmtree(folder, ignore_errors=True)
+    (folder / index.NAME).remove()
+    folder.clear()

@@ -27,6 +27,7 @@ from . import file, index
 from .index import File, Index
 from .meeting import Deserted, Meeting
 from .snapshot import Snapshot
+from .storage import Place
 
 log = logging.getLogger(__name__)
 
@@ -37,11 +38,11 @@ AFTER_AN_ERROR = 60.0
 class Saving:
     """What `nearlinear.save` returns: a checkpoint that will be in ``folder``.
 
-    A path, as far as ``os.fspath`` and ``open`` care.
+    A path, as far as ``os.fspath`` and ``open`` care, or an address like ``s3://bucket/prefix``.
     """
 
-    def __init__(self, folder: Path, write: Callable[[Saving], None]):
-        self.folder = folder
+    def __init__(self, place: Place, write: Callable[[Saving], None]):
+        self.folder = place.told
         self.error = ""
         """why there will be none"""
         self.known = False
@@ -56,7 +57,7 @@ class Saving:
         """Whether it is there, or has failed."""
         return not self._thread.is_alive()
 
-    def wait(self) -> Path:
+    def wait(self) -> Path | str:
         """The folder, once the checkpoint is there. Raises CheckpointError, on all ranks alike."""
         self._thread.join()
         if self.error:
@@ -113,7 +114,7 @@ def finish() -> None:
 
 
 def start(
-    folder: Path,
+    folder: Place,
     name: str,
     tensors: dict[str, torch.Tensor],
     made: Callable[[list[File | None]], Index],
@@ -142,7 +143,8 @@ def start(
 
     def write(saving: Saving) -> None:
         try:
-            saving.error = _write(saving, meeting, name, copy.complete(), made, first)
+            tensors = copy.complete()
+            saving.error = _write(folder, saving.patient, meeting, name, tensors, made, first)
         except Deserted:
             saving.error = f"{folder}: other ranks did not finish this checkpoint"
         except Exception as error:  # the store is gone, with the rank that had it
@@ -152,7 +154,7 @@ def start(
         elif first:
             try:
                 after()
-            except OSError as error:  # the checkpoint is there all the same
+            except (OSError, CheckpointError) as error:  # the checkpoint is there all the same
                 log.warning("%s is saved; beside it: %s", folder, error)
 
     mine.newest = Saving(folder, write)
@@ -164,37 +166,47 @@ def file_of(rank: int, world: int) -> str:
     return f"rank-{rank:05d}-of-{world:05d}.safetensors"
 
 
-def _write(saving, meeting: Meeting, name: str, tensors: dict, made: Callable, first: bool) -> str:
+def _write(
+    folder: Place, patient: Callable[[], bool], meeting: Meeting, name: str, tensors: dict,
+    made: Callable, first: bool,
+) -> str:  # fmt: skip
     """Why it failed, the same on every rank; empty: it is there."""
-    folder, answer = saving.folder, {}
+    answer = {}
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / index.NAME).unlink(missing_ok=True)  # of an earlier save of this step
+        folder.make()
+        (folder / index.NAME).remove()  # of an earlier save of this step
         if tensors:
             found = file.write(folder / name, tensors)
             answer = {"bytes": found.bytes, "sha256": found.sha256}
     except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or error
-        answer = {"failed": f"rank {meeting.rank} cannot write {folder}: {why}"}
+        answer = {"failed": f"rank {meeting.rank} cannot write {folder}: {_why(error)}"}
     meeting.tell("file", answer)
     if meeting.rank == 0:
-        meeting.announce("files", meeting.hear("file", saving.patient))
-    answers = meeting.learn("files", saving.patient)
+        meeting.announce("files", meeting.hear("file", patient))
+    answers = meeting.learn("files", patient)
     failed = [answer["failed"] for answer in answers if "failed" in answer]
     if failed:
-        return (
-            f"{failed[0]}; checkpoints that were there before are as they were: make room or mend "
-            "the permissions, or choose another folder"
-        )
+        return f"{failed[0]}; {_UNTOUCHED}"
     why = ""
     if first:
         try:
-            index.settle(folder)
+            folder.settle()
             made([File(**answer) if answer else None for answer in answers]).write(folder)
-        except OSError as error:
-            why = f"{folder / index.NAME} cannot be written: {error.strerror}"
+        except (OSError, CheckpointError) as error:
+            why = f"{folder / index.NAME} cannot be written: {_why(error)}"
     meeting.tell("index", why)
     if meeting.rank == 0:
-        meeting.announce("end", [why for why in meeting.hear("index", saving.patient) if why])
-    failures = meeting.learn("end", saving.patient)
-    return f"{failures[0]}; the checkpoints before it are as they were" if failures else ""
+        meeting.announce("end", [why for why in meeting.hear("index", patient) if why])
+    failures = meeting.learn("end", patient)
+    return f"{failures[0]}; {_UNTOUCHED}" if failures else ""
+
+
+_UNTOUCHED = "checkpoints that were there before are as they were"
+
+
+def _why(error: Exception) -> str:
+    """Cause and remedy."""
+    if isinstance(error, OSError):
+        cause = error.strerror or error
+        return f"{cause}: make room or mend the permissions, or choose another folder"
+    return str(error)

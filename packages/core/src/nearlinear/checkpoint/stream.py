@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -51,6 +52,53 @@ def beginning(tensors: Described) -> bytes:
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor of a file that has been written, as the header has it."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+    """bytes of the file before its values"""
+
+
+LENGTH = 8
+"""bytes that say how long the header is"""
+LONGEST = 100_000_000
+"""bytes of a header, as for the library"""
+
+
+def length_of(first: bytes) -> int:
+    """Of the header, by the `LENGTH` ``first`` bytes of a file. Raises ValueError."""
+    length = int.from_bytes(first, "little")
+    if length > LONGEST:
+        raise ValueError("its header is too long")
+    return length
+
+
+def entries(header: bytes) -> dict[str, Entry]:
+    """What a header tells, in the file's order: `beginning` read back. Raises ValueError.
+
+    Values must follow one another without gaps, as the library wants it.
+    """
+    told = json.loads(header)
+    if not isinstance(told, dict):
+        raise ValueError("its header is no table")
+    told.pop("__metadata__", None)
+    dtypes = {word: dtype for dtype, word in DTYPES.items()}
+    found, end = {}, 0
+    try:
+        for name, entry in sorted(told.items(), key=lambda item: item[1]["data_offsets"]):
+            dtype, shape = dtypes[entry["dtype"]], tuple(map(int, entry["shape"]))
+            begin, last = end, end + torch.Size(shape).numel() * dtype.itemsize
+            if min(shape, default=0) < 0 or list(entry["data_offsets"]) != [begin, last]:
+                raise ValueError(f"{name} is not where it must be")
+            found[name], end = Entry(dtype, shape, LENGTH + len(header) + begin), last
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"its header does not make sense: {error!r}") from None
+    return found
 
 
 def bytes_of(values: torch.Tensor) -> memoryview:

@@ -3,33 +3,35 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import torch
 
 from ..errors import CheckpointError
-from . import about, index
+from . import about, index, storage
 from .index import Index, Tensor
+from .storage import Place
 
 LARGEST = 5
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
-def folders(folder: Path) -> list[Path]:
+def folders(folder) -> list[Place]:
     """``folder``, if it is a checkpoint, or those in it: a run's, oldest first.
 
     What was never finished is not among them. Raises CheckpointError where there is none.
     """
-    if (folder / index.NAME).is_file():
+    folder = storage.at(folder)
+    if index.NAME in folder.sizes():
         return [folder]
-    found = sorted(path for path in folder.glob("step-*") if (path / index.NAME).is_file())
+    steps = (place for place in folder.folders() if place.name.startswith("step-"))
+    found = [place for place in steps if index.NAME in place.sizes()]
     if not found:
         index.read(folder)  # raises
         raise CheckpointError(f"{folder} holds no checkpoint")
     return found
 
 
-def summary(folder: Path, found: Index) -> dict:
+def summary(folder: Place, found: Index) -> dict:
     """What `text` says, as JSON can carry it."""
     rooms: dict[str, dict] = {}
     dtypes: dict[str, int] = {}

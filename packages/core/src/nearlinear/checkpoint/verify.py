@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
 from ..errors import CheckpointError
-from . import index
+from . import index, storage
 from .index import Index
+from .reading import opened
+from .storage import Place
 from .stream import DTYPES
 
 _TORCH = {word: str(dtype).removeprefix("torch.") for dtype, word in DTYPES.items()}
 
 
-def faults(folder: Path, read: Callable[[int], None] = lambda count: None) -> Iterator[str]:
+def faults(folder, read: Callable[[int], None] = lambda count: None) -> Iterator[str]:
     """Everything that is wrong with the checkpoint in ``folder``, in words, as it is found.
 
-    ``read`` is called with the bytes of each file that was looked at.
+    ``read`` is called with the bytes of each file that was looked at. Raises Unreachable where
+    nobody can tell.
     """
+    folder = storage.at(folder)
     try:
         found = index.read(folder)
+    except storage.Unreachable:
+        raise
     except CheckpointError as error:
         yield str(error)
         return
@@ -30,9 +35,9 @@ def faults(folder: Path, read: Callable[[int], None] = lambda count: None) -> It
         read(file.bytes)
 
 
-def _of_file(path: Path, file: index.File, found: Index) -> Iterator[str]:
+def _of_file(path: Place, file: index.File, found: Index) -> Iterator[str]:
     try:
-        size = path.stat().st_size
+        size = path.size()
         if size != file.bytes:
             yield f"{path} has {size} bytes instead of {file.bytes}"
         elif index.digest(path) != file:
@@ -49,14 +54,14 @@ def _of_file(path: Path, file: index.File, found: Index) -> Iterator[str]:
         yield f"{path} is no safetensors file, or not all of it ({error})"
 
 
-def _of_content(path: Path, found: Index) -> Iterator[str]:
+def _of_content(path: Place, found: Index) -> Iterator[str]:
     """Where the tensors in a file are not those that the index speaks of."""
     expected = {
         index.key(name, number): (tensor.dtype, list(piece.shape))
         for name, tensor in found.tensors.items()
         for number, piece in enumerate(tensor.pieces.get(path.name, ()))
     }
-    with safe_open(path, "pt") as values:
+    with opened(path) as values:
         there = set(values.keys())
         for key in sorted(expected.keys() - there):
             yield f"{path} has no {key}, which the index says it has"

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
 from ..errors import CheckpointError
-from . import index
+from . import index, storage
 from .pieces import Piece
+from .reading import opened
 
 
 class Whole:
     """The checkpoint in ``folder``, to be read; each file's content is checked before its first
     use, unless ``checked``. Raises CheckpointError."""
 
-    def __init__(self, folder: Path, checked: bool = False):
-        self.folder, self.index = folder, index.read(folder)
-        if why := index.missing(folder, self.index):
+    def __init__(self, folder, checked: bool = False):
+        self.folder, self.index = storage.at(folder), index.read(folder)
+        if why := index.missing(self.folder, self.index):
             raise CheckpointError(f"{folder} is not whole: {why}")
         self._checked = set(self.index.files) if checked else set()
 
@@ -40,10 +39,10 @@ class Whole:
 
     def _read(self, file: str, key: str, inside: tuple[slice, ...]) -> torch.Tensor:
         if file not in self._checked:
-            index.check_content(self.folder, file, self.index.files[file])
+            index.check_content(self.folder / file, self.index.files[file])
             self._checked.add(file)
         try:
-            with safe_open(self.folder / file, "pt") as values:
+            with opened(self.folder / file) as values:
                 return values.get_slice(key)[inside] if inside else values.get_tensor(key)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{self.folder / file} cannot be read: {error}") from None

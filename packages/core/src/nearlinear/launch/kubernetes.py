@@ -10,6 +10,7 @@ import re
 from pathlib import PurePosixPath
 
 from .. import schema
+from ..checkpoint.storage import elsewhere
 from ..errors import ConfigError
 from ..train.config import TrainConfig
 from . import instances
@@ -106,7 +107,8 @@ def _places(job: JobSpec, config: TrainConfig) -> dict[str, str]:
     # What a run leaves goes where it outlives its pods, unless it has a full path already.
     kept = PurePosixPath(job.checkpoint_path)
     left = {"run.folder": config.run.folder, "checkpoint.folder": config.checkpoint.folder}
-    return data | {name: str(kept / folder) for name, folder in left.items()}
+    moved = {name: folder for name, folder in left.items() if not elsewhere(folder)}
+    return data | {name: str(kept / folder) for name, folder in moved.items()}
 
 
 def _pod(job: JobSpec, config: TrainConfig, name: str) -> dict:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 
-from ..checkpoint import index, kept
+from ..checkpoint import index, kept, storage
 from ..checkpoint.load import load
 from ..checkpoint.saving import Saving
 from .tables import CheckpointConfig
@@ -16,7 +15,7 @@ class Keeper:
 
     def __init__(self, config: CheckpointConfig, model, optimizer, **others):
         self.config, self.model, self.optimizer, self.others = config, model, optimizer, others
-        self.folder = Path(config.folder) if config.folder else None
+        self.folder = storage.at(config.folder) if config.folder else None
         self.saved = 0
         """the step of the newest checkpoint, which may be on its way; 0: there is none"""
         self.saving: Saving | None = None
@@ -68,7 +67,7 @@ class Keeper:
         """Whether the checkpoint that was begun last will not be there."""
         return self.saving is not None and self.saving.done and bool(self.saving.error)
 
-    def finish(self) -> Path | None:
+    def finish(self) -> storage.Place | None:
         """Where the newest checkpoint is, once it is there. Raises CheckpointError on all ranks."""
         if self.saving is not None:
             self.saving.wait()

@@ -6,12 +6,13 @@ the run will write. Imports no torch, so that a mistake costs no start-up time.
 
 import json
 import logging
-import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
+from ..checkpoint import storage
 from ..config import Config, divisors
 from ..data.dataset import TokenDataset
-from ..errors import ConfigError, DataError
+from ..errors import CheckpointError, ConfigError, DataError
 from ..mesh import Mesh
 from ..schema import coerce
 from . import pretrained
@@ -55,9 +56,9 @@ def check(config: TrainConfig, world: int, ranks_per_node: int = 0) -> Mesh:
             config.optimizer.warmup_steps,
             config.train.steps,
         )
-    _check_folder("run.folder", Path(config.run.folder))
+    _check_folder("run.folder", config.run.folder, storage.on_disk)
     if config.checkpoint.folder:
-        _check_folder("checkpoint.folder", Path(config.checkpoint.folder))
+        _check_folder("checkpoint.folder", config.checkpoint.folder)
     return mesh
 
 
@@ -90,12 +91,12 @@ def _divides(key: str, degree: int, what: str, count) -> None:
         )
 
 
-def _check_folder(key: str, folder: Path) -> None:
+def _check_folder(key: str, folder: str, named: Callable = storage.at) -> None:
     """Make a folder and leave nothing in it. Raises ConfigError if it cannot be written."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
+        storage.at(named(folder)).try_out()
+    except CheckpointError as error:
+        raise ConfigError(f"{key} = {error}") from None
     except OSError as error:
         raise ConfigError(
             f"{key} = {folder} cannot be written ({error.strerror}): choose another folder"

@@ -186,7 +186,7 @@ class CheckpointConfig:
     """What the run keeps of itself, so that it can go on after an end before its time."""
 
     folder: str = ""
-    """where checkpoints are, a folder that all nodes see; empty = the run keeps none"""
+    """folder that all nodes see, or s3://bucket/prefix; empty = the run keeps no checkpoints"""
     every: int = 0
     """steps between checkpoints; 0 = only at the end, and when the run is told to end (SIGTERM)"""
     every_minutes: float = 0.0

@@ -18,6 +18,7 @@ from ...errors import CheckpointError
 from .. import holdings, state
 from ..agree import everyone, together
 from ..pieces import Piece, writers
+from ..storage import on_disk
 from ..stream import DTYPES, Stream
 from ..whole import Whole
 from . import skeleton
@@ -44,7 +45,7 @@ def export_hf(
     CheckpointError on all ranks. A collective call, between steps.
     """
     now = runtime.current()
-    target = Target(Path(path), overwrite, Path(tokenizer) if tokenizer else None)
+    target = Target(on_disk(path), overwrite, Path(tokenizer) if tokenizer else None)
     tensors = state.parts_of(model)
     here = holdings.blocks_of(tensors)
     told = everyone(holdings.told(tensors, here))
@@ -82,8 +83,8 @@ def export_checkpoint(
     ``described`` is the model's config.json as a dict. Every file that is read is checked before.
     Raises CheckpointError.
     """
-    target = Target(Path(path), overwrite, Path(tokenizer) if tokenizer else None)
-    source = Whole(Path(folder))
+    target = Target(on_disk(path), overwrite, Path(tokenizer) if tokenizer else None)
+    source = Whole(folder)
     prefix = f"{state.MODEL}/"
     whole = {
         name.removeprefix(prefix): {"dtype": tensor.dtype, "shape": tensor.shape}

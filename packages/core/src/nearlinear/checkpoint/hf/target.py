@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ...errors import CheckpointError
-from .. import index
+from ..storage.disk import settle
 from ..stream import Stream, in_order
 from .listing import CONFIG, INDEX, WEIGHTS
 from .naming import Stored
@@ -132,14 +132,14 @@ class Target:
                 _write_index(bare, written, self.partial)
             for path in self._of_tokenizer() if self.tokenizer else ():
                 shutil.copyfile(path, self.partial / path.name)
-            index.settle(self.partial)
+            settle(self.partial)
             old = self.path.with_name(f".{self.path.name}.old")
             if self.path.exists():
                 shutil.rmtree(old, ignore_errors=True)
                 os.replace(self.path, old)
             os.replace(self.partial, self.path)
             shutil.rmtree(old, ignore_errors=True)
-            index.settle(self.path.parent)
+            settle(self.path.parent)
 
     def abandon(self) -> None:
         """Leave nothing of a folder that could not be finished."""

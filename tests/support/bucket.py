@@ -1,0 +1,82 @@
+"""A bucket whose service can be told to fail: moto behind a door that counts and refuses calls."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from urllib.parse import parse_qs
+
+BROKEN = "broken"
+"""an answer: the connection is closed without one"""
+HALF = "half"
+"""an answer: the first half of what it would be"""
+
+
+@dataclass(frozen=True)
+class Call:
+    """What was asked of the service."""
+
+    method: str
+    key: str
+    """of the object, with the bucket before it"""
+    query: dict[str, list[str]]
+    range: str
+
+    @property
+    def is_part(self) -> bool:
+        """Whether it brings a part of an object."""
+        return self.method == "PUT" and "partNumber" in self.query
+
+
+@dataclass
+class Door:
+    """In front of ``application``. ``refuse(call)``: an error's status and code, `BROKEN`, `HALF`,
+    or nothing."""
+
+    application: Callable
+    refuse: Callable[[Call], tuple[int, str] | str | None] = lambda call: None
+    calls: list[Call] = field(default_factory=list)
+
+    def __call__(self, environ, start_response):
+        query = parse_qs(environ["QUERY_STRING"], keep_blank_values=True)
+        path, asked = environ["PATH_INFO"].lstrip("/"), environ.get("HTTP_RANGE", "")
+        call = Call(environ["REQUEST_METHOD"], path, query, asked)
+        self.calls.append(call)
+        answer = self.refuse(call)
+        if answer is None:
+            return self.application(environ, start_response)
+        environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
+        if answer == BROKEN:
+            environ["werkzeug.socket"].shutdown(socket.SHUT_RDWR)
+            return []
+        if answer == HALF:
+            return self._half(environ, start_response)
+        status, code = answer
+        start_response(f"{status} No", [("Content-Type", "application/xml")])
+        return [f"<Error><Code>{code}</Code><Message>No.</Message></Error>".encode()]
+
+    def _half(self, environ, start_response) -> Iterator[bytes]:
+        whole = b"".join(self.application(environ, start_response))
+        yield whole[: len(whole) // 2]
+        environ["werkzeug.socket"].shutdown(socket.SHUT_RDWR)
+
+
+@contextlib.contextmanager
+def opened() -> Iterator[tuple[Door, str]]:
+    """A door to this process's own AWS account of moto, and its address."""
+    from moto.server import DomainDispatcherApplication, create_backend_app
+    from werkzeug.serving import make_server
+
+    door = Door(DomainDispatcherApplication(create_backend_app))
+    server = make_server("127.0.0.1", 0, door, threaded=True)
+    running = threading.Thread(target=server.serve_forever, daemon=True)
+    running.start()
+    try:
+        yield door, f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        running.join()
+        server.server_close()
