@@ -51,14 +51,14 @@ def keep(folder, newest: int, step: int, model, optimizer=None, **others) -> Sav
     folder = Path(folder)
 
     def after() -> None:
-        _point(folder, step)
+        point(folder, step)
         for path in _superseded(folder, newest, step):
             remove(path)
 
     return begin(folder_of(folder, step), step, model, optimizer, others, after)
 
 
-def _point(folder: Path, step: int) -> None:
+def point(folder: Path, step: int) -> None:
     """Write the name of the newest checkpoint to the file ``latest``, for people and scripts."""
     partial = folder / f".{LATEST}.{os.getpid()}"
     partial.write_text(f"{folder_of(folder, step).name}\n", encoding="utf-8")

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import shutil
-import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
-from .. import runtime
 from ..errors import CheckpointError
-from ..parallel import loss_scale
-from . import about, holdings, index, saving, state
-from .agree import everyone
-from .index import Index
-from .pieces import Piece, writers
-from .saving import Saving, file_of
+from . import about, index, saving
+from .plan import plan, values_of
+from .saving import Saving
 
 RESERVED = {about.KEY, "optimizer", "loss_scaler"}
 
@@ -53,61 +47,10 @@ def begin(
 ) -> Saving:
     """`save`, with ``after()`` on the first rank of every node once the checkpoint is there."""
     saving.finish()  # the one before
-    now = runtime.current()
     if taken := others.keys() & RESERVED:
         raise CheckpointError(f"{min(taken)} is a name of the checkpoint's own: choose another")
-    tensors = dict(state.of_model(model))
-    values: dict = {about.KEY: about.about(model)}
-    if optimizer is not None:
-        tensors |= state.of_optimizer(optimizer, model)
-        mine = state.settings(optimizer, model)
-        stages = now.mesh.pipeline > 1
-        values["optimizer"] = state.joined(everyone(mine)) if stages else mine
-    for name, part in (*others.items(), ("loss_scaler", loss_scale.of(model))):
-        if part is not None:
-            values[name] = _as_json(name, part.state_dict())
-    tensors |= state.random_state(now.rank, now.device)
-    here = holdings.blocks_of(tensors)
-    mine = [uuid.uuid4().hex, holdings.told(tensors, here)]
-    names, told = zip(*everyone(mine), strict=True)
-    chosen = [_by_name(of_rank) for of_rank in writers([list(holdings.listed(e)) for e in told])]
-    written = {
-        index.key(name, number): here[name][piece]
-        for name, pieces in chosen[now.rank].items()
-        for number, piece in enumerate(pieces)
-    }
-
-    def made(files: list[index.File | None]) -> Index:
-        return _index(step, told, chosen, files, values)
-
-    return saving.start(folder, names[0], written, made, after)
-
-
-def _as_json(name: str, values: dict) -> dict:
-    """``values`` as they are now, and as the index will have them. Raises CheckpointError."""
-    try:
-        return json.loads(json.dumps(values))
-    except TypeError as error:
-        raise CheckpointError(f"{name}.state_dict() has what JSON cannot carry: {error}") from None
-
-
-def _by_name(chosen: set[tuple[str, Piece]]) -> dict[str, list[Piece]]:
-    found: dict[str, list[Piece]] = {}
-    for name, piece in sorted(chosen):
-        found.setdefault(name, []).append(piece)
-    return found
-
-
-def _index(step: int, told: Sequence[dict], chosen: list[dict], files: list, values: dict) -> Index:
-    """The same on every rank. ``chosen``: the blocks each rank has written, by name."""
-    world, tensors = len(told), {}
-    for rank, written in enumerate(chosen):
-        for name, pieces in written.items():
-            entry = told[rank][name]
-            tensor = index.Tensor(entry["dtype"], tuple(entry["shape"]), {})
-            tensors.setdefault(name, tensor).pieces[file_of(rank, world)] = pieces
-    there = {file_of(rank, world): file for rank, file in enumerate(files) if file}
-    return Index(step, world, tensors, there, values)
+    values = values_of(model, others)
+    return plan(model, optimizer).start(folder, step, values, after)
 
 
 def remove(folder: Path) -> None:

@@ -6,6 +6,7 @@ opens the pair as it is. `index.json` lists every shard with its size and sha256
 last: a folder without it is not a dataset. Needs numpy only; knows nothing of text.
 """
 
+import functools
 import hashlib
 import json
 import os
@@ -178,7 +179,7 @@ class Manifest:
         """The dtype of the `.bin` files."""
         return dtype_for(self.vocab_size)
 
-    @property
+    @functools.cached_property
     def fingerprint(self) -> str:
         """64 hex digits over everything that decides which tokens are read, and nothing else.
 
