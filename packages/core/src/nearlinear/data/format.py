@@ -194,6 +194,11 @@ class Manifest:
         }  # fmt: skip
         return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
+    @property
+    def words(self) -> dict:
+        """Whose ids the tokens are: the tokenizer's name, and the sha256 of its file."""
+        return {name: self.tokenizer[name] for name in ("name", "sha256")}
+
     def total(self, name: str, split: str | None = None) -> int:
         """The sum of a shard field (`tokens`, `documents`, `bytes`) over one split, or all."""
         splits = self.splits.values() if split is None else [self.splits[split]]
