@@ -1,4 +1,4 @@
-"""One rank meets with a fault: the last whole step is saved, and the run goes on as if it had not."""
+"""One rank meets with a fault: the last whole step is saved, and a run goes on as if without."""
 
 import threading
 from pathlib import Path
