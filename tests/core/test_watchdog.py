@@ -171,10 +171,11 @@ def test_ranks_that_are_well_leave_when_they_like():
 
     def work(rank):
         nl.init()
-        for _ in range(2):
-            with nl.watch_ranks(timeout=1) as watch:
-                watch.at("a little work")
-                dist.barrier()
-                threading.Event().wait(0.4 * rank)
+        watches = nl.watch_ranks(timeout=3), nl.watch_ranks(timeout=3)
+        for watch in (*watches, watches[0]):
+            with watch:
+                with watch.changing("a little work"):
+                    dist.barrier()
+                threading.Event().wait(0.2 * rank)
 
     nl.spmd.run(work, 3)

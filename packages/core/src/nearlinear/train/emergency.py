@@ -103,13 +103,13 @@ class Emergency:
         if self._plan is None:
             return "there is no state to save: this run has not finished a step"
         try:
-            where = self._save(self._plan, self._why_not(alarm, steady))
+            where = self._save(self._plan, self._why_not(steady))
         except (Deserted, CheckpointError) as error:
             why = "other ranks do not answer" if isinstance(error, Deserted) else error
             return f"the state could not be saved: {why}"
         return f"the state after step {self._boundary.step} is saved in {where}"
 
-    def _why_not(self, alarm: Alarm, steady: bool) -> str:
+    def _why_not(self, steady: bool) -> str:
         """Why this rank's state cannot be saved; empty: it can."""
         me = f"rank {self._rank}"
         if not steady:

@@ -100,14 +100,19 @@ class Watchdog:
         """`at`, around what changes the state of a run: until it is done, nobody may save that."""
         self.at(text)
         with self._changing:
-            self._leave_if_over()
-            self._torn = True
-            yield
-            self._torn = False
+            if self.alarm is None:
+                self._torn = True
+                yield
+                self._torn = False
+                return
+        self._leave_if_over()
 
     def __enter__(self) -> Watchdog:
         now = runtime.current()
         self._rank, self._world = now.rank, now.mesh.world
+        self.alarm, self.outcome, self._missed, self._torn = None, "", False, False
+        for event in (self._handled, self._leaving, self._wake):
+            event.clear()
         if self._timeout and self._world > 1:
             store = _torch.job_store()
             number = _opened[store] = _opened.get(store, 0) + 1
