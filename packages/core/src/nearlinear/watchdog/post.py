@@ -76,12 +76,13 @@ def house() -> str:
 
 
 def _is_running(pid: int) -> bool:
+    """Of a process of this house; one that has ended and is not yet waited for is not."""
     if not house():
         return True
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
+        status = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
         return False
-    except PermissionError:
-        pass
-    return True
+    except OSError:
+        return True
+    return status.rpartition(")")[2].split()[0] not in "ZX"
