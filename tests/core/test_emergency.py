@@ -98,11 +98,16 @@ def go_on(rank: int, config: dict) -> int:
 
 
 @pytest.mark.parametrize(
-    ("spot", "sliced"), [(in_loader, True), (in_forward, False), (in_report, False)]
+    ("spot", "layout"),
+    [
+        (in_loader, {"shard_optimizer_state": True}),
+        (in_forward, {}),
+        (in_report, {"pipeline_parallel_degree": 2, "microbatches": 2}),
+    ],
 )
-def test_going_on_after_a_fault_equals_a_run_without(config, tmp_path, spot, sliced):
+def test_going_on_after_a_fault_equals_a_run_without(config, tmp_path, spot, layout):
     """In between two checkpoints, after which a schedule, a loader and an optimizer have moved."""
-    config["parallel"]["shard_optimizer_state"] = sliced
+    config["parallel"] |= layout
     straight = config | {"checkpoint": {"folder": str(tmp_path / "straight"), "every": 3}}
     nl.spmd.run(go_on, 4, args=(straight,))
     fault_in = 3 if spot is in_report else 4
