@@ -94,8 +94,8 @@ class Trainer:
             bad_steps=self.bad_steps,
         )
         self.emergency = Emergency(self.keeper)
-        seconds, setting = config.train.rank_timeout, "train.rank_timeout"
-        self.watch = watch_ranks(seconds, self.emergency.save, setting=setting)
+        seconds = config.train.rank_timeout
+        self.watch = watch_ranks(seconds, self.emergency.save, setting="train.rank_timeout")
         follow_blocks(self.model, blocks, self.watch.operation.reach)
         self.ending = Ending()
         self.told_to_end = False
@@ -151,8 +151,7 @@ class Trainer:
             if self.keeper.due(self.done, last):
                 self._save()
         self.watch.at("the sample of text at the end")
-        sample = self.sample() if loop.sample_tokens else ""
-        if sample:
+        if sample := self.sample() if loop.sample_tokens else "":
             self.reporter.say(f"sample: {sample!r}")
         self.watch.at(f"the end of the run, with the checkpoint of step {self.keeper.saved}")
         self.keeper.finish()
