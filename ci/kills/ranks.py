@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import time
+from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -16,9 +17,12 @@ PATIENCE = 20.0
 
 
 class Ranks:
-    """All ranks of one start of a run; what they say goes to the file ``log``."""
+    """All ranks of one start of a run; what they say goes to the file ``log``.
 
-    def __init__(self, count: int, config: dict, log: Path):
+    Each calls ``work(rank, config)``, a function of a module.
+    """
+
+    def __init__(self, count: int, config: dict, log: Path, work: Callable | None = None):
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
         with socket.socket() as free:
@@ -26,7 +30,7 @@ class Ranks:
             port = free.getsockname()[1]
         self._victim: BaseProcess | None = None
         self.processes: list[BaseProcess] = [
-            context.Process(target=train, args=(rank, count, port, config, str(log)))
+            context.Process(target=be, args=(rank, count, port, work or train, config, str(log)))
             for rank in range(count)
         ]
         for process in self.processes:
@@ -71,8 +75,8 @@ class Ranks:
         return took
 
 
-def train(rank: int, count: int, port: int, config: dict, log: str) -> None:
-    """Be one of ``count`` ranks, from beginning to end."""
+def be(rank: int, count: int, port: int, work: Callable, config: dict, log: str) -> None:
+    """One of ``count`` ranks, from beginning to end."""
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -84,6 +88,10 @@ def train(rank: int, count: int, port: int, config: dict, log: str) -> None:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
+    work(rank, config)
+
+
+def train(rank: int, config: dict) -> None:
     from nearlinear import runtime
     from nearlinear.train.trainer import Trainer
 

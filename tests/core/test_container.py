@@ -9,6 +9,7 @@ import sys
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from nearlinear import leaving
 from nearlinear.launch import local
 from nearlinear.launch.sagemaker import container, request
 from nearlinear.train import config as train_config
@@ -72,7 +73,7 @@ class Failures:
         path = self.folder / f"{rank}.json"
         if said:
             self.monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
-            assert local.leave_error(said)
+            assert leaving.leave_error(said)
         self.found[rank] = ProcessFailure(rank, 1000 + rank, code, str(path))
 
 
@@ -122,7 +123,7 @@ def test_a_defect_of_a_rank_is_handed_on_with_its_traceback(tmp_path, monkeypatc
 
 def test_a_rank_nobody_listens_to_leaves_nothing(monkeypatch):
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
-    assert not local.leave_error("x")
+    assert not leaving.leave_error("x")
 
 
 CONFIG = {

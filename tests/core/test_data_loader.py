@@ -139,6 +139,12 @@ def test_state_of_other_data_is_refused(dataset, tmp_path):
         assert target.state_dict()["next_sample"] == 0
     with pytest.raises(DataError, match="format 2"):
         loader.load_state_dict(state | {"format": 2})
+    of_another = {"tokenizer": {"name": "llama", "sha256": "12345678901234"}}
+    with pytest.raises(DataError, match=r"of the tokenizer llama \(sha256 123456789012\), and .*"
+                                        r" has ids of the tokenizer t \(sha256 0\)"):  # fmt: skip
+        loader.load_state_dict(state | of_another)
+    del state["tokenizer"]  # as older versions wrote it
+    loader.load_state_dict(state)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ SOURCE = Path(nearlinear.__file__).parent
 FLOORS = {
     "ground": ("_torch", "c10d_names", "errors", "orphan"),
     "wish": ("config", "config_words", "moe", "schema"),
-    "place": ("backends", "counts", "leaving", "mesh", "runtime", "spmd"),
+    "place": ("backends", "counts", "leaving", "mesh", "runtime", "spmd", "watchdog"),
     "techniques": ("parallel",),
     "state": ("checkpoint", "data", "memory"),
     "loop": ("train",),

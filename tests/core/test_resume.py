@@ -1,5 +1,6 @@
 """A run that ends before its time goes on as if it had not."""
 
+import json
 import os
 import signal
 import subprocess
@@ -10,8 +11,10 @@ import pytest
 from safetensors.torch import load_file
 
 import nearlinear as nl
+from data_prep import prepare, sources
 from nearlinear import runtime
 from nearlinear.checkpoint import kept
+from nearlinear.errors import CheckpointError
 from tests.support.command_line import end_after, write
 
 
@@ -56,6 +59,29 @@ def test_a_resumed_run_equals_an_uninterrupted_one_to_the_bit(small_run, tmp_pat
     one, other = (final_values(tmp_path / name, 6) for name in ("straight", "broken"))
     assert one.keys() == other.keys()
     assert all(value.equal(other[name]) for name, value in one.items())
+
+
+def test_tokens_of_another_tokenizer_are_refused(small_run, token_folder, tmp_path):
+    """Of as many words, so that model and data fit; each id means another one."""
+    small_run["train"] |= {"stop_after": 1, "eval_sequences": 0, "sample_tokens": 0}
+    small_run["checkpoint"] = {"folder": str(tmp_path / "kept")}
+    nl.Trainer(small_run).fit()
+    runtime.shutdown()
+    tokenizer = json.loads((token_folder / "tokenizer" / "tokenizer.json").read_text())
+    words = tokenizer["model"]["vocab"]
+    words["a"], words["b"] = words["b"], words["a"]
+    (tmp_path / "other.json").write_text(json.dumps(tokenizer))
+    prepare(
+        sources.jsonl([token_folder.parent / "documents.jsonl"]),
+        tmp_path / "tokens",
+        tokenizer=str(tmp_path / "other.json"),
+        val_fraction=0.1,
+        progress=False,
+    )
+    small_run["data"]["path"] = str(tmp_path / "tokens")
+    words = r"on ids of the tokenizer .* \(sha256 .*tokens has ids of the tokenizer other"
+    with pytest.raises(CheckpointError, match=words):
+        nl.Trainer(small_run)
 
 
 def losses_of(rank: int, config: dict) -> list[float]:

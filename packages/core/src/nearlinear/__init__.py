@@ -44,10 +44,12 @@ _PUBLIC = {
     "Loader": "data.loader",
     "TrainConfig": "train.config",
     "Trainer": "train.trainer",
+    "watch_ranks": "watchdog.dog",
     "NearlinearError": "errors",
     "ConfigError": "errors",
     "DataError": "errors",
     "CheckpointError": "errors",
+    "RankLost": "watchdog.alarm",
 }
 
 __all__ = ["__version__", *_PUBLIC]

@@ -57,14 +57,14 @@ def main(arguments: list[str] | None = None) -> int:
     except NearlinearError as error:
         if options.debug:
             raise
-        from .launch.local import leave_error
+        from .leaving import leave_error
 
         if not (leave_error(str(error)) and options.launched_by):
             who = f"[rank {rank}] " if "RANK" in os.environ else ""
             print(f"{who}{error.word}: {error}", file=sys.stderr, flush=True)
         return error.exit_code
     except Exception as error:
-        from .launch.local import leave_error
+        from .leaving import leave_error
 
         leave_error(f"{type(error).__name__}: {error}")
         raise

@@ -13,6 +13,8 @@ class NearlinearError(Exception):
     """of the command line"""
     word = "error"
     """what the command line calls it"""
+    everywhere = False
+    """whether all ranks of a job meet with it together, so that none waits for another"""
 
 
 class ConfigError(NearlinearError, ValueError):
@@ -25,3 +27,5 @@ class DataError(NearlinearError, ValueError):
 
 class CheckpointError(NearlinearError, ValueError):
     """A checkpoint that cannot be written, or is not whole, altered, or of another run."""
+
+    everywhere = True

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import os
+import time
 from collections.abc import Callable
 
 _finishing: list[Callable[[], None]] = []
@@ -17,3 +20,13 @@ def finish() -> None:
     """Call what there is to call."""
     for each in _finishing:
         each()
+
+
+def leave_error(message: str) -> bool:
+    """In a rank: hand the one-line reason of its end to what started it; whether that listens."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path is None:
+        return False
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump({"message": message, "timestamp": str(int(time.time()))}, file)
+    return True

@@ -6,6 +6,7 @@ becomes a job of one rank. One runtime per process, or per thread where ranks ar
 """
 
 import os
+import socket
 import threading
 from dataclasses import dataclass, field
 
@@ -79,7 +80,7 @@ def init(config=None, *, ranks_per_node: int | None = None) -> Mesh:
     local = wish.whole_number("LOCAL_WORLD_SIZE", 0) if ranks_per_node is None else ranks_per_node
     mesh = Mesh.from_config(config, dist.get_world_size(), local)
     runtime = Runtime(config, mesh, dist.get_rank(), device)
-    if _ranks_are_threads():
+    if ranks_are_threads():
         _of_thread.runtime = runtime
     else:
         _of_process = runtime
@@ -121,6 +122,11 @@ def first_of_node() -> bool:
     return wish.whole_number("LOCAL_RANK", current().rank) == 0
 
 
+def host() -> str:
+    """The name of this machine, as logs call it."""
+    return os.environ.get("SM_CURRENT_HOST") or socket.gethostname()
+
+
 def shutdown() -> None:
     """Leave the job in step with the other ranks; without it torchrun reports a crash at exit."""
     try:
@@ -132,7 +138,7 @@ def shutdown() -> None:
 
 def _leave() -> None:
     global _of_process
-    if _ranks_are_threads():
+    if ranks_are_threads():
         _of_thread.runtime = None  # the group is spmd.run's to end
         return
     if dist.is_initialized():
@@ -143,17 +149,18 @@ def _leave() -> None:
     _of_process = None
 
 
-def _ranks_are_threads() -> bool:
+def ranks_are_threads() -> bool:
+    """Whether they are of this process, see `nearlinear.spmd.run`."""
     return dist.is_initialized() and dist.get_backend() == THREADS
 
 
 def _known() -> Runtime | None:
-    return getattr(_of_thread, "runtime", None) if _ranks_are_threads() else _of_process
+    return getattr(_of_thread, "runtime", None) if ranks_are_threads() else _of_process
 
 
 def _device() -> torch.device:
     """This rank's accelerator, or the CPU. Ranks that are threads stay on the CPU."""
-    if _ranks_are_threads() or not torch.cuda.is_available():
+    if ranks_are_threads() or not torch.cuda.is_available():
         return torch.device("cpu")
     local_rank, count = wish.whole_number("LOCAL_RANK", 0), torch.cuda.device_count()
     if local_rank >= count:

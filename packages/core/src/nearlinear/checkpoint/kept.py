@@ -62,14 +62,14 @@ def keep(
     folder = storage.at(folder)
 
     def after() -> None:
-        _point(folder, step)
+        point(folder, step)
         for path in _superseded(folder, newest, step):
             remove(path)
 
     return begin(folder_of(folder, step), step, model, optimizer, others, after, overlap)
 
 
-def _point(folder: Place, step: int) -> None:
+def point(folder: Place, step: int) -> None:
     """Write the name of the newest checkpoint to the file ``latest``, for people and scripts."""
     (folder / LATEST).put(f"{folder_of(folder, step).name}\n".encode())
 

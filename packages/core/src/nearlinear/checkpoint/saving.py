@@ -89,6 +89,12 @@ class Saving:
 class Saves:
     """Those of this rank in one job."""
 
+    rank: int
+    world: int
+    first: bool
+    """whether this is the first rank of its node"""
+    store: dist.Store
+    """a connection to the job's, of their own: other threads wait on theirs"""
     snapshot: Snapshot = field(default_factory=Snapshot)
     newest: Saving | None = None
     meeting: Meeting | None = None
@@ -96,8 +102,25 @@ class Saves:
     hook: RemovableHandle | None = None
     """what has the optimizer wait for its copy"""
 
+    def finish(self) -> None:
+        """See `finish`."""
+        if self.newest is not None:
+            saving, self.newest = self.newest, None
+            if not saving.known:
+                saving.wait()
+
 
 _of_jobs: weakref.WeakKeyDictionary[dist.Store, Saves] = weakref.WeakKeyDictionary()
+
+
+def of_this_rank() -> Saves:
+    """Those of the job that this rank is in now."""
+    store = _torch.job_store()
+    if store not in _of_jobs:
+        now = runtime.current()
+        first = runtime.first_of_node()
+        _of_jobs[store] = Saves(now.rank, now.mesh.world, first, store.clone())
+    return _of_jobs[store]
 
 
 @before_leaving
@@ -107,13 +130,12 @@ def finish() -> None:
     Raises CheckpointError, on all ranks alike, if there will be none.
     """
     mine = _of_jobs.get(_torch.job_store())
-    if mine is not None and mine.newest is not None:
-        saving, mine.newest = mine.newest, None
-        if not saving.known:
-            saving.wait()
+    if mine is not None:
+        mine.finish()
 
 
 def start(
+    mine: Saves,
     folder: Place,
     name: str,
     tensors: dict[str, torch.Tensor],
@@ -130,16 +152,14 @@ def start(
     what each rank's file looks like; ``after()`` is called on the first rank of every node once the
     checkpoint is there.
     """
-    now, store = runtime.current(), _torch.job_store()
-    mine = _of_jobs.setdefault(store, Saves())
-    if mine.meeting is not None and now.rank == 0:
+    if mine.meeting is not None and mine.rank == 0:
         mine.meeting.forget("files", "end")
-    meeting = mine.meeting = Meeting(store, f"save/{name}", now.rank, now.mesh.world)
+    meeting = mine.meeting = Meeting(mine.store, f"save/{name}", mine.rank, mine.world)
     copy = mine.snapshot.of(tensors, later)
     if mine.hook is not None:
         mine.hook.remove()
     mine.hook = changed_by.register_step_pre_hook(copy.hold) if later else None
-    name, first = file_of(now.rank, now.mesh.world), runtime.first_of_node()
+    name, first = file_of(mine.rank, mine.world), mine.first
 
     def write(saving: Saving) -> None:
         try:

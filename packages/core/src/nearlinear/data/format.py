@@ -6,6 +6,7 @@ opens the pair as it is. `index.json` lists every shard with its size and sha256
 last: a folder without it is not a dataset. Needs numpy only; knows nothing of text.
 """
 
+import functools
 import hashlib
 import json
 import os
@@ -178,7 +179,7 @@ class Manifest:
         """The dtype of the `.bin` files."""
         return dtype_for(self.vocab_size)
 
-    @property
+    @functools.cached_property
     def fingerprint(self) -> str:
         """64 hex digits over everything that decides which tokens are read, and nothing else.
 
@@ -192,6 +193,11 @@ class Manifest:
                        for s, shards in self.splits.items()},
         }  # fmt: skip
         return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+
+    @property
+    def words(self) -> dict:
+        """Whose ids the tokens are: the tokenizer's name, and the sha256 of its file."""
+        return {name: self.tokenizer[name] for name in ("name", "sha256")}
 
     def total(self, name: str, split: str | None = None) -> int:
         """The sum of a shard field (`tokens`, `documents`, `bytes`) over one split, or all."""

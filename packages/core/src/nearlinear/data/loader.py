@@ -153,6 +153,7 @@ class Loader:
             "seed": self.seed,
             "sequence_length": self.dataset.sequence_length,
             "dataset": self.dataset.fingerprint,
+            "tokenizer": self.dataset.manifest.words,
         }
         if self.blocks:
             state["shuffle_block_mib"] = self.blocks.block_mib
@@ -163,9 +164,18 @@ class Loader:
         """Go on where `state` was taken, whatever the number of ranks and micro-batches was.
 
         Raises `DataError` when the state is of another dataset, seed, sequence length or order,
-        since the run would repeat some samples and never see others.
+        since the run would repeat some samples and never see others; and of another tokenizer,
+        whose ids are other words than those that a model has learned.
         """
         here = self.state_dict()
+        words = state.get("tokenizer", here["tokenizer"])  # older states do not say
+        if words["sha256"] != here["tokenizer"]["sha256"]:
+            raise DataError(
+                f"the state is of a run on ids of {_tokenizer(words)}, and {self.dataset.path} has "
+                f"ids of {_tokenizer(here['tokenizer'])}, which mean other words to its model: "
+                "prepare the data with that tokenizer (python -m data_prep ... --tokenizer), or "
+                "start a new run in another folder"
+            )
         known = _BLOCK_STATE_FORMAT if "shuffle_block_mib" in state else _STATE_FORMAT
         if state.get("format") != known:
             raise DataError(
@@ -240,6 +250,10 @@ def _key(*words: int) -> int:
     """The key of the shuffle that ``words`` name: seed, epoch, and the block where it is of one."""
     text = ":".join(map(str, words))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def _tokenizer(words: dict) -> str:
+    return f"the tokenizer {words['name']} (sha256 {words['sha256'][:12]})"
 
 
 def _require_positive(**values: int) -> None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
-import time
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -100,16 +98,6 @@ def run(host: Host, module: str, arguments: list[str]) -> Ended:
     except ChildFailedError as failed:
         return _reason(failed.failures, host.hosts * host.ranks)
     return Ended(0)
-
-
-def leave_error(message: str) -> bool:
-    """In a rank: hand the one-line reason of its end to what started it; whether that listens."""
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if path is None:
-        return False
-    with open(path, "w", encoding="utf-8") as file:
-        json.dump({"message": message, "timestamp": str(int(time.time()))}, file)
-    return True
 
 
 def _reason(failures: Mapping, world: int) -> Ended:

@@ -138,13 +138,13 @@ def _join(states: list[_Rank], timeout: float) -> None:
     where = {rank: _stack_of(states[rank].thread) for rank in stuck}
     if stuck:
         _stop(states, TimeoutError())
-    failed = [
-        (state.failed_at, rank)
+    failed = [  # first those by their own fault
+        (getattr(state.error, "everywhere", False), state.failed_at, rank)
         for rank, state in enumerate(states)
         if state.error is not None and not isinstance(state.error, SystemExit)
     ]
     if failed:
-        rank = min(failed)[1]
+        rank = min(failed)[-1]
         error = states[rank].error
         text = "".join(traceback.format_exception(error))
         raise RankError(rank, len(states), f"{type(error).__name__}: {error}", text) from error
@@ -161,9 +161,14 @@ def _join(states: list[_Rank], timeout: float) -> None:
         raise RankError(gone[0], len(states), f"it called exit: {states[gone[0]].error}")
 
 
+def end_collectives(why: BaseException) -> None:
+    """Have every rank's collective, that it is in or comes to, end with SystemExit."""
+    _Base.exception_handle(why)
+
+
 def _stop(states: list[_Rank], why: BaseException) -> None:
     """End the ranks that are in a collective, and those that reach one within seconds."""
-    _Base.exception_handle(why)
+    end_collectives(why)
     deadline = time.monotonic() + 5.0
     for state in states:
         state.thread.join(max(0.0, deadline - time.monotonic()))

@@ -18,6 +18,12 @@ ENOUGH = 16
 """of them, before one can be told from the others"""
 
 
+class TooManyBadSteps(NearlinearError):
+    """The run has stopped before the next."""
+
+    everywhere = True
+
+
 class BadSteps:
     """Judges every step by numbers that all ranks have alike, so that all skip the same ones."""
 
@@ -31,7 +37,7 @@ class BadSteps:
     def judge(self, step: int, loss: float, norm: float) -> str:
         """Why ``step`` must not change the model; empty: it may.
 
-        Raises NearlinearError where too many have been skipped in a row.
+        Raises TooManyBadSteps where too many have been skipped in a row.
         """
         why = self._why(loss, norm)
         if not why:
@@ -41,7 +47,7 @@ class BadSteps:
         self.skipped, self.row = self.skipped + 1, self.row + 1
         if self.row > self.in_a_row:
             before = f", as {self.row - 1} before it were" if self.row > 1 else ""
-            raise NearlinearError(
+            raise TooManyBadSteps(
                 f"step {step}: {why}; the run stops before this step changes the model{before}: "
                 "lower optimizer.lr, lengthen optimizer.warmup_steps, or go on from an older "
                 "checkpoint with another data.seed"

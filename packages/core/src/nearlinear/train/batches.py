@@ -1,5 +1,9 @@
 """The batches that the tables [data] and [batch] of a config ask for."""
 
+import json
+import os
+from pathlib import Path
+
 from .. import runtime
 from ..data.dataset import TokenDataset
 from ..data.loader import BlockShuffle, Loader
@@ -19,6 +23,14 @@ def loader_of(config: TrainConfig, dataset: TokenDataset, **place: int) -> Loade
         read_ahead=config.data.read_ahead,
         **place,
     )
+
+
+def write_state(folder: Path, step: int, loader: Loader) -> None:
+    """``data_state.json`` of a run in ``folder``: the place in the data after ``step``."""
+    path = folder / "data_state.json"
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps({"step": step, "loader": loader.state_dict()}))
+    os.replace(partial, path)
 
 
 def block_shuffle(data: DataConfig) -> BlockShuffle | None:

@@ -113,6 +113,7 @@ _LEAST = {
     "train.sample_tokens": 0,
     "train.bad_steps_in_a_row": 0,
     "train.spike_factor": 0.0,
+    "train.rank_timeout": 0.0,
     "checkpoint.every": 0,
     "checkpoint.every_minutes": 0.0,
     "checkpoint.keep": 1,

@@ -16,6 +16,7 @@ class Interrupted(NearlinearError):
     """The run was told to end, and has saved itself."""
 
     word = "stopped"
+    everywhere = True
     exit_code = 128 + signal.SIGTERM  # as of a process that SIGTERM ends: launchers start it again
 
 

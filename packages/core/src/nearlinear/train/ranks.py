@@ -7,14 +7,16 @@ which every rank of its group waits alike.
 """
 
 import contextlib
-import os
-import socket
+import resource
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
 import torch.distributed as dist
 from torch import nn
+
+from .. import runtime
 
 COLUMNS = ("step_seconds", "load_seconds", "compute_seconds", "mem_gib_by_rank")
 """What a reported step says of every rank: the whole step, its own parts of it, peak memory."""
@@ -60,14 +62,14 @@ class OwnTime:
     def _before_forward(self, block, args, kwargs) -> None:
         if not (self.watching and torch.is_grad_enabled()) or self._open is not None:
             return  # the last: recomputed in a backward, which is being timed
-        came = _hidden_states([args, kwargs])
+        came = hidden_states([args, kwargs])
         if came is not None:
             came.register_hook(self._at_backwards_end)
         self._begin("forward")
 
     def _after_forward(self, block, args, output) -> None:
         if self._end("forward"):
-            left = _hidden_states(output)
+            left = hidden_states(output)
             if left is not None:
                 left.register_hook(self._at_backwards_begin)
 
@@ -102,7 +104,7 @@ def _clock(device: torch.device) -> tuple[Callable, Callable]:
     return mark, lambda begin, end: begin.elapsed_time(end) / 1e3
 
 
-def _hidden_states(tree) -> torch.Tensor | None:
+def hidden_states(tree) -> torch.Tensor | None:
     """Of a block's arguments or results the first tensor that gets a gradient."""
     if isinstance(tree, torch.Tensor):
         return tree if tree.requires_grad else None
@@ -110,7 +112,7 @@ def _hidden_states(tree) -> torch.Tensor | None:
         tree = tree.values()
     elif not isinstance(tree, list | tuple):
         return None
-    return next((found for item in tree if (found := _hidden_states(item)) is not None), None)
+    return next((found for item in tree if (found := hidden_states(item)) is not None), None)
 
 
 def add_up(totals: torch.Tensor, mine: list[float]) -> tuple[list[float], list[list[float]]]:
@@ -133,8 +135,15 @@ def columns(by_rank: list[list[float]]) -> dict[str, list[float]]:
 
 def hosts(device: torch.device) -> list[str]:
     """The host of every rank; a collective call."""
-    here = os.environ.get("SM_CURRENT_HOST") or socket.gethostname()  # the former names logs
-    name = here.encode()[:HOST_BYTES].ljust(HOST_BYTES, b"\0")
+    name = runtime.host().encode()[:HOST_BYTES].ljust(HOST_BYTES, b"\0")
     _, letters = add_up(torch.zeros(0, dtype=torch.float64, device=device), list(name))
     names = (bytes(map(int, name)) for name in zip(*letters, strict=True))
     return [name.rstrip(b"\0").decode(errors="replace") for name in names]
+
+
+def peak_memory(device: torch.device) -> float:
+    """The most memory this rank has held, GiB: of its GPU, or of the process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is in bytes there, KiB on Linux
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30

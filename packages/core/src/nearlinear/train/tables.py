@@ -169,6 +169,9 @@ class LoopConfig:
     are not finite, or a spike; 0 = it stops at the first"""
     spike_factor: float = 0.0
     """skip a step whose gradient norm is so many times the usual one; 0 = however large it is"""
+    rank_timeout: float = 300.0
+    """seconds that the others wait for a rank which has died or hangs, until the run ends and says
+    which it was; 0 = nobody watches"""
     compile_blocks: bool = False
     """have torch.compile make one graph of a block, for all of them; the first step takes longer"""
     eval_every: int = 50
@@ -195,6 +198,9 @@ class CheckpointConfig:
     """the newest so many are kept"""
     asynchronous: bool = True
     """write while training goes on, from a copy of the state in host memory"""
+    emergency: bool = True
+    """save the last whole step, too, when a rank fails or hangs and all are there to save it; with
+    several ranks it takes train.rank_timeout"""
     resume: bool = True
     """go on from the newest checkpoint in the folder, if there is one"""
 

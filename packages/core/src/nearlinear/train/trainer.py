@@ -5,11 +5,7 @@
 ends with a sample of text. Only rank 0 reports and writes files.
 """
 
-import json
 import math
-import os
-import resource
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,18 +20,24 @@ from ..parallel import loss_scale
 from ..parallel.accumulate import accumulate, count_targets
 from ..parallel.clip import clip_grad_norm_
 from ..parallel.pipeline.door import Pipelined
+from ..watchdog.dog import watch_ranks
 from . import preflight, ranks
 from .bad_steps import BadSteps
-from .batches import loader_of
+from .batches import loader_of, write_state
 from .config import TrainConfig, load
+from .emergency import Emergency
 from .ending import Ending, Interrupted
 from .evaluate import generate, held_out_loss
 from .flops import flops_per_token, peak_tflops
 from .keeper import Keeper
 from .model import build_model
 from .optimizer import build_optimizer, learning_rate, set_learning_rate
+from .places import follow_blocks
 from .report import Reporter
 from .split import split
+
+FIRST_STEP = 4.0
+"""times ``train.rank_timeout`` that an operation may take there, compiling or measuring"""
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,10 @@ class Trainer:
             loader=self.loader,
             bad_steps=self.bad_steps,
         )
+        self.emergency = Emergency(self.keeper)
+        seconds = config.train.rank_timeout
+        self.watch = watch_ranks(seconds, self.emergency.save, setting="train.rank_timeout")
+        follow_blocks(self.model, blocks, self.watch.operation.reach)
         self.ending = Ending()
         self.told_to_end = False
         resumed = self.keeper.resume()
@@ -117,30 +123,38 @@ class Trainer:
         loop = self.config.train
         last = min(loop.steps, loop.stop_after or loop.steps)
         self._introduce(last)
-        metrics, eval_loss = {"loss": math.nan}, math.nan
         try:
-            while self.done < last:
-                metrics = self._step()
-                if self.told_to_end and self.done < last:
-                    self._end_early(metrics)
-                due = self.done == last or (loop.eval_every and self.done % loop.eval_every == 0)
-                if due and self.held_out:
-                    metrics["eval_loss"] = eval_loss = self.evaluate()
-                if due or self.done % self.config.run.log_every == 0:
-                    self.reporter.step(metrics)
-                self._save_data_state()
-                if self.keeper.due(self.done, last):
-                    self.keeper.save(self.done)
-            sample = self.sample() if loop.sample_tokens else ""
-            if sample:
-                self.reporter.say(f"sample: {sample!r}")
-            self.keeper.finish()
+            with self.watch:
+                return self._run(last)
         except BaseException:
             self.keeper.abandon()
             raise
         finally:
             self.ending.leave()
             self.reporter.close()
+
+    def _run(self, last: int) -> Result:
+        loop, metrics, eval_loss = self.config.train, {"loss": math.nan}, math.nan
+        while self.done < last:
+            self.emergency.prepare(self.done - self._skipped())
+            metrics = self._step()
+            self.watch.at(f"what follows step {self.done}")
+            if self.told_to_end and self.done < last:
+                self._end_early(metrics)
+            due = self.done == last or (loop.eval_every and self.done % loop.eval_every == 0)
+            if due and self.held_out:
+                self.watch.at(f"the evaluation after step {self.done}")
+                metrics["eval_loss"] = eval_loss = self.evaluate()
+            if due or self.done % self.config.run.log_every == 0:
+                self.reporter.step(metrics)
+            self._save_data_state()
+            if self.keeper.due(self.done, last):
+                self._save()
+        self.watch.at("the sample of text at the end")
+        if sample := self.sample() if loop.sample_tokens else "":
+            self.reporter.say(f"sample: {sample!r}")
+        self.watch.at(f"the end of the run, with the checkpoint of step {self.keeper.saved}")
+        self.keeper.finish()
         guessing = math.log(self.dataset.manifest.vocab_size)
         return Result(self.done, metrics["loss"], eval_loss, guessing, sample)
 
@@ -166,9 +180,13 @@ class Trainer:
         two_hop = self.config.train.two_hop
         reported = (self.done + 1) % self.config.run.log_every == 0
         self.own_time.begin_step(watching=reported)
+        self._at("loading a batch")
         with self.own_time.loading():
             micro_batches = next(self.loader)
-        for batch in accumulate(self.model, micro_batches, two_hop=two_hop):
+        self._at("micro-batch 1")
+        for number, batch in enumerate(accumulate(self.model, micro_batches, two_hop=two_hop), 1):
+            if number > 1:
+                self._at(f"micro-batch {number}")
             if isinstance(self.model, Pipelined):
                 loss = self.model.step(batch)
             else:
@@ -177,11 +195,12 @@ class Trainer:
             targets = count_targets(batch)
             totals[0] += loss.detach().double() * targets
             totals[1] += targets
+        self._at("the gradients' norm")
         norm = clip_grad_norm_(self.model, self.config.optimizer.clip or math.inf)
         # one rank's wish is everybody's, after the same step
         wishes = [self.ending.told, self.keeper.failed, self.keeper.waited_long]
         totals[2:] = totals.new_tensor(wishes)
-        mine = [*self.own_time.take(), _peak_memory(self.device)] if reported else []
+        mine = [*self.own_time.take(), ranks.peak_memory(self.device)] if reported else []
         (loss, targets, told, failed, waited), by_rank = ranks.add_up(totals, mine)
         if failed:
             self.keeper.finish()  # which raises, on all ranks
@@ -191,9 +210,11 @@ class Trainer:
         elif why := self.bad_steps.judge(self.done + 1, loss, norm):
             self.optimizer.zero_grad()
             self.reporter.say(f"step {self.done + 1} is skipped: {why}")
-        self.optimizer.step()  # without gradients it changes nothing
-        self.optimizer.zero_grad()
-        self.done += 1
+        with self.watch.changing(f"step {self.done + 1}, the optimizer's step"):
+            self.optimizer.step()  # without gradients it changes nothing
+            self.optimizer.zero_grad()
+            self.done += 1
+            self.emergency.note(self.done)
         metrics = self._metrics(loss, rate, norm, time.perf_counter() - start)
         return metrics | ranks.columns(by_rank)
 
@@ -224,7 +245,7 @@ class Trainer:
             "tokens_per_s": tokens_per_s,
             "tflops_per_gpu": tflops,
             "mfu": tflops / self.peak_tflops,
-            "mem_gib": _peak_memory(self.device),
+            "mem_gib": ranks.peak_memory(self.device),
             "batch_id": self.loader.batch_id,
         } | self._of_skipping()
 
@@ -241,11 +262,20 @@ class Trainer:
         """Save what is done, and raise Interrupted."""
         self.reporter.step(metrics)
         self._save_data_state()
-        self.keeper.save(self.done)
+        self._save()
         where = self.keeper.finish()
         raise Interrupted(
             f"told to end after step {self.done}: saved in {where}; the same command goes on there"
         )
+
+    def _save(self) -> None:
+        self.watch.at(f"saving the checkpoint of step {self.done}")
+        self.keeper.save(self.done)
+
+    def _at(self, what: str) -> None:
+        """Say what this rank does next in its step; the first takes long, for much is prepared."""
+        patience = FIRST_STEP if self.done == self.first_step else 1.0
+        self.watch.at(f"step {self.done + 1}, {what}", patience)
 
     def _tokens_per_step(self) -> int:
         return self.loader.samples_per_step * self.config.sequence_length
@@ -267,15 +297,4 @@ class Trainer:
     def _save_data_state(self) -> None:
         """After every step, so that a killed run can go on with the batches it had not seen."""
         if self.reporter.active:
-            path = Path(self.config.run.folder, "data_state.json")
-            partial = path.with_suffix(".partial")
-            partial.write_text(json.dumps({"step": self.done, "loader": self.loader.state_dict()}))
-            os.replace(partial, path)
-
-
-def _peak_memory(device: torch.device) -> float:
-    """The most memory this rank has held, GiB: of its GPU, or of the process on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
-    unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is in bytes there, KiB on Linux
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+            write_state(Path(self.config.run.folder), self.done, self.loader)

@@ -1,0 +1,126 @@
+"""torchrun with fewer nodes: a node is lost, and the other goes on from the last checkpoint."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import nearlinear as nl
+from nearlinear.checkpoint import kept
+from nearlinear.errors import ConfigError
+from nearlinear.train import config as train_config
+from nearlinear.train import preflight
+from tests.support.command_line import write
+
+
+class Node:
+    """A node of a job: torchrun and the ranks it starts, on this machine."""
+
+    def __init__(self, port: int, config: Path, log: Path):
+        self.log = log
+        patience = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"
+        command = [
+            sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:2",
+            "--nproc-per-node", "1", "--max-restarts", "3", "--rdzv-backend", "c10d",
+            "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "elastic",
+            "--rdzv-conf", patience, "-m", "nearlinear.cli", "train", str(config),
+        ]  # fmt: skip
+        with log.open("wb") as output:
+            self.launcher = subprocess.Popen(
+                command, stdout=output, stderr=output, env=os.environ | {"OMP_NUM_THREADS": "1"}
+            )
+
+    @property
+    def running(self) -> bool:
+        return self.launcher.poll() is None
+
+    def die(self) -> None:
+        """As a machine does: with all that is on it, and without a word."""
+        number = self.launcher.pid
+        ranks = Path(f"/proc/{number}/task/{number}/children").read_text().split()
+        for process in (number, *map(int, ranks)):
+            os.kill(process, signal.SIGKILL)
+        self.launcher.wait()
+
+
+def rows(config: dict) -> list[dict]:
+    path = Path(config["run"]["folder"], "metrics.jsonl")
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="finds a launcher's ranks in /proc")
+def test_one_of_two_nodes_is_lost(small_run, tmp_path):
+    """The same sequences in every step, and the losses of a run that lost nothing."""
+    small_run["batch"] = {"micro_batch_size": 1, "sequences": 8}
+    small_run["train"] |= {"steps": 24, "eval_sequences": 0, "sample_tokens": 0}
+    expected = small_run | {"run": small_run["run"] | {"folder": str(tmp_path / "expected")}}
+    nl.spmd.run(run_to_its_end, 2, args=(expected,))
+    small_run["checkpoint"] = {"folder": str(tmp_path / "kept"), "every": 2}
+    small_run["run"]["memory_report"] = False
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    config = write(small_run, tmp_path)
+    nodes = [Node(port, config, tmp_path / "log-0")]
+    try:
+        time.sleep(1)  # this one is to have the rendezvous
+        nodes.append(Node(port, config, tmp_path / "log-1"))
+        until(lambda: kept.steps(tmp_path / "kept"), *nodes)
+        nodes[1].die()
+        until(lambda: not nodes[0].running, nodes[0])
+    finally:
+        for node in nodes:
+            if node.running:
+                node.die()
+    said = nodes[0].log.read_text()
+    assert nodes[0].launcher.returncode == 0, said
+    assert "24 steps of 256 tokens by 2 ranks" in said, said
+    assert "24 steps of 256 tokens by 1 ranks" in said and "goes on after step" in said, said
+    found, wanted = rows(small_run), rows(expected)
+    assert [row["batch_id"] for row in found] == [row["batch_id"] for row in wanted]
+    losses = [row["loss"] for row in wanted]
+    assert [row["loss"] for row in found] == pytest.approx(losses, abs=1e-5)
+
+
+def until(condition, *nodes: Node, seconds: float = 200) -> None:
+    """Raises with what the nodes have said where it does not come."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        well = time.monotonic() < deadline and nodes[0].running
+        assert well or condition(), "\n".join(node.log.read_text() for node in nodes)
+        time.sleep(0.01)
+
+
+def run_to_its_end(rank: int, config: dict):
+    return nl.Trainer(config).fit()
+
+
+@pytest.mark.parametrize(
+    ("parallel", "ranks", "message"),
+    [
+        (
+            {"hybrid_shard_degree": 4},
+            6,
+            r"hybrid_shard_degree = 4 .* 6.*allowed are 1, 2, 3, 6",
+        ),
+        (
+            {"tensor_parallel_degree": 2},
+            3,
+            r"tensor_parallel_degree = 2 .* 3.*allowed are 1, 3",
+        ),
+        ({}, 3, r"batch.sequences = 8 is no multiple of .* 1 x 3: .*another number of ranks"),
+    ],
+)
+def test_a_layout_that_does_not_fit_what_is_left_says_what_would(
+    small_run, parallel, ranks, message
+):
+    small_run |= {"parallel": parallel, "batch": {"micro_batch_size": 1, "sequences": 8}}
+    with pytest.raises(ConfigError, match=message):
+        preflight.check(train_config.load(small_run), ranks)
