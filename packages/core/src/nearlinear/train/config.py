@@ -4,7 +4,7 @@ Read from TOML or JSON by `load`, changed by ``--set table.key=value``, printed 
 meaning by ``nearlinear train --print-config``. No torch here: `--help` and errors are quick.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from .. import config as parallel_config
 from .. import schema
@@ -90,6 +90,11 @@ class TrainConfig:
     def sequence_length(self) -> int:
         """Tokens per training sequence."""
         return self.data.sequence_length or self.model.longest_sequence
+
+
+# Now, while there is one thread: CPython 3.11's ast fails where several parse at once (gh-106905).
+for _table in (TrainConfig, *(each.default_factory for each in fields(TrainConfig))):
+    schema.field_docs(_table)
 
 
 _LEAST = {
