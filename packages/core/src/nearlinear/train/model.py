@@ -10,9 +10,8 @@ from torch import nn
 
 from ..checkpoint.hf import skeleton
 from ..data.format import Manifest
-from ..errors import ConfigError, DataError, NearlinearError
+from ..errors import ConfigError, DataError
 from ..parallel.delayed_init import delayed_init
-from ..spmd import one_at_a_time
 from .config import TrainConfig
 from .presets import context_key
 from .tables import ModelConfig
@@ -30,24 +29,20 @@ def build_model(config: ModelConfig, vocabulary: int) -> nn.Module:
         "use_cache": False,
         **config.overrides,
     }
-    try:
-        with one_at_a_time():  # its lazy imports are not safe among ranks that are threads
-            from transformers import CONFIG_MAPPING, AutoModelForCausalLM
-    except ModuleNotFoundError as error:
-        raise NearlinearError(f'{error.name} is missing: pip install "nearlinear[data]"') from None
-    if found["family"] not in CONFIG_MAPPING:
+    transformers = skeleton.library()
+    if found["family"] not in transformers.CONFIG_MAPPING:
         raise ConfigError(
             f"model.init_from = {config.init_from}: this version of transformers has no "
             f"{found['family']} models; pip install -U transformers"
         )
-    family = CONFIG_MAPPING[found["family"]]
+    family = transformers.CONFIG_MAPPING[found["family"]]
     unknown = sorted(set(config.overrides) - set(family().to_dict()))
     if unknown:
         raise ConfigError(f"model.overrides.{unknown[0]}: {family.__name__} has no such key")
     try:
         # billions of numbers take minutes
         with delayed_init(as_without=False, values=not config.init_from):
-            model = AutoModelForCausalLM.from_config(
+            model = transformers.AutoModelForCausalLM.from_config(
                 family(**arguments), attn_implementation="sdpa"
             )
     except Exception as error:  # whatever a model's own code says of numbers that cannot be

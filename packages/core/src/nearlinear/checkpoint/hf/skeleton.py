@@ -33,7 +33,7 @@ def of_model(model: nn.Module) -> nn.Module:
 
 def of_config(described: dict) -> nn.Module:
     """The causal language model that a config.json describes. Raises CheckpointError."""
-    transformers = _transformers()
+    transformers = library()
     described = {k: v for k, v in described.items() if k not in ("auto_map", "torch_dtype")}
     kind = described.pop("model_type", "")
     if kind not in transformers.CONFIG_MAPPING:
@@ -84,7 +84,8 @@ def _built(build) -> nn.Module:
         ) from None
 
 
-def _transformers():
+def library():
+    """The module ``transformers``, with what it imports late. Raises NearlinearError."""
     try:
         with one_at_a_time():  # its lazy imports are not safe among ranks that are threads
             import transformers
