@@ -20,7 +20,7 @@ from ..parallel import loss_scale
 from ..parallel.accumulate import accumulate, count_targets
 from ..parallel.clip import clip_grad_norm_
 from ..parallel.pipeline.door import Pipelined
-from ..watchdog.dog import watch_ranks
+from ..watchdog.dog import Watchdog, watch_ranks
 from . import preflight, ranks
 from .bad_steps import BadSteps
 from .batches import loader_of, write_state
@@ -38,6 +38,9 @@ from .split import split
 
 FIRST_STEP = 4.0
 """times ``train.rank_timeout`` that an operation may take there, compiling or measuring"""
+
+START_UP = 12.0
+"""times train.rank_timeout that parts of it may take: large checkpoints come over a network"""
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,12 @@ class Trainer:
         now = runtime.current()
         self.rank, self.device = now.rank, now.device
         torch.manual_seed(config.parallel.random_seed + self.rank)  # dropout
+        with watch_ranks(config.train.rank_timeout, setting="train.rank_timeout") as watch:
+            self._get_ready(watch, verified)
+
+    def _get_ready(self, watch: Watchdog, verified: bool) -> None:
+        config = self.config
+        watch.at("opening the data", START_UP)
         self.dataset = preflight.open_dataset(config, "train", verified)
         self.held_out = None
         if config.train.eval_sequences:
@@ -77,6 +86,7 @@ class Trainer:
         state = preflight.read_state(config)
         if state:
             self.loader.load_state_dict(state["loader"])
+        watch.at("building the model", START_UP)
         model = build_model(config.model, self.dataset.manifest.vocab_size)
         self.parameters = sum(p.numel() for p in model.parameters())
         self.flops_per_token = flops_per_token(model, config.sequence_length)
@@ -99,6 +109,7 @@ class Trainer:
         follow_blocks(self.model, blocks, self.watch.operation.reach)
         self.ending = Ending()
         self.told_to_end = False
+        watch.at("loading what was saved", START_UP)
         resumed = self.keeper.resume()
         if config.model.init_from and not resumed:
             import_hf(config.model.init_from, self.model)

@@ -135,7 +135,7 @@ class Watchdog:
                 self._thread.join(GRACE)
 
     def _end_with(self, error: BaseException) -> None:
-        """Find out whose fault ``error`` is; raise that if it is another's."""
+        """Find out whose fault ``error`` is; raise that if it comes of another's."""
         stopped = isinstance(error, SystemExit) and runtime.ranks_are_threads()
         if not (isinstance(error, Exception) or stopped):
             return
@@ -149,7 +149,8 @@ class Watchdog:
         if self.alarm is None:
             return
         self._handled.wait()
-        if self.alarm.kind != "failed" or self.alarm.rank != self._rank:
+        of_another = self.alarm.rank != self._rank and (by_others or stopped)
+        if self.alarm.kind != "failed" or of_another:
             raise self.alarm.error(self.outcome) from error
         if self.outcome:
             error.add_note(self.outcome)
