@@ -11,7 +11,8 @@ import argparse
 import math
 
 import numpy as np
-from nearlinear.plan import parameters, published
+
+from nearlinear.plan import parameters, published, validate
 from nearlinear.plan.parameters import BOUNDS, Parameters
 from nearlinear.plan.published import Run
 from nearlinear.plan.step import step
@@ -34,7 +35,9 @@ def main() -> None:
             rest = [run for run in runs if run.source != source]
             without[source] = fit(rest, fitted, max(4, options.rounds // 2))
             print(f"without {source}: done", flush=True)
-    parameters.FILE.write_text(parameters.to_toml(fitted, without), encoding="utf-8")
+    found = validate.errors(validate.score(runs, fitted))
+    errors = {"runs": found.count, "median": found.median, "ninetieth": found.ninetieth}
+    parameters.FILE.write_text(parameters.to_toml(fitted, without, errors), encoding="utf-8")
     print(f"wrote {parameters.FILE}")
 
 

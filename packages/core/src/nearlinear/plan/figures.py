@@ -1,4 +1,4 @@
-"""Figures of the planner, in the house's style: predicted against published, and one step's streams.
+"""Figures of the planner: predicted against published step times, and the streams of one step.
 
 matplotlib is imported on first use only, by `plots`.
 """

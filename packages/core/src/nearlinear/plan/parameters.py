@@ -68,12 +68,19 @@ def left_out() -> dict[str, Parameters]:
     return {name: Parameters(**values) for name, values in _table().get("left_out", {}).items()}
 
 
-def to_toml(fitted: Parameters, without: dict[str, Parameters]) -> str:
+def errors() -> dict[str, float]:
+    """Of the fitted ones: how many runs, the median error and its 90th percentile."""
+    return _table()["errors"]
+
+
+def to_toml(fitted: Parameters, without: dict[str, Parameters], errors: dict[str, float]) -> str:
     """The text of the file, each number with its meaning."""
     from ..schema import to_toml
 
     lines = ["# Written by python -m ci.planner.fit. Do not edit: fit again.", "", "[parameters]"]
     lines += to_toml(fitted).splitlines()
+    lines += ["", "[errors]   # of step times, as shares of the published ones"]
+    lines += [f"{name} = {value:.4g}" for name, value in errors.items()]
     for name, each in without.items():
         lines += ["", f'[left_out."{name}"]   # fitted without the rows of that source']
         lines += [f"{key} = {value:.6g}" for key, value in dataclasses.asdict(each).items()]

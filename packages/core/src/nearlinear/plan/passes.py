@@ -163,9 +163,15 @@ class Passes:
     @cached_property
     def handing_on(self) -> float:
         """Hidden states go to the next stage."""
-        size = self.hidden / (self.tensor.ranks if self.work.sequence_parallel else 1)
+        if self.work.mesh.pipeline == 1:
+            return 0.0
         across = group(self.work.mesh, "pipeline").nodes > 1
-        return self.links.send(size, across) if self.work.mesh.pipeline > 1 else 0.0
+        if not self.work.split_sends:
+            return self.links.send(self.hidden, across)
+        together = (
+            0.0 if self.work.sequence_parallel else self.links.gather(self.hidden, self.tensor)
+        )
+        return self.links.send(self.hidden / self.tensor.ranks, across) + together
 
     @cached_property
     def copy(self) -> float:

@@ -60,11 +60,17 @@ def _order(rank: int, ranks: int, virtual: int, count: int, schedule: str) -> li
     return order + backward[len(forward) - first :]
 
 
-def run(order: list[list[tuple]], stages: int, there: list[float], back: list[float],
-        send: float = 0.0) -> Timeline:  # fmt: skip
+def run(
+    order: list[list[tuple]],
+    there: list[float],
+    back: list[float],
+    send: float = 0.0,
+    beside: bool = True,
+) -> Timeline:
     """The timeline of those orders, with seconds of every stage forward and backward.
 
-    ``send``: seconds for a stage's output to reach the next; the sender does not wait.
+    ``send``: seconds for a stage's output to reach the next one's rank, which computes meanwhile
+    where it goes on ``beside``.
     """
     timeline, done, at = Timeline(), {}, [0] * len(order)
     left = sum(len(each) for each in order)
@@ -73,13 +79,14 @@ def run(order: list[list[tuple]], stages: int, there: list[float], back: list[fl
         for rank, each in enumerate(order):
             while at[rank] < len(each):
                 way, stage, batch = each[at[rank]]
-                before = _before(way, stage, batch, stages)
+                before = _before(way, stage, batch, len(there))
                 if before is not None and before not in done:
                     break
                 waits = [done[before]] if before is not None else []
                 if waits and send and (before[1] % len(order)) != rank:
-                    waits = [timeline.add(PIPELINE, send, waits, f"to {rank} {way}")]
-                seconds = (there if way == "forward" else back)[stage]
+                    lane = f"to {rank} {way}" if beside else f"rank {rank}"
+                    waits = [timeline.add(PIPELINE, send, waits, lane)]
+                seconds = there[stage] if way == "forward" else back[stage]
                 label = f"{way} {batch}"
                 done[way, stage, batch] = timeline.add(
                     COMPUTE, seconds, waits, f"rank {rank}", label
@@ -108,8 +115,9 @@ def pipelined(work: Workload, parts: Passes) -> Step:
     laid = min(count, ranks + 2 if virtual == 1 else 2 * ranks)
     order = orders(ranks, virtual, laid, work.schedule)
     there, back = _stages(work, parts, stages)
-    timeline = run(order, stages, there, back, parts.handing_on)
-    more = (count - laid) * _slowest(there, back, ranks)
+    timeline = run(order, there, back, parts.handing_on, work.overlapped_sends)
+    sends = 0.0 if work.overlapped_sends else 2 * virtual * parts.handing_on
+    more = (count - laid) * (_slowest(there, back, ranks) + sends)
     after = _reductions(timeline, parts, work)
     timeline.add(UPDATE, parts.update, [after])
     return Step(timeline.end + more + _first_gather(parts), timeline, laid, work, parts)
@@ -181,6 +189,7 @@ def accounts(step: Step) -> tuple[dict[str, float], dict[str, float]]:
     exposed = {
         TENSOR: busy[TENSOR],
         EXPERT: busy[EXPERT],
+        PIPELINE: 0.0 if work.overlapped_sends else busy[PIPELINE],
         CONTEXT: blocks * sum(max(0.0, p.context - p.compute) for p in pieces),
         GATHER: _first_gather(parts),
         SCATTER: max(0.0, ends.get(SCATTER, 0.0) - computed),

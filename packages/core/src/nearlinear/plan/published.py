@@ -154,6 +154,9 @@ def _vtrain(values: dict):
         fused_attention=False,
         fused_softmax=True,
         compiled=True,
+        reduce_bytes=2.0,
         overlapped_reduce=False,
+        overlapped_sends=False,
+        split_sends=True,
     )
     return work, machines("A100-80GB", gpus, 8, 800), float(values["iteration time (ms)"]) / 1e3

@@ -207,7 +207,10 @@ def _megatron(values: dict):
         fused_softmax=True,
         compiled=True,
         sequence_parallel=selective,
+        reduce_bytes=2.0,
         overlapped_reduce=False,
+        overlapped_sends=False,
+        split_sends=True,
         virtual=virtual,
     )
     return work, machines("A100-80GB", mesh.world, 8, 1600), float(values["value"])

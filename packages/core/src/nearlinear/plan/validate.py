@@ -7,7 +7,7 @@ the column of what each source gets from parameters fitted without it says what 
 import math
 import statistics
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import combinations
 
 from . import parameters, published
@@ -73,6 +73,21 @@ class Validation:
         right, total = self.ranked
         return right / total
 
+    def as_dict(self) -> dict:
+        """Numbers by name; every run and every row that is not modelled."""
+        return {
+            "all": asdict(self.all),
+            "sources": {name: asdict(errors(each)) for name, each in self.sources.items()},
+            "left_out": {name: asdict(each) for name, each in self.left_out.items()},
+            "held_out": asdict(errors(self.held_out)),
+            "ranking": self.ranking,
+            "runs": [_as_dict(each) for each in (*self.scored, *self.held_out)],
+            "not_modelled": [
+                {"file": each.row.file, "line": each.row.line, "reason": each.reason}
+                for each in self.listed
+            ],
+        }
+
     def __str__(self) -> str:
         return _text(self)
 
@@ -131,7 +146,7 @@ def _text(found: Validation) -> str:
         left = found.left_out.get(source)
         rows.append((source, *_cells(errors(scored)), f"{left.median:.1%}" if left else "-"))
     rows.append(("all", *_cells(found.all), ""))
-    lines = ["error of predicted step times, against published ones", *_table(rows)]
+    lines = ["error of predicted step times, against published ones", *table(rows)]
     right, total = found.ranked
     lines.append(
         f"ranking: of {total} pairs of runs that differ only in layout, and by more than "
@@ -146,6 +161,18 @@ def _text(found: Validation) -> str:
     lines.append(f"not modelled: {len(found.listed)} rows")
     lines += [f"  {reason}: {where}" for reason, where in _reasons(found.listed).items()]
     return "\n".join(lines)
+
+
+def _as_dict(each: Scored) -> dict:
+    run = each.run
+    return {
+        "file": run.row.file,
+        "line": run.row.line,
+        "source": run.source,
+        "model": run.title,
+        "published_seconds": run.seconds,
+        "predicted_seconds": each.predicted,
+    }
 
 
 def _cells(found: Errors) -> tuple[str, ...]:
@@ -175,7 +202,7 @@ def _spans(lines: list[int]) -> str:
     return ", ".join(f"{a}-{b}" if b > a else str(a) for a, b in spans)
 
 
-def _table(rows: list[tuple]) -> list[str]:
+def table(rows: list[tuple]) -> list[str]:
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return [
         "  "

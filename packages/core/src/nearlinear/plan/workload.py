@@ -72,6 +72,10 @@ class Workload:
     """gathers go across nodes first, then inside them"""
     schedule: Literal["simple", "1f1b"] = "1f1b"
     """of a pipeline"""
+    overlapped_sends: bool = True
+    """stages send and receive beside their computation"""
+    split_sends: bool = False
+    """tensor ranks each send a part of what goes to the next stage, which gathers them"""
     virtual: int = 1
     """stages per rank of a pipeline"""
     offload: bool = False
@@ -157,6 +161,7 @@ def from_config(config: TrainConfig, world: int, ranks_per_node: int, vocabulary
         prefetch=parallel.prefetch_depth if parallel.overlap_communication else 0,
         overlapped_reduce=parallel.overlap_communication,
         hierarchical=parallel.hierarchical_all_gather == "on",
+        split_sends=mesh.tensor > 1,
         schedule="simple" if parallel.pipeline in ("simple", "looped_bfs") else "1f1b",
         virtual=_virtual(parallel),
         offload=config.activations.offload,
