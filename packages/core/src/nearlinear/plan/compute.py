@@ -102,6 +102,11 @@ class Compute:
         return again * work.recomputed_blocks
 
     @cached_property
+    def input_weights(self) -> tuple[float, float]:
+        """The gradients of the matrices that the two parts begin with."""
+        return self._attention_products[0], self._feed_forward_products[0]
+
+    @cached_property
     def head(self) -> tuple[float, float]:
         """Forward and backward of the embedding, the head's product and the loss."""
         words, rows = self.work.shape.vocabulary / self.work.mesh.tensor, self.rows

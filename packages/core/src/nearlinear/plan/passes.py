@@ -112,9 +112,13 @@ class Passes:
     @cached_property
     def backward(self) -> list[Piece]:
         parts, slower = self.compute.backward, self.slower
+        second, first = (
+            max(0.0, self.exchange - weights) if self.work.beside_weights else self.exchange
+            for weights in self.compute.input_weights
+        )
         return [
-            Piece(parts.feed_forward * slower, self.exchange, 2 * self.dispatch),
-            Piece(parts.attention * slower, self.exchange, context=2 * self.rotation),
+            Piece(parts.feed_forward * slower, first, 2 * self.dispatch),
+            Piece(parts.attention * slower, second, context=2 * self.rotation),
         ]
 
     @cached_property

@@ -22,6 +22,8 @@ from .step import (
 from .streams import Task, Timeline
 from .workload import Workload
 
+LAID_OUT = 3  # micro-batches, for each rank
+
 
 def orders(ranks: int, virtual: int, micro_batches: int, schedule: str) -> list[list[tuple]]:
     """For every rank its work in order: (forward or backward, stage, micro-batch).
@@ -50,14 +52,17 @@ def _order(rank: int, ranks: int, virtual: int, count: int, schedule: str) -> li
     ]
     if schedule == "simple":
         return forward + backward
-    first = ranks - rank - 1
-    if virtual > 1:
-        first = 2 * first + (virtual - 1) * ranks
-    first = min(first, len(forward))
+    first = min(_ahead(rank, ranks, virtual), len(forward))
     order = forward[:first]
     for there, back in zip(forward[first:], backward, strict=False):
         order += [there, back]
     return order + backward[len(forward) - first :]
+
+
+def _ahead(rank: int, ranks: int, virtual: int) -> int:
+    """Forward passes that a rank does before its first backward pass, less one."""
+    behind = ranks - rank - 1
+    return behind if virtual == 1 else 2 * behind + (virtual - 1) * ranks
 
 
 def run(
@@ -85,7 +90,7 @@ def run(
                 waits = [done[before]] if before is not None else []
                 if waits and send and (before[1] % len(order)) != rank:
                     lane = f"to {rank} {way}" if beside else f"rank {rank}"
-                    waits = [timeline.add(PIPELINE, send, waits, lane)]
+                    waits = [timeline.add(PIPELINE, send, waits, lane, way)]
                 seconds = there[stage] if way == "forward" else back[stage]
                 label = f"{way} {batch}"
                 done[way, stage, batch] = timeline.add(
@@ -106,21 +111,38 @@ def _before(way: str, stage: int, batch: int, stages: int):
 
 
 def pipelined(work: Workload, parts: Passes) -> Step:
-    """A step of ``work``: see `step.step`.
-
-    Once a pipeline is full, every micro-batch more takes the slowest rank's time more.
-    """
-    ranks, virtual, count = work.mesh.pipeline, work.virtual, work.passes
-    stages = ranks * virtual
-    laid = min(count, ranks + 2 if virtual == 1 else 2 * ranks)
-    order = orders(ranks, virtual, laid, work.schedule)
-    there, back = _stages(work, parts, stages)
+    """A step of ``work``: see `step.step`."""
+    there, back = _stages(work, parts, work.mesh.pipeline * work.virtual)
+    laid = min(work.passes, LAID_OUT * work.mesh.pipeline)
+    order = orders(work.mesh.pipeline, work.virtual, laid, work.schedule)
     timeline = run(order, there, back, parts.handing_on, work.overlapped_sends)
-    sends = 0.0 if work.overlapped_sends else 2 * virtual * parts.handing_on
-    more = (count - laid) * (_slowest(there, back, ranks) + sends)
+    more = (work.passes - laid) * _steady(timeline, work, laid) if work.passes > laid else 0.0
     after = _reductions(timeline, parts, work)
     timeline.add(UPDATE, parts.update, [after])
     return Step(timeline.end + more + _first_gather(parts), timeline, laid, work, parts)
+
+
+def _steady(timeline: Timeline, work: Workload, laid: int) -> float:
+    """Seconds that a micro-batch more takes once the pipeline is full.
+
+    Measured where the first rank has begun to do one backward for each forward and has not stopped,
+    over as many micro-batches as there are ranks: waiting for what others send may repeat so.
+    """
+    ranks, each = work.mesh.pipeline, 2 * work.virtual
+    if work.schedule == "simple":
+        return sum(_slowest(timeline, way, laid) for way in ("forward", "backward"))
+    ends = [task.end for task in timeline.tasks if task.lane == "rank 0" and task.kind == COMPUTE]
+    last = len(ends) - 1 - _ahead(0, ranks, work.virtual)
+    return (ends[last] - ends[last - each * ranks]) / ranks
+
+
+def _slowest(timeline: Timeline, way: str, laid: int) -> float:
+    """Seconds of a micro-batch one way, on the rank or the link that takes longest."""
+    found: dict[str, float] = {}
+    for task in timeline.tasks:
+        if task.label.startswith(way):
+            found[task.lane] = found.get(task.lane, 0.0) + task.seconds / laid
+    return max(found.values())
 
 
 def _stages(work: Workload, parts: Passes, stages: int) -> tuple[list[float], list[float]]:
@@ -136,11 +158,6 @@ def _stages(work: Workload, parts: Passes, stages: int) -> tuple[list[float], li
 def _waiting(pieces: list[Piece]) -> float:
     """Seconds of a block with everything that its stage waits for."""
     return sum(max(p.compute, p.context) + p.tensor + p.expert for p in pieces)
-
-
-def _slowest(there: list[float], back: list[float], ranks: int) -> float:
-    """Seconds of a micro-batch on the rank that takes longest."""
-    return max(sum(there[rank::ranks]) + sum(back[rank::ranks]) for rank in range(ranks))
 
 
 def _held(parts: Passes) -> float:

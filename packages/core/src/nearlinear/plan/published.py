@@ -158,5 +158,6 @@ def _vtrain(values: dict):
         overlapped_reduce=False,
         overlapped_sends=False,
         split_sends=True,
+        beside_weights=True,
     )
     return work, machines("A100-80GB", gpus, 8, 800), float(values["iteration time (ms)"]) / 1e3

@@ -211,6 +211,7 @@ def _megatron(values: dict):
         overlapped_reduce=False,
         overlapped_sends=False,
         split_sends=True,
+        beside_weights=True,
         virtual=virtual,
     )
     return work, machines("A100-80GB", mesh.world, 8, 1600), float(values["value"])

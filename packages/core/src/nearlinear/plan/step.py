@@ -50,7 +50,7 @@ class Step:
 
             return accounts(self)
         whole = self.work.passes / self.laid_out
-        found = self.timeline.busy(), self.timeline.exposed(COMPUTE)
+        found = self.timeline.busy(), self.timeline.exposed(COMPUTE, (TENSOR, EXPERT))
         once = (UPDATE, JOIN) if self.work.two_hop else (UPDATE,)
         return tuple(
             {kind: value * (1.0 if kind in once else whole) for kind, value in each.items()}

@@ -56,18 +56,19 @@ class Timeline:
             found[task.kind] = found.get(task.kind, 0.0) + task.seconds
         return found
 
-    def exposed(self, behind: str) -> dict[str, float]:
+    def exposed(self, behind: str, first: Iterable[str] = ()) -> dict[str, float]:
         """Seconds of every other kind during which no task of kind ``behind`` runs.
 
-        Where several kinds run at such a moment, the one that was added first counts.
+        Where several kinds run at such a moment one counts: of ``first``, or that was added first.
         """
-        spans: dict[str, list[tuple[float, float]]] = {behind: []}
+        spans: dict[str, list[tuple[float, float]]] = {kind: [] for kind in (behind, *first)}
         for task in self.tasks:
             spans.setdefault(task.kind, []).append((task.start, task.end))
         covered, found = _merged(spans.pop(behind)), {}
         for kind, own in spans.items():
             together = _merged([*covered, *own])
-            found[kind] = _length(together) - _length(covered)
+            if own:
+                found[kind] = _length(together) - _length(covered)
             covered = together
         return found
 

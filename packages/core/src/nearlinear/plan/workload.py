@@ -50,6 +50,9 @@ class Workload:
     """elementwise work is fused"""
     sequence_parallel: bool = False
     """tensor ranks split what is between their products, too"""
+    beside_weights: bool = False
+    """tensor ranks add up gradients of inputs beside the products for those of weights, as
+    Megatron-LM does"""
     overlapped_tensor: bool = False
     """tensor communication goes beside the products it belongs to"""
     gather_bytes: float = 2.0
