@@ -22,7 +22,7 @@ from .step import (
 from .streams import Task, Timeline
 from .workload import Workload
 
-LAID_OUT = 3  # micro-batches, for each rank
+LAID_OUT = 3  # micro-batches for each rank, where a pipeline finds a steady pace
 
 
 def orders(ranks: int, virtual: int, micro_batches: int, schedule: str) -> list[list[tuple]]:
@@ -113,7 +113,9 @@ def _before(way: str, stage: int, batch: int, stages: int):
 def pipelined(work: Workload, parts: Passes) -> Step:
     """A step of ``work``: see `step.step`."""
     there, back = _stages(work, parts, work.mesh.pipeline * work.virtual)
-    laid = min(work.passes, LAID_OUT * work.mesh.pipeline)
+    laid = work.passes
+    if work.schedule == "1f1b":
+        laid = min(laid, LAID_OUT * work.mesh.pipeline)
     order = orders(work.mesh.pipeline, work.virtual, laid, work.schedule)
     timeline = run(order, there, back, parts.handing_on, work.overlapped_sends)
     more = (work.passes - laid) * _steady(timeline, work, laid) if work.passes > laid else 0.0
@@ -129,20 +131,9 @@ def _steady(timeline: Timeline, work: Workload, laid: int) -> float:
     over as many micro-batches as there are ranks: waiting for what others send may repeat so.
     """
     ranks, each = work.mesh.pipeline, 2 * work.virtual
-    if work.schedule == "simple":
-        return sum(_slowest(timeline, way, laid) for way in ("forward", "backward"))
     ends = [task.end for task in timeline.tasks if task.lane == "rank 0" and task.kind == COMPUTE]
     last = len(ends) - 1 - _ahead(0, ranks, work.virtual)
     return (ends[last] - ends[last - each * ranks]) / ranks
-
-
-def _slowest(timeline: Timeline, way: str, laid: int) -> float:
-    """Seconds of a micro-batch one way, on the rank or the link that takes longest."""
-    found: dict[str, float] = {}
-    for task in timeline.tasks:
-        if task.label.startswith(way):
-            found[task.lane] = found.get(task.lane, 0.0) + task.seconds / laid
-    return max(found.values())
 
 
 def _stages(work: Workload, parts: Passes, stages: int) -> tuple[list[float], list[float]]:
