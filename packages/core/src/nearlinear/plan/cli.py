@@ -6,6 +6,7 @@ EXAMPLES = """\
 examples:
   nearlinear plan run.toml --cluster p4d.24xlarge:32             time, rates, memory, what binds
   nearlinear plan run.toml --cluster p5.48xlarge:16 --tokens 300e9    days and cost of 300 billion
+  nearlinear plan run.toml --cluster p4d.24xlarge:32 --why       which knob, by the checklist
   nearlinear plan run.toml --cluster p4d.24xlarge:32 --search    the fastest layouts that fit
   nearlinear plan run.toml --cluster p4d.24xlarge:2 --scale      on to 16,384 GPUs, simulated
   nearlinear plan run.toml --cluster h100:4 --figure step.png --json step.json
@@ -34,6 +35,9 @@ def add_commands(commands, load) -> argparse.ArgumentParser:
         help="standard deviation of a rank's time over its mean; default: as fitted",
     )
     plan.add_argument("--price-per-hour", type=float, metavar="X", help="of one machine, USD")
+    plan.add_argument(
+        "--why", action="store_true", help="walk the checklist of best practices, with numbers"
+    )
     plan.add_argument("--search", action="store_true", help="rank layouts of the same batch")
     plan.add_argument("--scale", action="store_true", help="speed up to 16,384 GPUs, simulated")
     plan.add_argument("--validate", action="store_true", help="errors against published runs")
@@ -51,6 +55,7 @@ def _plan(options, load) -> int:
         tokens=options.tokens,
         straggler=options.straggler,
         price_per_hour=options.price_per_hour,
+        why=options.why,
         search=options.search,
         scale=options.scale,
         validate=options.validate,

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import ConfigError, NearlinearError
-from . import answer, scaling, search, validate
+from . import advise, answer, scaling, search, validate
 
 
 @dataclass(frozen=True)
@@ -16,6 +16,7 @@ class Options:
     tokens: float = 0.0
     straggler: float | None = None
     price_per_hour: float | None = None
+    why: bool = False
     search: bool = False
     scale: bool = False
     validate: bool = False
@@ -53,6 +54,8 @@ def run(config, options: Options) -> int:
         if cheapest:
             words, layout = cheapest
             print(f"cheapest change that makes it fit: {words}; {layout.seconds:.3f} s per step")
+    if options.why:
+        print("\n" + advise.text(advise.advise(found)))
     if options.search:
         layouts = search.search(found.config, found.cluster)
         print("\n" + search.text(layouts, found.cluster))

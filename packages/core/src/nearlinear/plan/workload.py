@@ -148,8 +148,9 @@ def from_config(config: TrainConfig, world: int, ranks_per_node: int, vocabulary
             f"data.sequence_length = {config.sequence_length} does not divide by "
             f"context_parallel_degree = {mesh.context}"
         )
+    found = shape.of_model(config.model, vocabulary)
     return Workload(
-        shape=shape.of_model(config.model, vocabulary),
+        shape=found,
         sequence=config.sequence_length,
         micro_batch=size,
         passes=passes,
@@ -160,6 +161,7 @@ def from_config(config: TrainConfig, world: int, ranks_per_node: int, vocabulary
         compiled=config.train.compile_blocks,
         sequence_parallel=mesh.tensor > 1,
         gather_bytes=_gather_bytes(parallel),
+        resharded=_resharded(parallel, found, mesh),
         two_hop=config.train.two_hop,
         prefetch=parallel.prefetch_depth if parallel.overlap_communication else 0,
         overlapped_reduce=parallel.overlap_communication,
@@ -177,6 +179,12 @@ def _recompute(asked: str) -> Recompute:
     if not asked:
         return "none"
     return "elementwise" if strategy.parse(asked).selective else "block"
+
+
+def _resharded(parallel: Config, found: Shape, mesh: Mesh) -> bool:
+    """Whether a rank's part of the model is more than may stay gathered."""
+    held = found.parameters / (mesh.tensor * mesh.pipeline)
+    return mesh.pipeline == 1 and held > parallel.sdp_max_live_parameters
 
 
 def _gather_bytes(parallel: Config) -> float:
