@@ -92,3 +92,12 @@ def test_pairs_differ_in_layout_alone():
     assert not validate.alike(megatron[0], megatron[2])  # another model
     zero = [run for run in runs if run.source.startswith("ZeRO")]
     assert not validate.alike(zero[0], zero[8])  # another network
+
+
+def test_the_figure_has_a_mark_for_every_run(found):
+    from nearlinear import plots
+
+    ax = plots.predicted_against_published(found)
+    marks = sum(len(line.get_xdata()) for line in ax.lines if line.get_linestyle() == "None")
+    assert marks == 243 + 62
+    assert (ax.get_xscale(), ax.get_yscale()) == ("log", "log")

@@ -213,3 +213,15 @@ def test_offloaded_activations_come_back_in_time_or_are_waited_for():
     everything = run(offload=True)
     assert everything.exposed["offload"] > 0
     assert everything.seconds > kept.seconds
+
+
+def test_the_figure_shows_every_task():
+    from nearlinear import plots
+
+    found = run(passes=5, recompute="block")
+    ax = plots.step_streams(found)
+    drawn = sum(len(bars.get_paths()) for bars in ax.collections)
+    assert drawn == sum(task.seconds > 0 for task in found.timeline.tasks)
+    labels = [text.get_text() for text in ax.get_legend().get_texts()]
+    assert {"all-gather", "compute: forward", "compute: again", "compute: backward"} <= set(labels)
+    assert ax.get_xlabel() == "seconds (3 of 5 passes)"

@@ -155,9 +155,9 @@ class Plan:
 
     def figure(self, ax=None):
         """The timeline of a step, on matplotlib axes."""
-        from .figures import timeline
+        from ..plots import step_streams
 
-        return timeline(self.step, ax)
+        return step_streams(self.step, ax)
 
 
 def plan(

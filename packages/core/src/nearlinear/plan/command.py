@@ -69,7 +69,7 @@ def run(config, options: Options) -> int:
         numbers["scaling"] = [vars(point) for point in points]
     _write(options.json, numbers)
     if options.figure:
-        _draw(options.figure, lambda figures: figures.timeline(found.step))
+        _draw(lambda plots: plots.save_step_streams(found.step, options.figure))
     return 0
 
 
@@ -78,7 +78,7 @@ def _validate(options: Options) -> int:
     print(found)
     _write(options.json, found.as_dict())
     if options.figure:
-        _draw(options.figure, lambda figures: figures.predicted_against_published(found))
+        _draw(lambda plots: plots.save_predicted_against_published(found, options.figure))
     return 0
 
 
@@ -92,14 +92,14 @@ def _write(path: str, numbers: dict) -> None:
     print(f"wrote {path}")
 
 
-def _draw(path: str, draw) -> None:
-    from . import figures
-
+def _draw(save) -> None:
     try:
-        print(f"drew {figures.save(draw(figures), path)}")
+        from .. import plots
+
+        print(f"drew {save(plots)}")
     except ModuleNotFoundError as error:
         raise NearlinearError(
             f'{error.name} is missing: pip install "nearlinear[notebooks]" to draw'
         ) from None
     except OSError as error:
-        raise ConfigError(f"{path} cannot be written ({error.strerror})") from None
+        raise ConfigError(f"the figure cannot be written ({error.strerror})") from None
