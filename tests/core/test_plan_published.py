@@ -38,18 +38,19 @@ def test_step_times_are_in_bounds(found):
 
 @pytest.mark.parametrize("source", sorted({run.source for run in published.runs()}))
 def test_a_source_that_was_not_fitted_is_still_near(found, source):
-    assert found.left_out[source].median <= 0.15
+    unknown_micro_batch = source == "AWS, SMDDP"  # two rows, of which the post leaves it out
+    assert found.left_out[source].median <= (0.17 if unknown_micro_batch else 0.12)
 
 
 def test_of_two_layouts_the_faster_one_is_told(found):
     assert found.ranked[1] > 300
-    assert found.ranking >= 0.81
+    assert found.ranking >= 0.82
 
 
 def test_runs_that_were_never_fitted(found):
     held = validate.errors(found.held_out)
     assert held.count == 62
-    assert held.median <= 0.10
+    assert held.median <= 0.09
     assert held.ninetieth <= 0.20
 
 
