@@ -22,7 +22,7 @@ from .step import (
 from .streams import Task, Timeline
 from .workload import Workload
 
-LAID_OUT = 3  # micro-batches for each rank, where a pipeline finds a steady pace
+LAID_OUT = 4  # micro-batches for each rank, where a pipeline finds a steady pace
 
 
 def orders(ranks: int, virtual: int, micro_batches: int, schedule: str) -> list[list[tuple]]:
