@@ -225,3 +225,12 @@ def test_the_figure_shows_every_task():
     labels = [text.get_text() for text in ax.get_legend().get_texts()]
     assert {"all-gather", "compute: forward", "compute: again", "compute: backward"} <= set(labels)
     assert ax.get_xlabel() == "seconds (3 of 5 passes)"
+
+
+def test_1f1b_keeps_no_more_micro_batches_than_stages_to_come():
+    for rank, order in enumerate(pipelines.orders(4, 1, 12, "1f1b")):
+        ahead, most = 0, 0
+        for way, _, _ in order:
+            ahead += 1 if way == "forward" else -1
+            most = max(most, ahead)
+        assert most == 4 - rank
