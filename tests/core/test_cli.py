@@ -27,7 +27,9 @@ def refusal(capsys, *arguments):
     return err
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["env", "--help"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["train", "--help"], ["plan", "--help"], ["env", "--help"]]
+)
 def test_help_answers(arguments):
     shown = nearlinear(*arguments)
     assert shown.returncode == 0 and "usage: nearlinear" in shown.stdout

@@ -14,6 +14,7 @@ _PUBLIC = {
     "init": "runtime",
     "current_mesh": "runtime",
     "spmd": None,
+    "plan": None,
     "plots": None,
     "transform": "parallel.transform",
     "shard": "parallel.shard",

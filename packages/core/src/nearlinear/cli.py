@@ -1,4 +1,4 @@
-"""The command line: ``nearlinear train``, ``nearlinear tune`` and ``nearlinear env``.
+"""The command line: ``nearlinear train``, ``tune``, ``plan``, ``env`` and those of other rooms.
 
 Nothing heavy is imported before it is needed, so that ``--help`` answers at once. A mistake of the
 user is one line on stderr and exit code 2; ``--debug`` adds the traceback.
@@ -15,6 +15,7 @@ from . import __version__
 from .checkpoint import cli as checkpoints
 from .errors import NearlinearError
 from .launch import cli as jobs
+from .plan import cli as planning
 from .watch import cli as watching
 
 TRAIN_EXAMPLES = """\
@@ -114,14 +115,19 @@ def _parser() -> argparse.ArgumentParser:
     tune.add_argument("--json", default="", metavar="FILE", help="write all numbers (.json)")
     tune.set_defaults(run=_tune)
 
+    plan = planning.add_commands(commands, _load)
     jobs.add_commands(commands)
     watching.add_commands(commands)
     checkpoints.add_commands(commands, _described)
 
     env = commands.add_parser("env", help="print what a bug report needs")
     env.set_defaults(run=_env)
-    for command in (train, tune):
+    for command in (train, tune, plan):
         _add_config(command)
+    for command in (train, tune):
+        command.add_argument(
+            "--nproc", type=int, metavar="N", help="ranks to start here (run.nproc)"
+        )
     for command in commands.choices.values():
         command.add_argument("--debug", action="store_true", help="show tracebacks of errors")
         command.add_argument("--launched-by", type=int, default=0, help=argparse.SUPPRESS)
@@ -129,7 +135,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_config(command: argparse.ArgumentParser) -> None:
-    """What commands that run on the ranks of a job have in common."""
+    """What commands that read a run's config have in common."""
     command.add_argument("config", nargs="?", help="a .toml or .json file; default: all defaults")
     command.add_argument(
         "--set",
@@ -139,7 +145,6 @@ def _add_config(command: argparse.ArgumentParser) -> None:
         dest="settings",
         help="change one key of the config; may be repeated",
     )
-    command.add_argument("--nproc", type=int, metavar="N", help="ranks to start here (run.nproc)")
 
 
 def _described(path: Path, rows):
@@ -192,7 +197,7 @@ def _load(options):
     from .train import config as train_config
 
     settings = list(options.settings)
-    if options.nproc is not None:
+    if getattr(options, "nproc", None) is not None:
         settings.append(f"run.nproc={options.nproc}")
     return train_config.load(options.config, settings)
 

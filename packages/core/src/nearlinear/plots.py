@@ -1,4 +1,4 @@
-"""Figures for notebooks and runs: a loss curve, memory, document lengths, which rank holds what.
+"""Figures for notebooks and runs: loss curves, memory, documents, who holds what, planned steps.
 
 Every function draws on the given matplotlib axes, or on new ones, and returns them. matplotlib is
 imported here only, on first use.
@@ -145,6 +145,77 @@ def slices(shape, held: list[dict], title: str = "", ax=None):
     for side in ax.spines.values():
         side.set_visible(False)
     return ax
+
+
+def step_streams(step, ax=None):
+    """What runs when in one training step, a row per stream: a `nearlinear.plan.step.Step`.
+
+    Of the first passes, where a step has more than were laid out; computation by what it is for.
+    """
+    tasks = [task for task in step.timeline.tasks if task.seconds]
+    names = [_name(task) for task in tasks]
+    lanes, kinds = list(dict.fromkeys(task.lane for task in tasks)), list(dict.fromkeys(names))
+    ax = _axes(ax, (9, 1.4 + 0.42 * len(lanes)))
+    for number, kind in enumerate(kinds):
+        colour = PALETTE[number % len(PALETTE)]
+        for row, lane in enumerate(lanes):
+            spans = [
+                (task.start, task.seconds)
+                for task, name in zip(tasks, names, strict=True)
+                if name == kind and task.lane == lane
+            ]
+            ax.broken_barh(spans, (row - 0.38, 0.76), color=colour, edgecolor="white", lw=0.1)
+        ax.plot([], [], "s", color=colour, label=kind)
+    ax.set_yticks(range(len(lanes)), lanes)
+    ax.invert_yaxis()
+    left_out = step.laid_out < step.work.passes
+    shown = f" ({step.laid_out} of {step.work.passes} passes)" if left_out else ""
+    ax.set(xlabel=f"seconds{shown}")
+    ax.legend(frameon=False, fontsize=8, ncols=4, loc="lower left", bbox_to_anchor=(0, 1))
+    return ax
+
+
+def _name(task) -> str:
+    """Of a task, for a legend."""
+    words = task.label.split()
+    return f"{task.kind}: {words[0]}" if task.kind == "compute" and words else task.kind
+
+
+def save_step_streams(step, path) -> Path:
+    """Draw `step_streams` to ``path``."""
+    return _saved(step_streams(step), Path(path))
+
+
+def predicted_against_published(found, ax=None):
+    """Step times of published runs, on logarithmic axes with bands of 10 and 25 %.
+
+    ``found``: a `nearlinear.plan.validate.Validation`.
+    """
+    ax = _axes(ax, (6.4, 5.6))
+    for number, (source, scored) in enumerate(found.sources.items()):
+        style = {"color": PALETTE[number % len(PALETTE)], "ms": 4, "alpha": 0.75}
+        _times(ax, scored, "o" if number < len(PALETTE) else "^", label=source, **style)
+    _times(ax, found.held_out, "x", label="H100, never fitted", color=INK, ms=4)
+    published = [each.run.seconds for each in (*found.scored, *found.held_out)]
+    ends = [min(published) / 1.3, max(published) * 1.3]
+    ax.plot(ends, ends, color=INK, lw=1)
+    for share in (0.10, 0.25):
+        low, high = ([end * (1 + sign * share) for end in ends] for sign in (-1, 1))
+        ax.fill_between(ends, low, high, color=MUTED, alpha=0.12, lw=0)
+    ax.set(xscale="log", yscale="log", xlim=ends, ylim=ends)
+    ax.set(xlabel="published, seconds per step", ylabel="predicted, seconds per step")
+    ax.legend(frameon=False, fontsize=8)
+    return ax
+
+
+def _times(ax, scored, mark: str, **style) -> None:
+    times = [(each.run.seconds, each.predicted) for each in scored]
+    ax.plot(*zip(*times, strict=True), mark, **style)
+
+
+def save_predicted_against_published(found, path) -> Path:
+    """Draw `predicted_against_published` to ``path``."""
+    return _saved(predicted_against_published(found), Path(path))
 
 
 def _axes(ax, size):

@@ -1,0 +1,1 @@
+"""How the planner's parameters are made."""

@@ -1,0 +1,154 @@
+"""One optimizer step as tasks on streams, and how long it takes.
+
+Without a pipeline: a visit to every block forward and backward, with its parameters gathered ahead
+and its gradients reduced behind it. A collective's stream is its communicator: gathers and
+reductions of a shard group share one, as FSDP2 has it, and what crosses the network shares the
+network. Passes after the second are alike, so no more than three are laid out.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from .hardware import Cluster
+from .parameters import Parameters
+from .passes import Passes, Piece
+from .streams import Task, Timeline
+from .workload import Workload
+
+COMPUTE, GATHER, SCATTER, JOIN = "compute", "all-gather", "reduce-scatter", "second hop"
+TENSOR, CONTEXT, EXPERT, PIPELINE = "tensor", "context", "expert", "pipeline"
+OFFLOAD, UPDATE, BUBBLE = "offload", "optimizer", "bubble"
+LAID_OUT = 3  # passes
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step's time, and where it goes."""
+
+    seconds: float
+    timeline: Timeline
+    """of as many passes as were laid out"""
+    laid_out: int
+    """passes"""
+    work: Workload
+    parts: Passes
+
+    @cached_property
+    def busy(self) -> dict[str, float]:
+        """Seconds of every kind of task, of a whole step; of a pipeline's slowest stage."""
+        return self._accounts[0]
+
+    @cached_property
+    def exposed(self) -> dict[str, float]:
+        """Of them, those without computation beside them; ``bubble``: what a stage waits."""
+        return self._accounts[1]
+
+    @cached_property
+    def _accounts(self) -> tuple[dict[str, float], dict[str, float]]:
+        if self.work.mesh.pipeline > 1:
+            from .pipelines import accounts
+
+            return accounts(self)
+        whole = self.work.passes / self.laid_out
+        found = self.timeline.busy(), self.timeline.exposed(COMPUTE, (TENSOR, EXPERT))
+        once = (UPDATE, JOIN) if self.work.two_hop else (UPDATE,)
+        return tuple(
+            {kind: value * (1.0 if kind in once else whole) for kind, value in each.items()}
+            for each in found
+        )
+
+
+def step(work: Workload, cluster: Cluster, fitted: Parameters) -> Step:
+    """How one step of ``work`` goes on ``cluster``."""
+    parts = Passes(work, cluster, fitted)
+    if work.mesh.pipeline > 1:
+        from .pipelines import pipelined
+
+        return pipelined(work, parts)
+    return _unstaged(work, parts)
+
+
+def _unstaged(work: Workload, parts: Passes) -> Step:
+    laid = min(work.passes, LAID_OUT)
+    ends, timeline = [], Timeline()
+    last: Task | None = None
+    for index in range(laid):
+        last = _pass(timeline, work, parts, last, final=index == laid - 1)
+        ends.append(last.end)
+    timeline.add(UPDATE, parts.update, [last])
+    # The last pass laid out is the step's last one; those left out are like the one before it.
+    more = (work.passes - laid) * (ends[1] - ends[0]) if laid > 1 else 0.0
+    return Step(timeline.end + more, timeline, laid, work, parts)
+
+
+def _pass(timeline, work: Workload, parts: Passes, before: Task | None, final: bool) -> Task:
+    """Forward and backward of one micro-batch; its last task of computation."""
+    layers = parts.layers
+    visits = [*range(layers), *reversed(range(layers))]
+    network = parts.sharing.nodes > 1
+    lane = "network" if network else "links"
+    copies: dict[int, Task] = {}
+    done: list[Task | None] = [before] * (work.prefetch + 1)  # visits, with what came before
+    gathered: list[Task | None] = [None] * len(visits)
+    root = timeline.add(GATHER, parts.gather(parts.root), [before], lane) if parts.sharded else None
+
+    def gather(visit: int) -> None:
+        kept = visit == layers or (visit > layers and not work.resharded)
+        if visit < len(visits) and parts.sharded and not kept:
+            block = parts.gather(parts.block)
+            after = [done[-1 - work.prefetch]] if work.prefetch else [done[-1]]
+            gathered[visit] = timeline.add(GATHER, block, after, lane, f"block {visits[visit]}")
+
+    for visit in range(work.prefetch):
+        gather(visit)
+    last: Task | None = before
+    for visit, block in enumerate(visits):
+        gather(visit + work.prefetch)
+        waits = [gathered[visit], root]
+        if visit == layers:
+            last = timeline.add(COMPUTE, sum(parts.head), [last], label="head")
+        if visit < layers:
+            last = _run(timeline, parts.forward, [last, *waits], f"forward {block}")
+            if parts.copy:
+                copies[block] = timeline.add(OFFLOAD, parts.copy, [last], lane="copies out")
+        else:
+            if parts.copy and block < layers - 1:
+                ahead = done[-1 - min(work.horizon, visit - layers + 1)]
+                waits.append(timeline.add(OFFLOAD, parts.copy, [copies[block], ahead], "copies in"))
+            last = _run(timeline, parts.again, [last, *waits], f"again {block}")
+            last = _run(timeline, parts.backward, [last, *waits], f"backward {block}")
+            reduced = _reduce(timeline, parts, parts.block, last, lane, final, f"block {block}")
+            if reduced is not None and not work.overlapped_reduce:
+                last = reduced
+        done.append(last)
+    reduced = _reduce(timeline, parts, parts.root, last, lane, final, "root")
+    return timeline.add(COMPUTE, 0.0, [last, reduced])
+
+
+def _run(timeline, pieces: list[Piece], after: list, label: str) -> Task:
+    """Pieces one after the other, each with its communication."""
+    last = None
+    for piece in pieces:
+        waits = after if last is None else [last]
+        beside = None
+        if piece.context:
+            beside = timeline.add(CONTEXT, piece.context, waits, label=label)
+        last = timeline.add(COMPUTE, piece.compute, waits, label=label)
+        if beside is not None and beside.end > last.end:
+            last = timeline.add(COMPUTE, 0.0, [beside])
+        for kind, seconds in ((EXPERT, piece.expert), (TENSOR, piece.tensor)):
+            if seconds:
+                last = timeline.add(kind, seconds, [last], label=label)
+    return last if last is not None else after[0]
+
+
+def _reduce(timeline, parts: Passes, parameters, after: Task, lane, final: bool, label: str):
+    """Gradients to the ranks that keep them, then, once per step, over the replicas."""
+    last = None
+    if parts.sharded:
+        last = timeline.add(SCATTER, parts.reduce(parameters), [after], lane, label)
+    joins = final or not parts.work.two_hop
+    if parts.replicas.ranks > 1 and joins:
+        where = "network" if parts.replicas.nodes > 1 else "links"
+        last = timeline.add(JOIN, parts.join(parameters), [last or after], where, label)
+    return last
