@@ -28,7 +28,7 @@ from ...train.model import build_model
 from ...train.optimizer import build_optimizer
 from ...train.split import split
 from ..memory.report import MemoryPlan
-from ..memory.shapes import vocabulary_of
+from ..memory.estimate import vocabulary_of
 from .ranks import BACKEND, AlikeGroup
 from .reading import read
 from .tracker import FewPieces, Tracker

@@ -1,0 +1,120 @@
+"""The shape of a decoder: its matrices and its parameters, from the keys of its config alone.
+
+No model is built, and neither torch nor transformers is imported.
+"""
+
+from dataclasses import dataclass
+
+from ..errors import ConfigError
+from ..schema import coerce
+from ..train.presets import layers_key
+from ..train.tables import ModelConfig
+
+VOCABULARY = {
+    "gpt2": 50257,
+    "gpt_neox": 50432,
+    "llama": 32000,
+    "mistral": 32000,
+    "mixtral": 32000,
+}
+"""Of each family as it was published: what a model has unless its data or overrides say more."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A decoder of equal blocks; sizes of matrices are in elements."""
+
+    layers: int
+    width: int
+    heads: int
+    inner: int
+    """width inside the feed-forward part"""
+    vocabulary: int
+    kv_heads: int = 0
+    """heads of keys and values; 0 = as many as of queries"""
+    gated: bool = False
+    """SwiGLU: a second matrix beside the first of the feed-forward part"""
+    tied: bool = True
+    """the head's matrix is the embedding"""
+    positions: int = 0
+    """rows of a learned position table"""
+    experts: int = 1
+    experts_per_token: int = 1
+
+    @property
+    def head_width(self) -> int:
+        return self.width // self.heads
+
+    @property
+    def kv_width(self) -> int:
+        return (self.kv_heads or self.heads) * self.head_width
+
+    @property
+    def attention_matrices(self) -> int:
+        """Parameters of a block's attention."""
+        return 2 * self.width * (self.width + self.kv_width)
+
+    @property
+    def feed_forward_matrices(self) -> int:
+        """Parameters of one expert, or of the one feed-forward part."""
+        return (3 if self.gated else 2) * self.width * self.inner
+
+    @property
+    def block_parameters(self) -> int:
+        """Of one block; vectors (norms, biases) are left out, they are parts of a thousand."""
+        router = self.width * self.experts if self.experts > 1 else 0
+        return self.attention_matrices + self.experts * self.feed_forward_matrices + router
+
+    @property
+    def root_parameters(self) -> int:
+        """Of the embeddings and the head."""
+        tables = (1 if self.tied else 2) * self.vocabulary + self.positions
+        return tables * self.width
+
+    @property
+    def parameters(self) -> int:
+        return self.layers * self.block_parameters + self.root_parameters
+
+    def flops_per_token(self, sequence: int) -> float:
+        """Model FLOPS of a token, forward and backward, as `train.flops` counts them (PaLM)."""
+        active = self.attention_matrices + self.experts_per_token * self.feed_forward_matrices
+        matrices = self.layers * active + self.vocabulary * self.width
+        return 6.0 * matrices + 12.0 * self.layers * self.width * sequence
+
+
+def of_model(model: ModelConfig, vocabulary: int = 0) -> Shape:
+    """The shape of what ``model`` names, with ``vocabulary`` ids (0: its family's own).
+
+    Raises ConfigError for an architecture whose keys are not those of a decoder.
+    """
+    family = model.family
+    keys = {**model.architecture["shape"], **model.overrides}
+    first = {
+        "layers": [layers_key(family), "num_hidden_layers"],
+        "width": ["n_embd", "hidden_size"],
+        "heads": ["n_head", "num_attention_heads"],
+    }
+    sizes = {name: _first(keys, names, model.name) for name, names in first.items()}
+    gpt = family == "gpt2"
+    inner = keys.get("n_inner" if gpt else "intermediate_size") or 4 * sizes["width"]
+    words = vocabulary or keys.get("vocab_size") or VOCABULARY.get(family, 0)
+    if not words:
+        raise ConfigError(f"{model.name}: model.overrides.vocab_size is not known: give it")
+    return Shape(
+        **sizes,
+        inner=coerce(inner, int, "the inner width"),
+        vocabulary=coerce(words, int, "model.overrides.vocab_size"),
+        kv_heads=keys.get("num_key_value_heads") or 0,
+        gated=family not in ("gpt2", "gpt_neox"),
+        tied=bool(keys.get("tie_word_embeddings", gpt)),
+        positions=model.longest_sequence if gpt else 0,
+        experts=keys.get("num_local_experts", 1),
+        experts_per_token=keys.get("num_experts_per_tok", 1),
+    )
+
+
+def _first(keys: dict, names: list[str], model: str) -> int:
+    for name in names:
+        if name in keys:
+            return coerce(keys[name], int, f"model.overrides.{name}")
+    raise ConfigError(f"{model}: its config has no {' or '.join(names)}: the planner needs it")
