@@ -220,8 +220,8 @@ def unset_fake():
 
 @contextlib.contextmanager
 def watching_resizes(see):
-    """Call ``see`` with the number (`storage_of`) of every storage that Python code resizes, and its
-    new bytes, before. 2.13.0."""
+    """Call ``see`` with the number (`storage_of`) of every storage that Python code resizes, and
+    its new bytes, before. 2.13.0."""
     original = torch.UntypedStorage.resize_
 
     def resize_(storage, size):

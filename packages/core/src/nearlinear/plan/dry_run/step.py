@@ -10,6 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
+import os
+import warnings
 from collections.abc import Iterator
 
 import torch
@@ -17,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ... import _torch, runtime
-from ...errors import NearlinearError
+from ...errors import ConfigError, NearlinearError
 from ...parallel.accumulate import accumulate
 from ...parallel.clip import clip_grad_norm_
 from ...parallel.layout import local
@@ -27,8 +30,8 @@ from ...train.config import TrainConfig
 from ...train.model import build_model
 from ...train.optimizer import build_optimizer
 from ...train.split import split
-from ..memory.report import MemoryPlan
 from ..memory.estimate import vocabulary_of
+from ..memory.report import MemoryPlan
 from .ranks import BACKEND, AlikeGroup
 from .reading import read
 from .tracker import FewPieces, Tracker
@@ -37,14 +40,18 @@ SPLITTING = ("tensor", "context", "expert", "pipeline")
 MOST_MICRO_BATCHES = 2  # the second has all that a step's later ones find
 
 
-def measure(config, world_size: int, *, vocabulary: int | None = None) -> MemoryPlan:
-    """The memory of rank 0 of ``world_size`` in a step of ``config`` (a TrainConfig, dict or path).
+def measure(
+    config: TrainConfig | dict | str | os.PathLike, world_size: int, *, vocabulary: int = 0
+) -> MemoryPlan:
+    """The memory of rank 0 of ``world_size`` in a step of ``config``.
 
-    ``vocabulary``: ids, default `vocabulary_of`. Raises ConfigError where the config cannot be, and
-    NearlinearError inside a job.
+    ``vocabulary``: ids; 0: what `vocabulary_of` finds. Raises ConfigError where the config cannot
+    be, or asks for what has no meaning where host memory is all there is, and NearlinearError
+    inside a job.
     """
     asked = config if isinstance(config, TrainConfig) else train_config.load(config)
     words = vocabulary or vocabulary_of(asked)
+    _refuse(asked)
     asked = _as_on_a_gpu(asked)
     tracker = Tracker()
     with _job(asked, world_size):
@@ -56,13 +63,28 @@ def measure(config, world_size: int, *, vocabulary: int | None = None) -> Memory
             model, blocks = split(model, asked)
             optimizer = build_optimizer(model, asked.optimizer)
             _mark(tracker, "parameters", [*model.parameters(), *model.buffers()])
-            _make_states(model, optimizer)
+            _make_states(optimizer)
         states = [value for state in optimizer.state.values() for value in state.values()]
         _mark(tracker, "optimizer", [each for each in states if isinstance(each, torch.Tensor)])
         _follow(model, blocks, tracker)
+        if asked.activations.checkpoint.endswith("B"):  # a budget looks at a micro-batch first
+            _step(model, optimizer, asked, tracker)
         begin = len(tracker.events)
         backward = _step(model, optimizer, asked, tracker)
     return read(tracker.events, begin, backward)
+
+
+def _refuse(config: TrainConfig) -> None:
+    """Raise ConfigError for what a dry run cannot show."""
+    for key, value in (
+        ("parallel.offload_optimizer", config.parallel.offload_optimizer),
+        ("activations.offload", config.activations.offload),
+    ):
+        if value:
+            raise ConfigError(
+                f"{key} = true: a dry run has one kind of memory and cannot tell the host's from a "
+                "GPU's; set it to false, or take the closed form"
+            )
 
 
 def _as_on_a_gpu(config: TrainConfig) -> TrainConfig:
@@ -87,7 +109,10 @@ def _job(config: TrainConfig, world: int) -> Iterator[None]:
     dist.init_process_group(BACKEND, rank=0, world_size=world, store=dist.HashStore())
     try:
         runtime.init(config.parallel, ranks_per_node=0)
-        yield
+        with warnings.catch_warnings():
+            # where slices of a shard lie: all fake tensors lie at 0, as slices do in their shard
+            warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
+            yield
     finally:
         AlikeGroup.seen = None
         runtime.shutdown()
@@ -117,10 +142,11 @@ def _mark(tracker: Tracker, kind: str, tensors: list[torch.Tensor]) -> None:
         tracker.see(local(tensor.detach()), kind)
 
 
-def _make_states(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def _make_states(optimizer: torch.optim.Optimizer) -> None:
     """What the first update makes, so that the step is like all that come after."""
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     optimizer.zero_grad()
 
@@ -173,7 +199,8 @@ def _step(model: nn.Module, optimizer, config: TrainConfig, tracker: Tracker) ->
         _mark(tracker, "gradients", gradients)
         del gradients
         tracker.updating = True
-        clip_grad_norm_(model, config.optimizer.clip or float("inf"))
+        clip_grad_norm_(model, config.optimizer.clip or math.inf)
         optimizer.step()
         optimizer.zero_grad()
+        tracker.updating = False
     return backward

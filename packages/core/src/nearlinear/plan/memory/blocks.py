@@ -77,8 +77,9 @@ def head(family: str, sizes: Sizes) -> Listing:
         scratch = 2 * wide if half else wide
         to.call(0, logits, saves=(logits,), scratch=scratch, scratch_back=scratch - size)
         return to
+    held = size if half else 0  # what the model returns is there until its caller has the loss
     logits = to.call(wide, logits) if half else logits
-    to.call(0, to.call(wide, logits, out=True))
+    to.call(0, to.call(wide, logits, out=True, scratch=held))
     return to
 
 
@@ -124,7 +125,7 @@ def _neox(to: Listing, sizes: Sizes, x: Value) -> None:
     part = sizes.wide(width)
     turned = to.call(2 * part, _parts(to, qkv), scratch=part, scratch_back=part)  # queries and keys
     turned.gradient = 3 * part
-    mixed = _attention(to, sizes, (turned,), saves=(turned, qkv))
+    mixed = to.scaled(_attention(to, sizes, (turned,), saves=(turned, qkv)))  # heads in a row
     mixed = to.linear(mixed, sizes.tokens * width * sizes.item, sizes.matrix(width, width))
     mixed = _summed(to, sizes, mixed)
     normed = _gathered(to, sizes, _layer_norm(to, x))

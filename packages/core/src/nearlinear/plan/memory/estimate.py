@@ -103,12 +103,13 @@ def _kept(config: TrainConfig, model: Model) -> Kept:
     asked, n, calls = config.activations, model.blocks, model.calls
     resident = config.parallel.activation_loading_horizon + 1 if asked.offload else None
     if not asked.checkpoint:
-        return Kept(calls.kept_bytes, resident=resident)
+        return Kept(resident=resident)
     plan = strategy.parse(asked.checkpoint)
-    if plan.budget is not None:
-        return Kept(min(calls.kept_bytes, max(model.hidden, plan.budget // n)), resident=resident)
+    if plan.budget is not None:  # `parallel.activations.budget`, of equal blocks
+        over, saves = n * calls.kept_bytes - plan.budget, calls.kept_bytes - model.hidden
+        return Kept(again=1, until=min(n, max(0, math.ceil(over / saves))), resident=resident)
     products = sum(value.bytes for value in calls.products) if plan.selective else 0
-    return Kept(products, plan.together or n, resident)
+    return Kept(products, plan.together or n, resident=resident)
 
 
 def _states(config: TrainConfig, mesh: Mesh, units: list[Unit], buffers: int, ledger) -> int:

@@ -1,4 +1,4 @@
-"""What the memory of one GPU goes to at the worst moment of a step, as plain data and as a table."""
+"""What the memory of one GPU goes to at the worst moment of a step, as data and as a table."""
 
 from __future__ import annotations
 

@@ -22,10 +22,12 @@ REDUCED = 4  # bytes of a number of gradients that travel, and of what is left o
 class Kept:
     """What is there of activations between the forward and the backward pass."""
 
-    block: int
-    """bytes that every block adds"""
+    products: int = 0
+    """bytes of a block's products, where they are kept though the block is computed again"""
     again: int = 0
     """blocks that are computed again as one, from the input of the first; 0: none are"""
+    until: int | None = None
+    """the last block that is computed again, those after it keep all; None: the last one"""
     resident: int | None = None
     """blocks whose activations are on the device at once; None: all"""
 
@@ -110,8 +112,9 @@ class Step:
         self.gathered.remove(number)
         self.ledger.add("gathered", -self._padded(number) * self.item)
 
-    def _prefetch(self, numbers: range) -> None:
-        for number in numbers[: self.depth]:
+    def _prefetch(self, numbers: range, depth: int | None = None) -> None:
+        """Gather ahead; backwards FSDP2 does so by one unit even where it is told of none."""
+        for number in numbers[: self.depth if depth is None else depth]:
             self._gather(number)
 
     def _forward(self) -> None:
@@ -123,7 +126,7 @@ class Step:
             ledger.moment = f"in the forward pass: block {number} of {n}"
             self._arrive(number, forwards=True)
             self._prefetch(range(number + 1, n + 1))
-            ledger.look(working=model.calls.forward_peak(saving=not self.kept.again))
+            ledger.look(working=model.calls.forward_peak(saving=not self._again(number)))
             if not self.kept.resident or number > n - self.kept.resident:
                 ledger.add("kept", self._kept_by(number))
             if self.whole < number < n:
@@ -132,11 +135,18 @@ class Step:
         ledger.look(logits=model.head.forward_peak(saving=True))
         self._let_go()
 
+    def _again(self, number: int) -> int:
+        """Blocks that are computed again together with block ``number``; 0: it is not."""
+        kept = self.kept
+        return kept.again if kept.until is None or number <= kept.until else 0
+
     def _kept_by(self, number: int) -> int:
         """Bytes that block ``number`` keeps for its backward pass."""
+        again = self._again(number)
+        if not again:
+            return self.model.calls.kept_bytes
         enters = self.model.first if number == 1 else self.model.hidden
-        begins = self.kept.again and (number - 1) % self.kept.again == 0
-        return self.kept.block + (enters if begins else 0)
+        return self.kept.products + (enters if (number - 1) % again == 0 else 0)
 
     def _backward(self, last: bool, added: bool, gradients: Callable[[Unit], int]) -> None:
         model, ledger, n = self.model, self.ledger, self.model.blocks
@@ -147,7 +157,7 @@ class Step:
         for number in range(n, 0, -1):
             ledger.moment = f"in the backward pass: block {number} of {n}"
             self._arrive(number, forwards=False)
-            self._prefetch(range(number - 1, 0, -1))
+            self._prefetch(range(number - 1, 0, -1), max(1, self.depth))
             self._block_backward(number)
             self._reduce(number, number in staying, added, gradients)
         ledger.moment = "in the backward pass: the embedding"
@@ -160,14 +170,15 @@ class Step:
         self.reducing = 0
 
     def _block_backward(self, number: int) -> None:
-        model, kept, ledger = self.model, self.kept, self.ledger
-        own = self._kept_by(number)
-        peak = model.calls.backward_peak()
-        if kept.again:
-            if model.calls.given not in model.calls.kept:
-                peak += model.hidden  # which recomputation began with
-            waiting = (number - 1) % kept.again  # blocks of its group that have been through, too
-            peak += waiting * model.calls.kept_bytes + kept.block * (kept.again == 1)
+        calls, kept, ledger = self.model.calls, self.kept, self.ledger
+        own, again, peak = self._kept_by(number), self._again(number), calls.backward_peak()
+        if again:
+            if calls.given not in calls.kept:
+                peak += self.model.hidden  # which recomputation began with
+            waiting = (number - 1) % again  # blocks of its group that have run again, too
+            peak += waiting * calls.kept_bytes
+            if kept.products:
+                peak += sum(each.bytes for each in calls.products if each not in calls.kept)
         ledger.look(working=peak - min(own, peak))
         ledger.add("kept", -own)
         if kept.resident and number > kept.resident:
