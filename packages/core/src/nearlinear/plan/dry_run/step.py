@@ -24,7 +24,6 @@ from ...errors import ConfigError, NearlinearError
 from ...parallel.accumulate import accumulate
 from ...parallel.clip import clip_grad_norm_
 from ...parallel.layout import local
-from ...parallel.pipeline.door import Pipelined
 from ...train import config as train_config
 from ...train.config import TrainConfig
 from ...train.model import build_model
@@ -36,7 +35,7 @@ from .ranks import BACKEND, AlikeGroup
 from .reading import read
 from .tracker import FewPieces, Tracker
 
-SPLITTING = ("tensor", "context", "expert", "pipeline")
+SPLITTING = ("tensor", "context")
 MOST_MICRO_BATCHES = 2  # the second has all that a step's later ones find
 
 
@@ -76,14 +75,19 @@ def measure(
 
 def _refuse(config: TrainConfig) -> None:
     """Raise ConfigError for what a dry run cannot show."""
-    for key, value in (
-        ("parallel.offload_optimizer", config.parallel.offload_optimizer),
-        ("activations.offload", config.activations.offload),
-    ):
-        if value:
+    parallel = config.parallel
+    moves = "it has one kind of memory and cannot tell the host's from a GPU's"
+    for key, value, plain, why in (
+        ("parallel.offload_optimizer", parallel.offload_optimizer, False, moves),
+        ("activations.offload", config.activations.offload, False, moves),
+        ("parallel.expert_parallel_degree", parallel.expert_parallel_degree, 1,
+         "which tokens go to another rank is in their values, which it has not"),
+        ("parallel.pipeline_parallel_degree", parallel.pipeline_parallel_degree, 1,
+         "the other stages are not there to answer"),
+    ):  # fmt: skip
+        if value != plain:
             raise ConfigError(
-                f"{key} = true: a dry run has one kind of memory and cannot tell the host's from a "
-                "GPU's; set it to false, or take the closed form"
+                f"a dry run with {key} = {value!r}: {why}; set {key} = {plain!r} for it"
             )
 
 
@@ -121,7 +125,6 @@ def _job(config: TrainConfig, world: int) -> Iterator[None]:
 def _open_groups(now: runtime.Runtime) -> None:
     """Meshes look into tensors of ranks, which must be real."""
     names = now.device_mesh.mesh_dim_names
-    _ = now.expert_mesh if now.mesh.expert > 1 else None
     if "replicate" in names:
         _ = now.device_mesh["replicate", "shard"]
 
@@ -188,9 +191,6 @@ def _step(model: nn.Module, optimizer, config: TrainConfig, tracker: Tracker) ->
     steps = accumulate(model, batches, two_hop=config.train.two_hop)  # counts targets, for real
     with tracker:
         for batch in steps:
-            if isinstance(model, Pipelined):
-                model.step(batch)
-                continue
             loss = model(**batch).loss
             backward = len(tracker.events)
             loss.backward()

@@ -166,8 +166,9 @@ class Step:
             ledger.look(working=model.table)  # their sum
         ledger.add("working", -ledger.now["working"])
         self._reduce(0, 0 in staying, added, gradients)
-        ledger.add("communication", -self.reducing)
-        self.reducing = 0
+        if last:  # FSDP2 leaves it there while gradients are added up
+            ledger.add("communication", -self.reducing)
+            self.reducing = 0
 
     def _block_backward(self, number: int) -> None:
         calls, kept, ledger = self.model.calls, self.kept, self.ledger
