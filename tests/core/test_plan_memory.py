@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from nearlinear.train.split import split
 from tests.support.allocations import step_of
 from tests.support.processes import in_turn
 
-WORDS = 2048
+WORDS = 256  # few, so that blocks need more than the loss
 GPT2 = ("gpt2-small", {"n_embd": 256, "n_head": 8, "n_layer": 5})
 LLAMA = (
     "llama-tiny",
@@ -81,6 +82,8 @@ def test_30_billion_parameters_on_256_gpus():
     assert plan.persistent / 2**30 == pytest.approx(2.617, rel=0.001)
     assert plan.moment == "in the backward pass: block 47 of 48"
     assert plan.total > plan.peak == sum(plan.parts.values())
+    readme = Path(__file__).parents[2] / "packages" / "core" / "README.md"
+    assert str(plan) in readme.read_text(encoding="utf-8")
 
 
 LAYOUTS = {

@@ -17,7 +17,6 @@ def step_of(rank: int, config, vocabulary: int) -> tuple[int, int]:
     As the trainer has it, on random tokens.
     """
     nl.init(config.parallel)
-    torch.manual_seed(0)
     model, _ = split(build_model(config.model, vocabulary), config)
     optimizer = build_optimizer(model, config.optimizer)
     _step(model, optimizer, config, vocabulary)
@@ -33,6 +32,7 @@ def step_of(rank: int, config, vocabulary: int) -> tuple[int, int]:
 
 
 def _step(model, optimizer, config, vocabulary: int) -> None:
+    torch.manual_seed(0)  # ranks that split a model are given the same
     size = config.batch.micro_batch_size, config.sequence_length
     ids = [torch.randint(vocabulary, size) for _ in range(config.batch.accumulation)]
     for batch in nl.accumulate(model, [{"input_ids": each, "labels": each} for each in ids]):

@@ -21,6 +21,8 @@ NAMES = {
 """The categories of a peak, in order. ``working`` is what a block needs while it computes, forwards
 and again, and its gradients until they are reduced."""
 
+RESERVE = "reserve: context, communicators, fragments"
+
 PERSISTENT = ("parameters", "optimizer")
 """what is there between two steps"""
 
@@ -59,7 +61,7 @@ class MemoryPlan:
         return dataclasses.asdict(self) | {"peak": self.peak, "total": self.total}
 
     def __str__(self) -> str:
-        width = max(map(len, NAMES.values()))
+        width = max(map(len, (*NAMES.values(), RESERVE)))
         lines = [f"{'memory of one GPU at its peak':{width}}      GiB"]
         lines += [
             _row(name, self.parts[part], width)
@@ -68,7 +70,7 @@ class MemoryPlan:
         ]
         lines.append(_row("together", self.peak, width))
         if self.reserve:
-            lines.append(_row("reserve: context, communicators, fragments", self.reserve, width))
+            lines.append(_row(RESERVE, self.reserve, width))
             lines.append(_row("needed", self.total, width))
         lines.append(_row("of which between steps", self.persistent, width))
         return "\n".join([*lines, f"the peak is {self.moment}"])
