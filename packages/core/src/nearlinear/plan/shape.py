@@ -60,10 +60,15 @@ class Shape:
         return (3 if self.gated else 2) * self.width * self.inner
 
     @property
+    def router(self) -> int:
+        """Parameters that choose a token's experts."""
+        return self.width * self.experts if self.experts > 1 else 0
+
+    @property
     def block_parameters(self) -> int:
         """Of one block; vectors (norms, biases) are left out, they are parts of a thousand."""
-        router = self.width * self.experts if self.experts > 1 else 0
-        return self.attention_matrices + self.experts * self.feed_forward_matrices + router
+        feed_forward = self.experts * self.feed_forward_matrices
+        return self.attention_matrices + feed_forward + self.router
 
     @property
     def root_parameters(self) -> int:
@@ -78,7 +83,7 @@ class Shape:
     def flops_per_token(self, sequence: int) -> float:
         """Model FLOPS of a token, forward and backward, as `train.flops` counts them (PaLM)."""
         active = self.attention_matrices + self.experts_per_token * self.feed_forward_matrices
-        matrices = self.layers * active + self.vocabulary * self.width
+        matrices = self.layers * (active + self.router) + self.vocabulary * self.width
         return 6.0 * matrices + 12.0 * self.layers * self.width * sequence
 
 
