@@ -8,6 +8,7 @@ On the CPU torch 2.8 is the oldest: FSDP2 of 2.6 does not run there, that of 2.7
 import contextlib
 
 import torch
+from torch._subclasses import fake_tensor
 from torch.distributed import distributed_c10d
 from torch.distributed.fsdp import FSDPModule
 from torch.multiprocessing.reductions import StorageWeakRef as WeakStorage  # 2.8.0, 2.13.0
@@ -26,12 +27,15 @@ __all__ = [
     "gather_asynchronously",
     "gathered_bytes",
     "has_flash_attention",
+    "fake_tensors",
     "in_backward",
     "instead_of_truncated_normal",
+    "is_fake",
     "job_store",
     "local_block",
     "map_instances",
     "map_tensors",
+    "name_of_group",
     "recomputing",
     "reduce_unused_parameters",
     "seeing_saved_tensors",
@@ -40,6 +44,8 @@ __all__ = [
     "storage_of",
     "tensors_in",
     "thread_group_base",
+    "unset_fake",
+    "watching_resizes",
 ]
 
 
@@ -128,6 +134,11 @@ def job_store():
     return distributed_c10d._get_default_store()
 
 
+def name_of_group(group) -> str:
+    """By which torch knows the process group ``group``. 2.8.0, 2.13.0."""
+    return distributed_c10d._world.pg_names[group]
+
+
 def map_tensors(function, tree):
     """``tree`` (dicts, lists, model outputs) with every tensor replaced. 2.8.0, 2.13.0."""
     return _pytree.tree_map_only(torch.Tensor, function, tree)
@@ -189,6 +200,39 @@ def recomputing(modules):
     finally:
         for state, targets in zip(states, ahead, strict=True):
             state._states_to_forward_prefetch = targets
+
+
+def fake_tensors():
+    """A mode in which tensors have shapes and no memory; real ones may stand beside them.
+    2.13.0."""
+    return fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def is_fake(tensor) -> bool:
+    """Whether ``tensor`` has no memory. 2.13.0."""
+    return isinstance(tensor, fake_tensor.FakeTensor)
+
+
+def unset_fake():
+    """Inside, operators that come to `fake_tensors` run for real. 2.13.0."""
+    return fake_tensor.unset_fake_temporarily()
+
+
+@contextlib.contextmanager
+def watching_resizes(see):
+    """Call ``see`` with the number (`storage_of`) of every storage that Python code resizes, and
+    its new bytes, before. 2.13.0."""
+    original = torch.UntypedStorage.resize_
+
+    def resize_(storage, size):
+        see(storage._cdata, size)
+        return original(storage, size)
+
+    torch.UntypedStorage.resize_ = resize_
+    try:
+        yield
+    finally:
+        torch.UntypedStorage.resize_ = original
 
 
 def has_flash_attention(q, k, v) -> bool:

@@ -210,7 +210,9 @@ def _joints(model: nn.Module, now: runtime.Runtime) -> list[joint.Joint]:
 def _place(model: nn.Module, unit: nn.Module, now: runtime.Runtime) -> None:
     """Put ``unit`` on this rank's device, with values where `delayed_init` left it without."""
     materialise(model, unit, now.device)
-    unit.to(now.device)
+    tensors = (*unit.parameters(), *unit.buffers())
+    if any(tensor.device != now.device for tensor in tensors):  # fake ones cannot be moved
+        unit.to(now.device)
 
 
 def shard_mesh(now: runtime.Runtime, experts: bool = False) -> DeviceMesh:

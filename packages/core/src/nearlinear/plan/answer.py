@@ -10,13 +10,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from ..data.format import Manifest
-from ..errors import ConfigError, DataError
-from ..schema import coerce
+from ..errors import ConfigError
 from ..train import config as train_config
 from ..train.config import TrainConfig
 from . import parameters, room, workload
 from .hardware import Cluster, parse_cluster
+from .memory import vocabulary_of
 from .step import (
     BUBBLE,
     COMPUTE,
@@ -191,14 +190,3 @@ def plan(
     price = place.node.usd_per_hour if usd_per_hour is None else usd_per_hour
     memory = room.needed(asked, work, place, done.parts)
     return Plan(asked, place, work, done, memory, tokens, price)
-
-
-def vocabulary_of(config: TrainConfig) -> int:
-    """Ids that the config or its data name; 0 = the model's family's own."""
-    asked = config.model.overrides.get("vocab_size")
-    if asked:
-        return coerce(asked, int, "model.overrides.vocab_size")
-    try:
-        return Manifest.read(Path(config.data.path)).vocab_size if config.data.path else 0
-    except DataError:
-        return 0

@@ -9,6 +9,7 @@ examples:
   nearlinear plan run.toml --cluster p4d.24xlarge:32 --why       which knob, by the checklist
   nearlinear plan run.toml --cluster p4d.24xlarge:32 --search    the fastest layouts that fit
   nearlinear plan run.toml --cluster p4d.24xlarge:2 --scale      on to 16,384 GPUs, simulated
+  nearlinear plan run.toml --cluster p4d.24xlarge:32 --dry-run   memory, by running a step for real
   nearlinear plan run.toml --cluster h100:4 --figure step.png --json step.json
   nearlinear plan --validate --figure validation.png             how far off it is, and where
 """
@@ -40,6 +41,11 @@ def add_commands(commands, load) -> argparse.ArgumentParser:
     )
     plan.add_argument("--search", action="store_true", help="rank layouts of the same batch")
     plan.add_argument("--scale", action="store_true", help="speed up to 16,384 GPUs, simulated")
+    plan.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="run a step of the real code without memory, and say what it needs (a minute)",
+    )
     plan.add_argument("--validate", action="store_true", help="errors against published runs")
     plan.add_argument("--figure", default="", metavar="FILE", help="draw it (.png)")
     plan.add_argument("--json", default="", metavar="FILE", help="write all numbers (.json)")
@@ -58,6 +64,7 @@ def _plan(options, load) -> int:
         why=options.why,
         search=options.search,
         scale=options.scale,
+        dry_run=options.dry_run,
         validate=options.validate,
         figure=options.figure,
         json=options.json,

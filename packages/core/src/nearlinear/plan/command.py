@@ -19,6 +19,7 @@ class Options:
     why: bool = False
     search: bool = False
     scale: bool = False
+    dry_run: bool = False
     validate: bool = False
     figure: str = ""
     """where to draw the timeline, or predicted against published (.png)"""
@@ -54,6 +55,12 @@ def run(config, options: Options) -> int:
         if cheapest:
             words, layout = cheapest
             print(f"cheapest change that makes it fit: {words}; {layout.seconds:.3f} s per step")
+    if options.dry_run:
+        from .dry_run import measure
+
+        seen = measure(found.config, found.cluster.world)
+        print(f"\nby a step of the real code on tensors without memory:\n{seen}")
+        numbers["dry_run"] = seen.as_dict()
     if options.why:
         print("\n" + advise.text(advise.advise(found)))
     if options.search:

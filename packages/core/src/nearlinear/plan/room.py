@@ -1,13 +1,15 @@
-"""Bytes a GPU needs for a config: one call, so that there is one place that knows.
+"""Bytes a GPU needs for a config: the closed form of `memory`, and a rougher one for what it lacks.
 
-Model states are exact (`memory.states`); activations follow Korthikanti et al. 2022, section 4, for
-fused attention: 34 bytes per token and width of a block that keeps everything.
+The rougher one is for pipelines and experts: model states are exact (`memory.states`), activations
+follow Korthikanti et al. 2022, section 4, for fused attention: 34 bytes per token and width of a
+block that keeps everything.
 """
 
 import math
 
 from ..memory.states import state_bytes
 from ..train.config import TrainConfig
+from . import memory
 from .compute import ACTIVATION
 from .hardware import Cluster
 from .passes import Passes
@@ -19,6 +21,13 @@ RESERVED = 1.5 * 2**30  # context, communicators and fragments
 
 def needed(config: TrainConfig, work: Workload, cluster: Cluster, parts: Passes) -> float:
     """Bytes at the peak of a step, on the GPU that needs the most."""
+    try:
+        return memory.estimate(config, cluster.world, vocabulary=work.shape.vocabulary).total
+    except memory.Unknown:
+        return _roughly(config, work, parts)
+
+
+def _roughly(config: TrainConfig, work: Workload, parts: Passes) -> float:
     mesh, shape = work.mesh, work.shape
     states = state_bytes(config.parallel, config.optimizer.kind, mesh.world, "cuda", work.passes)
     held = parts.layers * parts.block + parts.root / min(mesh.pipeline, 2)

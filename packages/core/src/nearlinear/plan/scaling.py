@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from ..errors import ConfigError
 from ..train.config import TrainConfig
 from . import parameters, workload
-from .answer import vocabulary_of
 from .hardware import Cluster, resized
+from .memory import vocabulary_of
 from .step import step
 
 

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from ..errors import ConfigError
 from ..train.config import TrainConfig
 from . import parameters, room, workload
-from .answer import GIB, vocabulary_of
+from .answer import GIB
 from .hardware import Cluster
+from .memory import vocabulary_of
 from .passes import Passes
 from .step import step
 

@@ -17,11 +17,12 @@ def held_by(modules: Iterable[nn.Module]) -> set[int]:
     modules = list(modules)
     parameters = (p for module in modules for p in module.parameters())
     buffers = (b for module in modules for b in module.buffers())
-    return {_torch.storage_of(t) for t in (*parameters, *buffers) if type(t) in PLAIN}
+    return {_torch.storage_of(t) for t in (*parameters, *buffers) if _is_plain(t)}
 
 
-PLAIN = (torch.Tensor, nn.Parameter)
-"""Subclasses (DTensor) have memory of their own kinds."""
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Subclasses (DTensor) have memory of their own kinds; fake tensors stand for plain ones."""
+    return type(tensor) in (torch.Tensor, nn.Parameter) or _torch.is_fake(tensor)
 
 
 def is_activation(tensor: torch.Tensor, held: set[int]) -> bool:
@@ -29,7 +30,9 @@ def is_activation(tensor: torch.Tensor, held: set[int]) -> bool:
 
     Gathered parameters are told by what they are a view of: units inside a block gather later.
     """
-    if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
+    if not _is_plain(tensor) or tensor.layout is not torch.strided:
+        return False
+    if isinstance(tensor, nn.Parameter):
         return False
     return not isinstance(tensor._base, nn.Parameter) and _torch.storage_of(tensor) not in held
 

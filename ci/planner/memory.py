@@ -1,0 +1,140 @@
+"""The planner's closed form of memory against its dry run, for twelve configurations.
+
+    python -m ci.planner.memory                 the table; exit 1 if a peak is off by more than 5 %
+    python -m ci.planner.memory --only 30b 70b  rows whose name has one of these
+
+A dry run is a process of its own, so that its time and host memory are its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from nearlinear.plan import memory
+from nearlinear.schema import to_toml
+from nearlinear.train.config import TrainConfig, load
+
+GIB = 2**30
+MOST_OFF = 0.05
+WIDE_10B = {"n_embd": 4096, "n_layer": 50, "n_head": 32}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A configuration of the table."""
+
+    name: str
+    gpus: int
+    shard: int
+    micro_batch: int
+    checkpoint: str = ""
+    tensor: int = 1
+    accumulation: int = 1
+
+    @property
+    def config(self) -> TrainConfig:
+        preset, overrides = MODELS[self.name]
+        return load(
+            {
+                "model": {"preset": preset, "overrides": overrides},
+                "parallel": {
+                    "hybrid_shard_degree": self.shard,
+                    "tensor_parallel_degree": self.tensor,
+                    "bf16": True,
+                },
+                "batch": {
+                    "micro_batch_size": self.micro_batch,
+                    "accumulation": self.accumulation,
+                },
+                "activations": {"checkpoint": self.checkpoint},
+            }
+        )
+
+
+MODELS = {
+    "gpt2 1.5b": ("gpt2-xl", {}),
+    "gpt2 10b": ("gpt2-30b", WIDE_10B),
+    "gpt2 30b": ("gpt2-30b", {}),
+    "llama 7b": ("llama2-7b", {}),
+    "llama 13b": ("llama2-13b", {}),
+    "llama 70b": ("llama2-70b", {}),
+}
+
+CASES = (
+    Case("gpt2 1.5b", gpus=8, shard=8, micro_batch=4),
+    Case("gpt2 1.5b", gpus=32, shard=16, micro_batch=8, checkpoint="each"),
+    Case("gpt2 10b", gpus=128, shard=64, micro_batch=1),
+    Case("gpt2 10b", gpus=64, shard=32, micro_batch=4, checkpoint="each"),
+    Case("gpt2 30b", gpus=256, shard=128, micro_batch=6, checkpoint="each"),
+    Case("gpt2 30b", gpus=256, shard=32, micro_batch=4, checkpoint="each", tensor=8),
+    Case("llama 7b", gpus=8, shard=8, micro_batch=1, checkpoint="each"),
+    Case("llama 7b", gpus=64, shard=16, micro_batch=1, tensor=4),
+    Case("llama 13b", gpus=64, shard=64, micro_batch=2, checkpoint="each", accumulation=4),
+    Case("llama 13b", gpus=32, shard=16, micro_batch=1, tensor=2),
+    Case("llama 70b", gpus=256, shard=256, micro_batch=1, checkpoint="each"),
+    Case("llama 70b", gpus=256, shard=32, micro_batch=2, checkpoint="each", tensor=8),
+)
+
+
+def dry_run(case: Case) -> dict:
+    """What ``python -m nearlinear.plan.dry_run`` finds of ``case``."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "config.toml")
+        path.write_text(to_toml(case.config), encoding="utf-8")
+        command = [sys.executable, "-m", "nearlinear.plan.dry_run", str(path), "--json"]
+        done = subprocess.run(
+            [*command, "--gpus", str(case.gpus)], capture_output=True, text=True, check=False
+        )
+    if done.returncode:
+        raise SystemExit(f"{case}: {done.stderr}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+HEAD = (
+    f"{'model':10} GPUs shard TP  mb  acc ckpt  plan GiB  ms  dry run GiB   error  states"
+    f"{'s':>7}{'host GiB':>10}"
+)
+
+
+def row(case: Case) -> tuple[str, bool]:
+    """A line of the table, and whether it is as it must be."""
+    begin = time.perf_counter()
+    plan = memory.estimate(case.config, case.gpus)
+    took = time.perf_counter() - begin
+    found = dry_run(case)
+    off = plan.peak / found["peak"] - 1
+    exact = plan.persistent == found["persistent"]
+    layout = f"{case.name:10} {case.gpus:4} {case.shard:5} {case.tensor:2}"
+    batch = f"{case.micro_batch:3} {case.accumulation:4} {case.checkpoint or '-':4}"
+    peaks = f"{plan.peak / GIB:9.2f} {took * 1e3:3.0f} {found['peak'] / GIB:12.2f} {off:+7.2%}"
+    states = "exact" if exact else "WRONG"
+    cost = f"{found['seconds']:6.0f} {found['host_memory'] / GIB:9.2f}"
+    line = f"{layout} {batch} {peaks}  {states} {cost}"
+    return line, exact and abs(off) <= MOST_OFF
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", nargs="*", default=[""], help="parts of the models' names")
+    asked = parser.parse_args()
+    print(HEAD)
+    good = True
+    for case in CASES:
+        if any(part in case.name for part in asked.only):
+            line, fine = row(case)
+            print(line, flush=True)
+            good = good and fine
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

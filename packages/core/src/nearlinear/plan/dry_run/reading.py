@@ -1,0 +1,75 @@
+"""From a tracker's log to a `MemoryPlan`: where the peak is, and what is there then."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+from ..memory.report import NAMES, PERSISTENT, MemoryPlan, reserve
+from .tracker import Event, Storage
+
+WORDS = {
+    "forward": "in the forward pass",
+    "again": "in the backward pass, where it is computed again",
+    "backward": "in the backward pass",
+}
+
+
+def read(events: list[Event], begin: int, backward: int) -> MemoryPlan:
+    """The peak of the step whose events start at ``begin``, and its backward pass at ``backward``.
+
+    Bytes of the tracker's storages, of one rank.
+    """
+    at = _peak(events, begin)
+    there: Counter[Storage] = Counter()
+    for event in events[: at + 1]:
+        there[event.storage] += event.bytes
+    parts = dict.fromkeys(NAMES, 0)
+    turns = _turns(events, backward)
+    for storage, size in there.items():
+        if size:
+            parts[category(storage, turns)] += size
+    after: Counter[str] = Counter()
+    for event in events:
+        after[event.storage.kind] += event.bytes
+    peak = sum(parts.values())
+    persistent = sum(after[kind] for kind in PERSISTENT)
+    return MemoryPlan(parts, persistent, in_words(*events[at].moment), reserve(peak))
+
+
+def _turns(events: list[Event], backward: int) -> tuple[int, float]:
+    """Where the backward pass begins, and where it comes to the last block."""
+    places = range(backward, len(events))
+    blocks = (place for place in places if events[place].moment[1].startswith("block"))
+    return backward, next(blocks, math.inf)
+
+
+def category(storage: Storage, turns: tuple[int, float]) -> str:
+    """Of ``storage``: what it was marked as, or what its life tells."""
+    backward, blocks = turns
+    if storage.kind:
+        return storage.kind
+    if storage.phase == "update":
+        return "update"
+    if storage.where == "head":  # a gradient of the head's waits for the root's others
+        return "logits" if storage.phase == "forward" or storage.died <= blocks else "working"
+    kept = storage.phase == "forward" and storage.died >= backward
+    return "kept" if kept else "working"
+
+
+def in_words(phase: str, where: str) -> str:
+    if phase == "update":
+        return "in the update of the parameters"
+    what = "the loss" if where == "head" else where
+    return f"{WORDS[phase]}: {what}"
+
+
+def _peak(events: list[Event], begin: int) -> int:
+    """The place of the event after which there is most."""
+    now = most = 0
+    at = begin
+    for place, event in enumerate(events):
+        now += event.bytes
+        if place >= begin and now > most:
+            most, at = now, place
+    return at

@@ -1,0 +1,52 @@
+"""What PyTorch's allocator gave out in a step, as its profiler was told: no tensor is looked at."""
+
+import gc
+
+import torch
+
+import nearlinear as nl
+from nearlinear.parallel.layout import local
+from nearlinear.train.model import build_model
+from nearlinear.train.optimizer import build_optimizer
+from nearlinear.train.split import split
+
+
+def step_of(rank: int, config, vocabulary: int) -> tuple[int, int]:
+    """(bytes between two steps, most bytes in one) of this rank, in the second step of ``config``.
+
+    As the trainer has it, on random tokens.
+    """
+    nl.init(config.parallel)
+    model, _ = split(build_model(config.model, vocabulary), config)
+    optimizer = build_optimizer(model, config.optimizer)
+    _step(model, optimizer, config, vocabulary)
+    gc.collect()
+    with torch.profiler.profile(profile_memory=True) as profile:
+        _step(model, optimizer, config, vocabulary)
+    held = [*model.parameters(), *model.buffers()]
+    for state in optimizer.state.values():
+        held += [value for value in state.values() if isinstance(value, torch.Tensor)]
+    storages = (local(tensor).untyped_storage() for tensor in held)
+    between = sum({each.data_ptr(): each.nbytes() for each in storages}.values())
+    return between, between + _most(profile)
+
+
+def _step(model, optimizer, config, vocabulary: int) -> None:
+    torch.manual_seed(0)  # ranks that split a model are given the same
+    size = config.batch.micro_batch_size, config.sequence_length
+    ids = [torch.randint(vocabulary, size) for _ in range(config.batch.accumulation)]
+    for batch in nl.accumulate(model, [{"input_ids": each, "labels": each} for each in ids]):
+        model(**batch).loss.backward()
+    nl.clip_grad_norm_(model, config.optimizer.clip)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _most(profile) -> int:
+    events = profile.profiler.kineto_results.events()
+    changes = [(each.start_ns(), each.nbytes()) for each in events if each.name() == "[memory]"]
+    now = most = 0
+    for _, change in sorted(changes, key=lambda pair: pair[0]):
+        now += change
+        most = max(most, now)
+    return most
