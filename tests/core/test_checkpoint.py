@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 import nearlinear as nl
-from nearlinear.checkpoint import file, index, kept
+from nearlinear.checkpoint import file, index, kept, reading
 from nearlinear.errors import CheckpointError
 from nearlinear.spmd.failures import RankError
 from tests.support import tiny
@@ -117,6 +117,20 @@ def test_a_changed_byte_is_found(checkpoint):
     data[-1] ^= 1
     path.write_bytes(data)
     assert f"{path} has changed since it was written" in refused(checkpoint)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_every_file_is_hashed_once_whoever_reads_it(ranks, tmp_path, monkeypatch):
+    on(4, saves, tmp_path, 2, "gpt2")
+    hashed, streamed = [], reading.Streamed
+
+    def noted(path):
+        hashed.append(path.name)
+        return streamed(path)
+
+    monkeypatch.setattr(reading, "Streamed", noted)
+    on(ranks, loads, tmp_path, 2, "gpt2")
+    assert sorted(hashed) == [f"rank-{rank:05d}-of-00004.safetensors" for rank in range(4)]
 
 
 def test_a_missing_file_a_short_file_and_no_index(checkpoint):

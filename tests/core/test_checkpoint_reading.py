@@ -13,6 +13,7 @@ from safetensors.torch import save
 
 from nearlinear.checkpoint import index, reading, stream
 from nearlinear.checkpoint.storage.disk import Disk
+from nearlinear.checkpoint.storage.place import Place
 from nearlinear.checkpoint.storage.s3 import _parts
 from nearlinear.checkpoint.threads import side_by_side
 
@@ -27,6 +28,7 @@ class Far(Disk):
     """A file that memory cannot be mapped to, in chunks of a few bytes."""
 
     path = property(lambda self: None)
+    reader = Place.reader
 
     def __init__(self, path):
         object.__setattr__(self, "data", path.read_bytes())
@@ -59,7 +61,7 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
 def test_any_tensor_and_any_part_of_it(tmp_path_factory, tensors, data):
     path = tmp_path_factory.getbasetemp() / "any.safetensors"
     made = written(path, tensors)
-    passing = reading.beginning_to_end(Far(path))
+    passing = reading.Streamed(Far(path))
     with safe_open(path, "pt") as expected, reading.opened(Far(path)) as found:
         assert sorted(found.keys()) == sorted(expected.keys()) == sorted(made)
         with passing.tensors() as gone_by:
@@ -77,6 +79,24 @@ def test_any_tensor_and_any_part_of_it(tmp_path_factory, tensors, data):
                         inside = tuple(slice(*end) for end in ends)
                         assert same(ours[inside], made[key][inside])
     assert passing.looks() == index.digest(path) == index.digest(Far(path))
+
+
+@pytest.mark.parametrize("place", [Disk, Far])
+def test_a_tensor_goes_straight_to_where_its_bytes_can_go(place, tmp_path):
+    of = {"a": (torch.float32, (3, 5)), "b": (torch.bfloat16, (4, 2)), "c": (torch.int64, ())}
+    made = written(tmp_path / "f", of)
+    passing = reading.Streamed(place(tmp_path / "f"))
+    there = {name: torch.zeros_like(value) for name, value in made.items()}
+    with passing.tensors() as values:
+        for name in values.keys():  # noqa: SIM118
+            if name == "b":
+                assert not values.put(name, there[name].T)
+                assert not values.put(name, there[name].float())
+                there[name].copy_(values.get_tensor(name))
+            else:
+                assert values.put(name, there[name])
+    assert all(same(there[name], value) for name, value in made.items())
+    assert passing.looks() == index.digest(tmp_path / "f")
 
 
 HEADERS = {
@@ -101,7 +121,7 @@ def test_what_is_no_such_file(tmp_path, header):
     data = b"" if header == "nothing" else length.to_bytes(8, "little") + text
     path = tmp_path / "a"
     path.write_bytes(data)
-    passing = reading.beginning_to_end(Far(path))
+    passing = reading.Streamed(Far(path))
     with pytest.raises(SafetensorError), passing.tensors():
         pass
     assert passing.looks() == index.digest(path)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import nearlinear as nl
-from ci.planner.memory import CASES, MOST_OFF, Case
+from ci.planner.memory import CASES, MOST_OFF
 from nearlinear.c10d_names import all_gather, reduce_scatter
 from nearlinear.errors import ConfigError, NearlinearError
 from nearlinear.plan import dry_run, memory

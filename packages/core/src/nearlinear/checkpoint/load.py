@@ -103,7 +103,11 @@ def _parameter(name: str) -> str:
 
 
 def _fill(folder: Place, found: index.Index, wanted: dict[str, state.Part]) -> None:
-    """Copy the blocks this rank holds into ``wanted``; its files are hashed in the meantime."""
+    """Copy the blocks this rank holds into ``wanted``.
+
+    Every file is hashed by one rank: with as many ranks as have saved, the one that has read it
+    anyway. What a changed file would have given the others is dropped with it, by `together`.
+    """
     needed: dict[str, dict[str, list[Copy]]] = {}
     for name, part in wanted.items():
         mine = blocks(part.tensor, part.cuts)
@@ -115,10 +119,17 @@ def _fill(folder: Place, found: index.Index, wanted: dict[str, state.Part]) -> N
                         copies = of_file.setdefault(index.key(name, number), [])
                         copies.append((saved, piece, values))
 
-    def read(file: str) -> None:
-        _read(folder / file, found.files[file], needed[file])
+    now = runtime.current()
+    checked = sorted(found.files)[now.rank :: now.mesh.world]  # by this rank, for all
 
-    for _ in side_by_side(read, sorted(needed), _AT_ONCE):
+    def read(file: str) -> None:
+        copies = needed.get(file, {})
+        if file in checked:
+            _read(folder / file, found.files[file], copies)
+        else:
+            _read_some(folder / file, found.files[file], copies)
+
+    for _ in side_by_side(read, sorted(needed.keys() | set(checked)), _AT_ONCE):
         pass
 
 
@@ -126,22 +137,42 @@ Copy = tuple[Piece, Piece, torch.Tensor]
 """A block of a file, the one of this rank that it has some of, and the memory of that."""
 
 
-def _read(path: Place, file: index.File, needed: dict[str, list[Copy]]) -> None:
+def _read_some(path: Place, file: index.File, needed: dict[str, list[Copy]]) -> None:
     """Make these copies from blocks of a file, by their keys. Raises CheckpointError."""
-    passing, fault = reading.beginning_to_end(path), None
+    try:
+        with reading.opened(path) as values, torch.no_grad():
+            for key, copies in needed.items():
+                for copy in copies:
+                    _copy(values, key, *copy)
+    except (OSError, SafetensorError) as error:
+        index.check_content(path, file)  # raises, if it is because the file has changed
+        raise CheckpointError(f"{path} cannot be read: {error}") from None
+
+
+def _read(path: Place, file: index.File, needed: dict[str, list[Copy]]) -> None:
+    """`_read_some`, and check all of the file."""
+    passing, fault = reading.Streamed(path), None
     try:
         with passing.tensors() as values, torch.no_grad():
             there = [key for key in values.keys() if key in needed]  # noqa: SIM118 - not a dict
             if len(there) < len(needed):
                 raise SafetensorError(f"{min(needed.keys() - set(there))} is not in it")
             for key in there:
-                for copy in needed[key]:
-                    _copy(values, key, *copy)
+                if not _straight(values, key, needed[key]):
+                    for copy in needed[key]:
+                        _copy(values, key, *copy)
     except (OSError, SafetensorError) as error:
         fault = error
     index.check_content(path, file, passing.looks)  # raises, if it is because the file has changed
     if fault is not None:
         raise CheckpointError(f"{path} cannot be read: {fault}")
+
+
+def _straight(file: reading.Passing, key: str, copies: list[Copy]) -> bool:
+    """Read a block to the only place where all of it belongs, if that can be; whether it was."""
+    (saved, mine, values), *others = copies
+    whole = saved.overlap(mine) == saved
+    return whole and not others and file.put(key, values[saved.inside(mine)])
 
 
 def _copy(file, key: str, saved: Piece, mine: Piece, values: torch.Tensor) -> None:

@@ -1,8 +1,8 @@
-"""The tensors in a safetensors file: mapped into memory, or by ranges where there is none to map.
+"""The tensors in a safetensors file: mapped into memory, by ranges, or as it goes by.
 
 `opened` is for who wants some of a file, in any order, and has its content checked elsewhere.
-`Mapped` and `Streamed` (`beginning_to_end` knows which) are for who has all of it checked as well:
-a file that comes over a network is hashed and cut up in one pass.
+`Streamed` is for who has all of it checked as well: it is read once, from its beginning, and hashed
+and cut up on the way.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from safetensors import SafetensorError, safe_open
 
 from . import index, stream
 from .storage import Place
-from .threads import begun
+
+READ = 2**20
+"""bytes at a time, which a processor's cache holds until they are hashed"""
 
 
 def opened(path: Place):
@@ -36,33 +38,12 @@ def opened(path: Place):
     return contextlib.nullcontext(Tensors(fetch))
 
 
-def beginning_to_end(path: Place) -> Mapped | Streamed:
-    """A file that is read and hashed at once: its tensors, and what it looks like."""
-    return Mapped(path) if path.path is not None else Streamed(path)
-
-
-class Mapped:
-    """A file that memory can be mapped to; a thread hashes it meanwhile."""
-
-    def __init__(self, path: Place):
-        self.path = path
-        self._hashed = begun(lambda: index.digest(path))
-
-    def tensors(self):
-        """As of `opened`."""
-        return opened(self.path)
-
-    def looks(self) -> index.File:
-        """Size and SHA-256, once all has been read. Raises OSError."""
-        return self._hashed()
-
-
 class Streamed:
-    """A file that comes once, from its beginning; its tensors must be asked for as they lie."""
+    """A file that is read and hashed at once; its tensors must be asked for as they lie."""
 
     def __init__(self, path: Place):
-        self._chunks, self._hash, self._came = path.stream(), hashlib.sha256(), 0
-        self._left = memoryview(b"")
+        self._source, self._hash, self._came = path.reader(), hashlib.sha256(), 0
+        self._unwanted = memoryview(bytearray(READ))
 
     @contextlib.contextmanager
     def tensors(self) -> Iterator[Passing]:
@@ -71,33 +52,28 @@ class Streamed:
 
     def looks(self) -> index.File:
         """Size and SHA-256, once all has been read. Raises OSError, Unreachable."""
-        while self._more():
+        while self._more(self._unwanted):
             pass
         return index.File(self._came, self._hash.hexdigest())
 
-    def _more(self) -> bool:
-        """Whether there was a next chunk."""
-        chunk = next(self._chunks, b"")
-        self._hash.update(chunk)
-        self._came += len(chunk)
-        self._left = memoryview(chunk)
-        return bool(chunk)
-
     def _fetch(self, begin: int, into: memoryview) -> None:
-        self._pass(begin - (self._came - len(self._left)))
-        self._pass(len(into), into)
+        while self._came < begin:
+            self._fill(self._unwanted[: begin - self._came])
+        self._fill(into)
 
-    def _pass(self, count: int, into: memoryview | None = None) -> None:
-        """The next ``count`` bytes."""
-        done = 0
-        while done < count:
-            if not self._left and not self._more():
+    def _fill(self, into: memoryview) -> None:
+        while into:
+            count = self._more(into[:READ])
+            if not count:
                 raise SafetensorError("it is cut short")
-            some = self._left[: count - done]
-            if into is not None:
-                into[done : done + len(some)] = some
-            done += len(some)
-            self._left = self._left[len(some) :]
+            into = into[count:]
+
+    def _more(self, into: memoryview) -> int:
+        """The next bytes, hashed while the processor has them at hand; how many they are."""
+        count = self._source.readinto(into)
+        self._hash.update(into[:count])
+        self._came += count
+        return count
 
 
 class Tensors:
@@ -151,15 +127,32 @@ class Tensors:
 class Passing(Tensors):
     """Those of a file that goes by: each whole, and kept until the next is asked for."""
 
-    _newest: tuple[str, torch.Tensor] = ("", torch.empty(0))
+    _key = ""
+    _newest = _memory = torch.empty(0, dtype=torch.uint8)
 
     def get_tensor(self, key: str) -> torch.Tensor:
-        if key != self._newest[0]:
-            self._newest = key, super().get_tensor(key)
-        return self._newest[1]
+        if key != self._key:
+            self._key, self._newest = key, super().get_tensor(key)
+        return self._newest
 
     def rows(self, key: str, first: int, last: int) -> torch.Tensor:
         return self.get_tensor(key)[first:last]
+
+    def put(self, key: str, there: torch.Tensor) -> bool:
+        """Read all of a tensor to where it belongs, if bytes can go ``there``; whether they did."""
+        entry = self._entry(key)
+        as_it_lies = there.is_contiguous() and there.device.type == "cpu"
+        if key == self._key or there.dtype != entry.dtype or not as_it_lies:
+            return False
+        self._fetch(entry.begin, stream.bytes_of(there))
+        return True
+
+    def _values(self, dtype: torch.dtype, shape: tuple[int, ...], begin: int) -> torch.Tensor:
+        size = torch.Size(shape).numel() * dtype.itemsize
+        if len(self._memory) < size:
+            self._memory = torch.empty(size, dtype=torch.uint8)
+        self._fetch(begin, stream.bytes_of(self._memory[:size]))
+        return self._memory[:size].view(dtype).view(shape)
 
 
 class Slice:

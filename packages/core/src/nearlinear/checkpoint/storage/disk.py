@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from .place import Place, Unreachable
+from .place import Place, Reader, Unreachable
 
 READ = 2**18
 """bytes at a time: memory that is used again from one read to the next"""
@@ -48,6 +48,9 @@ class Disk(Place):
             file.seek(begin)
             while chunk := file.read(READ if end is None else min(READ, end - file.tell())):
                 yield chunk
+
+    def reader(self) -> Reader:
+        return self.path.open("rb", buffering=0)
 
     def write(self, chunks: Iterable[memoryview], size: int) -> None:
         self._write(chunks, "partial")

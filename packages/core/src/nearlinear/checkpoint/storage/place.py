@@ -5,12 +5,33 @@ from __future__ import annotations
 import abc
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Protocol
 
 from ...errors import CheckpointError
 
 
 class Unreachable(CheckpointError):
     """A place that cannot be asked, or says no: nothing is known of what is there."""
+
+
+class Reader(Protocol):
+    """What a file opened without a buffer is."""
+
+    def readinto(self, into: memoryview, /) -> int:
+        """Fill ``into`` from its beginning, if not to its end; how many bytes: 0 at the end."""
+
+
+class _Joined:
+    """A `Reader` of chunks."""
+
+    def __init__(self, chunks: Iterator[bytes]):
+        self._chunks, self._left = chunks, memoryview(b"")
+
+    def readinto(self, into: memoryview, /) -> int:
+        self._left = self._left or memoryview(next(self._chunks, b""))
+        some, self._left = self._left[: len(into)], self._left[len(into) :]
+        into[: len(some)] = some
+        return len(some)
 
 
 class Place(abc.ABC):
@@ -55,6 +76,10 @@ class Place(abc.ABC):
     @abc.abstractmethod
     def stream(self, begin: int = 0, end: int | None = None) -> Iterator[bytes]:
         """The bytes of the file from ``begin`` to ``end``, in order."""
+
+    def reader(self) -> Reader:
+        """The bytes of the file, in order, into memory that is there."""
+        return _Joined(self.stream())
 
     def read(self) -> bytes:
         """All of a small file."""
