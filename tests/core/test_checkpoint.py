@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 import nearlinear as nl
 from nearlinear.checkpoint import file, index, kept, reading
+from nearlinear.checkpoint.storage.disk import Disk
 from nearlinear.errors import CheckpointError
 from nearlinear.spmd.failures import RankError
 from tests.support import tiny
@@ -119,9 +120,15 @@ def test_a_changed_byte_is_found(checkpoint):
     assert f"{path} has changed since it was written" in refused(checkpoint)
 
 
-@pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_every_file_is_hashed_once_whoever_reads_it(ranks, tmp_path, monkeypatch):
-    on(4, saves, tmp_path, 2, "gpt2")
+def reads(rank, folder, degree):
+    _, model, updates = started(degree, "gpt2", seed=1)
+    nl.load(folder, model, updates)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_every_file_is_hashed_and_by_its_own_rank_alone(ranks, tmp_path, monkeypatch):
+    """Though all ranks read from it: the counts of steps, which one rank has written."""
+    on(4, saves, tmp_path, 4, "gpt2")
     hashed, streamed = [], reading.Streamed
 
     def noted(path):
@@ -129,8 +136,22 @@ def test_every_file_is_hashed_once_whoever_reads_it(ranks, tmp_path, monkeypatch
         return streamed(path)
 
     monkeypatch.setattr(reading, "Streamed", noted)
-    on(ranks, loads, tmp_path, 2, "gpt2")
-    assert sorted(hashed) == [f"rank-{rank:05d}-of-00004.safetensors" for rank in range(4)]
+    on(ranks, reads, tmp_path, ranks)
+    assert set(hashed) == {f"rank-{rank:05d}-of-00004.safetensors" for rank in range(4)}
+    assert ranks != 4 or len(hashed) == 4
+
+
+def test_a_file_that_cannot_be_read_is_told_to_all(checkpoint, monkeypatch):
+    opened = Disk.reader
+
+    def forbidden(self):
+        if self.name.startswith("rank-00001"):
+            raise PermissionError(13, "Permission denied")
+        return opened(self)
+
+    monkeypatch.setattr(Disk, "reader", forbidden)
+    said = refused(checkpoint)
+    assert "rank-00001-of-00002.safetensors cannot be read (Permission denied)" in said
 
 
 def test_a_missing_file_a_short_file_and_no_index(checkpoint):

@@ -202,6 +202,7 @@ def test_a_disk_that_is_full_leaves_what_was_there(config, monkeypatch):
 
 def test_a_rank_that_says_nothing_is_not_waited_for_long(config, monkeypatch):
     monkeypatch.setattr(emergency, "PATIENCE", 1.0)
+    monkeypatch.setattr(emergency, "WRITING", 1.0)
     monkeypatch.setattr(dog, "GRACE", 1.0)
     save = emergency.Emergency.save
 
@@ -214,7 +215,7 @@ def test_a_rank_that_says_nothing_is_not_waited_for_long(config, monkeypatch):
 
 
 def test_it_can_be_switched_off(config):
-    config["checkpoint"]["emergency"] = False
+    config["checkpoint"] |= {"emergency": False, "asynchronous": False}
     error = run_with_fault(config, in_loader, 4)
     assert not hasattr(error, "__notes__")
     assert kept.steps(Path(config["checkpoint"]["folder"])) == [2]

@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 import nearlinear as nl
 from nearlinear.spmd.failures import RankError
+from nearlinear.watchdog import dog
 from nearlinear.watchdog.beat import Beat
 from nearlinear.watchdog.judge import Limits, Seen, judge
 
@@ -164,6 +165,27 @@ def test_a_rank_that_fails_is_named_on_all_others():
             r"rank 1 on \S+ has failed at step 5: ValueError: out of luck; and True", words
         )
         assert code == 1
+
+
+def test_an_answer_to_an_alarm_that_gets_stuck_keeps_nobody(monkeypatch):
+    monkeypatch.setattr(dog, "HANDLING", 0.2)
+    stuck, said = Stuck(), {}
+
+    def work(rank):
+        nl.init()
+        try:
+            with nl.watch_ranks(on_alarm=lambda *_: stuck.wait_in_user_code()) as watch:
+                watch.at("step 5")
+                if rank == 1:
+                    raise ValueError("out of luck")
+                dist.barrier()
+        except nl.RankLost as error:
+            said[rank] = str(error)
+            raise
+
+    assert ends_with(work, 2) == "rank 1 of 2 failed: ValueError: out of luck"
+    stuck.released.set()
+    assert said[0].endswith("out of luck; what was to be done then was not done after 0 s")
 
 
 def test_ranks_that_are_well_leave_when_they_like():

@@ -15,6 +15,7 @@ from .storage import Place
 from .threads import side_by_side
 
 _AT_ONCE = 2  # files, each hashed while it is copied from
+_MUCH = 0.1  # of a file: who reads more of it checks it, too
 
 
 def load(folder, model, optimizer=None, loader=None, scheduler=None, **others) -> int:
@@ -105,8 +106,9 @@ def _parameter(name: str) -> str:
 def _fill(folder: Place, found: index.Index, wanted: dict[str, state.Part]) -> None:
     """Copy the blocks this rank holds into ``wanted``.
 
-    Every file is hashed by one rank: with as many ranks as have saved, the one that has read it
-    anyway. What a changed file would have given the others is dropped with it, by `together`.
+    A file is hashed by the ranks that read much of it, and every file by one of them in turn, whose
+    word is everybody's (`together`): many read a few numbers of a file, and none should read it all
+    for those.
     """
     needed: dict[str, dict[str, list[Copy]]] = {}
     for name, part in wanted.items():
@@ -120,7 +122,10 @@ def _fill(folder: Place, found: index.Index, wanted: dict[str, state.Part]) -> N
                         copies.append((saved, piece, values))
 
     now = runtime.current()
-    checked = sorted(found.files)[now.rank :: now.mesh.world]  # by this rank, for all
+    checked = {
+        file for file, copies in needed.items() if _bytes(copies) > _MUCH * found.files[file].bytes
+    }
+    checked.update(sorted(found.files)[now.rank :: now.mesh.world])  # for all
 
     def read(file: str) -> None:
         copies = needed.get(file, {})
@@ -129,7 +134,7 @@ def _fill(folder: Place, found: index.Index, wanted: dict[str, state.Part]) -> N
         else:
             _read_some(folder / file, found.files[file], copies)
 
-    for _ in side_by_side(read, sorted(needed.keys() | set(checked)), _AT_ONCE):
+    for _ in side_by_side(read, sorted(needed.keys() | checked), _AT_ONCE):
         pass
 
 
@@ -151,8 +156,9 @@ def _read_some(path: Place, file: index.File, needed: dict[str, list[Copy]]) -> 
 
 def _read(path: Place, file: index.File, needed: dict[str, list[Copy]]) -> None:
     """`_read_some`, and check all of the file."""
-    passing, fault = reading.Streamed(path), None
+    fault = None
     try:
+        passing = reading.Streamed(path)
         with passing.tensors() as values, torch.no_grad():
             there = [key for key in values.keys() if key in needed]  # noqa: SIM118 - not a dict
             if len(there) < len(needed):
@@ -161,11 +167,25 @@ def _read(path: Place, file: index.File, needed: dict[str, list[Copy]]) -> None:
                 if not _straight(values, key, needed[key]):
                     for copy in needed[key]:
                         _copy(values, key, *copy)
-    except (OSError, SafetensorError) as error:
+    except SafetensorError as error:
         fault = error
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} cannot be read ({error.strerror or error}): mend that, or go back to the "
+            "checkpoint before it"
+        ) from None
     index.check_content(path, file, passing.looks)  # raises, if it is because the file has changed
     if fault is not None:
         raise CheckpointError(f"{path} cannot be read: {fault}")
+
+
+def _bytes(copies: dict[str, list[Copy]]) -> int:
+    """Of what they fill."""
+    return sum(
+        values[saved.overlap(mine).inside(mine)].nbytes
+        for of_key in copies.values()
+        for saved, mine, values in of_key
+    )
 
 
 def _straight(file: reading.Passing, key: str, copies: list[Copy]) -> bool:

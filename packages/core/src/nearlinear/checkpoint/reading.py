@@ -54,6 +54,7 @@ class Streamed:
         """Size and SHA-256, once all has been read. Raises OSError, Unreachable."""
         while self._more(self._unwanted):
             pass
+        self._source.close()
         return index.File(self._came, self._hash.hexdigest())
 
     def _fetch(self, begin: int, into: memoryview) -> None:

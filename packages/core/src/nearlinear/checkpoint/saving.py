@@ -26,7 +26,7 @@ from ..leaving import before_leaving
 from . import file, index
 from .index import File, Index
 from .meeting import Deserted, Meeting
-from .snapshot import Snapshot
+from .snapshot import Copy, Snapshot
 from .storage import Place
 
 log = logging.getLogger(__name__)
@@ -105,9 +105,11 @@ class Saves:
     def finish(self) -> None:
         """See `finish`."""
         if self.newest is not None:
-            saving, self.newest = self.newest, None
-            if not saving.known:
-                saving.wait()
+            try:
+                if not self.newest.known:
+                    self.newest.wait()
+            finally:  # not before: who saves meanwhile would take its memory
+                self.newest = None
 
 
 _of_jobs: weakref.WeakKeyDictionary[dist.Store, Saves] = weakref.WeakKeyDictionary()
@@ -163,8 +165,7 @@ def start(
 
     def write(saving: Saving) -> None:
         try:
-            tensors = copy.complete()
-            saving.error = _write(folder, saving.patient, meeting, name, tensors, made, first)
+            saving.error = _write(folder, saving.patient, meeting, name, copy, made, first)
         except Deserted:
             saving.error = f"{folder}: other ranks did not finish this checkpoint"
         except Exception as error:  # the store is gone, with the rank that had it
@@ -187,18 +188,19 @@ def file_of(rank: int, world: int) -> str:
 
 
 def _write(
-    folder: Place, patient: Callable[[], bool], meeting: Meeting, name: str, tensors: dict,
+    folder: Place, patient: Callable[[], bool], meeting: Meeting, name: str, copy: Copy,
     made: Callable, first: bool,
 ) -> str:  # fmt: skip
     """Why it failed, the same on every rank; empty: it is there."""
     answer = {}
     try:
+        tensors = copy.complete()
         folder.make()
         (folder / index.NAME).remove()  # of an earlier save of this step
         if tensors:
             found = file.write(folder / name, tensors)
             answer = {"bytes": found.bytes, "sha256": found.sha256}
-    except (OSError, ValueError) as error:
+    except Exception as error:  # whatever it is, the others must hear of it
         answer = {"failed": f"rank {meeting.rank} cannot write {folder}: {_why(error)}"}
     meeting.tell("file", answer)
     if meeting.rank == 0:
@@ -212,7 +214,7 @@ def _write(
         try:
             folder.settle()
             made([File(**answer) if answer else None for answer in answers]).write(folder)
-        except (OSError, CheckpointError) as error:
+        except Exception as error:
             why = f"{folder / index.NAME} cannot be written: {_why(error)}"
     meeting.tell("index", why)
     if meeting.rank == 0:

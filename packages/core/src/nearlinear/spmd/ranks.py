@@ -24,8 +24,9 @@ def run(
     RankError with the first failing rank's own traceback; the other ranks are ended (threads: at
     their next collective).
 
-    With ``processes=True`` the ranks are fresh processes over ``backend``. ``fn``, ``args`` and the
-    results are then pickled: a function typed into a notebook needs the package ``cloudpickle``.
+    With ``processes=True`` the ranks are processes over ``backend``, forks of a fresh one. ``fn``,
+    ``args`` and the results are then pickled: a function typed into a notebook needs the package
+    ``cloudpickle``.
     """
     if not isinstance(ranks, int) or ranks < 1:
         raise ConfigError(f"ranks = {ranks!r}: expected an integer of at least 1")

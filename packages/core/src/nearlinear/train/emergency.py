@@ -23,8 +23,8 @@ from ..errors import CheckpointError
 from ..watchdog.alarm import Alarm
 from .keeper import Keeper
 
-PATIENCE = 60.0
-"""seconds that ranks wait for each other's words and files"""
+PATIENCE, WRITING = 60.0, 300.0
+"""seconds that ranks wait for each other's words, and for each other's files"""
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,7 @@ class Emergency:
         parts = state.parts_of(keeper.model).items()
         self._buffers = [part.tensor for name, part in parts if name not in parameters]
         self._updates: int | None = None
+        self._times = 0
         self._plan: Plan | None = None
         self._states: list[torch.Tensor] = []
         self._boundary: Boundary | None = None
@@ -124,13 +125,15 @@ class Emergency:
         """The checkpoint of the boundary. Raises CheckpointError and Deserted."""
         saves, step = planned.saves, self._boundary.step
         if saves.newest is not None:
-            saves.newest.abandon(PATIENCE)
+            saves.newest.abandon(WRITING)
         with contextlib.suppress(CheckpointError):  # of an earlier step, and known by now
             saves.finish()
         folder = kept.folder_of(self.keeper.folder, step)
-        end = time.monotonic() + 2 * PATIENCE  # others may wait for their files, too
-        meeting = Meeting(saves.store, f"emergency/{planned.name}", saves.rank, saves.world)
-        meeting.tell("ready", [step, why_not, (folder / index.NAME).exists()])
+        end = time.monotonic() + PATIENCE + WRITING  # others may wait for their files, too
+        self._times += 1
+        name = f"emergency/{planned.name}/{self._times}"
+        meeting = Meeting(saves.store, name, saves.rank, saves.world)
+        meeting.tell("ready", [step, why_not, index.NAME in folder.sizes()])
         if saves.rank == 0:
             meeting.announce("go", _agreed(meeting.hear("ready", lambda: time.monotonic() < end)))
         refused, there = meeting.learn("go", lambda: time.monotonic() < end)
@@ -146,7 +149,7 @@ class Emergency:
                 lambda: kept.point(self.keeper.folder, step),
                 self._boundary.random,
             )
-        started.abandon(PATIENCE)
+        started.abandon(WRITING)
         return str(started.wait())
 
     @contextlib.contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 from ..checkpoint import index, kept, storage
+from ..checkpoint.agree import together
 from ..checkpoint.load import load
 from ..checkpoint.saving import Saving
 from .tables import CheckpointConfig
@@ -27,7 +28,9 @@ class Keeper:
         """Go on from the newest checkpoint; the steps that are done. A collective call."""
         newest = kept.latest(self.folder) if self.folder and self.config.resume else None
         if newest is not None:
-            known = index.read(newest).values  # an older version may have saved less
+            known = {}
+            with together():
+                known = index.read(newest).values  # an older version may have saved less
             there = {name: part for name, part in self.others.items() if name in known}
             self.saved = load(newest, self.model, self.optimizer, **there)
         return self.saved

@@ -133,9 +133,10 @@ class Trainer:
             self.ending.watch()
         loop = self.config.train
         last = min(loop.steps, loop.stop_after or loop.steps)
-        self._introduce(last)
         try:
             with self.watch:
+                self.watch.at("the beginning of the run")
+                self._introduce(last)
                 return self._run(last)
         except BaseException:
             self.keeper.abandon()

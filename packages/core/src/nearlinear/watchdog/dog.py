@@ -18,11 +18,12 @@ from collections.abc import Callable, Iterator
 import torch.distributed as dist
 
 from .. import _torch, leaving, runtime
+from ..errors import NearlinearError
 from ..spmd import threads
 from . import stack
 from .alarm import Alarm
 from .beat import Beat, Operation
-from .judge import Limits, judge, silent
+from .judge import Limits, absent, judge, silent
 from .post import Post, StoreError, house
 
 log = logging.getLogger(__name__)
@@ -33,6 +34,8 @@ SILENT, SILENT_AND_MISSED = 60.0, 4.0
 """seconds without a beat until a rank counts as dead: by themselves, and if a collective failed"""
 GRACE = 5.0
 """seconds in which a rank can leave by itself, with its own error, once the run has to end"""
+HANDLING = 900.0
+"""seconds that what is done after an alarm may take"""
 CHANGING = 30.0
 """seconds that a change of the state, as in an optimizer's step, may still take then"""
 
@@ -139,7 +142,9 @@ class Watchdog:
         stopped = isinstance(error, SystemExit) and runtime.ranks_are_threads()
         if not (isinstance(error, Exception) or stopped):
             return
-        by_others = isinstance(error, dist.DistError) or stack.failed_in_communication(error)
+        by_others = isinstance(error, dist.DistError) or (
+            not isinstance(error, NearlinearError) and stack.failed_in_communication(error)
+        )
         if self._thread is not None and (by_others or stopped):
             self._missed = True
             self._wake.set()
@@ -247,9 +252,11 @@ class Watchdog:
         first = self._post.seen(0)
         if first.beat is not None:
             self._first_host = first.beat.host
-        if self._rank and not (first.beat is not None and first.beat.left):
+        if self._rank and first.beat is None:
+            found = absent(0, first) if first.unheard > self._timeout else None
+        elif self._rank and not first.beat.left:
             lost = first.gone or first.unheard > self._silence(self._missed)
-            found = silent(0, first) if lost and first.beat is not None else None
+            found = silent(0, first) if lost else None
         else:
             ranks = [self._post.seen(rank) for rank in range(self._world)]
             missed = any(seen.beat is not None and seen.beat.missed for seen in ranks)
@@ -263,15 +270,26 @@ class Watchdog:
     def _handle(self) -> None:
         """Have ``on_alarm`` do what it does, once nothing changes any more."""
         steady = self._changing.acquire(timeout=CHANGING)
-        try:
-            if self._on_alarm is not None:
-                self.outcome = self._on_alarm(self.alarm, steady and not self._torn)
-        except Exception as error:
-            log.exception("after an alarm")
-            self.outcome = f"what was to be done then has failed: {error}"
-        finally:
-            if steady:
-                self._changing.release()
+        if self._on_alarm is not None:
+            self.outcome = self._answer(steady and not self._torn)
+        if steady:
+            self._changing.release()
+
+    def _answer(self, steady: bool) -> str:
+        """What ``on_alarm`` says, by a thread of its own: it may get stuck, too."""
+        said = [f"what was to be done then was not done after {HANDLING:.0f} s"]
+
+        def ask() -> None:
+            try:
+                said.append(self._on_alarm(self.alarm, steady))
+            except Exception as error:
+                log.exception("after an alarm")
+                said.append(f"what was to be done then has failed: {error}")
+
+        asking = threading.Thread(target=ask, name="after an alarm", daemon=True)
+        asking.start()
+        asking.join(HANDLING)
+        return said[-1]
 
     def _end(self, alarm: Alarm) -> None:
         """See to it that the watched thread leaves, whatever it is in."""
@@ -283,7 +301,9 @@ class Watchdog:
         mine = alarm.kind == "hung" and alarm.rank == self._rank
         if not mine and self._leaving.wait(GRACE):
             return
-        leaving.leave_error(str(error))
-        print(f"[rank {self._rank}] {error.word}: {error}", file=sys.stderr, flush=True)
-        sys.stdout.flush()
-        os._exit(error.exit_code)
+        try:
+            leaving.leave_error(str(error))
+            print(f"[rank {self._rank}] {error.word}: {error}", file=sys.stderr, flush=True)
+            sys.stdout.flush()
+        finally:  # with a full disk, too
+            os._exit(error.exit_code)

@@ -55,8 +55,7 @@ def judge(ranks: Sequence[Seen], limits: Limits, comparable: bool = True) -> Ala
     for rank, seen in enumerate(ranks):
         if seen.beat is None:
             if seen.unheard > limits.hung:
-                text = f"rank {rank} has not begun {seen.unheard:.0f} s after others have"
-                return Alarm("silent", rank, f"{text}: see its log")
+                return absent(rank, seen)
         elif not seen.beat.left and (seen.gone or seen.unheard > limits.silent):
             return silent(rank, seen)
     if any(seen.beat is None for seen in ranks):
@@ -65,6 +64,12 @@ def judge(ranks: Sequence[Seen], limits: Limits, comparable: bool = True) -> Ala
     if not inside or any(seen.still <= limits.hung for seen in inside.values()):
         return None  # some of them go on
     return _deserted(ranks, inside) or _standing_still(inside, limits, comparable)
+
+
+def absent(rank: int, seen: Seen) -> Alarm:
+    """The alarm for a rank that nobody has heard of."""
+    text = f"rank {rank} has not begun {seen.unheard:.0f} s after others have"
+    return Alarm("silent", rank, f"{text}: see its log")
 
 
 def silent(rank: int, seen: Seen) -> Alarm:

@@ -20,6 +20,8 @@ class Reader(Protocol):
     def readinto(self, into: memoryview, /) -> int:
         """Fill ``into`` from its beginning, if not to its end; how many bytes: 0 at the end."""
 
+    def close(self) -> None: ...
+
 
 class _Joined:
     """A `Reader` of chunks."""
@@ -32,6 +34,9 @@ class _Joined:
         some, self._left = self._left[: len(into)], self._left[len(into) :]
         into[: len(some)] = some
         return len(some)
+
+    def close(self) -> None:
+        """Chunks need no closing."""
 
 
 class Place(abc.ABC):
@@ -65,7 +70,8 @@ class Place(abc.ABC):
         return str(self)
 
     @abc.abstractmethod
-    def exists(self) -> bool: ...
+    def exists(self) -> bool:
+        """Whether there is such a folder, with something in it."""
 
     # A file.
 
