@@ -72,8 +72,8 @@ EXPECTED = {
     "borrowed_share": 0.15,
     "straggler": 0.01,
 }
-"""Before any run was looked at: where the fit stays for what no run tells. The network's share is
-AWS's for NCCL on 32 p4d nodes (the same source)."""
+"""What is to be expected of such machines: where the fit stays for what no run tells. The network's
+share is AWS's for NCCL on 32 p4d nodes (the same source)."""
 
 
 def load() -> Parameters:

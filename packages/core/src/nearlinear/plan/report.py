@@ -44,6 +44,7 @@ def _streams(plan: Plan) -> str:
 
 def _rates(plan: Plan) -> str:
     memory, has = plan.memory / GIB, plan.cluster.gpu.memory_gib
+    roughly = plan.work.mesh.pipeline > 1 or plan.work.shape.experts > 1
     usd = "price not known" if math.isnan(plan.usd) else f"{plan.usd:,.0f} USD"
     when = f" ({plan.cluster.node.priced})" if plan.cluster.node.priced else ""
     tokens = plan.steps * plan.work.step_tokens
@@ -54,7 +55,7 @@ def _rates(plan: Plan) -> str:
             f"{plan.model_tflops_per_gpu:.0f} model TFLOPS per GPU, MFU {plan.mfu:.1%}",
             f"{short(tokens)} tokens: {plan.steps:,} steps, "
             f"{duration(plan.days * 86400)}, {usd}{when}",
-            f"memory: {memory:.1f} of {has:.0f} GiB per GPU",
+            f"memory: {'roughly ' * roughly}{memory:.1f} of {has:.0f} GiB per GPU",
         ]
     )
 
@@ -62,7 +63,7 @@ def _rates(plan: Plan) -> str:
 def _trust() -> str:
     found = parameters.errors()
     return (
-        f"error of such times against {found['runs']:.0f} published runs: median "
-        f"{found['median']:.1%}, 90th percentile {found['ninetieth']:.1%} (nearlinear plan "
-        "--validate)"
+        f"error of such times for the {found['runs']:.0f} published runs that it was fitted to: "
+        f"median {found['median']:.1%}, 90th percentile {found['ninetieth']:.1%}; for others see "
+        "nearlinear plan --validate"
     )

@@ -1,6 +1,6 @@
 """Bytes a GPU needs for a config: the closed form of `memory`, and a rougher one for what it lacks.
 
-The rougher one is for pipelines and experts: model states are exact (`memory.states`), activations
+The rougher one is for pipelines and experts: states are parameters times bytes, activations
 follow Korthikanti et al. 2022, section 4, for fused attention: 34 bytes per token and width of a
 block that keeps everything.
 """
