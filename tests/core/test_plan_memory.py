@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 import nearlinear as nl
 from ci.planner.memory import CASES, MOST_OFF
+from nearlinear import runtime
 from nearlinear.c10d_names import all_gather, reduce_scatter
 from nearlinear.errors import ConfigError, NearlinearError
 from nearlinear.plan import dry_run, memory
@@ -58,6 +59,12 @@ def config(model, checkpoint="", micro_batch=4, accumulation=1, bf16=True, **par
 
 def off(plan, found: int) -> float:
     return abs(plan.peak / found - 1)
+
+
+@pytest.fixture(autouse=True)
+def outside_of_jobs():
+    """Other tests may have left this process in one."""
+    runtime.shutdown()
 
 
 QUICK = [case for case in CASES if case.name in ("gpt2 10b", "llama 13b") and not case.checkpoint]
