@@ -1,9 +1,10 @@
-"""Settings of the whole suite: no model hub is asked, a process computes on one core, and GPU tests
-say why they did not run.
+"""Settings of the whole suite: no model hub is asked, a process computes on one core, no example has
+to be quick, and GPU tests say why they did not run.
 """
 
 import os
 
+import hypothesis
 import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -11,6 +12,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Set before torch is imported. The models are tiny: threads for one operation would mostly wait for
 # each other, spinning, on the cores of the tests that run beside this one.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+hypothesis.settings.register_profile("any machine", deadline=None)  # nothing is asserted on time
+hypothesis.settings.load_profile("any machine")
 
 
 def pytest_collection_modifyitems(items):

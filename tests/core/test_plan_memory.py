@@ -65,6 +65,8 @@ def off(plan, found: int) -> float:
 def outside_of_jobs():
     """Other tests may have left this process in one."""
     runtime.shutdown()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 QUICK = [case for case in CASES if case.name in ("gpt2 10b", "llama 13b") and not case.checkpoint]
