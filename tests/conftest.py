@@ -1,5 +1,5 @@
-"""Settings of the whole suite: no model hub is asked, a process computes on one core, no example has
-to be quick, and GPU tests say why they did not run.
+"""Settings of the whole suite: no model hub is asked, a process computes on one core, examples may
+take their time, and GPU tests say why they did not run.
 """
 
 import os
