@@ -104,12 +104,14 @@ class Saves:
 
     def finish(self) -> None:
         """See `finish`."""
-        if self.newest is not None:
+        saving = self.newest
+        if saving is not None:
             try:
-                if not self.newest.known:
-                    self.newest.wait()
+                if not saving.known:
+                    saving.wait()
             finally:  # not before: who saves meanwhile would take its memory
-                self.newest = None
+                if self.newest is saving:  # an emergency has not begun another
+                    self.newest = None
 
 
 _of_jobs: weakref.WeakKeyDictionary[dist.Store, Saves] = weakref.WeakKeyDictionary()

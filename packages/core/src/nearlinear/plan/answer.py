@@ -16,6 +16,7 @@ from ..train.config import TrainConfig
 from . import parameters, room, workload
 from .hardware import Cluster, parse_cluster
 from .memory import vocabulary_of
+from .memory.report import GIB
 from .step import (
     BUBBLE,
     COMPUTE,
@@ -33,7 +34,6 @@ from .step import (
 )
 from .workload import Workload
 
-GIB = 2**30
 DAY = 86400
 MATTERS = 0.1  # of a step: waiting that is worth a word
 TURN = {

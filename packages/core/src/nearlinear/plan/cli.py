@@ -1,6 +1,7 @@
 """The command ``plan``: what a config comes to on machines that nobody has rented yet."""
 
 import argparse
+from dataclasses import fields
 
 EXAMPLES = """\
 examples:
@@ -56,17 +57,5 @@ def add_commands(commands, load) -> argparse.ArgumentParser:
 def _plan(options, load) -> int:
     from . import command
 
-    asked = command.Options(
-        cluster=options.cluster,
-        tokens=options.tokens,
-        straggler=options.straggler,
-        price_per_hour=options.price_per_hour,
-        why=options.why,
-        search=options.search,
-        scale=options.scale,
-        dry_run=options.dry_run,
-        validate=options.validate,
-        figure=options.figure,
-        json=options.json,
-    )
-    return command.run(load(options), asked)
+    asked = {each.name: getattr(options, each.name) for each in fields(command.Options)}
+    return command.run(load(options), command.Options(**asked))

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from ..mesh import Mesh
 from . import published_posts
-from .hardware import DATA, Cluster, Node, accelerator
-from .published_models import MEGATRON_VOCABULARY, gpt, mpt
+from .hardware import DATA, Cluster
+from .published_models import MEGATRON_VOCABULARY, MEGATRON_WAYS, gpt, machines, mpt
 from .workload import Workload
 
 
@@ -90,13 +90,6 @@ def _read(file: str, source: Callable, read: Callable) -> Iterator[Run | Listed]
             yield Listed(row, found) if isinstance(found, str) else Run(row, *found)
 
 
-def machines(gpu: str, gpus: int, per_node: int, gbps: float) -> Cluster:
-    """``gpus`` of that kind, with so many Gbit/s to every node."""
-    return Cluster(
-        Node("as published", accelerator(gpu), per_node, gbps), -(-gpus // per_node), gpus
-    )
-
-
 FOUNDRY_GPU = {"a100_40gb": "A100-40GB", "a100_80gb": "A100-80GB", "h100_80gb": "H100-80GB"}
 FOUNDRY_GBPS = {"a100": 1600, "h100": 3200}
 
@@ -148,16 +141,7 @@ def _vtrain(values: dict):
         micro_batch=micro_batch,
         passes=batch // (data * micro_batch),
         mesh=mesh,
-        precision="fp16",
         recompute="block",
-        stops_early=False,
-        fused_attention=False,
-        fused_softmax=True,
-        compiled=True,
-        reduce_bytes=2.0,
-        overlapped_reduce=False,
-        overlapped_sends=False,
-        split_sends=True,
-        beside_weights=True,
+        **MEGATRON_WAYS,
     )
     return work, machines("A100-80GB", gpus, 8, 800), float(values["iteration time (ms)"]) / 1e3

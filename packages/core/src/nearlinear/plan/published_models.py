@@ -5,9 +5,24 @@ Grattafiori et al. 2024 (model cards); Megatron, Korthikanti et al. 2022, tables
 GPTs of the ZeRO++ post only the number of parameters is published: theirs are shapes of that size.
 """
 
+from .hardware import Cluster, Node, accelerator
 from .shape import Shape
 
 MPT_VOCABULARY, MEGATRON_VOCABULARY = 50368, 51200
+
+MEGATRON_WAYS = {
+    "precision": "fp16",
+    "stops_early": False,
+    "fused_attention": False,
+    "fused_softmax": True,
+    "compiled": True,
+    "reduce_bytes": 2.0,
+    "overlapped_reduce": False,
+    "overlapped_sends": False,
+    "split_sends": True,
+    "beside_weights": True,
+}
+"""How Megatron-LM of those years computes and sends, as a `workload.Workload` says it."""
 
 MPT = {
     "125m": (12, 768, 12),
@@ -62,3 +77,10 @@ def mpt(name: str, context: int) -> Shape:
 def llama(name: str) -> Shape:
     layers, width, heads, inner, vocabulary, kv_heads = LLAMA[name]
     return Shape(layers, width, heads, inner, vocabulary, kv_heads, gated=True, tied=False)
+
+
+def machines(gpu: str, gpus: int, per_node: int, gbps: float) -> Cluster:
+    """``gpus`` of that kind, with so many Gbit/s to every node."""
+    return Cluster(
+        Node("as published", accelerator(gpu), per_node, gbps), -(-gpus // per_node), gpus
+    )

@@ -8,8 +8,10 @@ from .published_models import (
     LLAMA,
     MEGATRON,
     MEGATRON_VOCABULARY,
+    MEGATRON_WAYS,
     gpt,
     llama,
+    machines,
 )
 from .workload import Workload
 
@@ -48,8 +50,6 @@ def _number(values: dict, key: str, default: int = 1) -> int:
 
 
 def _cluster(values: dict):
-    from .published import machines
-
     gpus, per_node = int(values["gpus"]), int(values["gpus_per_node"])
     return machines(values["gpu"], gpus, per_node, float(values["net_gbps_per_node"]))
 
@@ -189,8 +189,6 @@ def _zero(values: dict):
 
 def _megatron(values: dict):
     """On DGX A100s with eight adapters of 200 Gbit/s."""
-    from .published import machines
-
     shape, degrees, virtual, batch, micro_batch = MEGATRON[values["model"]]
     selective = "selective" in values["note"]
     mesh = Mesh(**degrees, ranks_per_node=8)
@@ -200,18 +198,9 @@ def _megatron(values: dict):
         micro_batch=micro_batch,
         passes=batch // micro_batch,
         mesh=mesh,
-        precision="fp16",
         recompute="attention" if selective else "block",
-        stops_early=False,
-        fused_attention=False,
-        fused_softmax=True,
-        compiled=True,
         sequence_parallel=selective,
-        reduce_bytes=2.0,
-        overlapped_reduce=False,
-        overlapped_sends=False,
-        split_sends=True,
-        beside_weights=True,
         virtual=virtual,
+        **MEGATRON_WAYS,
     )
     return work, machines("A100-80GB", mesh.world, 8, 1600), float(values["value"])

@@ -5,6 +5,7 @@ not fit, the same list of changes tells which one makes it fit at the least loss
 """
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -56,10 +57,11 @@ def search(config: TrainConfig, cluster: Cluster, most: int = 10) -> list[Layout
     """The ``most`` fastest layouts that fit, fastest first. Raises ConfigError if none does."""
     fitting: list[Layout] = []
     least: Layout | None = None
+    has = cluster.gpu.memory_gib * GIB
     for candidate in candidates(config, cluster):
-        found = tried(candidate, cluster, timed=False)
-        if found.memory <= cluster.gpu.memory_gib * GIB:
-            fitting.append(tried(candidate, cluster))
+        found = tried(candidate, cluster, has)
+        if found.memory <= has:
+            fitting.append(found)
         elif least is None or found.memory < least.memory:
             least = found
     if not fitting:
@@ -71,13 +73,14 @@ def search(config: TrainConfig, cluster: Cluster, most: int = 10) -> list[Layout
     return sorted(fitting, key=lambda each: (each.seconds, each.memory))[:most]
 
 
-def tried(config: TrainConfig, cluster: Cluster, timed: bool = True) -> Layout:
-    """``config`` on ``cluster``: its memory, and its time if that is wanted."""
+def tried(config: TrainConfig, cluster: Cluster, most: float = math.inf) -> Layout:
+    """``config`` on ``cluster``: its memory, and its time unless that is above ``most``."""
     work = workload.from_config(config, cluster.world, cluster.node.gpus, vocabulary_of(config))
     fitted = parameters.load()
     parts = Passes(work, cluster, fitted)
-    seconds = step(work, cluster, fitted).seconds if timed else 0.0
-    return Layout(config, seconds, room.needed(config, work, cluster, parts))
+    memory = room.needed(config, work, cluster, parts)
+    seconds = step(work, cluster, fitted).seconds if memory <= most else math.nan
+    return Layout(config, seconds, memory)
 
 
 def candidates(config: TrainConfig, cluster: Cluster) -> Iterator[TrainConfig]:
