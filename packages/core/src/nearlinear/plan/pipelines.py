@@ -1,10 +1,17 @@
-"""One step of a pipeline: which stage does what in which order, and when.
+"""One step of a pipeline: what its stages hold, and when each does what `orders` have it do.
 
-The orders are those of GPipe (Huang et al. 2019: all forward, then all backward), of 1F1B and of
-its interleaved form with several stages per rank (Narayanan et al. 2021). Schedules that put off
-the gradients of weights (zero bubble) are laid out as 1F1B: a bound from above.
+A step fills the pipeline once, or several times where a schedule is given few micro-batches at
+once. Stages are sharded by FSDP2: gathered at their first use, reduced once a schedule has ended.
+Where a rank's stages are more than may stay gathered, they are gathered for every micro-batch and
+once more: a stage is freed after each forward pass, and not after a backward pass.
 """
 
+from dataclasses import dataclass
+from functools import cached_property
+
+from ..parallel.pipeline.schedules import Plan
+from . import orders
+from .orders import BACKWARD, FORWARD, INPUTS, WEIGHTS
 from .passes import Passes, Piece
 from .step import (
     BUBBLE,
@@ -22,60 +29,20 @@ from .step import (
 from .streams import Task, Timeline
 from .workload import Workload
 
-LAID_OUT = 4  # micro-batches for each rank, where a pipeline finds a steady pace
-
-
-def orders(ranks: int, virtual: int, micro_batches: int, schedule: str) -> list[list[tuple]]:
-    """For every rank its work in order: (forward or backward, stage, micro-batch).
-
-    Stage ``s`` is on rank ``s % ranks``.
-    """
-    return [_order(rank, ranks, virtual, micro_batches, schedule) for rank in range(ranks)]
-
-
-def _order(rank: int, ranks: int, virtual: int, count: int, schedule: str) -> list[tuple]:
-    """Micro-batches go through a rank's stages in groups of as many as there are ranks."""
-    groups = [range(first, min(first + ranks, count)) for first in range(0, count, ranks)]
-    if virtual == 1:
-        groups = [range(count)]
-    forward = [
-        ("forward", rank + chunk * ranks, batch)
-        for group in groups
-        for chunk in range(virtual)
-        for batch in group
-    ]
-    backward = [
-        ("backward", rank + chunk * ranks, batch)
-        for group in groups
-        for chunk in reversed(range(virtual))
-        for batch in group
-    ]
-    if schedule == "simple":
-        return forward + backward
-    first = min(_ahead(rank, ranks, virtual), len(forward))
-    order = forward[:first]
-    for there, back in zip(forward[first:], backward, strict=False):
-        order += [there, back]
-    return order + backward[len(forward) - first :]
-
-
-def _ahead(rank: int, ranks: int, virtual: int) -> int:
-    """Forward passes that a rank does before its first backward pass, less one."""
-    behind = ranks - rank - 1
-    return behind if virtual == 1 else 2 * behind + (virtual - 1) * ranks
+LAID_OUT = 3  # micro-batches for each rank, where a pipeline finds a steady pace
 
 
 def run(
-    order: list[list[tuple]],
-    there: list[float],
-    back: list[float],
+    plan: Plan,
+    order: list[list[orders.Work]],
+    seconds: dict[str, list[float]],
     send: float = 0.0,
     beside: bool = True,
 ) -> Timeline:
-    """The timeline of those orders, with seconds of every stage forward and backward.
+    """The timeline of ``order``, with the ``seconds`` of every stage for each kind of work.
 
     ``send``: seconds for a stage's output to reach the next one's rank, which computes meanwhile
-    where it goes on ``beside``.
+    where it goes on ``beside``. Raises AssertionError for orders that wait for each other.
     """
     timeline, done, at = Timeline(), {}, [0] * len(order)
     left = sum(len(each) for each in order)
@@ -83,93 +50,172 @@ def run(
         moved = False
         for rank, each in enumerate(order):
             while at[rank] < len(each):
-                way, stage, batch = each[at[rank]]
-                before = _before(way, stage, batch, len(there))
+                kind, stage, batch = each[at[rank]]
+                before = _before(kind, stage, batch, plan.stages)
                 if before is not None and before not in done:
                     break
                 waits = [done[before]] if before is not None else []
-                if waits and send and (before[1] % len(order)) != rank:
-                    lane = f"to {rank} {way}" if beside else f"rank {rank}"
-                    waits = [timeline.add(PIPELINE, send, waits, lane, way)]
-                seconds = there[stage] if way == "forward" else back[stage]
-                label = f"{way} {batch}"
-                done[way, stage, batch] = timeline.add(
-                    COMPUTE, seconds, waits, f"rank {rank}", label
-                )
+                if waits and send and plan.rank_of(before[1]) != rank:
+                    lane = f"to {rank} {before[0]}" if beside else f"rank {rank}"
+                    waits = [timeline.add(PIPELINE, send, waits, lane, before[0])]
+                took = seconds[kind][stage]
+                task = timeline.add(COMPUTE, took, waits, f"rank {rank}", f"{kind} {batch}")
+                done[_what(kind), stage, batch] = task
                 at[rank], left, moved = at[rank] + 1, left - 1, True
         if not moved:
             raise AssertionError("the orders wait for each other")
     return timeline
 
 
-def _before(way: str, stage: int, batch: int, stages: int):
-    if way == "forward":
-        return ("forward", stage - 1, batch) if stage else None
-    if stage == stages - 1:
-        return ("forward", stage, batch)
-    return ("backward", stage + 1, batch)
+def _what(kind: str) -> str:
+    """Gradients of inputs are what is waited for, with those of weights or without."""
+    return BACKWARD if kind == INPUTS else kind
+
+
+def _before(kind: str, stage: int, batch: int, stages: int):
+    """What this work waits for of other stages, or of its own earlier work."""
+    if kind == FORWARD:
+        return (FORWARD, stage - 1, batch) if stage else None
+    if kind == WEIGHTS:
+        return (BACKWARD, stage, batch)
+    return (FORWARD, stage, batch) if stage == stages - 1 else (BACKWARD, stage + 1, batch)
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """The stages of ``work``, with their seconds."""
+
+    work: Workload
+    parts: Passes
+
+    @property
+    def plan(self) -> Plan:
+        return self.parts.stages.plan
+
+    @property
+    def blocks(self) -> tuple[float, ...]:
+        """Of every stage."""
+        return self.parts.stages.blocks
+
+    @property
+    def largest(self) -> float:
+        """Blocks of the rank that has the most."""
+        return self.parts.stages.most_blocks
+
+    @cached_property
+    def seconds(self) -> dict[str, list[float]]:
+        """Of every stage, for each kind of work; the last one has the head."""
+        parts, (there, back) = self.parts, self.parts.head
+        forward = [count * waiting(parts.forward) for count in self.blocks]
+        again = waiting(parts.again) + waiting(parts.backward)
+        backward = [count * again for count in self.blocks]
+        weights = [count * parts.weights for count in self.blocks]
+        forward[-1] += there
+        backward[-1] += back
+        weights[-1] += parts.head_weights
+        if self._gathers_again:
+            first = forward if self.plan.schedule.all_at_once else backward
+            for stage, count in enumerate(self.blocks):
+                first[stage] += self._gathering(count, first[stage])
+        inputs = [whole - put_off for whole, put_off in zip(backward, weights, strict=True)]
+        return {FORWARD: forward, BACKWARD: backward, INPUTS: inputs, WEIGHTS: weights}
+
+    @property
+    def _gathers_again(self) -> bool:
+        return self.parts.sharded and self.work.resharded
+
+    @cached_property
+    def waited(self) -> float:
+        """Seconds that the rank with the most blocks waits for gathers of one micro-batch."""
+        if not self._gathers_again:
+            return 0.0
+        parts = self.parts
+        each = [parts.forward] if self.plan.schedule.all_at_once else [parts.again, parts.backward]
+        computing = self.largest * sum(waiting(pieces) for pieces in each)
+        return self._gathering(self.largest, computing)
+
+    def _gathering(self, count: float, computing: float) -> float:
+        """Seconds that a stage of ``count`` blocks waits for its parameters in one pass."""
+        each = self.parts.gather_block
+        if not self.work.prefetch:
+            return count * each
+        return each + max(0.0, (count - 1) * (each - computing / max(count, 1)))
+
+    @cached_property
+    def first_gather(self) -> float:
+        """What a schedule begins with: the first block and the end it belongs to."""
+        if not self.parts.sharded:
+            return 0.0
+        return self.parts.gather_block + self.parts.gather(max(self.parts.ends))
+
+    @cached_property
+    def gathers(self) -> float:
+        """Seconds of all gathers of a step, of the rank that has the most."""
+        if not self.parts.sharded:
+            return 0.0
+        whole = self.largest * self.parts.gather_block + self.parts.gather(max(self.parts.ends))
+        times = len(self.work.fillings)
+        return whole * (times + (self.work.passes if self._gathers_again else 0))
+
+    @cached_property
+    def reduction(self) -> float:
+        """Seconds of what ends a schedule: gradients go to the ranks that keep them."""
+        if not self.parts.sharded:
+            return 0.0
+        return self.largest * self.parts.reduce_block + self.parts.reduce(max(self.parts.ends))
+
+    @cached_property
+    def join(self) -> float:
+        """Seconds of what ends a step, the all-reduce over replicas."""
+        return self.largest * self.parts.join_block + self.parts.join(max(self.parts.ends))
+
+    def filling(self, count: int) -> tuple[Timeline, float]:
+        """A schedule of ``count`` micro-batches: as much of it as is laid out, and all its seconds.
+
+        Once a pipeline is full, as many micro-batches as it has ranks take as long as those before.
+        """
+        ranks = self.plan.ranks
+        even = orders.round_of(self.plan, count) in (ranks, count)
+        if count <= (LAID_OUT + 1) * ranks or not even:
+            timeline = self._laid_out(count)
+            return timeline, timeline.end
+        laid = LAID_OUT * ranks + count % ranks
+        timeline = self._laid_out(laid)
+        more = timeline.end - self._laid_out(laid - ranks).end
+        return timeline, timeline.end + more * (count - laid) / ranks
+
+    def _laid_out(self, count: int) -> Timeline:
+        order = orders.orders(self.plan, count)
+        sending, work = self.parts.handing_on, self.work
+        return run(self.plan, order, self.seconds, sending, work.overlapped_sends)
 
 
 def pipelined(work: Workload, parts: Passes) -> Step:
     """A step of ``work``: see `step.step`."""
-    there, back = _stages(work, parts, work.mesh.pipeline * work.virtual)
-    laid = work.passes
-    if work.schedule == "1f1b":
-        laid = min(laid, LAID_OUT * work.mesh.pipeline)
-    order = orders(work.mesh.pipeline, work.virtual, laid, work.schedule)
-    timeline = run(order, there, back, parts.handing_on, work.overlapped_sends)
-    more = (work.passes - laid) * _steady(timeline, work, laid) if work.passes > laid else 0.0
-    after = _reductions(timeline, parts, work)
+    line = Pipeline(work, parts)
+    seconds = {count: line.filling(count)[1] for count in set(work.fillings)}
+    timeline, last = line.filling(work.fillings[-1])
+    before = sum(seconds[count] for count in work.fillings) - last
+    before += (len(work.fillings) - 1) * (line.first_gather + line.reduction)
+    left_out = last - timeline.end
+    laid = sum(task.label.startswith(FORWARD) for task in timeline.tasks if task.lane == "rank 0")
+    after = _reductions(timeline, line)
     timeline.add(UPDATE, parts.update, [after])
-    return Step(timeline.end + more + _first_gather(parts), timeline, laid, work, parts)
+    total = timeline.end + left_out + before + line.first_gather + parts.tie
+    return Step(total, timeline, laid // work.virtual, work, parts)
 
 
-def _steady(timeline: Timeline, work: Workload, laid: int) -> float:
-    """Seconds that a micro-batch more takes once the pipeline is full.
-
-    Measured where the first rank has begun to do one backward for each forward and has not stopped,
-    over as many micro-batches as there are ranks: waiting for what others send may repeat so.
-    """
-    ranks, each = work.mesh.pipeline, 2 * work.virtual
-    ends = [task.end for task in timeline.tasks if task.lane == "rank 0" and task.kind == COMPUTE]
-    last = len(ends) - 1 - _ahead(0, ranks, work.virtual)
-    return (ends[last] - ends[last - each * ranks]) / ranks
-
-
-def _stages(work: Workload, parts: Passes, stages: int) -> tuple[list[float], list[float]]:
-    """Seconds of every stage forward and backward; the last one has the head."""
-    blocks = work.shape.layers / stages
-    there = [blocks * _waiting(parts.forward)] * stages
-    back = [blocks * (_waiting(parts.again) + _waiting(parts.backward))] * stages
-    there[-1] += parts.head[0]
-    back[-1] += parts.head[1]
-    return there, back
-
-
-def _waiting(pieces: list[Piece]) -> float:
+def waiting(pieces: list[Piece]) -> float:
     """Seconds of a block with everything that its stage waits for."""
     return sum(max(p.compute, p.context) + p.tensor + p.expert for p in pieces)
 
 
-def _held(parts: Passes) -> float:
-    """Parameters of the larger of a pipeline's ends."""
-    return parts.layers * parts.block + parts.root / 2
-
-
-def _first_gather(parts: Passes) -> float:
-    """A stage keeps its parameters gathered for a whole step; it waits for its first block."""
-    return parts.gather(parts.block + parts.root / 2) if parts.sharded else 0.0
-
-
-def _reductions(timeline: Timeline, parts: Passes, work: Workload) -> Task:
+def _reductions(timeline: Timeline, line: Pipeline) -> Task:
     """Those at a step's end: beside all but the first block of the last backward pass, or after."""
-    final = max(timeline.tasks, key=lambda task: task.end)
-    room = final.seconds * (1 - 1 / max(parts.layers, 1)) if work.overlapped_reduce else 0.0
+    work, final = line.work, max(timeline.tasks, key=lambda task: task.end)
+    room = final.seconds * (1 - 1 / max(line.largest, 1)) if work.overlapped_reduce else 0.0
     start, last = final.end - room, final
-    for kind, seconds in (
-        (SCATTER, parts.reduce(_held(parts)) if parts.sharded else 0.0),
-        (JOIN, parts.join(_held(parts))),
-    ):
+    for kind, seconds in ((SCATTER, line.reduction), (JOIN, line.join)):
         if seconds:
             last = timeline.place(Task(kind, start, start + seconds, "network"))
             start = last.end
@@ -179,7 +225,8 @@ def _reductions(timeline: Timeline, parts: Passes, work: Workload) -> Task:
 def accounts(step: Step) -> tuple[dict[str, float], dict[str, float]]:
     """Where the slowest rank's time goes: see `Step.busy` and `Step.exposed`."""
     work, parts = step.work, step.parts
-    blocks = work.passes * parts.layers
+    line, times = Pipeline(work, parts), len(work.fillings)
+    blocks = work.passes * line.largest
     pieces = [*parts.forward, *parts.again, *parts.backward]
     ends = {task.kind: task.end for task in step.timeline.tasks}
     computed = max(task.end for task in step.timeline.tasks if task.kind == COMPUTE)
@@ -188,19 +235,20 @@ def accounts(step: Step) -> tuple[dict[str, float], dict[str, float]]:
         TENSOR: blocks * sum(p.tensor for p in pieces),
         EXPERT: blocks * sum(p.expert for p in pieces),
         CONTEXT: blocks * sum(p.context for p in pieces),
-        PIPELINE: work.passes * 2 * work.virtual * parts.handing_on,
-        GATHER: parts.gather(_held(parts)) if parts.sharded else 0.0,
-        SCATTER: parts.reduce(_held(parts)) if parts.sharded else 0.0,
-        JOIN: parts.join(_held(parts)),
+        PIPELINE: work.passes * 2 * work.virtual * parts.handing_on + parts.tie,
+        GATHER: line.gathers,
+        SCATTER: times * line.reduction,
+        JOIN: line.join,
         UPDATE: parts.update,
     }
+    scattered = max(0.0, ends.get(SCATTER, 0.0) - computed)
     exposed = {
         TENSOR: busy[TENSOR],
         EXPERT: busy[EXPERT],
-        PIPELINE: 0.0 if work.overlapped_sends else busy[PIPELINE],
+        PIPELINE: parts.tie if work.overlapped_sends else busy[PIPELINE],
         CONTEXT: blocks * sum(max(0.0, p.context - p.compute) for p in pieces),
-        GATHER: _first_gather(parts),
-        SCATTER: max(0.0, ends.get(SCATTER, 0.0) - computed),
+        GATHER: times * line.first_gather + work.passes * line.waited,
+        SCATTER: scattered + (times - 1) * line.reduction,
         JOIN: max(0.0, ends.get(JOIN, 0.0) - max(computed, ends.get(SCATTER, 0.0))),
         UPDATE: parts.update,
     }
