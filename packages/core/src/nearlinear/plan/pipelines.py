@@ -7,7 +7,7 @@ once more: a stage is freed after each forward pass, and not after a backward pa
 """
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from ..parallel.pipeline.schedules import Plan
 from . import orders
@@ -32,44 +32,42 @@ from .workload import Workload
 LAID_OUT = 3  # micro-batches for each rank, where a pipeline finds a steady pace
 
 
-def run(
-    plan: Plan,
-    order: list[list[orders.Work]],
-    seconds: dict[str, list[float]],
-    send: float = 0.0,
-    beside: bool = True,
-) -> Timeline:
-    """The timeline of ``order``, with the ``seconds`` of every stage for each kind of work.
+@dataclass(frozen=True)
+class Flow:
+    """What all ranks do, one thing after what it waits for: `run` gives it its times."""
 
-    ``send``: seconds for a stage's output to reach the next one's rank, which computes meanwhile
-    where it goes on ``beside``. Raises AssertionError for orders that wait for each other.
-    """
-    timeline, done, at = Timeline(), {}, [0] * len(order)
-    left = sum(len(each) for each in order)
+    plan: Plan
+    work: list[tuple[int, orders.Work]]
+    """of a rank"""
+    waits: list[int]
+    """for which work, by its place in the list; -1 = for none"""
+    comes: list[int]
+    """what it waits for comes from another rank: over which way in; -1 = it does not"""
+
+
+@lru_cache(maxsize=256)
+def flow(plan: Plan, micro_batches: int) -> Flow:
+    """Of the plan's orders. Raises AssertionError for orders that wait for each other."""
+    order = orders.orders(plan, micro_batches)
+    found, places, at = Flow(plan, [], [], []), {}, [0] * plan.ranks
+    left = sum(map(len, order))
     while left:
         moved = False
         for rank, each in enumerate(order):
             while at[rank] < len(each):
                 kind, stage, batch = each[at[rank]]
                 before = _before(kind, stage, batch, plan.stages)
-                if before is not None and before not in done:
+                if before is not None and before not in places:
                     break
-                waits = [done[before]] if before is not None else []
-                if waits and send and plan.rank_of(before[1]) != rank:
-                    lane = f"to {rank} {before[0]}" if beside else f"rank {rank}"
-                    waits = [timeline.add(PIPELINE, send, waits, lane, before[0])]
-                took = seconds[kind][stage]
-                task = timeline.add(COMPUTE, took, waits, f"rank {rank}", f"{kind} {batch}")
-                done[_what(kind), stage, batch] = task
+                places[BACKWARD if kind == INPUTS else kind, stage, batch] = len(found.work)
+                far = before is not None and plan.rank_of(before[1]) != rank
+                found.work.append((rank, each[at[rank]]))
+                found.waits.append(-1 if before is None else places[before])
+                found.comes.append(2 * rank + (before[0] == BACKWARD) if far else -1)
                 at[rank], left, moved = at[rank] + 1, left - 1, True
         if not moved:
             raise AssertionError("the orders wait for each other")
-    return timeline
-
-
-def _what(kind: str) -> str:
-    """Gradients of inputs are what is waited for, with those of weights or without."""
-    return BACKWARD if kind == INPUTS else kind
+    return found
 
 
 def _before(kind: str, stage: int, batch: int, stages: int):
@@ -79,6 +77,45 @@ def _before(kind: str, stage: int, batch: int, stages: int):
     if kind == WEIGHTS:
         return (BACKWARD, stage, batch)
     return (FORWARD, stage, batch) if stage == stages - 1 else (BACKWARD, stage + 1, batch)
+
+
+def run(each: Flow, seconds: dict[str, list[float]], send: float = 0.0, beside: bool = True):
+    """The end of all work and, by place, of each and of the message that it waits for.
+
+    ``seconds`` of every stage, for each kind of work. ``send``: seconds for a stage's output to
+    reach the next one's rank, which computes meanwhile where it goes on ``beside``.
+    """
+    free, ways = [0.0] * each.plan.ranks, [0.0] * (2 * each.plan.ranks)
+    ends, messages = [], []
+    for (rank, (kind, stage, _)), before, way in zip(
+        each.work, each.waits, each.comes, strict=True
+    ):
+        start = free[rank]
+        ready = ends[before] if before >= 0 else 0.0
+        if way >= 0:
+            ready = max(ready, ways[way] if beside else start) + send
+            ways[way] = ready
+        messages.append(ready)
+        free[rank] = max(start, ready) + seconds[kind][stage]
+        ends.append(free[rank])
+    return max(free), ends, messages
+
+
+def timeline_of(each: Flow, seconds: dict[str, list[float]], send=0.0, beside=True) -> Timeline:
+    """`run`, task by task."""
+    _, ends, messages = run(each, seconds, send, beside)
+    timeline = Timeline()
+    for (rank, (kind, stage, batch)), way, end, there in zip(
+        each.work, each.comes, ends, messages, strict=True
+    ):
+        lane = f"rank {rank}"
+        if way >= 0 and send:
+            what = BACKWARD if way % 2 else FORWARD
+            over = f"to {rank} {what}" if beside else lane
+            timeline.place(Task(PIPELINE, there - send, there, over, what))
+        took = seconds[kind][stage]
+        timeline.place(Task(COMPUTE, end - took, end, lane, f"{kind} {batch}"))
+    return timeline
 
 
 @dataclass(frozen=True)
@@ -169,57 +206,72 @@ class Pipeline:
         """Seconds of what ends a step, the all-reduce over replicas."""
         return self.largest * self.parts.join_block + self.parts.join(max(self.parts.ends))
 
-    def filling(self, count: int) -> tuple[Timeline, float]:
-        """A schedule of ``count`` micro-batches: as much of it as is laid out, and all its seconds.
+    def laid_out(self, count: int) -> int:
+        """Of ``count`` micro-batches of a schedule, those that are simulated.
 
-        Once a pipeline is full, as many micro-batches as it has ranks take as long as those before.
+        Once a pipeline is full, as many as it has ranks take as long as those before.
         """
         ranks = self.plan.ranks
         even = orders.round_of(self.plan, count) in (ranks, count)
-        if count <= (LAID_OUT + 1) * ranks or not even:
-            timeline = self._laid_out(count)
-            return timeline, timeline.end
-        laid = LAID_OUT * ranks + count % ranks
-        timeline = self._laid_out(laid)
-        more = timeline.end - self._laid_out(laid - ranks).end
-        return timeline, timeline.end + more * (count - laid) / ranks
+        few = count <= (LAID_OUT + 1) * ranks or not even
+        return count if few else LAID_OUT * ranks + count % ranks
 
-    def _laid_out(self, count: int) -> Timeline:
-        order = orders.orders(self.plan, count)
-        sending, work = self.parts.handing_on, self.work
-        return run(self.plan, order, self.seconds, sending, work.overlapped_sends)
+    def filling(self, count: int) -> float:
+        """Seconds of a schedule of ``count`` micro-batches."""
+        laid, ranks = self.laid_out(count), self.plan.ranks
+        end = self._end(laid)
+        if laid == count:
+            return end
+        return end + (end - self._end(laid - ranks)) * (count - laid) / ranks
+
+    def _end(self, count: int) -> float:
+        return run(flow(self.plan, count), *self.sends)[0]
+
+    @property
+    def sends(self) -> tuple:
+        """Everything that `run` asks for."""
+        return self.seconds, self.parts.handing_on, self.work.overlapped_sends
 
 
 def pipelined(work: Workload, parts: Passes) -> Step:
     """A step of ``work``: see `step.step`."""
     line = Pipeline(work, parts)
-    seconds = {count: line.filling(count)[1] for count in set(work.fillings)}
-    timeline, last = line.filling(work.fillings[-1])
-    before = sum(seconds[count] for count in work.fillings) - last
-    before += (len(work.fillings) - 1) * (line.first_gather + line.reduction)
-    left_out = last - timeline.end
-    laid = sum(task.label.startswith(FORWARD) for task in timeline.tasks if task.lane == "rank 0")
-    after = _reductions(timeline, line)
-    timeline.add(UPDATE, parts.update, [after])
-    total = timeline.end + left_out + before + line.first_gather + parts.tie
-    return Step(total, timeline, laid // work.virtual, work, parts)
+    took = {count: line.filling(count) for count in set(work.fillings)}
+    between = (len(work.fillings) - 1) * line.reduction
+    gathers = len(work.fillings) * line.first_gather
+    hidden, after = _ending(line)
+    running = sum(took[count] for count in work.fillings) + between + gathers
+    seconds = running + max(0.0, after - hidden) + parts.tie + parts.update
+    laid = line.laid_out(work.fillings[-1])
+    return Step(seconds, lambda: _drawn(line, laid), laid, work, parts)
+
+
+def _ending(line: Pipeline) -> tuple[float, float]:
+    """Of the reductions that end a step: seconds beside the last backward pass, and in all.
+
+    All but that of its first block can go beside it.
+    """
+    last = line.seconds[BACKWARD][0]
+    room = last * (1 - 1 / max(line.blocks[0], 1)) if line.work.overlapped_reduce else 0.0
+    return room, line.reduction + line.join
+
+
+def _drawn(line: Pipeline, count: int) -> Timeline:
+    """The last filling, ``count`` micro-batches of it, and what ends the step."""
+    timeline = timeline_of(flow(line.plan, count), *line.sends)
+    last = max(timeline.tasks, key=lambda task: task.end)
+    start = last.end - _ending(line)[0]
+    for kind, seconds in ((SCATTER, line.reduction), (JOIN, line.join)):
+        if seconds:
+            start = timeline.place(Task(kind, start, start + seconds, "network")).end
+    start = max(start, last.end)
+    timeline.place(Task(UPDATE, start, start + line.parts.update, UPDATE))
+    return timeline
 
 
 def waiting(pieces: list[Piece]) -> float:
     """Seconds of a block with everything that its stage waits for."""
     return sum(max(p.compute, p.context) + p.tensor + p.expert for p in pieces)
-
-
-def _reductions(timeline: Timeline, line: Pipeline) -> Task:
-    """Those at a step's end: beside all but the first block of the last backward pass, or after."""
-    work, final = line.work, max(timeline.tasks, key=lambda task: task.end)
-    room = final.seconds * (1 - 1 / max(line.largest, 1)) if work.overlapped_reduce else 0.0
-    start, last = final.end - room, final
-    for kind, seconds in ((SCATTER, line.reduction), (JOIN, line.join)):
-        if seconds:
-            last = timeline.place(Task(kind, start, start + seconds, "network"))
-            start = last.end
-    return max(final, last, key=lambda task: task.end)
 
 
 def accounts(step: Step) -> tuple[dict[str, float], dict[str, float]]:
@@ -228,8 +280,7 @@ def accounts(step: Step) -> tuple[dict[str, float], dict[str, float]]:
     line, times = Pipeline(work, parts), len(work.fillings)
     blocks = work.passes * line.largest
     pieces = [*parts.forward, *parts.again, *parts.backward]
-    ends = {task.kind: task.end for task in step.timeline.tasks}
-    computed = max(task.end for task in step.timeline.tasks if task.kind == COMPUTE)
+    hidden, _ = _ending(line)
     busy = {
         COMPUTE: blocks * sum(p.compute for p in pieces) + work.passes * sum(parts.head),
         TENSOR: blocks * sum(p.tensor for p in pieces),
@@ -241,15 +292,14 @@ def accounts(step: Step) -> tuple[dict[str, float], dict[str, float]]:
         JOIN: line.join,
         UPDATE: parts.update,
     }
-    scattered = max(0.0, ends.get(SCATTER, 0.0) - computed)
     exposed = {
         TENSOR: busy[TENSOR],
         EXPERT: busy[EXPERT],
         PIPELINE: parts.tie if work.overlapped_sends else busy[PIPELINE],
         CONTEXT: blocks * sum(max(0.0, p.context - p.compute) for p in pieces),
         GATHER: times * line.first_gather + work.passes * line.waited,
-        SCATTER: scattered + (times - 1) * line.reduction,
-        JOIN: max(0.0, ends.get(JOIN, 0.0) - max(computed, ends.get(SCATTER, 0.0))),
+        SCATTER: max(0.0, line.reduction - hidden) + (times - 1) * line.reduction,
+        JOIN: max(0.0, line.join - max(0.0, hidden - line.reduction)),
         UPDATE: parts.update,
     }
     exposed[BUBBLE] = max(0.0, step.seconds - busy[COMPUTE] - sum(exposed.values()))

@@ -6,6 +6,7 @@ reductions of a shard group share one, as FSDP2 has it, and what crosses the net
 network. Passes after the second are alike, so no more than three are laid out.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -26,12 +27,16 @@ class Step:
     """A step's time, and where it goes."""
 
     seconds: float
-    timeline: Timeline
-    """of as many passes as were laid out"""
+    draw: Callable[[], Timeline]
     laid_out: int
     """passes"""
     work: Workload
     parts: Passes
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """Of as many passes as were laid out."""
+        return self.draw()
 
     @cached_property
     def busy(self) -> dict[str, float]:
@@ -78,7 +83,7 @@ def _unstaged(work: Workload, parts: Passes) -> Step:
     timeline.add(UPDATE, parts.update, [last])
     # The last pass laid out is the step's last one; those left out are like the one before it.
     more = (work.passes - laid) * (ends[1] - ends[0]) if laid > 1 else 0.0
-    return Step(timeline.end + more, timeline, laid, work, parts)
+    return Step(timeline.end + more, lambda: timeline, laid, work, parts)
 
 
 def _pass(timeline, work: Workload, parts: Passes, before: Task | None, final: bool) -> Task:
