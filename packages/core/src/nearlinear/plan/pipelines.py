@@ -29,6 +29,7 @@ from .step import (
 from .streams import Task, Timeline
 from .workload import Workload
 
+KINDS = (FORWARD, BACKWARD, INPUTS, WEIGHTS)
 LAID_OUT = 3  # micro-batches for each rank, where a pipeline finds a steady pace
 
 
@@ -37,19 +38,17 @@ class Flow:
     """What all ranks do, one thing after what it waits for: `run` gives it its times."""
 
     plan: Plan
-    work: list[tuple[int, orders.Work]]
-    """of a rank"""
-    waits: list[int]
-    """for which work, by its place in the list; -1 = for none"""
-    comes: list[int]
-    """what it waits for comes from another rank: over which way in; -1 = it does not"""
+    work: list[orders.Work]
+    steps: list[tuple[int, int, int, int]]
+    """of each: its rank; whose seconds it takes, stages by `KINDS`; the place in the list of what it
+    waits for, -1 = nothing; over which way that comes from another rank, -1 = it does not"""
 
 
 @lru_cache(maxsize=256)
 def flow(plan: Plan, micro_batches: int) -> Flow:
     """Of the plan's orders. Raises AssertionError for orders that wait for each other."""
     order = orders.orders(plan, micro_batches)
-    found, places, at = Flow(plan, [], [], []), {}, [0] * plan.ranks
+    found, places, at = Flow(plan, [], []), {}, [0] * plan.ranks
     left = sum(map(len, order))
     while left:
         moved = False
@@ -61,9 +60,11 @@ def flow(plan: Plan, micro_batches: int) -> Flow:
                     break
                 places[BACKWARD if kind == INPUTS else kind, stage, batch] = len(found.work)
                 far = before is not None and plan.rank_of(before[1]) != rank
-                found.work.append((rank, each[at[rank]]))
-                found.waits.append(-1 if before is None else places[before])
-                found.comes.append(2 * rank + (before[0] == BACKWARD) if far else -1)
+                way = 2 * rank + (before[0] == BACKWARD) if far else -1
+                slot = KINDS.index(kind) * plan.stages + stage
+                waits = -1 if before is None else places[before]
+                found.work.append(each[at[rank]])
+                found.steps.append((rank, slot, waits, way))
                 at[rank], left, moved = at[rank] + 1, left - 1, True
         if not moved:
             raise AssertionError("the orders wait for each other")
@@ -86,18 +87,19 @@ def run(each: Flow, seconds: dict[str, list[float]], send: float = 0.0, beside: 
     reach the next one's rank, which computes meanwhile where it goes on ``beside``.
     """
     free, ways = [0.0] * each.plan.ranks, [0.0] * (2 * each.plan.ranks)
+    took = [value for kind in KINDS for value in seconds[kind]]
     ends, messages = [], []
-    for (rank, (kind, stage, _)), before, way in zip(
-        each.work, each.waits, each.comes, strict=True
-    ):
+    for rank, slot, before, way in each.steps:  # a million times in a fit: no calls
         start = free[rank]
         ready = ends[before] if before >= 0 else 0.0
         if way >= 0:
-            ready = max(ready, ways[way] if beside else start) + send
+            earlier = ways[way] if beside else start
+            ready = (earlier if earlier > ready else ready) + send
             ways[way] = ready
+        end = (ready if ready > start else start) + took[slot]
+        free[rank] = end
+        ends.append(end)
         messages.append(ready)
-        free[rank] = max(start, ready) + seconds[kind][stage]
-        ends.append(free[rank])
     return max(free), ends, messages
 
 
@@ -105,8 +107,8 @@ def timeline_of(each: Flow, seconds: dict[str, list[float]], send=0.0, beside=Tr
     """`run`, task by task."""
     _, ends, messages = run(each, seconds, send, beside)
     timeline = Timeline()
-    for (rank, (kind, stage, batch)), way, end, there in zip(
-        each.work, each.comes, ends, messages, strict=True
+    for (kind, stage, batch), (rank, _, _, way), end, there in zip(
+        each.work, each.steps, ends, messages, strict=True
     ):
         lane = f"rank {rank}"
         if way >= 0 and send:

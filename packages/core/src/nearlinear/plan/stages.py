@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache, cached_property
 
-from ..config import Config
 from ..parallel.pipeline import partition
 from ..parallel.pipeline.partition import Cost, Costs
 from ..parallel.pipeline.schedules import Plan
@@ -38,7 +37,7 @@ class Stages:
 
 
 @cache
-def split(shape: Shape, plan: Plan, parallel: Config) -> tuple[int, ...]:
+def split(shape: Shape, plan: Plan, memory_weight: float) -> tuple[int, ...]:
     """Blocks of every stage as `parallel.pipeline.partition` cuts ``shape``. Raises ConfigError."""
     met = shape.experts_per_token * shape.feed_forward_matrices
     block = shape.block_parameters
@@ -49,5 +48,5 @@ def split(shape: Shape, plan: Plan, parallel: Config) -> tuple[int, ...]:
         * shape.layers,
         Cost(last, 2.0 * last, float(last)),
     )
-    cut = partition.split(costs, plan.stages, partition.memory_weight(parallel))
+    cut = partition.split(costs, plan.stages, memory_weight)
     return tuple(len(blocks) for blocks in cut)

@@ -65,12 +65,16 @@ class Step:
 
 def step(work: Workload, cluster: Cluster, fitted: Parameters) -> Step:
     """How one step of ``work`` goes on ``cluster``."""
-    parts = Passes(work, cluster, fitted)
-    if work.mesh.pipeline > 1:
+    return step_of(Passes(work, cluster, fitted))
+
+
+def step_of(parts: Passes) -> Step:
+    """`step`, where its pieces are there already."""
+    if parts.work.mesh.pipeline > 1:
         from .pipelines import pipelined
 
-        return pipelined(work, parts)
-    return _unstaged(work, parts)
+        return pipelined(parts.work, parts)
+    return _unstaged(parts.work, parts)
 
 
 def _unstaged(work: Workload, parts: Passes) -> Step:

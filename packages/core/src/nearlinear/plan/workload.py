@@ -13,6 +13,7 @@ from ..errors import ConfigError
 from ..memory.states import AVERAGES
 from ..mesh import PLACED, Mesh
 from ..parallel.activations import strategy
+from ..parallel.pipeline.partition import memory_weight
 from ..parallel.pipeline.schedules import Plan, plan_for
 from ..train.config import TrainConfig
 from ..train.preflight import check_degrees
@@ -219,7 +220,7 @@ def _pipeline(config: TrainConfig, found: Shape, mesh: Mesh, size: int, batches:
         "schedule": plan.name,
         "virtual": plan.per_rank,
         "at_once": tuple(runs * batches),
-        "stages": split(found, plan, parallel) if parallel.auto_partition else (),
+        "stages": split(found, plan, memory_weight(parallel)) if parallel.auto_partition else (),
     }
 
 
