@@ -179,8 +179,8 @@ def plan(
 
     ``tokens``: to train on, for days and cost. ``vocabulary``: ids, where data are not here and the
     family's own are not meant. ``straggler``: standard deviation of a rank's time over its mean.
-    ``usd_per_hour``: of a node, above 0. ``settings``: changes of the config, ``"parallel.bf16=true"``.
-    Raises ConfigError.
+    ``usd_per_hour``: of a node, above 0. ``settings``: changes of the config, as in
+    ``"parallel.bf16=true"``. Raises ConfigError.
     """
     if not 0 <= tokens < math.inf:
         raise ConfigError(f"tokens = {tokens}: must be a number, 0 or more")

@@ -40,8 +40,8 @@ class Flow:
     plan: Plan
     work: list[orders.Work]
     steps: list[tuple[int, int, int, int]]
-    """of each: its rank; whose seconds it takes, stages by `KINDS`; the place in the list of what it
-    waits for, -1 = nothing; over which way that comes from another rank, -1 = it does not"""
+    """of each: its rank; whose seconds it takes, stages by `KINDS`; the place in the list of what
+    it waits for, -1 = nothing; over which way that comes from another rank, -1 = it does not"""
 
 
 @lru_cache(maxsize=256)

@@ -30,8 +30,8 @@ def remedy(plan: Plan) -> str:
         has = plan.cluster.gpu.memory_gib
         return (
             f"no change of one key or of two makes it fit: {least / GIB:.1f} GiB per GPU is the "
-            f"least, {least / GIB - has:.1f} too many; take more nodes, split the model over tensor "
-            "or pipeline ranks (--search tries them), or take GPUs with more memory"
+            f"least, {least / GIB - has:.1f} too many; take more nodes, GPUs with more memory, or "
+            "tensor or pipeline ranks (--search tries them)"
         )
     words, layout = found
     return f"cheapest change that makes it fit: {words}; {layout.seconds:.3f} s per step"
@@ -54,16 +54,11 @@ def _cheapest(changes: list[Change], plan: Plan) -> tuple[tuple[str, Layout] | N
 
 def _changes(config: TrainConfig, cluster: Cluster) -> Iterator[Change]:
     replace, parallel, batch = dataclasses.replace, config.parallel, config.batch
-    for way in ("selective", "each"):
-        if config.activations.checkpoint in ("", "selective") and way != (
-            config.activations.checkpoint
-        ):
-            kept = replace(config.activations, checkpoint=way)
-            yield (
-                "checkpoint",
-                f'activations.checkpoint = "{way}"',
-                replace(config, activations=kept),
-            )
+    now = config.activations.checkpoint
+    for way in {"": ("selective", "each"), "selective": ("each",)}.get(now, ()):
+        kept = replace(config.activations, checkpoint=way)
+        words = f'activations.checkpoint = "{way}"'
+        yield "checkpoint", words, replace(config, activations=kept)
     if not config.activations.offload:
         kept = replace(config.activations, offload=True)
         yield "offload", "activations.offload = true", replace(config, activations=kept)
