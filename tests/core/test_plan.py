@@ -93,7 +93,7 @@ def test_a_config_becomes_a_step():
     config = train_config.load(data, settings, environment={})
     found = workload.from_config(config, 64, 8)
     assert (found.micro_batch, found.passes, found.mesh.pipeline) == (2, 6, 4)
-    assert (found.gather_bytes, found.reduce_bytes) == (1.0, 4.0)
+    assert (found.gather_bytes, found.reduce_bytes) == (2.0, 4.0)  # stages gather as FSDP2 does
     assert found.recompute == "elementwise"
     assert found.offload
     assert found.step_tokens == 6 * 2 * 8 * 2048

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nearlinear.mesh import Mesh
-from nearlinear.plan import parameters, pipelines, step
+from nearlinear.plan import parameters, step
 from nearlinear.plan.hardware import Cluster, node, parse_cluster
 from nearlinear.plan.links import Links
 from nearlinear.plan.parameters import Parameters
@@ -47,8 +47,8 @@ def test_one_rank_computes_and_nothing_else():
 def test_nothing_overlapped_is_the_sum_of_everything():
     found = run(prefetch=0, overlapped_reduce=False)
     parts, layers = found.parts, SHAPE.layers
-    gathers = parts.gather(parts.root) + (2 * layers - 1) * parts.gather(parts.block)
-    reductions = layers * parts.reduce(parts.block) + parts.reduce(parts.root)
+    gathers = parts.gather(parts.root) + (2 * layers - 1) * parts.gather_block
+    reductions = layers * parts.reduce_block + parts.reduce(parts.root)
     assert found.busy["all-gather"] == pytest.approx(gathers)
     assert found.busy["reduce-scatter"] == pytest.approx(reductions)
     # The root's gather goes before the first block's on the same stream; all else is in turn.
@@ -59,8 +59,8 @@ def test_communication_that_fits_beside_computation_costs_its_ends_only():
     found = run(micro_batch=64)
     parts = found.parts
     blocks = SHAPE.layers * sum(p.compute for p in (*parts.forward, *parts.backward))
-    first = parts.gather(parts.root) + parts.gather(parts.block)
-    last = parts.reduce(parts.block) + parts.reduce(parts.root)
+    first = parts.gather(parts.root) + parts.gather_block
+    last = parts.reduce_block + parts.reduce(parts.root)
     expected = first + blocks + sum(parts.head) + last + parts.update
     assert found.seconds == pytest.approx(expected, rel=1e-9)
 
@@ -94,52 +94,6 @@ def test_a_stream_runs_its_tasks_in_turn():
     assert timeline.exposed("b") == {"a": 2.0}
 
 
-@pytest.mark.parametrize(("ranks", "batches"), [(2, 4), (4, 8), (8, 8), (3, 17)])
-@pytest.mark.parametrize("schedule", ["simple", "1f1b"])
-def test_the_bubble_of_a_pipeline(ranks, batches, schedule):
-    order = pipelines.orders(ranks, 1, batches, schedule)
-    timeline = pipelines.run(order, [1.0] * ranks, [2.0] * ranks)
-    bubble = 1 - batches * 3.0 / timeline.end
-    assert bubble == pytest.approx((ranks - 1) / (batches + ranks - 1))
-
-
-@pytest.mark.parametrize(("ranks", "virtual", "batches"), [(2, 2, 4), (4, 2, 8), (4, 3, 16)])
-def test_several_stages_per_rank_divide_the_bubble(ranks, virtual, batches):
-    order = pipelines.orders(ranks, virtual, batches, "1f1b")
-    stages = ranks * virtual
-    timeline = pipelines.run(order, [1.0] * stages, [2.0] * stages)
-    idle = timeline.end - batches * virtual * 3.0
-    assert idle == pytest.approx((ranks - 1) * 3.0)
-
-
-@pytest.mark.parametrize("virtual", [1, 2])
-@pytest.mark.parametrize("batches", [8, 24, 40])
-def test_every_stage_does_every_micro_batch_once(virtual, batches):
-    for rank, order in enumerate(pipelines.orders(4, virtual, batches, "1f1b")):
-        stages = range(rank, 4 * virtual, 4)
-        assert sorted(order) == sorted(
-            (way, stage, batch)
-            for way in ("forward", "backward")
-            for stage in stages
-            for batch in range(batches)
-        )
-
-
-@pytest.mark.parametrize("virtual", [1, 2])
-@pytest.mark.parametrize("schedule", ["1f1b", "simple"])
-@pytest.mark.parametrize("beside", [True, False])
-def test_a_full_pipeline_takes_as_long_for_every_micro_batch(virtual, beside, schedule):
-    """What `pipelines.pipelined` leaves out, against laying all of it out."""
-    mesh = Mesh(pipeline=4, tensor=8, ranks_per_node=8)
-    asked = {"virtual": virtual, "overlapped_sends": beside, "schedule": schedule}
-    found = run(passes=32, mesh=mesh, micro_batch=1, **asked)
-    there, back = pipelines._stages(found.work, found.parts, 4 * virtual)
-    order = pipelines.orders(4, virtual, 32, schedule)
-    whole = pipelines.run(order, there, back, found.parts.handing_on, beside)
-    after = found.seconds - found.parts.update
-    assert after == pytest.approx(whole.end, rel=0.03)
-
-
 def test_where_a_group_of_ranks_stands():
     mesh = Mesh(pipeline=2, replicate=2, shard=8, tensor=4, ranks_per_node=8)
     assert group(mesh, "tensor") == Group(ranks=4, nodes=1, sharing=2)
@@ -147,22 +101,57 @@ def test_where_a_group_of_ranks_stands():
     assert group(mesh, "replicate") == Group(ranks=2, nodes=2, sharing=8)
     assert group(mesh, "pipeline") == Group(ranks=2, nodes=2, sharing=8)
     assert group(Mesh(shard=4), "shard") == Group(ranks=4, nodes=1, sharing=1)
+    experts = Mesh(shard=16, context=2, tensor=2, expert=4, ranks_per_node=8)
+    assert group(experts, "expert") == Group(ranks=4, nodes=1, sharing=2)
+    assert group(experts, "expert_sharing") == Group(ranks=8, nodes=8, sharing=8)
 
 
-def test_collectives_move_what_they_must():
+@pytest.fixture(scope="module")
+def links() -> Links:
+    """Of nodes of 8 A100s, 300 GB/s between them and 50 GB/s to other nodes, without latency."""
     free = dataclasses.replace(
         FITTED, hop_inside=0.0, hop_between=0.0, link_share=1.0, network_share=1.0
     )
-    links, size = Links(node("p4d.24xlarge"), free), 8e9
-    inside = Group(ranks=8, nodes=1, sharing=1)
-    assert links.gather(size, inside) == pytest.approx(size * 7 / 8 / 300e9)
-    across = Group(ranks=32, nodes=4, sharing=1)
-    assert links.gather(size, across) == pytest.approx(size * 3 / 4 / 50e9)
-    assert links.reduce(size, across) == pytest.approx(2 * links.gather(size, across))
-    eighth = Group(ranks=4, nodes=4, sharing=8)
-    assert links.gather(size / 8, eighth) == pytest.approx(links.gather(size, across))
-    assert links.gather(size, across, direct=True) < links.gather(size, across)
-    assert links.gather(size, Group(1, 1, 8)) == links.reduce(size, Group(1, 1, 8)) == 0.0
+    return Links(node("p4d.24xlarge"), free)
+
+
+INSIDE = Group(ranks=8, nodes=1, sharing=1)
+ACROSS = Group(ranks=32, nodes=4, sharing=1)
+RAIL = Group(ranks=4, nodes=4, sharing=8)
+SIZE = 8e9
+
+
+@pytest.mark.parametrize(
+    ("where", "how", "seconds"),
+    [
+        (INSIDE, {}, 7e9 / 300e9),
+        (ACROSS, {}, 8e9 * 31 / 32 / 50e9),  # a ring over nodes passes on all but one part
+        (ACROSS, {"hierarchical": True}, 6e9 / 50e9 + 7e9 / 300e9),  # a node lacks three quarters
+        (ACROSS, {"direct": True}, 6e9 / (50e9 * 9 / 8)),
+        (RAIL, {}, 8 * 6e9 / 50e9),  # eight groups share the adapters
+        (Group(1, 1, 8), {}, 0.0),
+    ],
+)
+def test_a_gather_moves_what_it_must(links, where, how, seconds):
+    assert links.gather(SIZE, where, **how) == pytest.approx(seconds)
+
+
+def test_an_all_reduce_moves_it_there_and_back(links):
+    for where in (INSIDE, ACROSS, RAIL):
+        assert links.reduce(SIZE, where) == pytest.approx(2 * links.gather(SIZE, where))
+    assert links.reduce(SIZE, Group(1, 1, 8)) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("where", "seconds"),
+    [
+        (INSIDE, 7 / 8 * 8e9 / 300e9),
+        (ACROSS, 24 / 32 * 8e9 / (50e9 / 8)),  # 24 of 32 parts, over an eighth of the adapters
+        (Group(1, 1, 8), 0.0),
+    ],
+)
+def test_an_exchange_leaves_the_node_for_other_nodes_only(links, where, seconds):
+    assert links.exchange(SIZE, where) == pytest.approx(seconds)
 
 
 def test_small_messages_are_slow():
@@ -225,12 +214,3 @@ def test_the_figure_shows_every_task():
     labels = [text.get_text() for text in ax.get_legend().get_texts()]
     assert {"all-gather", "compute: forward", "compute: again", "compute: backward"} <= set(labels)
     assert ax.get_xlabel() == "seconds (3 of 5 passes)"
-
-
-def test_1f1b_keeps_no_more_micro_batches_than_stages_to_come():
-    for rank, order in enumerate(pipelines.orders(4, 1, 12, "1f1b")):
-        ahead, most = 0, 0
-        for way, _, _ in order:
-            ahead += 1 if way == "forward" else -1
-            most = max(most, ahead)
-        assert most == 4 - rank

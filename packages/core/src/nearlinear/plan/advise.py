@@ -134,7 +134,7 @@ def _with(plan: Plan, **parallel) -> str:
 
 def _tried(config: TrainConfig, plan: Plan) -> Layout | None:
     try:
-        return tried(config, plan.cluster)
+        return tried(config, plan.cluster, like=plan)
     except ConfigError:
         return None
 

@@ -17,6 +17,7 @@ from . import parameters, room, workload
 from .hardware import Cluster, parse_cluster
 from .memory import vocabulary_of
 from .memory.report import GIB
+from .parameters import Parameters
 from .step import (
     BUBBLE,
     COMPUTE,
@@ -65,6 +66,11 @@ class Plan:
     """to train on; 0 = what the config's steps read"""
     usd_per_hour: float = 0.0
     """of a node; 0 = not known"""
+
+    @property
+    def fitted(self) -> Parameters:
+        """What the answer stands on."""
+        return self.step.parts.fitted
 
     @property
     def seconds(self) -> float:
@@ -173,9 +179,13 @@ def plan(
 
     ``tokens``: to train on, for days and cost. ``vocabulary``: ids, where data are not here and the
     family's own are not meant. ``straggler``: standard deviation of a rank's time over its mean.
-    ``usd_per_hour``: of a node. ``settings``: changes of the config, ``"parallel.bf16=true"``.
-    Raises ConfigError.
+    ``usd_per_hour``: of a node, above 0. ``settings``: changes of the config, as in
+    ``"parallel.bf16=true"``. Raises ConfigError.
     """
+    if not 0 <= tokens < math.inf:
+        raise ConfigError(f"tokens = {tokens}: must be a number, 0 or more")
+    if usd_per_hour is not None and not 0 < usd_per_hour < math.inf:
+        raise ConfigError(f"price per hour = {usd_per_hour}: must be a number above 0")
     asked = config if isinstance(config, TrainConfig) else train_config.load(config, settings)
     place = parse_cluster(cluster) if isinstance(cluster, str) else cluster
     fitted = parameters.load()

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import ConfigError, NearlinearError
-from . import advise, answer, scaling, search, validate
+from . import advise, answer, remedy, scaling, search, validate
 
 
 @dataclass(frozen=True)
@@ -50,11 +50,19 @@ def run(config, options: Options) -> int:
     )
     print(found)
     numbers = found.as_dict()
+    try:
+        _more(found, options, numbers)
+    finally:  # what is known by then is kept, also where a search finds nothing
+        _write(options.json, numbers)
+    if options.figure:
+        _draw(lambda plots: plots.save_step_streams(found.step, options.figure))
+    return 0
+
+
+def _more(found: answer.Plan, options: Options, numbers: dict) -> None:
+    """What was asked for beside the answer, printed and added to ``numbers``."""
     if not found.fits:
-        cheapest = search.cheapest_fit(found.config, found.cluster)
-        if cheapest:
-            words, layout = cheapest
-            print(f"cheapest change that makes it fit: {words}; {layout.seconds:.3f} s per step")
+        print(remedy.remedy(found))
     if options.dry_run:
         from .dry_run import measure
 
@@ -64,20 +72,16 @@ def run(config, options: Options) -> int:
     if options.why:
         print("\n" + advise.text(advise.advise(found)))
     if options.search:
-        layouts = search.search(found.config, found.cluster)
+        layouts = search.search(found.config, found.cluster, like=found)
         print("\n" + search.text(layouts, found.cluster))
         numbers["search"] = [
             {"seconds": each.seconds, "memory_bytes": each.memory, **each.changes}
             for each in layouts
         ]
     if options.scale:
-        points = scaling.curve(found.config, found.cluster)
+        points = scaling.curve(found.config, found.cluster, like=found)
         print("\n" + scaling.text(points))
         numbers["scaling"] = [vars(point) for point in points]
-    _write(options.json, numbers)
-    if options.figure:
-        _draw(lambda plots: plots.save_step_streams(found.step, options.figure))
-    return 0
 
 
 def _validate(options: Options) -> int:

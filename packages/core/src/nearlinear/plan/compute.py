@@ -11,10 +11,12 @@ from functools import cached_property
 
 from .hardware import Accelerator
 from .parameters import Parameters
+from .shape import ACTIVATIONS
 from .workload import Workload
 
 TILE = (128, 256)  # rows and columns of the tiles that fast products are cut into
 ACTIVATION = 2  # bytes of an activation in 16 bits
+ROUTED = 6.0  # times that a token's rows pass through memory for each of its experts
 FLASH_BACKWARD = 2.5  # five products for two: Dao et al. 2022
 
 
@@ -102,6 +104,11 @@ class Compute:
         return again * work.recomputed_blocks
 
     @cached_property
+    def weights(self) -> float:
+        """Of a block's backward pass, the products for gradients of weights."""
+        return sum(self._attention_products) + sum(self._feed_forward_products)
+
+    @cached_property
     def input_weights(self) -> tuple[float, float]:
         """The gradients of the matrices that the two parts begin with."""
         return self._attention_products[0], self._feed_forward_products[0]
@@ -109,15 +116,23 @@ class Compute:
     @cached_property
     def head(self) -> tuple[float, float]:
         """Forward and backward of the embedding, the head's product and the loss."""
-        words, rows = self.work.shape.vocabulary / self.work.mesh.tensor, self.rows
-        product = self.product(rows, self.work.shape.width, words)
+        words, rows, product = self._words, self.rows, self.head_weights
         passes = 6 if self.work.compiled else 14  # float32 logits, their softmax and its gradient
         loss = self.passing(rows * words * passes / 2, 8)
         table = self.passing(rows * self.work.shape.width * 2, 4)
         return product + loss + table, 2 * product + loss + table
 
+    @cached_property
+    def head_weights(self) -> float:
+        """The head's product; the one for gradients of its weights takes as long."""
+        return self.product(self.rows, self.work.shape.width, self._words)
+
+    @property
+    def _words(self) -> float:
+        return self.work.shape.vocabulary / self.work.mesh.tensor
+
     def optimizer(self, parameters: float) -> float:
-        """Of a rank's share of ``parameters``."""
+        """Of a rank's share of ``parameters``, in its own memory."""
         return parameters * self.work.optimizer_bytes / self.memory
 
     @cached_property
@@ -185,11 +200,16 @@ class Compute:
         hidden = self.rows * shape.width / split
         heads = self.rows * (self.width + self.kv_width)
         inner = self.rows * self.inner * shape.experts_per_token
-        if not shape.gated:  # LayerNorm, biases, GELU
-            norm, turn, act, kernels = (4.0, 1.0, 2.0, 12) if compiled else (5.0, 2.0, 2.5, 20)
-        else:  # RMSNorm in float32, rotary positions, SwiGLU
-            norm, turn, act, kernels = (4.0, 2.0, 3.0, 14) if compiled else (21.0, 11.0, 5.0, 60)
+        of_one, of_two = ACTIVATIONS[shape.activation]
+        of_two += shape.gated  # times the second matrix
+        act = 2.0 + shape.gated if compiled else 2.0 * of_one + 3.0 * of_two
+        if not shape.gated:  # LayerNorm, biases
+            norm, turn, kernels = (4.0, 1.0, 12) if compiled else (5.0, 2.0, 19)
+        else:  # RMSNorm in float32, rotary positions
+            norm, turn, kernels = (4.0, 2.0, 14) if compiled else (21.0, 11.0, 58)
+        kernels += 0 if compiled else of_one + of_two
+        routed = ROUTED * shape.experts_per_token * hidden if shape.experts > 1 else 0.0
         return (
             self.passing(norm * hidden + turn * heads, kernels / 2),
-            self.passing(norm * hidden + act * inner, kernels / 2),
+            self.passing(norm * hidden + act * inner + routed, kernels / 2),
         )

@@ -1,9 +1,11 @@
 """Seconds of collectives: the bytes that cross the narrowest link, and the hops of a ring.
 
-In a ring over nodes every byte enters every node once, over adapters that all groups of the node
-share; a ring has a hop for each rank. The all-gather that sends to every rank at once (SMDDP) has
-one hop between nodes, and comes closer to the network's rate: 90 % where NCCL reaches 80 % (AWS,
-"Enable faster training with Amazon SageMaker data parallel library", 2023).
+A ring takes every part but one over each of its links, so that (ranks - 1) / ranks of a tensor go
+from node to node, over adapters that all groups of the node share. What sends across nodes first
+and inside them then brings a node only what other nodes hold, (nodes - 1) / nodes. The all-gather
+that sends to every node at once (SMDDP) has one hop between nodes and comes closer to the network's
+rate: 90 % where NCCL reaches 80 % (AWS, "Enable faster training with Amazon SageMaker data parallel
+library", 2023).
 """
 
 import math
@@ -30,35 +32,60 @@ class Links:
         """All-gather, or reduce-scatter, of ``size`` bytes in all."""
         if group.ranks == 1:
             return 0.0
-        inside = size * (group.on_node - 1) / max(group.on_node, 1) / self.inside
         if group.nodes == 1:
-            return inside + (group.ranks - 1) * self.fitted.hop_inside
-        rate = self.between * (DIRECT if direct else 1.0)
-        between = size * (group.nodes - 1) / group.nodes * group.sharing / rate
-        hops = group.nodes * self.fitted.hop_between
+            return self._around(size, group) / self.inside + self._turns(group.ranks - 1)
+        if not (direct or hierarchical):
+            return self._ring(size, group) + self._hops(group.nodes)
+        inside = size * (group.on_node - 1) / group.on_node / self.inside
+        across = size * (group.nodes - 1) / group.nodes * group.sharing / self.between
         if direct:
-            return max(between, inside) + self.fitted.hop_between + hops / 8
-        if hierarchical:
-            return between + inside + hops + (group.on_node - 1) * self.fitted.hop_inside
-        turns = (group.ranks - group.nodes) * self.fitted.hop_inside
-        return max(between, inside) + hops + turns
+            return max(across / DIRECT, inside) + self._hops(1) + self._turns(group.on_node - 1)
+        return across + inside + self._hops(group.nodes - 1) + self._turns(group.on_node - 1)
 
     def reduce(self, size: float, group: Group) -> float:
-        """All-reduce: there and back; the hops are those of a tree."""
+        """All-reduce: there and back; between nodes the hops are those of a tree."""
         if group.ranks == 1:
             return 0.0
         if group.nodes == 1:
-            return (
-                2 * (size * (group.ranks - 1) / group.ranks / self.inside)
-                + 2 * (group.ranks - 1) * self.fitted.hop_inside
-            )
-        inside = size * (group.on_node - 1) / group.on_node / self.inside
-        between = size * (group.nodes - 1) / group.nodes * group.sharing / self.between
-        hops = math.log2(group.nodes) * self.fitted.hop_between
-        return 2 * (max(between, inside) + hops + group.on_node * self.fitted.hop_inside)
+            return 2 * (self._around(size, group) / self.inside + self._turns(group.ranks - 1))
+        across = self._around(size, group) * group.sharing / self.between
+        inside = self._around(size, group) / self.inside
+        hops = self._hops(math.log2(group.nodes)) + self._turns(group.on_node)
+        return 2 * (max(across, inside) + hops)
+
+    def exchange(self, size: float, group: Group) -> float:
+        """All-to-all of ``size`` bytes on each rank, as much for one as for another.
+
+        Every GPU of a node sends to other nodes at once, over its part of the adapters.
+        """
+        if group.ranks == 1:
+            return 0.0
+        each = size / group.ranks
+        inside = each * (group.on_node - 1) / self.inside
+        if group.nodes == 1:
+            return inside + self.fitted.hop_inside
+        across = each * (group.ranks - group.on_node) / self.per_gpu
+        return max(across, inside) + self.fitted.hop_between
 
     def send(self, size: float, across: bool) -> float:
         """From one rank to another, while every GPU of the node sends as much."""
         if across:
             return size / self.per_gpu + self.fitted.hop_between
         return size / self.inside + self.fitted.hop_inside
+
+    def _ring(self, size: float, group: Group) -> float:
+        """Round all ranks of several nodes, without the hops between them."""
+        moved = self._around(size, group)
+        across, inside = moved * group.sharing / self.between, moved / self.inside
+        return max(across, inside) + self._turns(group.ranks - group.nodes)
+
+    @staticmethod
+    def _around(size: float, group: Group) -> float:
+        """Bytes over each link of a ring."""
+        return size * (group.ranks - 1) / group.ranks
+
+    def _turns(self, count: float) -> float:
+        return count * self.fitted.hop_inside
+
+    def _hops(self, count: float) -> float:
+        return count * self.fitted.hop_between

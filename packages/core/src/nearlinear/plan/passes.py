@@ -1,14 +1,17 @@
 """What one block costs on each stream, forward and backward: the pieces a step is made of."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
-from .compute import ACTIVATION, Compute
+from .compute import Compute
 from .hardware import Cluster
 from .links import DIRECT_BORROWS, Links
 from .parameters import Parameters
+from .stages import Stages
 from .workload import Group, Workload, group
+
+FLOAT = 4  # bytes
 
 
 @dataclass(frozen=True)
@@ -33,20 +36,43 @@ class Passes:
         self.sharing: Group = group(mesh, "shard", "context")
         self.replicas: Group = group(mesh, "replicate")
         self.tensor: Group = group(mesh, "tensor")
-        self.layers = work.shape.layers // mesh.pipeline
-        """blocks of one stage"""
+        self.expert_sharing: Group = group(mesh, "expert_sharing")
+        self.stages: Stages = work.cut
+
+    @property
+    def layers(self) -> float:
+        """Blocks of a rank; of a pipeline's, the one that has the most."""
+        return self.stages.most_blocks
 
     @cached_property
     def block(self) -> float:
-        """Parameters of a block that a shard group shares."""
+        """Parameters of a block on the ranks that share one copy of it."""
         shape, mesh = self.work.shape, self.work.mesh
-        experts = shape.experts * shape.feed_forward_matrices / mesh.expert
-        return (shape.attention_matrices + experts) / mesh.tensor
+        return (shape.attention_matrices + shape.router) / mesh.tensor + self.experts
+
+    @cached_property
+    def experts(self) -> float:
+        """Of them, those of experts, which fewer ranks share where experts are divided."""
+        shape, mesh = self.work.shape, self.work.mesh
+        return shape.experts * shape.feed_forward_matrices / mesh.expert / mesh.tensor
 
     @cached_property
     def root(self) -> float:
-        """Parameters of the embeddings and the head; in a pipeline each end holds its own."""
+        """Parameters of the embeddings and the head."""
         return self.work.shape.root_parameters / self.work.mesh.tensor
+
+    @cached_property
+    def ends(self) -> tuple[float, float]:
+        """Parameters of a pipeline's two ends, beside blocks."""
+        first, last = self.work.shape.ends
+        return first / self.work.mesh.tensor, last / self.work.mesh.tensor
+
+    @cached_property
+    def held(self) -> float:
+        """Parameters of a rank before it shares them; of a pipeline's, that with the most."""
+        if self.work.mesh.pipeline == 1:
+            return self.layers * self.block + self.root
+        return self.stages.most_parameters(self.block, self.ends)
 
     @cached_property
     def slower(self) -> float:
@@ -61,7 +87,7 @@ class Passes:
         work = self.work
         parts = self.compute
         computing = parts.forward.total + parts.again.total + parts.backward.total
-        moving = self.gather(self.block) * (2 if work.resharded else 0) + self.reduce(self.block)
+        moving = self.gather_block * (2 if work.resharded else 0) + self.reduce_block
         share = self.fitted.borrowed_share * (DIRECT_BORROWS if work.direct else 1.0)
         overlapped = work.prefetch > 0
         return share * min(1.0, moving / computing) if overlapped and self.sharded else 0.0
@@ -70,21 +96,61 @@ class Passes:
     def sharded(self) -> bool:
         return self.sharing.ranks > 1
 
-    def gather(self, parameters: float) -> float:
-        work = self.work
+    @cached_property
+    def gather_block(self) -> float:
+        return self._of_block(self.gather)
+
+    @cached_property
+    def reduce_block(self) -> float:
+        return self._of_block(self.reduce)
+
+    @cached_property
+    def join_block(self) -> float:
+        return self._of_block(self.join)
+
+    def _of_block(self, move) -> float:
+        """Divided experts go by themselves, among the ranks that share them."""
+        if self.work.mesh.expert == 1:
+            return move(self.block)
+        return move(self.block - self.experts) + move(self.experts, self.expert_sharing)
+
+    def gather(self, parameters: float, sharing: Group | None = None) -> float:
+        """Seconds until ranks have all ``parameters`` that they share."""
+        work, ranks = self.work, sharing or self.sharing
         most = work.message or parameters
         messages = math.ceil(parameters / most)
         size = parameters / messages * work.gather_bytes
-        return messages * self.links.gather(size, self.sharing, work.direct, work.hierarchical)
+        wire = messages * self.links.gather(size, ranks, work.direct, work.hierarchical)
+        return wire + self._from_host(parameters / ranks.ranks)
 
-    def reduce(self, parameters: float) -> float:
+    def reduce(self, parameters: float, sharing: Group | None = None) -> float:
         """Reduce-scatter in the shard group."""
-        return self.links.gather(parameters * self.work.reduce_bytes, self.sharing)
+        ranks = sharing or self.sharing
+        wire = self.links.gather(parameters * self.work.reduce_bytes, ranks)
+        return wire + self._from_host(parameters / ranks.ranks)
 
-    def join(self, parameters: float) -> float:
+    def join(self, parameters: float, sharing: Group | None = None) -> float:
         """Second hop: all-reduce of a rank's shard over the replicas."""
-        size = parameters * self.work.reduce_bytes / self.sharing.ranks
-        return self.links.reduce(size, self.replicas)
+        shard = parameters / (sharing or self.sharing).ranks
+        return self.links.reduce(shard * self.work.reduce_bytes, self.replicas)
+
+    def _from_host(self, shard: float) -> float:
+        """An offloaded optimizer's values come in float32, and its gradients go."""
+        return shard * FLOAT / self.links.host if self.work.offload_optimizer else 0.0
+
+    @cached_property
+    def tie(self) -> float:
+        """Both ends of a pipeline add up their gradients of a table that they share."""
+        mesh, shape = self.work.mesh, self.work.shape
+        if (
+            mesh.pipeline == 1
+            or not shape.tied
+            or self.stages.plan.rank_of(0)
+            == (self.stages.plan.rank_of(self.stages.plan.stages - 1))
+        ):
+            return 0.0
+        shard = self.ends[1] / self.sharing.ranks * self.work.reduce_bytes
+        return self.links.reduce(shard, replace(group(mesh, "pipeline"), ranks=2))
 
     @cached_property
     def forward(self) -> list[Piece]:
@@ -122,20 +188,37 @@ class Passes:
         ]
 
     @cached_property
+    def weights(self) -> float:
+        """Of a block's backward pass, what nobody waits for: gradients of weights."""
+        return self.compute.weights * self.slower
+
+    @cached_property
+    def head_weights(self) -> float:
+        return self.compute.head_weights * self.slower
+
+    @cached_property
     def head(self) -> tuple[float, float]:
         first, second = self.compute.head
         return first * self.slower, second * self.slower
 
     @cached_property
     def update(self) -> float:
-        """The optimizer's, of what a rank holds."""
-        held = self.layers * self.block + self.root / min(self.work.mesh.pipeline, 2)
-        return self.compute.optimizer(held / self.sharing.ranks)
+        """The optimizer's, of what a rank holds.
+
+        In host memory it goes at the rate of the link to it: a node's memory, divided by its GPUs,
+        is about as fast.
+        """
+        divided = self.layers * self.experts if self.work.mesh.expert > 1 else 0.0
+        mine = (self.held - divided) / self.sharing.ranks + divided / self.expert_sharing.ranks
+        mine /= self.work.updaters
+        if self.work.offload_optimizer:
+            return mine * self.work.optimizer_bytes / self.links.host
+        return self.compute.optimizer(mine)
 
     @cached_property
     def hidden(self) -> float:
         """Bytes of the hidden states of one pass."""
-        return self.work.tokens * self.work.shape.width * ACTIVATION
+        return self.work.tokens * self.work.shape.width * self.compute.bytes
 
     @cached_property
     def exchange(self) -> float:
@@ -146,14 +229,8 @@ class Passes:
     @cached_property
     def dispatch(self) -> float:
         """Tokens go to their experts, or come back."""
-        mesh, shape = self.work.mesh, self.work.shape
-        if mesh.expert == 1:
-            return 0.0
-        node = max(1, (mesh.ranks_per_node or mesh.world) // mesh.tensor)
-        on_node = min(mesh.expert, node)
-        nodes = -(-mesh.expert // on_node)
-        ranks = Group(mesh.expert, nodes, max(1, node * mesh.tensor // on_node))
-        return self.links.gather(self.hidden * shape.experts_per_token, ranks)
+        rows = self.hidden * self.work.shape.experts_per_token
+        return self.links.exchange(rows, group(self.work.mesh, "expert"))
 
     @cached_property
     def rotation(self) -> float:
@@ -161,7 +238,7 @@ class Passes:
         mesh = self.work.mesh
         if mesh.context == 1:
             return 0.0
-        size = 2 * self.work.tokens * self.compute.kv_width * ACTIVATION * mesh.context
+        size = 2 * self.work.tokens * self.compute.kv_width * self.compute.bytes * mesh.context
         return self.links.gather(size, group(mesh, "context"))
 
     @cached_property

@@ -1,10 +1,17 @@
-"""One step of a pipeline: which stage does what in which order, and when.
+"""One step of a pipeline: what its stages hold, and when each does what `orders` have it do.
 
-The orders are those of GPipe (Huang et al. 2019: all forward, then all backward), of 1F1B and of
-its interleaved form with several stages per rank (Narayanan et al. 2021). Schedules that put off
-the gradients of weights (zero bubble) are laid out as 1F1B: a bound from above.
+A step fills the pipeline once, or several times where a schedule is given few micro-batches at
+once. Stages are sharded by FSDP2: gathered at their first use, reduced once a schedule has ended.
+Where a rank's stages are more than may stay gathered, they are gathered for every micro-batch and
+once more: a stage is freed after each forward pass, and not after a backward pass.
 """
 
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+from ..parallel.pipeline.schedules import Plan
+from . import orders
+from .orders import BACKWARD, FORWARD, INPUTS, WEIGHTS
 from .passes import Passes, Piece
 from .step import (
     BUBBLE,
@@ -22,186 +29,279 @@ from .step import (
 from .streams import Task, Timeline
 from .workload import Workload
 
-LAID_OUT = 4  # micro-batches for each rank, where a pipeline finds a steady pace
+KINDS = (FORWARD, BACKWARD, INPUTS, WEIGHTS)
+LAID_OUT = 3  # micro-batches for each rank, where a pipeline finds a steady pace
 
 
-def orders(ranks: int, virtual: int, micro_batches: int, schedule: str) -> list[list[tuple]]:
-    """For every rank its work in order: (forward or backward, stage, micro-batch).
+@dataclass(frozen=True)
+class Flow:
+    """What all ranks do, one thing after what it waits for: `run` gives it its times."""
 
-    Stage ``s`` is on rank ``s % ranks``.
-    """
-    return [_order(rank, ranks, virtual, micro_batches, schedule) for rank in range(ranks)]
-
-
-def _order(rank: int, ranks: int, virtual: int, count: int, schedule: str) -> list[tuple]:
-    """Micro-batches go through a rank's stages in groups of as many as there are ranks."""
-    groups = [range(first, min(first + ranks, count)) for first in range(0, count, ranks)]
-    if virtual == 1:
-        groups = [range(count)]
-    forward = [
-        ("forward", rank + chunk * ranks, batch)
-        for group in groups
-        for chunk in range(virtual)
-        for batch in group
-    ]
-    backward = [
-        ("backward", rank + chunk * ranks, batch)
-        for group in groups
-        for chunk in reversed(range(virtual))
-        for batch in group
-    ]
-    if schedule == "simple":
-        return forward + backward
-    first = min(_ahead(rank, ranks, virtual), len(forward))
-    order = forward[:first]
-    for there, back in zip(forward[first:], backward, strict=False):
-        order += [there, back]
-    return order + backward[len(forward) - first :]
+    plan: Plan
+    work: list[orders.Work]
+    steps: list[tuple[int, int, int, int]]
+    """of each: its rank; whose seconds it takes, stages by `KINDS`; the place in the list of what
+    it waits for, -1 = nothing; over which way that comes from another rank, -1 = it does not"""
 
 
-def _ahead(rank: int, ranks: int, virtual: int) -> int:
-    """Forward passes that a rank does before its first backward pass, less one."""
-    behind = ranks - rank - 1
-    return behind if virtual == 1 else 2 * behind + (virtual - 1) * ranks
-
-
-def run(
-    order: list[list[tuple]],
-    there: list[float],
-    back: list[float],
-    send: float = 0.0,
-    beside: bool = True,
-) -> Timeline:
-    """The timeline of those orders, with seconds of every stage forward and backward.
-
-    ``send``: seconds for a stage's output to reach the next one's rank, which computes meanwhile
-    where it goes on ``beside``.
-    """
-    timeline, done, at = Timeline(), {}, [0] * len(order)
-    left = sum(len(each) for each in order)
+@lru_cache(maxsize=256)
+def flow(plan: Plan, micro_batches: int) -> Flow:
+    """Of the plan's orders. Raises AssertionError for orders that wait for each other."""
+    order = orders.orders(plan, micro_batches)
+    found, places, at = Flow(plan, [], []), {}, [0] * plan.ranks
+    left = sum(map(len, order))
     while left:
         moved = False
         for rank, each in enumerate(order):
             while at[rank] < len(each):
-                way, stage, batch = each[at[rank]]
-                before = _before(way, stage, batch, len(there))
-                if before is not None and before not in done:
+                kind, stage, batch = each[at[rank]]
+                before = _before(kind, stage, batch, plan.stages)
+                if before is not None and before not in places:
                     break
-                waits = [done[before]] if before is not None else []
-                if waits and send and (before[1] % len(order)) != rank:
-                    lane = f"to {rank} {way}" if beside else f"rank {rank}"
-                    waits = [timeline.add(PIPELINE, send, waits, lane, way)]
-                seconds = there[stage] if way == "forward" else back[stage]
-                label = f"{way} {batch}"
-                done[way, stage, batch] = timeline.add(
-                    COMPUTE, seconds, waits, f"rank {rank}", label
-                )
+                places[BACKWARD if kind == INPUTS else kind, stage, batch] = len(found.work)
+                far = before is not None and plan.rank_of(before[1]) != rank
+                way = 2 * rank + (before[0] == BACKWARD) if far else -1
+                slot = KINDS.index(kind) * plan.stages + stage
+                waits = -1 if before is None else places[before]
+                found.work.append(each[at[rank]])
+                found.steps.append((rank, slot, waits, way))
                 at[rank], left, moved = at[rank] + 1, left - 1, True
         if not moved:
             raise AssertionError("the orders wait for each other")
+    return found
+
+
+def _before(kind: str, stage: int, batch: int, stages: int):
+    """What this work waits for of other stages, or of its own earlier work."""
+    if kind == FORWARD:
+        return (FORWARD, stage - 1, batch) if stage else None
+    if kind == WEIGHTS:
+        return (BACKWARD, stage, batch)
+    return (FORWARD, stage, batch) if stage == stages - 1 else (BACKWARD, stage + 1, batch)
+
+
+def run(each: Flow, seconds: dict[str, list[float]], send: float = 0.0, beside: bool = True):
+    """The end of all work and, by place, of each and of the message that it waits for.
+
+    ``seconds`` of every stage, for each kind of work. ``send``: seconds for a stage's output to
+    reach the next one's rank, which computes meanwhile where it goes on ``beside``.
+    """
+    free, ways = [0.0] * each.plan.ranks, [0.0] * (2 * each.plan.ranks)
+    took = [value for kind in KINDS for value in seconds[kind]]
+    ends, messages = [], []
+    for rank, slot, before, way in each.steps:  # a million times in a fit: no calls
+        start = free[rank]
+        ready = ends[before] if before >= 0 else 0.0
+        if way >= 0:
+            earlier = ways[way] if beside else start
+            ready = (earlier if earlier > ready else ready) + send
+            ways[way] = ready
+        end = (ready if ready > start else start) + took[slot]
+        free[rank] = end
+        ends.append(end)
+        messages.append(ready)
+    return max(free), ends, messages
+
+
+def timeline_of(each: Flow, seconds: dict[str, list[float]], send=0.0, beside=True) -> Timeline:
+    """`run`, task by task."""
+    _, ends, messages = run(each, seconds, send, beside)
+    timeline = Timeline()
+    for (kind, stage, batch), (rank, _, _, way), end, there in zip(
+        each.work, each.steps, ends, messages, strict=True
+    ):
+        lane = f"rank {rank}"
+        if way >= 0 and send:
+            what = BACKWARD if way % 2 else FORWARD
+            over = f"to {rank} {what}" if beside else lane
+            timeline.place(Task(PIPELINE, there - send, there, over, what))
+        took = seconds[kind][stage]
+        timeline.place(Task(COMPUTE, end - took, end, lane, f"{kind} {batch}"))
     return timeline
 
 
-def _before(way: str, stage: int, batch: int, stages: int):
-    if way == "forward":
-        return ("forward", stage - 1, batch) if stage else None
-    if stage == stages - 1:
-        return ("forward", stage, batch)
-    return ("backward", stage + 1, batch)
+@dataclass(frozen=True)
+class Pipeline:
+    """The stages of ``work``, with their seconds."""
+
+    work: Workload
+    parts: Passes
+
+    @property
+    def plan(self) -> Plan:
+        return self.parts.stages.plan
+
+    @property
+    def blocks(self) -> tuple[float, ...]:
+        """Of every stage."""
+        return self.parts.stages.blocks
+
+    @property
+    def largest(self) -> float:
+        """Blocks of the rank that has the most."""
+        return self.parts.stages.most_blocks
+
+    @cached_property
+    def seconds(self) -> dict[str, list[float]]:
+        """Of every stage, for each kind of work; the last one has the head."""
+        parts, (there, back) = self.parts, self.parts.head
+        forward = [count * waiting(parts.forward) for count in self.blocks]
+        again = waiting(parts.again) + waiting(parts.backward)
+        backward = [count * again for count in self.blocks]
+        weights = [count * parts.weights for count in self.blocks]
+        forward[-1] += there
+        backward[-1] += back
+        weights[-1] += parts.head_weights
+        if self._gathers_again:
+            first = forward if self.plan.schedule.all_at_once else backward
+            for stage, count in enumerate(self.blocks):
+                first[stage] += self._gathering(count, first[stage])
+        inputs = [whole - put_off for whole, put_off in zip(backward, weights, strict=True)]
+        return {FORWARD: forward, BACKWARD: backward, INPUTS: inputs, WEIGHTS: weights}
+
+    @property
+    def _gathers_again(self) -> bool:
+        return self.parts.sharded and self.work.resharded
+
+    @cached_property
+    def waited(self) -> float:
+        """Seconds that the rank with the most blocks waits for gathers of one micro-batch."""
+        if not self._gathers_again:
+            return 0.0
+        parts = self.parts
+        each = [parts.forward] if self.plan.schedule.all_at_once else [parts.again, parts.backward]
+        computing = self.largest * sum(waiting(pieces) for pieces in each)
+        return self._gathering(self.largest, computing)
+
+    def _gathering(self, count: float, computing: float) -> float:
+        """Seconds that a stage of ``count`` blocks waits for its parameters in one pass."""
+        each = self.parts.gather_block
+        if not self.work.prefetch:
+            return count * each
+        return each + max(0.0, (count - 1) * (each - computing / max(count, 1)))
+
+    @cached_property
+    def first_gather(self) -> float:
+        """What a schedule begins with: the first block and the end it belongs to."""
+        if not self.parts.sharded:
+            return 0.0
+        return self.parts.gather_block + self.parts.gather(max(self.parts.ends))
+
+    @cached_property
+    def gathers(self) -> float:
+        """Seconds of all gathers of a step, of the rank that has the most."""
+        if not self.parts.sharded:
+            return 0.0
+        whole = self.largest * self.parts.gather_block + self.parts.gather(max(self.parts.ends))
+        times = len(self.work.fillings)
+        return whole * (times + (self.work.passes if self._gathers_again else 0))
+
+    @cached_property
+    def reduction(self) -> float:
+        """Seconds of what ends a schedule: gradients go to the ranks that keep them."""
+        if not self.parts.sharded:
+            return 0.0
+        return self.largest * self.parts.reduce_block + self.parts.reduce(max(self.parts.ends))
+
+    @cached_property
+    def join(self) -> float:
+        """Seconds of what ends a step, the all-reduce over replicas."""
+        return self.largest * self.parts.join_block + self.parts.join(max(self.parts.ends))
+
+    def laid_out(self, count: int) -> int:
+        """Of ``count`` micro-batches of a schedule, those that are simulated.
+
+        Once a pipeline is full, as many as it has ranks take as long as those before.
+        """
+        ranks = self.plan.ranks
+        even = orders.round_of(self.plan, count) in (ranks, count)
+        few = count <= (LAID_OUT + 1) * ranks or not even
+        return count if few else LAID_OUT * ranks + count % ranks
+
+    def filling(self, count: int) -> float:
+        """Seconds of a schedule of ``count`` micro-batches."""
+        laid, ranks = self.laid_out(count), self.plan.ranks
+        end = self._end(laid)
+        if laid == count:
+            return end
+        return end + (end - self._end(laid - ranks)) * (count - laid) / ranks
+
+    def _end(self, count: int) -> float:
+        return run(flow(self.plan, count), *self.sends)[0]
+
+    @property
+    def sends(self) -> tuple:
+        """Everything that `run` asks for."""
+        return self.seconds, self.parts.handing_on, self.work.overlapped_sends
 
 
 def pipelined(work: Workload, parts: Passes) -> Step:
     """A step of ``work``: see `step.step`."""
-    there, back = _stages(work, parts, work.mesh.pipeline * work.virtual)
-    laid = work.passes
-    if work.schedule == "1f1b":
-        laid = min(laid, LAID_OUT * work.mesh.pipeline)
-    order = orders(work.mesh.pipeline, work.virtual, laid, work.schedule)
-    timeline = run(order, there, back, parts.handing_on, work.overlapped_sends)
-    more = (work.passes - laid) * _steady(timeline, work, laid) if work.passes > laid else 0.0
-    after = _reductions(timeline, parts, work)
-    timeline.add(UPDATE, parts.update, [after])
-    return Step(timeline.end + more + _first_gather(parts), timeline, laid, work, parts)
+    line = Pipeline(work, parts)
+    took = {count: line.filling(count) for count in set(work.fillings)}
+    between = (len(work.fillings) - 1) * line.reduction
+    gathers = len(work.fillings) * line.first_gather
+    hidden, after = _ending(line)
+    running = sum(took[count] for count in work.fillings) + between + gathers
+    seconds = running + max(0.0, after - hidden) + parts.tie + parts.update
+    laid = line.laid_out(work.fillings[-1])
+    return Step(seconds, lambda: _drawn(line, laid), laid, work, parts)
 
 
-def _steady(timeline: Timeline, work: Workload, laid: int) -> float:
-    """Seconds that a micro-batch more takes once the pipeline is full.
+def _ending(line: Pipeline) -> tuple[float, float]:
+    """Of the reductions that end a step: seconds beside the last backward pass, and in all.
 
-    Measured where the first rank has begun to do one backward for each forward and has not stopped,
-    over as many micro-batches as there are ranks: waiting for what others send may repeat so.
+    All but that of its first block can go beside it.
     """
-    ranks, each = work.mesh.pipeline, 2 * work.virtual
-    ends = [task.end for task in timeline.tasks if task.lane == "rank 0" and task.kind == COMPUTE]
-    last = len(ends) - 1 - _ahead(0, ranks, work.virtual)
-    return (ends[last] - ends[last - each * ranks]) / ranks
+    last = line.seconds[BACKWARD][0]
+    room = last * (1 - 1 / max(line.blocks[0], 1)) if line.work.overlapped_reduce else 0.0
+    return room, line.reduction + line.join
 
 
-def _stages(work: Workload, parts: Passes, stages: int) -> tuple[list[float], list[float]]:
-    """Seconds of every stage forward and backward; the last one has the head."""
-    blocks = work.shape.layers / stages
-    there = [blocks * _waiting(parts.forward)] * stages
-    back = [blocks * (_waiting(parts.again) + _waiting(parts.backward))] * stages
-    there[-1] += parts.head[0]
-    back[-1] += parts.head[1]
-    return there, back
+def _drawn(line: Pipeline, count: int) -> Timeline:
+    """The last filling, ``count`` micro-batches of it, and what ends the step."""
+    timeline = timeline_of(flow(line.plan, count), *line.sends)
+    last = max(timeline.tasks, key=lambda task: task.end)
+    start = last.end - _ending(line)[0]
+    for kind, seconds in ((SCATTER, line.reduction), (JOIN, line.join)):
+        if seconds:
+            start = timeline.place(Task(kind, start, start + seconds, "network")).end
+    start = max(start, last.end)
+    timeline.place(Task(UPDATE, start, start + line.parts.update, UPDATE))
+    return timeline
 
 
-def _waiting(pieces: list[Piece]) -> float:
+def waiting(pieces: list[Piece]) -> float:
     """Seconds of a block with everything that its stage waits for."""
     return sum(max(p.compute, p.context) + p.tensor + p.expert for p in pieces)
-
-
-def _held(parts: Passes) -> float:
-    """Parameters of the larger of a pipeline's ends."""
-    return parts.layers * parts.block + parts.root / 2
-
-
-def _first_gather(parts: Passes) -> float:
-    """A stage keeps its parameters gathered for a whole step; it waits for its first block."""
-    return parts.gather(parts.block + parts.root / 2) if parts.sharded else 0.0
-
-
-def _reductions(timeline: Timeline, parts: Passes, work: Workload) -> Task:
-    """Those at a step's end: beside all but the first block of the last backward pass, or after."""
-    final = max(timeline.tasks, key=lambda task: task.end)
-    room = final.seconds * (1 - 1 / max(parts.layers, 1)) if work.overlapped_reduce else 0.0
-    start, last = final.end - room, final
-    for kind, seconds in (
-        (SCATTER, parts.reduce(_held(parts)) if parts.sharded else 0.0),
-        (JOIN, parts.join(_held(parts))),
-    ):
-        if seconds:
-            last = timeline.place(Task(kind, start, start + seconds, "network"))
-            start = last.end
-    return max(final, last, key=lambda task: task.end)
 
 
 def accounts(step: Step) -> tuple[dict[str, float], dict[str, float]]:
     """Where the slowest rank's time goes: see `Step.busy` and `Step.exposed`."""
     work, parts = step.work, step.parts
-    blocks = work.passes * parts.layers
+    line, times = Pipeline(work, parts), len(work.fillings)
+    blocks = work.passes * line.largest
     pieces = [*parts.forward, *parts.again, *parts.backward]
-    ends = {task.kind: task.end for task in step.timeline.tasks}
-    computed = max(task.end for task in step.timeline.tasks if task.kind == COMPUTE)
+    hidden, _ = _ending(line)
     busy = {
         COMPUTE: blocks * sum(p.compute for p in pieces) + work.passes * sum(parts.head),
         TENSOR: blocks * sum(p.tensor for p in pieces),
         EXPERT: blocks * sum(p.expert for p in pieces),
         CONTEXT: blocks * sum(p.context for p in pieces),
-        PIPELINE: work.passes * 2 * work.virtual * parts.handing_on,
-        GATHER: parts.gather(_held(parts)) if parts.sharded else 0.0,
-        SCATTER: parts.reduce(_held(parts)) if parts.sharded else 0.0,
-        JOIN: parts.join(_held(parts)),
+        PIPELINE: work.passes * 2 * work.virtual * parts.handing_on + parts.tie,
+        GATHER: line.gathers,
+        SCATTER: times * line.reduction,
+        JOIN: line.join,
         UPDATE: parts.update,
     }
     exposed = {
         TENSOR: busy[TENSOR],
         EXPERT: busy[EXPERT],
-        PIPELINE: 0.0 if work.overlapped_sends else busy[PIPELINE],
+        PIPELINE: parts.tie if work.overlapped_sends else busy[PIPELINE],
         CONTEXT: blocks * sum(max(0.0, p.context - p.compute) for p in pieces),
-        GATHER: _first_gather(parts),
-        SCATTER: max(0.0, ends.get(SCATTER, 0.0) - computed),
-        JOIN: max(0.0, ends.get(JOIN, 0.0) - max(computed, ends.get(SCATTER, 0.0))),
+        GATHER: times * line.first_gather + work.passes * line.waited,
+        SCATTER: max(0.0, line.reduction - hidden) + (times - 1) * line.reduction,
+        JOIN: max(0.0, line.join - max(0.0, hidden - line.reduction)),
         UPDATE: parts.update,
     }
     exposed[BUBBLE] = max(0.0, step.seconds - busy[COMPUTE] - sum(exposed.values()))

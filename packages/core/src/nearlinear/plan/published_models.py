@@ -76,7 +76,8 @@ def mpt(name: str, context: int) -> Shape:
 
 def llama(name: str) -> Shape:
     layers, width, heads, inner, vocabulary, kv_heads = LLAMA[name]
-    return Shape(layers, width, heads, inner, vocabulary, kv_heads, gated=True, tied=False)
+    asked = {"gated": True, "tied": False, "activation": "silu"}
+    return Shape(layers, width, heads, inner, vocabulary, kv_heads, **asked)
 
 
 def machines(gpu: str, gpus: int, per_node: int, gbps: float) -> Cluster:

@@ -1,6 +1,7 @@
 """The rows of ``framework_posts.csv``: what each library does, and what its post leaves out."""
 
 import re
+from dataclasses import replace
 
 from ..mesh import Mesh
 from .published_models import (
@@ -57,8 +58,8 @@ def _cluster(values: dict):
 def _sharded_data_parallel(values: dict):
     """Hugging Face's GPT-2, scores written out; one micro-batch per step, as 40 GB hold it.
 
-    SMP gathers with AWS's collectives, two stages; DeepSpeed's gathers wait for each other: it
-    fetches 50 million parameters ahead, a tenth of a block.
+    SMP gathers with AWS's collectives; DeepSpeed's gathers wait for each other: it fetches 50
+    million parameters ahead, a tenth of a block.
     """
     if not values["gpus"]:
         return "the size of its cluster is not published"
@@ -69,7 +70,7 @@ def _sharded_data_parallel(values: dict):
     shard = _number(values, "dp_shard", min(128, gpus))
     smp = values["note"].startswith("SMP")
     work = Workload(
-        shape=gpt(*GPT[values["model"]], 50257, 2048),
+        shape=replace(gpt(*GPT[values["model"]], 50257, 2048), activation="gelu_new"),
         sequence=sequence,
         micro_batch=batch // gpus,
         passes=1,
@@ -81,7 +82,6 @@ def _sharded_data_parallel(values: dict):
         prefetch=1 if smp else 0,
         message=0.0 if smp else DEEPSPEED_MESSAGE,
         direct=smp,
-        hierarchical=smp,
     )
     return work, _cluster(values), batch / float(values["value"])
 
@@ -107,6 +107,11 @@ def _smddp(values: dict):
     return work, _cluster(values), work.model_flops / gpus / (float(values["value"]) * 1e12)
 
 
+def _interleaved(virtual: int) -> dict:
+    """1F1B with so many stages on each rank."""
+    return {"virtual": virtual, "schedule": "interleaved_1f1b" if virtual > 1 else "1f1b"}
+
+
 def _torchtitan(values: dict):
     if values["metric"] == "peak GiB":
         return "its metric is memory: see the memory model"
@@ -129,8 +134,9 @@ def _torchtitan(values: dict):
         compiled="compile=no" not in note,
         sequence_parallel=True,
         overlapped_tensor="AsyncTP" in note,
-        virtual=2 if "Interleaved" in note else 1,
+        **_interleaved(2 if "Interleaved" in note else 1),
         resharded=pipeline == 1,
+        overlapped_reduce=pipeline == 1,
     )
     seconds = work.step_tokens / gpus / float(values["value"])
     return work, _cluster(values), seconds
@@ -200,7 +206,7 @@ def _megatron(values: dict):
         mesh=mesh,
         recompute="attention" if selective else "block",
         sequence_parallel=selective,
-        virtual=virtual,
+        **_interleaved(virtual),
         **MEGATRON_WAYS,
     )
     return work, machines("A100-80GB", mesh.world, 8, 1600), float(values["value"])

@@ -1,7 +1,8 @@
 """Which layout is fastest: every one that divides the ranks, fits in memory and keeps the batch.
 
-The global batch of the config stays: a larger micro-batch means fewer of them. Where a config does
-not fit, the same list of changes tells which one makes it fit at the least loss of speed.
+The global batch of the config stays: a larger micro-batch means fewer of them. Of the ways to keep
+activations the first that fits is taken, as those after it need less memory and more time. Where a
+config does not fit, `remedy` says which change makes it fit at the least loss of speed.
 """
 
 import dataclasses
@@ -12,11 +13,11 @@ from dataclasses import dataclass
 from ..errors import ConfigError
 from ..train.config import TrainConfig
 from . import parameters, room, workload
-from .answer import GIB
+from .answer import GIB, Plan
 from .hardware import Cluster
 from .memory import vocabulary_of
 from .passes import Passes
-from .step import step
+from .step import step_of
 
 MICRO_BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 TENSOR = (1, 2, 4, 8)
@@ -24,6 +25,9 @@ PIPELINE = (1, 2, 4, 8, 16)
 CONTEXT = (1, 2, 4, 8)
 PIPELINED_AT_LEAST = 2  # micro-batches per stage, or the bubble is a third and more
 LONG = 16384  # tokens from which splitting a sequence is tried
+KEPT = (("", False, 0), ("selective", False, 0), ("each", False, 0), ("each", True, 4),
+        ("each", True, 2), ("each", True, 1))  # fmt: skip
+"""Checkpointing, offloading and its horizon: the fastest first, the least memory last"""
 
 
 @dataclass(frozen=True)
@@ -45,25 +49,47 @@ class Layout:
             "parallel.tensor_parallel_degree": parallel.tensor_parallel_degree,
             "parallel.context_parallel_degree": parallel.context_parallel_degree,
             "parallel.pipeline_parallel_degree": parallel.pipeline_parallel_degree,
+            "parallel.expert_parallel_degree": parallel.expert_parallel_degree,
             "parallel.microbatches": parallel.microbatches,
             "batch.micro_batch_size": batch.micro_batch_size,
             "batch.accumulation": batch.accumulation,
             "activations.checkpoint": self.config.activations.checkpoint,
             "activations.offload": self.config.activations.offload,
+            "parallel.activation_loading_horizon": parallel.activation_loading_horizon,
         }
 
 
-def search(config: TrainConfig, cluster: Cluster, most: int = 10) -> list[Layout]:
-    """The ``most`` fastest layouts that fit, fastest first. Raises ConfigError if none does."""
+@dataclass(frozen=True)
+class Degrees:
+    """How ranks are cut."""
+
+    sharing: int
+    tensor: int
+    context: int
+    pipeline: int
+    expert: int
+
+
+def search(
+    config: TrainConfig, cluster: Cluster, most: int = 10, like: Plan | None = None
+) -> list[Layout]:
+    """The ``most`` fastest layouts that fit, fastest first. ``like``: see `tried`.
+
+    Raises ConfigError if none does.
+    """
     fitting: list[Layout] = []
     least: Layout | None = None
     has = cluster.gpu.memory_gib * GIB
-    for candidate in candidates(config, cluster):
-        found = tried(candidate, cluster, has)
-        if found.memory <= has:
-            fitting.append(found)
-        elif least is None or found.memory < least.memory:
-            least = found
+    sequences = batch_of(config, cluster)
+    for degrees in layouts(config, cluster):
+        for size, passes in _batches(degrees, sequences, cluster):
+            found = _first_that_fits(config, cluster, degrees, size, passes, like)
+            if found is not None and found.memory <= has:
+                fitting.append(found)
+                continue
+            if found is not None and (least is None or found.memory < least.memory):
+                least = found
+            break  # more sequences need more memory
     if not fitting:
         asked = f"; the smallest needs {least.memory / GIB:.1f} GiB per GPU" if least else ""
         raise ConfigError(
@@ -73,32 +99,52 @@ def search(config: TrainConfig, cluster: Cluster, most: int = 10) -> list[Layout
     return sorted(fitting, key=lambda each: (each.seconds, each.memory))[:most]
 
 
-def tried(config: TrainConfig, cluster: Cluster, most: float = math.inf) -> Layout:
-    """``config`` on ``cluster``: its memory, and its time unless that is above ``most``."""
-    work = workload.from_config(config, cluster.world, cluster.node.gpus, vocabulary_of(config))
-    fitted = parameters.load()
-    parts = Passes(work, cluster, fitted)
+def _first_that_fits(config, cluster, degrees, size, passes, like) -> Layout | None:
+    """Or the one with the least memory; None where the trainer refuses the layout."""
+    has = cluster.gpu.memory_gib * GIB
+    found = None
+    for kept in KEPT:
+        candidate = changed(config, degrees, size, passes, *kept)
+        try:
+            found = tried(candidate, cluster, has, like)
+        except ConfigError:
+            return None
+        if found.memory <= has:
+            break
+    return found
+
+
+def tried(
+    config: TrainConfig, cluster: Cluster, most: float = math.inf, like: Plan | None = None
+) -> Layout:
+    """``config`` on ``cluster``: its memory, and its time unless that is above ``most``.
+
+    ``like``: a plan whose vocabulary and parameters of the time model hold here, too. Raises
+    ConfigError for what the trainer refuses.
+    """
+    ids = like.work.shape.vocabulary if like else vocabulary_of(config)
+    work = workload.from_config(config, cluster.world, cluster.node.gpus, ids)
+    parts = Passes(work, cluster, like.fitted if like else parameters.load())
     memory = room.needed(config, work, cluster, parts)
-    seconds = step(work, cluster, fitted).seconds if memory <= most else math.nan
+    seconds = step_of(parts).seconds if memory <= most else math.nan
     return Layout(config, seconds, memory)
 
 
-def candidates(config: TrainConfig, cluster: Cluster) -> Iterator[TrainConfig]:
-    """Configs of the same model and the same number of sequences per step."""
-    sequences = batch_of(config, cluster)
-    layers = workload.shape.of_model(config.model).layers
+def layouts(config: TrainConfig, cluster: Cluster) -> Iterator[Degrees]:
+    """The ways to cut the ranks of ``cluster``."""
+    found = workload.shape.of_model(config.model)
     contexts = CONTEXT if config.sequence_length >= LONG else (1,)
+    experts = [d for d in range(1, found.experts + 1) if found.experts % d == 0]
     for tensor in TENSOR:
         for pipeline in PIPELINE:
-            if cluster.world % (tensor * pipeline) or layers % pipeline:
+            if tensor > cluster.node.gpus or cluster.world % (tensor * pipeline):
                 continue
+            data = cluster.world // (tensor * pipeline)
             for context in contexts:
-                data = cluster.world // (tensor * pipeline)
-                if data % context or tensor > cluster.node.gpus:
-                    continue
                 for sharing in _degrees(data, context):
-                    layout = (sharing, tensor, context, pipeline)
-                    yield from _batches(config, layout, sequences, data // context)
+                    for expert in experts:
+                        if sharing % expert == 0:
+                            yield Degrees(sharing, tensor, context, pipeline, expert)
 
 
 def batch_of(config: TrainConfig, cluster: Cluster) -> int:
@@ -117,29 +163,27 @@ def _degrees(data: int, context: int) -> list[int]:
     return sorted(degree for degree in found if degree % context == 0)
 
 
-def _batches(config, layout, sequences: int, readers: int) -> Iterator[TrainConfig]:
-    pipeline = layout[3]
+def _batches(degrees: Degrees, sequences: int, cluster: Cluster) -> Iterator[tuple[int, int]]:
+    """Sequences of a micro-batch and how many of them a data rank has, smaller ones first."""
+    readers = cluster.world // (degrees.tensor * degrees.pipeline * degrees.context)
     for size in MICRO_BATCHES:
-        if sequences % (readers * size):
-            continue
-        passes = sequences // (readers * size)
-        if pipeline > 1 and passes < PIPELINED_AT_LEAST * pipeline:
-            continue
-        for checkpoint, offload in (("", False), ("each", False), ("each", True)):
-            yield changed(config, layout, size, passes, checkpoint, offload)
+        passes, rest = divmod(sequences, readers * size)
+        if not rest and (degrees.pipeline == 1 or passes >= PIPELINED_AT_LEAST * degrees.pipeline):
+            yield size, passes
 
 
-def changed(config, layout, size, passes, checkpoint, offload) -> TrainConfig:
-    """``config`` with that layout, ``passes`` micro-batches of ``size`` sequences, and so on."""
-    sharing, tensor, context, pipeline = layout
-    staged = pipeline > 1
+def changed(config, degrees: Degrees, size, passes, checkpoint, offload, horizon) -> TrainConfig:
+    """``config`` with those degrees, ``passes`` micro-batches of ``size`` sequences, and so on."""
+    staged = degrees.pipeline > 1
     parallel = dataclasses.replace(
         config.parallel,
-        hybrid_shard_degree=sharing,
-        tensor_parallel_degree=tensor,
-        context_parallel_degree=context,
-        pipeline_parallel_degree=pipeline,
+        hybrid_shard_degree=degrees.sharing,
+        tensor_parallel_degree=degrees.tensor,
+        context_parallel_degree=degrees.context,
+        pipeline_parallel_degree=degrees.pipeline,
+        expert_parallel_degree=degrees.expert,
         microbatches=passes if staged else 1,
+        activation_loading_horizon=horizon or config.parallel.activation_loading_horizon,
     )
     batch = dataclasses.replace(
         config.batch,
@@ -151,48 +195,12 @@ def changed(config, layout, size, passes, checkpoint, offload) -> TrainConfig:
     return dataclasses.replace(config, parallel=parallel, batch=batch, activations=kept)
 
 
-def cheapest_fit(config: TrainConfig, cluster: Cluster) -> tuple[str, Layout] | None:
-    """The one change that makes ``config`` fit with the shortest step: in words, and its layout."""
-    found = []
-    for words, candidate in _single_changes(config, cluster):
-        try:
-            layout = tried(candidate, cluster)
-        except ConfigError:
-            continue
-        if layout.memory <= cluster.gpu.memory_gib * GIB:
-            found.append((words, layout))
-    return min(found, key=lambda each: each[1].seconds, default=None)
-
-
-def _single_changes(config: TrainConfig, cluster: Cluster) -> Iterator[tuple[str, TrainConfig]]:
-    replace, parallel, batch = dataclasses.replace, config.parallel, config.batch
-    if not config.activations.checkpoint:
-        kept = replace(config.activations, checkpoint="each")
-        yield 'activations.checkpoint = "each"', replace(config, activations=kept)
-    if not config.activations.offload:
-        kept = replace(config.activations, offload=True)
-        yield "activations.offload = true", replace(config, activations=kept)
-    size = batch.micro_batch_size
-    while size > 1 and size % 2 == 0 and not batch.sequences:
-        size //= 2
-        passes = batch.accumulation * batch.micro_batch_size // size
-        smaller = replace(batch, micro_batch_size=size, accumulation=passes)
-        words = f"batch.micro_batch_size = {size} with batch.accumulation = {passes}"
-        yield words, replace(config, batch=smaller)
-    data = cluster.world // (parallel.tensor_parallel_degree * parallel.pipeline_parallel_degree)
-    sharing = parallel.hybrid_shard_degree or data
-    while sharing < data:
-        sharing = min(data, 2 * sharing)
-        wider = replace(parallel, hybrid_shard_degree=sharing)
-        yield f"parallel.hybrid_shard_degree = {sharing}", replace(config, parallel=wider)
-
-
 def text(found: list[Layout], cluster: Cluster) -> str:
     """The layouts as a table."""
     from .validate import table
 
-    names = ("shard", "tensor", "context", "pipeline", "micro-batch", "passes", "checkpoint",
-             "offload")  # fmt: skip
+    names = ("shard", "tensor", "context", "pipeline", "expert", "micro-batch", "passes",
+             "checkpoint", "offload")  # fmt: skip
     rows = [("seconds per step", *names, "GiB per GPU")]
     for each in found:
         parallel, batch = each.config.parallel, each.config.batch
@@ -205,10 +213,13 @@ def text(found: list[Layout], cluster: Cluster) -> str:
                 str(parallel.tensor_parallel_degree),
                 str(parallel.context_parallel_degree),
                 str(parallel.pipeline_parallel_degree),
+                str(parallel.expert_parallel_degree),
                 str(batch.micro_batch_size // (passes if staged else 1)),
                 str(passes),
                 each.config.activations.checkpoint or "none",
-                "yes" if each.config.activations.offload else "no",
+                f"horizon {parallel.activation_loading_horizon}"
+                if each.config.activations.offload
+                else "no",
                 f"{each.memory / GIB:.1f}",
             )
         )

@@ -20,6 +20,12 @@ VOCABULARY = {
 """Of each family as it was published: what a model has unless its data or overrides say more."""
 
 
+ACTIVATIONS = {"gelu_new": (6, 2), "gelu": (1, 0), "silu": (1, 0)}
+"""Operators of an activation function that no compiler has fused: of one tensor, and of two.
+
+GPT-2's is written out with a cube and a tanh: eight, as `memory.blocks` lists them."""
+
+
 @dataclass(frozen=True)
 class Shape:
     """A decoder of equal blocks; sizes of matrices are in elements."""
@@ -40,6 +46,8 @@ class Shape:
     """rows of a learned position table"""
     experts: int = 1
     experts_per_token: int = 1
+    activation: str = "gelu"
+    """one of `ACTIVATIONS`"""
 
     @property
     def head_width(self) -> int:
@@ -75,6 +83,15 @@ class Shape:
         """Of the embeddings and the head."""
         tables = (1 if self.tied else 2) * self.vocabulary + self.positions
         return tables * self.width
+
+    @property
+    def ends(self) -> tuple[int, int]:
+        """Parameters of a pipeline's first stage and of its last, beside blocks.
+
+        Both hold a tied table.
+        """
+        table = self.vocabulary * self.width
+        return table + self.positions * self.width, table
 
     @property
     def parameters(self) -> int:
@@ -115,7 +132,16 @@ def of_model(model: ModelConfig, vocabulary: int = 0) -> Shape:
         positions=model.longest_sequence if gpt else 0,
         experts=keys.get("num_local_experts", 1),
         experts_per_token=keys.get("num_experts_per_tok", 1),
+        activation=_activation(family, keys),
     )
+
+
+def _activation(family: str, keys: dict) -> str:
+    """As the family's code has it, unless its config names another; a name unknown here is one
+    operator."""
+    usual = {"gpt2": "gelu_new", "gpt_neox": "gelu"}.get(family, "silu")
+    asked = keys.get("activation_function" if family == "gpt2" else "hidden_act", usual)
+    return asked if asked in ACTIVATIONS else "gelu"
 
 
 def _first(keys: dict, names: list[str], model: str) -> int:

@@ -6,6 +6,7 @@ reductions of a shard group share one, as FSDP2 has it, and what crosses the net
 network. Passes after the second are alike, so no more than three are laid out.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -26,12 +27,16 @@ class Step:
     """A step's time, and where it goes."""
 
     seconds: float
-    timeline: Timeline
-    """of as many passes as were laid out"""
+    draw: Callable[[], Timeline]
     laid_out: int
     """passes"""
     work: Workload
     parts: Passes
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """Of as many passes as were laid out."""
+        return self.draw()
 
     @cached_property
     def busy(self) -> dict[str, float]:
@@ -60,12 +65,16 @@ class Step:
 
 def step(work: Workload, cluster: Cluster, fitted: Parameters) -> Step:
     """How one step of ``work`` goes on ``cluster``."""
-    parts = Passes(work, cluster, fitted)
-    if work.mesh.pipeline > 1:
+    return step_of(Passes(work, cluster, fitted))
+
+
+def step_of(parts: Passes) -> Step:
+    """`step`, where its pieces are there already."""
+    if parts.work.mesh.pipeline > 1:
         from .pipelines import pipelined
 
-        return pipelined(work, parts)
-    return _unstaged(work, parts)
+        return pipelined(parts.work, parts)
+    return _unstaged(parts.work, parts)
 
 
 def _unstaged(work: Workload, parts: Passes) -> Step:
@@ -78,12 +87,12 @@ def _unstaged(work: Workload, parts: Passes) -> Step:
     timeline.add(UPDATE, parts.update, [last])
     # The last pass laid out is the step's last one; those left out are like the one before it.
     more = (work.passes - laid) * (ends[1] - ends[0]) if laid > 1 else 0.0
-    return Step(timeline.end + more, timeline, laid, work, parts)
+    return Step(timeline.end + more, lambda: timeline, laid, work, parts)
 
 
 def _pass(timeline, work: Workload, parts: Passes, before: Task | None, final: bool) -> Task:
     """Forward and backward of one micro-batch; its last task of computation."""
-    layers = parts.layers
+    layers = parts.work.shape.layers
     visits = [*range(layers), *reversed(range(layers))]
     network = parts.sharing.nodes > 1
     lane = "network" if network else "links"
@@ -95,9 +104,9 @@ def _pass(timeline, work: Workload, parts: Passes, before: Task | None, final: b
     def gather(visit: int) -> None:
         kept = visit == layers or (visit > layers and not work.resharded)
         if visit < len(visits) and parts.sharded and not kept:
-            block = parts.gather(parts.block)
             after = [done[-1 - work.prefetch]] if work.prefetch else [done[-1]]
-            gathered[visit] = timeline.add(GATHER, block, after, lane, f"block {visits[visit]}")
+            label = f"block {visits[visit]}"
+            gathered[visit] = timeline.add(GATHER, parts.gather_block, after, lane, label)
 
     for visit in range(work.prefetch):
         gather(visit)
@@ -117,11 +126,13 @@ def _pass(timeline, work: Workload, parts: Passes, before: Task | None, final: b
                 waits.append(timeline.add(OFFLOAD, parts.copy, [copies[block], ahead], "copies in"))
             last = _run(timeline, parts.again, [last, *waits], f"again {block}")
             last = _run(timeline, parts.backward, [last, *waits], f"backward {block}")
-            reduced = _reduce(timeline, parts, parts.block, last, lane, final, f"block {block}")
+            took = parts.reduce_block, parts.join_block
+            reduced = _reduce(timeline, parts, took, last, lane, final, f"block {block}")
             if reduced is not None and not work.overlapped_reduce:
                 last = reduced
         done.append(last)
-    reduced = _reduce(timeline, parts, parts.root, last, lane, final, "root")
+    took = parts.reduce(parts.root), parts.join(parts.root)
+    reduced = _reduce(timeline, parts, took, last, lane, final, "root")
     return timeline.add(COMPUTE, 0.0, [last, reduced])
 
 
@@ -142,13 +153,16 @@ def _run(timeline, pieces: list[Piece], after: list, label: str) -> Task:
     return last if last is not None else after[0]
 
 
-def _reduce(timeline, parts: Passes, parameters, after: Task, lane, final: bool, label: str):
-    """Gradients to the ranks that keep them, then, once per step, over the replicas."""
+def _reduce(timeline, parts: Passes, took, after: Task, lane, final: bool, label: str):
+    """Gradients to the ranks that keep them, then, once per step, over the replicas.
+
+    ``took``: seconds of the two.
+    """
     last = None
     if parts.sharded:
-        last = timeline.add(SCATTER, parts.reduce(parameters), [after], lane, label)
+        last = timeline.add(SCATTER, took[0], [after], lane, label)
     joins = final or not parts.work.two_hop
     if parts.replicas.ranks > 1 and joins:
         where = "network" if parts.replicas.nodes > 1 else "links"
-        last = timeline.add(JOIN, parts.join(parameters), [last or after], where, label)
+        last = timeline.add(JOIN, took[1], [last or after], where, label)
     return last

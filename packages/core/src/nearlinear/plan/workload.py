@@ -4,16 +4,22 @@
 workloads too, so there are settings here that nearlinear's config does not have.
 """
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from ..config import Config
 from ..errors import ConfigError
+from ..memory.states import AVERAGES
 from ..mesh import PLACED, Mesh
 from ..parallel.activations import strategy
+from ..parallel.pipeline.partition import memory_weight
+from ..parallel.pipeline.schedules import Plan, plan_for
 from ..train.config import TrainConfig
+from ..train.preflight import check_degrees
 from . import shape
 from .shape import Shape
+from .stages import Stages, split
 
 Recompute = Literal["none", "block", "attention", "elementwise", "alternate"]
 """What the backward pass computes again: nothing; whole blocks; softmax and the two products around
@@ -73,8 +79,12 @@ class Workload:
     """all-gathers send to every rank at once, over few multiprocessors (SMDDP), not round a ring"""
     hierarchical: bool = False
     """gathers go across nodes first, then inside them"""
-    schedule: Literal["simple", "1f1b"] = "1f1b"
-    """of a pipeline"""
+    schedule: str = "1f1b"
+    """of a pipeline: one of `parallel.pipeline.schedules.SCHEDULES`"""
+    at_once: tuple[int, ...] = ()
+    """micro-batches of each run of the schedule in a step; () = one run of all passes"""
+    stages: tuple[int, ...] = ()
+    """blocks of every stage; () = equally many"""
     overlapped_sends: bool = True
     """stages send and receive beside their computation"""
     split_sends: bool = False
@@ -86,8 +96,12 @@ class Workload:
     horizon: int = 2
     """blocks ahead of backward whose activations come back"""
     optimizer_bytes: float = 32.0
-    """read and written per parameter of a rank's shard: value, gradient (twice, for its norm),
-    averages, and the copy in 16 bits"""
+    """read and written per parameter of a rank's shard: value, averages, and the gradient, which is
+    read twice (for its norm)"""
+    offload_optimizer: bool = False
+    """values and averages are in host memory, and updated there"""
+    updaters: int = 1
+    """replicas that share an update"""
 
     @property
     def tokens(self) -> int:
@@ -98,6 +112,18 @@ class Workload:
     def step_tokens(self) -> int:
         """Of one step, over all ranks."""
         return self.micro_batch * self.sequence * self.passes * self.mesh.data_ranks
+
+    @property
+    def fillings(self) -> tuple[int, ...]:
+        """Micro-batches of each time in a step that a pipeline fills and drains."""
+        return self.at_once or (self.passes,)
+
+    @property
+    def cut(self) -> Stages:
+        """What a pipeline's ranks hold; the whole model where there is none."""
+        plan = Plan(self.schedule, self.mesh.pipeline, self.virtual)
+        even = (self.shape.layers / plan.stages,) * plan.stages
+        return Stages(plan, self.stages or even)
 
     @property
     def model_flops(self) -> float:
@@ -121,15 +147,15 @@ class Group:
 
 
 def group(mesh: Mesh, *axes: str) -> Group:
-    """The ranks that differ on ``axes``, which must be neighbours in the mesh's order."""
+    """The ranks that differ on ``axes``, neighbours in the mesh's order; or on ``expert`` or
+    ``expert_sharing``, which are made of shard and context (see `mesh.JOINT`)."""
     order = [axis for letter in mesh.placement for axis in PLACED[letter]]
-    last = max(order.index(axis) for axis in axes)
-    stride = 1
-    for axis in order[last + 1 :]:
-        stride *= getattr(mesh, axis)
-    ranks = 1
-    for axis in axes:
-        ranks *= getattr(mesh, axis)
+    of_experts = axes[0] in ("expert", "expert_sharing")
+    last = order.index("context") if of_experts else max(order.index(axis) for axis in axes)
+    stride = math.prod(getattr(mesh, axis) for axis in order[last + 1 :])
+    if axes[0] == "expert_sharing":
+        stride *= mesh.expert
+    ranks = math.prod(getattr(mesh, axis) for axis in axes)
     node = mesh.ranks_per_node or mesh.world
     on_node = max(1, min(ranks, node // stride))
     nodes = -(-ranks // on_node)
@@ -137,19 +163,23 @@ def group(mesh: Mesh, *axes: str) -> Group:
 
 
 def from_config(config: TrainConfig, world: int, ranks_per_node: int, vocabulary=0) -> Workload:
-    """The step that ``config`` asks for on ``world`` ranks. Raises ConfigError."""
+    """The step that ``config`` asks for on ``world`` ranks.
+
+    Raises ConfigError, as the trainer would before it starts.
+    """
     parallel = config.parallel
     mesh = Mesh.from_config(parallel, world, ranks_per_node)
+    check_degrees(config, mesh)
     size, passes = config.batch.micro_batch_size, config.batch.micro_batches(mesh.data_ranks)
-    if mesh.pipeline > 1:
-        size, passes = size // parallel.microbatches, passes * parallel.microbatches
     if config.sequence_length % mesh.context:
         raise ConfigError(
             f"data.sequence_length = {config.sequence_length} does not divide by "
             f"context_parallel_degree = {mesh.context}"
         )
     found = shape.of_model(config.model, vocabulary)
-    return Workload(
+    piped = mesh.pipeline > 1
+    beside = parallel.overlap_communication
+    asked = Workload(
         shape=found,
         sequence=config.sequence_length,
         micro_batch=size,
@@ -161,17 +191,37 @@ def from_config(config: TrainConfig, world: int, ranks_per_node: int, vocabulary
         compiled=config.train.compile_blocks,
         sequence_parallel=mesh.tensor > 1,
         gather_bytes=_gather_bytes(parallel),
-        resharded=_resharded(parallel, found, mesh),
         two_hop=config.train.two_hop,
-        prefetch=parallel.prefetch_depth if parallel.overlap_communication else 0,
-        overlapped_reduce=parallel.overlap_communication,
-        hierarchical=parallel.hierarchical_all_gather == "on",
+        prefetch=parallel.prefetch_depth if beside or piped else 0,
+        overlapped_reduce=beside and not piped,  # a schedule reduces when it has ended
+        hierarchical=parallel.hierarchical_all_gather == "on" and not piped,
         split_sends=mesh.tensor > 1,
-        schedule="simple" if parallel.pipeline in ("simple", "looped_bfs") else "1f1b",
-        virtual=_virtual(parallel),
         offload=config.activations.offload,
         horizon=parallel.activation_loading_horizon,
+        optimizer_bytes=16.0 + 2 * AVERAGES[config.optimizer.kind],
+        offload_optimizer=parallel.offload_optimizer,
+        updaters=mesh.replicate if parallel.shard_optimizer_state else 1,
     )
+    if piped:
+        asked = replace(asked, **_pipeline(config, found, mesh, size, passes))
+    return replace(asked, resharded=_held(asked) > parallel.sdp_max_live_parameters)
+
+
+def _pipeline(config: TrainConfig, found: Shape, mesh: Mesh, size: int, batches: int) -> dict:
+    """What a pipeline makes of ``batches`` of ``size`` sequences. Raises ConfigError."""
+    parallel, count = config.parallel, config.parallel.microbatches
+    plan = plan_for(parallel.pipeline, mesh.pipeline, parallel.virtual_pipeline_degree, count)
+    plan.check(count)
+    most = plan.in_flight(parallel.active_microbatches, count) or count
+    runs = [min(most, count - begin) for begin in range(0, count, most)]
+    return {
+        "micro_batch": size // count,
+        "passes": batches * count,
+        "schedule": plan.name,
+        "virtual": plan.per_rank,
+        "at_once": tuple(runs * batches),
+        "stages": split(found, plan, memory_weight(parallel)) if parallel.auto_partition else (),
+    }
 
 
 def _recompute(asked: str) -> Recompute:
@@ -181,18 +231,17 @@ def _recompute(asked: str) -> Recompute:
     return "elementwise" if strategy.parse(asked).selective else "block"
 
 
-def _resharded(parallel: Config, found: Shape, mesh: Mesh) -> bool:
-    """Whether a rank's part of the model is more than may stay gathered."""
-    held = found.parameters / (mesh.tensor * mesh.pipeline)
-    return mesh.pipeline == 1 and held > parallel.sdp_max_live_parameters
+def _held(work: Workload) -> float:
+    """Parameters of a rank once they are gathered; of a pipeline's, the one that has the most."""
+    found, mesh = work.shape, work.mesh
+    if mesh.pipeline == 1:
+        return found.parameters / mesh.tensor
+    ends = tuple(end / mesh.tensor for end in found.ends)
+    return work.cut.most_parameters(found.block_parameters / mesh.tensor, ends)
 
 
 def _gather_bytes(parallel: Config) -> float:
     width = 4.0 if parallel.precision == "fp32" else 2.0
+    if parallel.pipeline_parallel_degree > 1:
+        return width  # a pipeline's stages gather as FSDP2 does
     return {"same": width, "bf16": min(width, 2.0), "fp8": 1.0}[parallel.gather_dtype]
-
-
-def _virtual(parallel: Config) -> int:
-    several = ("interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble", "zbv_zero_bubble",
-               "dualpipev")  # fmt: skip
-    return parallel.virtual_pipeline_degree or (2 if parallel.pipeline in several else 1)

@@ -39,7 +39,7 @@ def check(config: TrainConfig, world: int, ranks_per_node: int = 0) -> Mesh:
         if (value := getattr(config.parallel, name)) != getattr(Config, name):
             log.warning("parallel.%s = %s has no effect without activations.offload", name, value)
     mesh = Mesh.from_config(config.parallel, world, ranks_per_node)
-    _check_degrees(config, mesh)
+    check_degrees(config, mesh)
     config.batch.micro_batches(mesh.data_ranks)
     open_dataset(config, "train")
     if config.train.eval_sequences:
@@ -62,7 +62,7 @@ def check(config: TrainConfig, world: int, ranks_per_node: int = 0) -> Mesh:
     return mesh
 
 
-def _check_degrees(config: TrainConfig, mesh: Mesh) -> None:
+def check_degrees(config: TrainConfig, mesh: Mesh) -> None:
     """Raise ConfigError where the model's own numbers do not go with the mesh."""
     name, family = config.model.name, config.model.family
     shape = config.model.architecture["shape"] | config.model.overrides
