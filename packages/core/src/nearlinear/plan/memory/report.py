@@ -15,6 +15,7 @@ NAMES = {
     "gradients": "gradients, reduced",
     "gathered": "gathered parameters",
     "communication": "buffers of gathers and reductions",
+    "handed": "hidden states between stages",
     "kept": "activations kept for the backward pass",
     "working": "activations and gradients at work",
     "logits": "logits and loss",
@@ -51,6 +52,8 @@ class MemoryPlan:
     """when the peak is, in words"""
     reserve: int = 0
     """beside tensors: CUDA's context, communicators, fragments of the allocator"""
+    pipeline_rank: int | None = None
+    """whose memory this is, in a pipeline; None: there is none"""
 
     @property
     def peak(self) -> int:
