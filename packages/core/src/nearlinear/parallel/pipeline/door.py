@@ -75,6 +75,7 @@ def pipeline(
     plan = plan_for(
         config.pipeline, now.mesh.pipeline, config.virtual_pipeline_degree, config.microbatches
     )
+    plan.require()
     plan.check(config.microbatches)
     costs = measured(model, found, now) if measure else partition.estimate(model, found)
     if split is None and config.auto_partition:
@@ -91,9 +92,8 @@ def pipeline(
         tied.untie(model, ties)
     stages = {number: stage_of(model, found, cut[number], count) for number in mine}
     leave_out(model, found, {block for number in mine for block in cut[number]}, count)
-    model._nearlinear_pipeline = Engine(
-        now, plan, found, cut, costs, ties, stages, _in_flight(plan, config)
-    )
+    active = plan.in_flight(config.active_microbatches, config.microbatches)
+    model._nearlinear_pipeline = Engine(now, plan, found, cut, costs, ties, stages, active)
     model.__class__ = in_front(type(model), Pipelined)
     if now.rank == 0:
         _say(model, plan, config)
@@ -171,12 +171,6 @@ def _loss_of(output) -> torch.Tensor:
     if loss is None:
         raise NearlinearError("the model returned no loss: give pipe.step a batch with labels")
     return loss
-
-
-def _in_flight(plan: Plan, config: Config) -> int:
-    """How many micro-batches a schedule is given at once; 0: all."""
-    most = config.active_microbatches or config.pipeline_parallel_degree + 2
-    return most if plan.schedule.all_at_once and most < config.microbatches else 0
 
 
 def _say(model: nn.Module, plan: Plan, config: Config) -> None:

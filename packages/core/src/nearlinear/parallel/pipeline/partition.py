@@ -11,12 +11,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-
-from torch import nn
+from typing import TYPE_CHECKING
 
 from ...config import Config
 from ...errors import ConfigError
-from .parts import Parts
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from .parts import Parts
 
 WEIGHTS = {"memory": 0.8, "speed": 0.2}
 """SMP's weight of memory, by what a split optimises."""

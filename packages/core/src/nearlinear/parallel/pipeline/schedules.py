@@ -4,15 +4,12 @@ The schedules are those of ``torch.distributed.pipelining``; SMP's two are among
 ``simple`` runs all forward passes and then all backward passes, which is GPipe (Huang et al.,
 2019); its ``interleaved`` takes a backward pass whenever there is one to take, which is 1F1B
 (PipeDream, Narayanan et al., 2019) and not what torch calls interleaved: several stages per rank
-(Narayanan et al., 2021).
+(Narayanan et al., 2021). Nothing here needs torch before a schedule is built.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-import torch
-from torch.distributed import pipelining
 
 from ...errors import ConfigError
 
@@ -68,6 +65,8 @@ class Plan:
 
     def build(self, stages: list, micro_batches: int):
         """Torch's schedule of ``stages``, of which the last returns what is differentiated."""
+        from torch.distributed import pipelining
+
         self.check(micro_batches)
         single = self.per_rank == 1 and self.schedule.stages_per_rank == 1
         return getattr(pipelining, self.schedule.kind)(
@@ -76,6 +75,22 @@ class Plan:
             loss_fn=lambda output, target: output,
             scale_grads=False,
         )
+
+    def in_flight(self, asked: int, micro_batches: int) -> int:
+        """How many of ``micro_batches`` a schedule is given at once, where ``asked`` are; 0: all."""
+        most = asked or self.ranks + 2
+        return most if self.schedule.all_at_once and most < micro_batches else 0
+
+    def require(self) -> None:
+        """Raise ConfigError where this PyTorch has no such schedule."""
+        import torch
+        from torch.distributed import pipelining
+
+        if not hasattr(pipelining, self.schedule.kind):
+            raise ConfigError(
+                f"pipeline = {self.name!r}: PyTorch {torch.__version__} has no "
+                f"{self.schedule.kind}; choose another schedule"
+            )
 
     def check(self, micro_batches: int) -> None:
         """Raise ConfigError if the schedule cannot run so many micro-batches."""
@@ -100,11 +115,6 @@ def plan_for(name: str, ranks: int, per_rank: int, micro_batches: int) -> Plan:
     if name == "1f1b" and micro_batches < ranks:
         name = "gpipe"  # the same order, as no backward pass can begin before the last forward pass
     schedule = SCHEDULES[name]
-    if not hasattr(pipelining, schedule.kind):
-        raise ConfigError(
-            f"pipeline = {name!r}: PyTorch {torch.__version__} has no {schedule.kind}; choose "
-            "another schedule"
-        )
     asked = per_rank or schedule.stages_per_rank or 2
     if asked != schedule.stages_per_rank and (schedule.stages_per_rank or asked < 2):
         needs = schedule.stages_per_rank or "2 or more"
