@@ -29,6 +29,7 @@ from . import fp8, joint, layout, loss_scale, optimizer_guard, optimizer_shards,
 from .blocks import find_blocks
 from .delayed_init import materialise, require_built
 from .expert import parallel_experts
+from .kept import stays_gathered
 from .pipeline import tied
 from .pipeline.calls import Called, in_front
 from .roots import roots_of
@@ -154,7 +155,8 @@ def _shard_stages(model, now: runtime.Runtime, policy, reshard_after_forward) ->
     engine = model._nearlinear_pipeline
     if reshard_after_forward is None:
         held = sum(parameter.numel() for parameter in model.parameters())
-        reshard_after_forward = held > now.config.sdp_max_live_parameters
+        live = now.config.sdp_max_live_parameters
+        reshard_after_forward = not stays_gathered(held, live)
     for stage in roots_of(model):
         blocks = engine.blocks_of(stage)
         experts = _experts_by_unit(stage, blocks)

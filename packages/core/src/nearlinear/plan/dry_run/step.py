@@ -33,7 +33,7 @@ from ...train.model import build_model
 from ...train.optimizer import build_optimizer
 from ...train.split import split
 from ..memory.estimate import estimate, vocabulary_of
-from ..memory.report import MemoryPlan, Unknown
+from ..memory.report import MemoryPlan
 from .ranks import BACKEND, AlikeGroup
 from .reading import read
 from .tracker import BETWEEN, REDUCING, FewPieces, Tracker
@@ -67,7 +67,7 @@ def measure(
         now = runtime.current()
         _open_groups(now)
         AlikeGroup.seen = _seer(tracker, now)
-        _route_evenly(model)
+        _route_evenly(model, asked.parallel.precision)
         with tracker, FewPieces():
             model, blocks = split(model, asked)
             optimizer = build_optimizer(model, asked.optimizer)
@@ -107,13 +107,10 @@ def _as_on_a_gpu(config: TrainConfig) -> TrainConfig:
 
 
 def _place(config: TrainConfig, world: int, words: int) -> int:
-    """The pipeline rank that needs the most, as far as that is known."""
+    """The pipeline rank that by the closed form needs the most."""
     if config.parallel.pipeline_parallel_degree == 1:
         return 0
-    try:
-        return estimate(config, world, vocabulary=words).pipeline_rank or 0
-    except Unknown:
-        return 0
+    return estimate(config, world, vocabulary=words).pipeline_rank
 
 
 @contextlib.contextmanager
@@ -160,8 +157,11 @@ def _seer(tracker: Tracker, now: runtime.Runtime):
     return see
 
 
-def _route_evenly(model: nn.Module) -> None:
-    """Have every mixture's experts get equally many tokens, where routers have no numbers."""
+def _route_evenly(model: nn.Module, precision: str) -> None:
+    """Have every mixture's experts get equally many tokens, where routers have no numbers.
+
+    Raises ConfigError for what PyTorch cannot multiply without memory.
+    """
 
     def routed(experts: int):
         def hook(module, args):
@@ -173,6 +173,11 @@ def _route_evenly(model: nn.Module) -> None:
 
     for module in model.modules():
         if is_stacked(module):
+            if precision != "bf16":
+                raise ConfigError(
+                    f"a dry run of experts in {precision}: PyTorch knows the product of all of "
+                    "them without memory in bf16 only; set parallel.bf16 = true for it"
+                )
             module.register_forward_pre_hook(routed(module.num_experts))
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from ...errors import ConfigError
-
 GIB = 2**30
 
 NAMES = {
@@ -36,10 +34,6 @@ FRAGMENTS = 0.04
 """share of a peak that the caching allocator holds in pieces too small for anything asked for"""
 
 
-class Unknown(ConfigError):
-    """What the closed form does not know, though it can be trained."""
-
-
 @dataclass(frozen=True)
 class MemoryPlan:
     """The memory of one rank at its peak, in bytes."""
@@ -54,6 +48,8 @@ class MemoryPlan:
     """beside tensors: CUDA's context, communicators, fragments of the allocator"""
     pipeline_rank: int | None = None
     """whose memory this is, in a pipeline; None: there is none"""
+    rough: str = ""
+    """why the closed form is not within a few parts of a hundred; empty: it is"""
 
     @property
     def peak(self) -> int:

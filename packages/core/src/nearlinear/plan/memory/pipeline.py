@@ -1,0 +1,2 @@
+def pipelined(rank):
+    raise NotImplementedError
