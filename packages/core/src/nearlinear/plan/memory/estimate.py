@@ -21,7 +21,7 @@ from .. import shape as shapes
 from .blocks import known_as
 from .ledger import Ledger
 from .pipeline import pipelined
-from .rank import Rank, kept_activations
+from .rank import Rank
 from .report import NAMES, MemoryPlan, reserve
 from .step import Model, Step
 from .units import Unit, root_of, table_of
@@ -60,18 +60,15 @@ def _whole(rank: Rank) -> MemoryPlan:
         block=rank.block,
         blocks=shape.layers,
         tied=shape.tied,
-        calls=rank.calls,
+        activations=rank.activations(shape.layers, sizes.embedded),
         head=rank.head,
-        hidden=sizes.hidden,
-        first=sizes.embedded,
         table=table,
     )
     units = [root, *rank.block * shape.layers]
     ledger = Ledger()
     micro_batches = min(2, rank.config.batch.micro_batches(mesh.data_ranks))
     persistent = rank.enter_states(units, ledger)
-    kept = kept_activations(rank, shape.layers)
-    step = Step(model, kept, rank.config.parallel, ledger, rank.item)
+    step = Step(model, rank.config.parallel, ledger, rank.item)
     step.run(micro_batches, partial(rank.gradient_bytes, micro_batches))
     ledger.moment = "in the update of the parameters"
     ledger.look(update=rank.update_bytes(units))

@@ -12,11 +12,11 @@ from ...mesh import Mesh
 from ...parallel.activations import strategy
 from ...train.config import TrainConfig
 from ..shape import Shape
+from .activations import Activations, Kept
 from .blocks import block, head
 from .ledger import Ledger
 from .listing import Listing
 from .sizes import Sizes
-from .step import Kept
 from .units import Unit, block_of, buffer_bytes
 
 ITEM = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -95,17 +95,21 @@ class Rank:
         ways = {"foreach": everything, "for_loop": 2 * largest}
         return VALUE * ways.get(self.config.optimizer.implementation, 0)
 
+    def activations(self, blocks: int, first: int) -> Activations:
+        """Of ``blocks`` blocks in a row; ``first``: bytes of what enters them."""
+        return Activations(self.calls, self._kept(blocks), self.sizes.hidden, first)
 
-def kept_activations(rank: Rank, blocks: int) -> Kept:
-    """Of ``blocks`` blocks, as the table [activations] has them."""
-    asked, calls = rank.config.activations, rank.calls
-    resident = rank.config.parallel.activation_loading_horizon + 1 if asked.offload else None
-    if not asked.checkpoint:
-        return Kept(resident=resident)
-    plan = strategy.parse(asked.checkpoint)
-    if plan.budget is not None:  # `parallel.activations.budget`, of equal blocks
-        over, saves = blocks * calls.kept_bytes - plan.budget, calls.kept_bytes - rank.sizes.hidden
-        until = min(blocks, max(0, math.ceil(over / saves)))
-        return Kept(again=1, until=until, resident=resident)
-    products = sum(value.bytes for value in calls.products) if plan.selective else 0
-    return Kept(products, plan.together or blocks, resident=resident)
+    def _kept(self, blocks: int) -> Kept:
+        """As the table [activations] has it."""
+        asked, calls = self.config.activations, self.calls
+        resident = self.config.parallel.activation_loading_horizon + 1 if asked.offload else None
+        if not asked.checkpoint:
+            return Kept(resident=resident)
+        plan = strategy.parse(asked.checkpoint)
+        if plan.budget is not None:  # `parallel.activations.budget`, of equal blocks
+            saves = calls.kept_bytes - self.sizes.hidden
+            over = blocks * calls.kept_bytes - plan.budget
+            until = min(blocks, max(0, math.ceil(over / saves)))
+            return Kept(again=1, until=until, resident=resident)
+        products = sum(value.bytes for value in calls.products) if plan.selective else 0
+        return Kept(products, plan.together or blocks, resident=resident)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from ...config import Config
 from ...parallel.kept import kept_blocks
+from .activations import Activations
 from .ledger import Ledger
 from .listing import Listing
 from .units import Unit
@@ -23,20 +24,6 @@ ROOT: Part = (0, 0)
 
 
 @dataclass(frozen=True)
-class Kept:
-    """What is there of activations between the forward and the backward pass."""
-
-    products: int = 0
-    """bytes of a block's products, where they are kept though the block is computed again"""
-    again: int = 0
-    """blocks that are computed again as one, from the input of the first; 0: none are"""
-    until: int | None = None
-    """the last block that is computed again, those after it keep all; None: the last one"""
-    resident: int | None = None
-    """blocks whose activations are on the device at once; None: all"""
-
-
-@dataclass(frozen=True)
 class Model:
     """What a rank has of the model, and does with it."""
 
@@ -45,13 +32,9 @@ class Model:
     """its units: experts that are divided have their own"""
     blocks: int
     tied: bool
-    calls: Listing
-    """of a block"""
+    activations: Activations
+    """of the blocks"""
     head: Listing
-    hidden: int
-    """bytes of the hidden states between two blocks"""
-    first: int
-    """and of those that enter the first one"""
     table: int
     """bytes of the gradient of the table of words, as computed"""
 
@@ -59,9 +42,10 @@ class Model:
 class Step:
     """One step of ``model``, entered into ``ledger``."""
 
-    def __init__(self, model: Model, kept: Kept, config: Config, ledger: Ledger, item: int):
+    def __init__(self, model: Model, config: Config, ledger: Ledger, item: int):
         """``item``: bytes of a gathered number."""
-        self.model, self.kept, self.ledger, self.item = model, kept, ledger, item
+        self.model, self.ledger, self.item = model, ledger, item
+        self.activations = model.activations
         self.depth = config.prefetch_depth
         root, block = model.root.elements, sum(unit.elements for unit in model.block)
         sizes = [root, *[block] * model.blocks]
@@ -133,28 +117,16 @@ class Step:
             for part in self._parts(number):
                 self._arrive(part, forwards=True)
             self._prefetch(range(number + 1, n + 1))
-            ledger.look(working=model.calls.forward_peak(saving=not self._again(number)))
-            if not self.kept.resident or number > n - self.kept.resident:
-                ledger.add("kept", self._kept_by(number))
+            ledger.look(working=self.activations.forward(number))
+            resident = self.activations.kept.resident
+            if not resident or number > n - resident:
+                ledger.add("kept", self.activations.kept_by(number))
             if self.whole < number < n:
                 for part in self._parts(number):
                     self._free(part)
         ledger.moment = "in the forward pass: the loss"
         ledger.look(logits=model.head.forward_peak(saving=True))
         self._let_go()
-
-    def _again(self, number: int) -> int:
-        """Blocks that are computed again together with block ``number``; 0: it is not."""
-        kept = self.kept
-        return kept.again if kept.until is None or number <= kept.until else 0
-
-    def _kept_by(self, number: int) -> int:
-        """Bytes that block ``number`` keeps for its backward pass."""
-        again = self._again(number)
-        if not again:
-            return self.model.calls.kept_bytes
-        enters = self.model.first if number == 1 else self.model.hidden
-        return self.kept.products + (enters if (number - 1) % again == 0 else 0)
 
     def _backward(self, last: bool, added: bool, gradients: Callable[[Unit], int]) -> None:
         model, ledger, n = self.model, self.ledger, self.model.blocks
@@ -181,19 +153,12 @@ class Step:
             self.reducing = 0
 
     def _block_backward(self, number: int) -> None:
-        calls, kept, ledger = self.model.calls, self.kept, self.ledger
-        own, again, peak = self._kept_by(number), self._again(number), calls.backward_peak()
-        if again:
-            if calls.given not in calls.kept:
-                peak += self.model.hidden  # which recomputation began with
-            waiting = (number - 1) % again  # blocks of its group that have run again, too
-            peak += waiting * calls.kept_bytes
-            if kept.products:
-                peak += sum(each.bytes for each in calls.products if each not in calls.kept)
-        ledger.look(working=peak - min(own, peak))
-        ledger.add("kept", -own)
-        if kept.resident and number > kept.resident:
-            ledger.add("kept", self._kept_by(number - kept.resident))
+        activations, ledger = self.activations, self.ledger
+        ledger.look(working=activations.backward(number))
+        ledger.add("kept", -activations.kept_by(number))
+        resident = activations.kept.resident
+        if resident and number > resident:
+            ledger.add("kept", activations.kept_by(number - resident))
 
     def _reduce(self, part: Part, stays: bool, added: bool, gradients) -> None:
         """The end of a unit's backward pass; ``added``: to what earlier micro-batches left."""
@@ -202,7 +167,7 @@ class Step:
             self._free(part)
         ledger.add("communication", -self.reducing)
         self.reducing = unit.padded * REDUCED
-        raw = unit.elements * self.item + (self.model.hidden if part[0] else 0)
+        raw = unit.elements * self.item + (self.activations.hidden if part[0] else 0)
         ledger.look(communication=self.reducing, working=raw)
         ledger.add("communication", self.reducing)
         if added:
