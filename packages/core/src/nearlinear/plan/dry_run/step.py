@@ -27,6 +27,7 @@ from ...parallel.accumulate import accumulate
 from ...parallel.clip import clip_grad_norm_
 from ...parallel.expert.layers import is_stacked
 from ...parallel.layout import local
+from ...parallel.roots import roots_of
 from ...train import config as train_config
 from ...train.config import TrainConfig
 from ...train.model import build_model
@@ -71,7 +72,8 @@ def measure(
         with tracker, FewPieces():
             model, blocks = split(model, asked)
             optimizer = build_optimizer(model, asked.optimizer)
-            _mark(tracker, "parameters", [*model.parameters(), *model.buffers()])
+            copies = (each for root in roots_of(model) for each in root.parameters())
+            _mark(tracker, "parameters", [*model.parameters(), *copies, *model.buffers()])
             _make_states(optimizer)
         states = [value for state in optimizer.state.values() for value in state.values()]
         _mark(tracker, "optimizer", [each for each in states if isinstance(each, torch.Tensor)])

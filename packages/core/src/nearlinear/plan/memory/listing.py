@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from functools import cache
 
 
 @dataclass(eq=False)
@@ -92,6 +91,11 @@ class Listing:
     def products(self) -> dict[Value, None]:
         """Outputs of matrix products and attention."""
         return dict.fromkeys(each.output for each in self.operators if each.product)
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Gradients of what matrices and norms put out: the gradients of weights need them."""
+        return sum(each.output.gradient for each in self.operators if each.weights)
 
     def forward_peak(self, saving: bool) -> int:
         """The most bytes that a forward pass has made at once; ``saving``: for a backward pass."""

@@ -1,33 +1,30 @@
-"""The memory of a pipeline's ranks: stages, micro-batches in flight, and what waits for a step's end.
+"""The memory of a pipeline's ranks: stages, micro-batches in flight, and what a step's end waits for.
 
 A rank does its stages' work in the order of its schedule (`orders`). FSDP2 keeps a stage's
-parameters gathered from the first backward pass on, and adds gradients up, whole and in float32,
+parameters gathered from its first backward pass on, and adds gradients up, whole and in float32,
 until all micro-batches are through: only then are they shared out. Every micro-batch has a place of
-its own for the hidden states, and the gradients of them, that it receives.
+its own for the hidden states, and for the gradients of them, that it receives.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 
 from ...parallel.kept import stays_gathered
 from ...parallel.pipeline import partition
 from ...parallel.pipeline.schedules import Plan, plan_for
-from ..orders import BACKWARD, FORWARD, INPUTS, orders
-from .ledger import Ledger
+from ..orders import FORWARD, INPUTS, WEIGHTS, Work, orders
+from .ledger import Bytes, Ledger
 from .rank import Rank
 from .report import NAMES, MemoryPlan, reserve
+from .stage import Pass, Stage
 from .step import REDUCED
-from .units import Dims, Unit, embedding_of, head_of, table_of
+from .units import Dims, Unit, embedding_of, head_of
 
-APART = (
-    "schedule {}: how much a backward pass that is cut in two holds between them is bounded, not "
-    "counted"
-)
+APART = "{} cuts backward passes in two; what stays between them is known to about a tenth"
 
 
 def pipelined(rank: Rank) -> MemoryPlan:
@@ -37,11 +34,11 @@ def pipelined(rank: Rank) -> MemoryPlan:
         asked.pipeline, rank.mesh.pipeline, asked.virtual_pipeline_degree, asked.microbatches
     )
     cut = stages_of(rank, plan)
+    stages = [Stage(rank, number, blocks, len(cut)) for number, blocks in enumerate(cut)]
     wave = plan.in_flight(asked.active_microbatches, asked.microbatches) or asked.microbatches
     work = orders(plan, wave)
-    stages = [Stage(rank, number, blocks, len(cut)) for number, blocks in enumerate(cut)]
     found = [
-        _rank(rank, plan, [stages[number] for number in plan.stages_of(place)], work[place], wave)
+        _of_rank(rank, [stages[number] for number in plan.stages_of(place)], work[place], wave)
         for place in range(plan.ranks)
     ]
     place = max(range(plan.ranks), key=lambda each: found[each].total)
@@ -51,7 +48,7 @@ def pipelined(rank: Rank) -> MemoryPlan:
 
 
 def stages_of(rank: Rank, plan: Plan) -> list[range]:
-    """The blocks of every stage, as `parallel.pipeline` cuts them."""
+    """The blocks of every stage, as `parallel.pipeline` cuts them. Raises ConfigError."""
     asked, layers = rank.config.parallel, rank.shape.layers
     if not asked.auto_partition:
         return partition.by_hand({}, layers, plan.stages, asked.default_partition)
@@ -66,186 +63,123 @@ def stages_of(rank: Rank, plan: Plan) -> list[range]:
     return partition.split(costs, plan.stages, partition.memory_weight(asked))
 
 
-def _cost(parameters, share: float, of_experts: float) -> partition.Cost:
-    """``share`` of the matrices, and ``of_experts`` of stacked ones, is multiplied with."""
+def _cost(parameters, of_matrices: float, of_experts: float) -> partition.Cost:
+    """Shares of matrices, and of stacked ones, are multiplied with."""
 
     def time(dims: Dims) -> float:
-        part = of_experts if len(dims) > 2 else share * (len(dims) > 1)
-        return 2 * math.prod(dims) * part
+        share = of_experts if len(dims) > 2 else of_matrices if len(dims) == 2 else 0.0
+        return 2 * math.prod(dims) * share
 
     count = sum(map(math.prod, parameters))
     return partition.Cost(count, sum(map(time, parameters)), float(count))
 
 
-@dataclass(frozen=True)
-class Pass:
-    """A forward or a backward pass of one micro-batch through a stage."""
-
-    peak: int
-    """the most bytes it has, what its micro-batch has kept among them"""
-    at_peak: dict[str, int]
-    moment: str
-    leaves: dict[str, int]
-    """bytes that are there for this micro-batch afterwards"""
-
-
-class Stage:
-    """What one stage has, and does with one micro-batch."""
-
-    def __init__(self, rank: Rank, number: int, blocks: range, stages: int):
-        self.rank, self.number, self.blocks = rank, number, blocks
-        self.first, self.last = number == 0, number == stages - 1
-        shape, sizes, tensor = rank.shape, rank.sizes, rank.mesh.tensor
-        root = embedding_of(shape, tensor) if self.first else ()
-        root += head_of(rank.family, shape, tensor) if self.last else ()
-        roots = (Unit(root, rank.mesh.sharing),) if root else ()
-        self.units = (*roots, *rank.block * len(blocks))
-        received = not self.first and tensor == 1  # it has a place already
-        self.activations = rank.activations(len(blocks), 0 if received else sizes.embedded)
-        self.table = math.prod(table_of(shape, tensor)) * rank.item
-        self.elements = sum(unit.elements for unit in self.units)
-
-    @property
-    def gathered(self) -> int:
-        return sum(unit.padded for unit in self.units) * self.rank.item
-
-    def places(self, micro_batches: int) -> int:
-        """Bytes of what is received, one place for every micro-batch and direction."""
-        return micro_batches * self.rank.sizes.hidden * (2 - self.first - self.last)
-
-    def forward(self, frees: bool, whole: bool) -> Pass:
-        """``frees`` blocks after use; ``whole``: all of the stage is gathered before."""
-        ledger, activations, n = Ledger(), self.activations, len(self.blocks)
-        block = sum(unit.padded for unit in self.rank.block) * self.rank.item
-        root = self.gathered - n * block
-        if frees:
-            ledger.add("gathered", self.gathered if whole else root)
-        for number in range(1, n + 1):
-            ledger.moment = f"in the forward pass: {self._name(number)}"
-            if frees and not whole:
-                ledger.add("gathered", block)
-            ledger.look(working=activations.forward(number))
-            ledger.add("kept", activations.kept_by(number))
-            if frees:
-                ledger.add("gathered", -block)
-        if frees:
-            ledger.add("gathered", -root)
-        if self.last:
-            ledger.moment = "in the forward pass: the loss"
-            ledger.look(logits=self.rank.head.forward_peak(saving=True))
-            ledger.add("logits", self.rank.head.kept_bytes)
-        else:
-            ledger.add("handed", self.rank.sizes.hidden)
-        return Pass(ledger.peak, ledger.at_peak, ledger.moment_of_peak, dict(ledger.now))
-
-    def backward(self, kept: dict[str, int], frees: bool, adds: bool) -> Pass:
-        """``adds``: to gradients of earlier micro-batches, which are counted elsewhere."""
-        ledger, rank = Ledger(), self.rank
-        for category, size in kept.items():
-            ledger.add(category, size)
-        if self.last:
-            ledger.moment = "in the backward pass: the loss"
-            ledger.add("logits", -rank.head.kept_bytes)
-            ledger.look(logits=rank.head.backward_peak())
-            ledger.add("working", self.table)
-        block = sum(unit.elements for unit in rank.block)
-        for number in range(len(self.blocks), 0, -1):
-            ledger.moment = f"in the backward pass: {self._name(number)}"
-            if frees:
-                ledger.add("gathered", block * rank.item)
-            ledger.look(working=self.activations.backward(number))
-            ledger.add("kept", -self.activations.kept_by(number))
-            if not adds:
-                ledger.add("gradients", block * REDUCED)
-        return Pass(ledger.peak, ledger.at_peak, ledger.moment_of_peak, {})
-
-    def _name(self, number: int) -> str:
-        return f"block {self.blocks.start + number} of {self.rank.shape.layers}"
-
-
-class _Walk:
-    """A rank's step: what is there beside the pass at hand, and the worst moment so far."""
-
-    def __init__(self, ledger: Ledger):
-        self.ledger, self.flying = ledger, Counter()
-
-    def go(self, each: Pass) -> None:
-        now, ledger = self.ledger.now, self.ledger
-        if sum(now.values()) + each.peak > ledger.peak:
-            ledger.moment = each.moment
-            ledger.look(**each.at_peak)
-
-    def enter(self, sizes: dict[str, int], sign: int) -> None:
-        for category, size in sizes.items():
-            self.ledger.now[category] += sign * size
-
-
-def _rank(rank: Rank, plan: Plan, stages: list[Stage], work, wave: int) -> MemoryPlan:
+def _of_rank(rank: Rank, stages: list[Stage], work: list[Work], wave: int) -> MemoryPlan:
     """Of a rank with ``stages``, which does ``work`` with ``wave`` micro-batches at once."""
-    asked, ledger = rank.config.parallel, Ledger()
+    count, ledger = rank.config.parallel.microbatches, Ledger()
     units = [unit for stage in stages for unit in stage.units]
-    persistent = rank.enter_states(units, ledger)
-    count = asked.microbatches
+    ends = {0, stages[-1].number} if stages[0].first and stages[-1].last else set()
+    copies = [stages[-1].table_unit] if rank.shape.tied and len(ends) == 2 else []
+    persistent = rank.enter_states(units, ledger, copies)
     for stage in stages:
-        rest = count % wave  # a schedule of its own
-        ledger.add("handed", stage.places(wave + rest))
+        ledger.add("handed", stage.places(wave + count % wave))  # what is left has a schedule too
     steps = rank.config.batch.micro_batches(rank.mesh.data_ranks) * math.ceil(count / wave)
     reduced = partial(rank.gradient_bytes, min(2, steps))
     if steps > 1:
         ledger.add("gradients", sum(map(reduced, units)))
-    frees = not stays_gathered(sum(s.elements for s in stages), asked.sdp_max_live_parameters)
-    by_number = {stage.number: stage for stage in stages}
-    walk, whole, passes = _Walk(ledger), {}, {}
-    if not frees:
-        ledger.add("gathered", sum(stage.gathered for stage in stages))
+    walk = _Walk(rank, stages, ledger)
     for kind, number, _ in work:
-        stage, been = by_number[number], whole.get(number)
-        if kind == FORWARD:
-            # gathered by the backward pass before it, which counts it as its own
-            if been == "all":
-                ledger.now["gathered"] -= stage.gathered * frees
-            key = kind, number, been == "all"
-            if key not in passes:
-                passes[key] = stage.forward(frees, been == "all")
-            walk.go(passes[key])
-            walk.enter(passes[key].leaves, 1)
-            if been:
-                whole[number] = "none"
-            continue
-        there = passes.get((FORWARD, number, False)) or passes[FORWARD, number, True]
-        if kind in (BACKWARD, INPUTS):
-            if been == "all":
-                ledger.now["gathered"] -= stage.gathered * frees
-            walk.enter(there.leaves, -1)
-            key = kind, number, bool(been)
-            if key not in passes:
-                passes[key] = stage.backward(there.leaves, frees, adds=bool(been))
-            walk.go(passes[key])
-            if not been:
-                ledger.now["gradients"] += stage.elements * REDUCED
-            ledger.now["gathered"] += stage.gathered * frees
-            whole[number] = "all"
-            if kind == INPUTS:
-                walk.enter(there.leaves, 1)  # until the gradients of its weights are there
-        else:
-            walk.enter(there.leaves, -1)
-    _reduce(stages, ledger, rank, reduced, steps > 1)
+        walk.go(kind, number)
+    walk.reduce(reduced, added=steps > 1)
     ledger.moment = "in the update of the parameters"
     ledger.look(update=rank.update_bytes(units))
     parts = dict.fromkeys(NAMES, 0) | ledger.at_peak
     return MemoryPlan(parts, persistent, ledger.moment_of_peak, reserve(ledger.peak))
 
 
-def _reduce(stages: list[Stage], ledger: Ledger, rank: Rank, reduced, added: bool) -> None:
-    """Gradients to the ranks that update them, unit by unit; what is gathered goes first."""
-    ledger.moment, before = "in the reduction of gradients", 0
-    for stage in stages:
-        for unit in stage.units:
-            ledger.now["gathered"] -= unit.padded * rank.item
+class _Walk:
+    """A rank's step, pass by pass: ``ledger`` has what is there beside the pass at hand."""
+
+    def __init__(self, rank: Rank, stages: list[Stage], ledger: Ledger):
+        live = rank.config.parallel.sdp_max_live_parameters
+        self.stages, self.ledger = {stage.number: stage for stage in stages}, ledger
+        self.frees = not stays_gathered(sum(each.elements for each in stages), live)
+        self.whole: set[int] = set()  # stages that are gathered
+        self.summed: set[int] = set()  # stages that have gradients
+        self.passes: dict[tuple, Pass] = {}
+
+    def go(self, kind: str, number: int) -> None:
+        """One pass of one micro-batch."""
+        stage, ledger = self.stages[number], self.ledger
+        if kind == FORWARD:
+            whole = number in self.whole
+            if not whole and not self.frees:
+                self._gathered(stage)
+            if whole and self.frees:  # the pass counts them, and frees them
+                self.whole.remove(number)
+                ledger.now["gathered"] -= stage.gathered
+            done = self._pass(kind, stage, whole, partial(stage.forward, self.frees, whole))
+            ledger.enter(done.leaves)
+        elif kind != INPUTS:
+            apart = kind == WEIGHTS and not stage.first
+            self._backward(kind, stage, self.left(stage, INPUTS if apart else FORWARD))
+        elif not stage.first:  # the first one has no inputs to give gradients of
+            left = self.left(stage, FORWARD)
+            ledger.enter(left, -1)
+            gathers = self.frees and number not in self.whole
+            run = partial(stage.backward_of_inputs, left, gathers)
+            done = self._pass(kind, stage, gathers, run)
+            ledger.enter(done.leaves)
+            self._gathered(stage)
+
+    def left(self, stage: Stage, kind: str) -> Bytes:
+        """What a micro-batch's last pass through ``stage`` has left."""
+        found = (self.passes.get((kind, stage.number, variant)) for variant in (True, False))
+        return next(each.leaves for each in found if each)
+
+    def _backward(self, kind: str, stage: Stage, left: Bytes) -> None:
+        """The last pass of a micro-batch: its gradients are added to the others'."""
+        ledger, adds = self.ledger, stage.number in self.summed
+        ledger.enter(left, -1)
+        gathers = self.frees and stage.number not in self.whole
+        if kind == WEIGHTS and not stage.first:
+            run = partial(stage.backward_of_weights, left, adds)
+        else:
+            run = partial(stage.backward, left, gathers, adds)
+        self._pass(kind, stage, (gathers, adds), run)
+        if not adds:
+            self.summed.add(stage.number)
+            ledger.now["gradients"] += stage.elements * REDUCED
+        self._gathered(stage)
+
+    def _gathered(self, stage: Stage) -> None:
+        """From now on ``stage`` is there as a whole."""
+        if stage.number not in self.whole:
+            self.whole.add(stage.number)
+            self.ledger.now["gathered"] += stage.gathered
+
+    def _pass(self, kind: str, stage: Stage, variant: object, run: Callable[[], Pass]) -> Pass:
+        """One pass, worked out once for all that are alike."""
+        key = kind, stage.number, variant
+        if key not in self.passes:
+            self.passes[key] = run()
+        done, ledger = self.passes[key], self.ledger
+        if sum(ledger.now.values()) + done.peak > ledger.peak:
+            ledger.moment = done.moment
+            ledger.look(**done.at_peak)
+        return done
+
+    def reduce(self, reduced: Callable[[Unit], int], added: bool) -> None:
+        """Gradients to the ranks that update them, unit by unit; what is gathered goes first."""
+        ledger = self.ledger
+        ledger.moment = "in the reduction of gradients"
+        for stage in self.stages.values():
+            before = 0
+            for unit in stage.units:
+                ledger.now["gathered"] -= unit.padded * stage.rank.item
+                ledger.now["communication"] -= before
+                before = unit.padded * REDUCED
+                ledger.look(communication=before, gradients=reduced(unit))
+                ledger.now["communication"] += before
+                ledger.now["gradients"] -= unit.elements * REDUCED - (0 if added else reduced(unit))
             ledger.now["communication"] -= before
-            before = unit.padded * REDUCED
-            ledger.look(communication=before, gradients=reduced(unit))
-            ledger.now["communication"] += before
-            ledger.now["gradients"] -= unit.elements * REDUCED - (0 if added else reduced(unit))
-        ledger.now["communication"] -= before
-        before = 0

@@ -59,14 +59,16 @@ class Rank:
     def head(self) -> Listing:
         return head(self.family, self.sizes)
 
-    def enter_states(self, units: Sequence[Unit], ledger: Ledger) -> int:
-        """Enter what is there between steps; its bytes."""
+    def enter_states(
+        self, units: Sequence[Unit], ledger: Ledger, copies: Sequence[Unit] = ()
+    ) -> int:
+        """Enter what is there between steps; its bytes. ``copies``: of ``units``, not updated."""
         parallel = self.config.parallel
         elements = sum(unit.shard for unit in units)
-        updated = elements
-        if parallel.shard_optimizer_state:
-            updated = sum(unit.slice(self.mesh.replicate) for unit in units)
-        count = sum(len(unit.parameters) for unit in units) * COUNT
+        slices = self.mesh.replicate if parallel.shard_optimizer_state else 1
+        updated = sum(unit.slice(slices) for unit in units)
+        updated -= sum(unit.slice(slices) for unit in copies)
+        count = (sum(len(unit.parameters) for unit in units) - len(copies)) * COUNT
         averages = math.ceil(updated * AVERAGES[self.config.optimizer.kind]) + count
         if parallel.offload_optimizer:
             elements = averages = 0
