@@ -19,9 +19,10 @@ def kept_blocks(sizes: list[int], depth: int, live: int) -> int:
     return kept
 
 
-def stays_gathered(parameters: int, live: int) -> bool:
-    """Whether a pipeline's rank keeps its ``parameters`` gathered from forward to backward.
+def stays_gathered(parameters: int, live: int, apart: bool) -> bool:
+    """Whether a pipeline's rank keeps its ``parameters`` gathered from forward to backward passes.
 
-    Micro-batches of a schedule come one after another; backward always leaves them gathered.
+    Where more than ``live`` are, it does not; but it must where a schedule finds gradients of
+    weights ``apart``: they are looked for in the parameters as they are before a backward pass.
     """
-    return parameters <= live
+    return apart or parameters <= live

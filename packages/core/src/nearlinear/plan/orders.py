@@ -102,9 +102,7 @@ def _dual_pipe_v(plan: Plan, rank: int, count: int) -> list[Work]:
         do.one(INPUTS, 1)
         do.put_off()
         do.one(FORWARD, 1)
-    do.many(
-        count - 2 * ranks + rank + 1, (FORWARD, 0), (BACKWARD, 1), (FORWARD, 1), (BACKWARD, 0)
-    )
+    do.many(count - 2 * ranks + rank + 1, (FORWARD, 0), (BACKWARD, 1), (FORWARD, 1), (BACKWARD, 0))
     do.many(behind, (BACKWARD, 1), (FORWARD, 1), (BACKWARD, 0))
     half, apart = (rank + 1) // 2, False
     for turn in range(rank + 1):
@@ -122,7 +120,7 @@ def _dual_pipe_v(plan: Plan, rank: int, count: int) -> list[Work]:
 
 @dataclass
 class _Rank:
-    """Writes the order of a rank with two stages; micro-batches of each kind of work come in turn."""
+    """Writes the order of a rank with two stages; each kind of work takes micro-batches in turn."""
 
     first: int
     """its stage number 0"""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 
-
 Bytes = dict[str, int]
 """By category."""
 

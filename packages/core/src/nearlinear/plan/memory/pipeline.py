@@ -1,4 +1,4 @@
-"""The memory of a pipeline's ranks: stages, micro-batches in flight, and what a step's end waits for.
+"""The memory of a pipeline's ranks: stages, micro-batches in flight, what waits for a step's end.
 
 A rank does its stages' work in the order of its schedule (`orders`). FSDP2 keeps a stage's
 parameters gathered from its first backward pass on, and adds gradients up, whole and in float32,
@@ -24,7 +24,10 @@ from .stage import Pass, Stage
 from .step import REDUCED
 from .units import Dims, Unit, embedding_of, head_of
 
-APART = "{} cuts backward passes in two; what stays between them is known to about a tenth"
+APART = (
+    "{} cuts backward passes in two, and what stays between them is known to a twentieth, with "
+    "activation checkpointing to a third"
+)
 
 
 def pipelined(rank: Rank) -> MemoryPlan:
@@ -35,15 +38,13 @@ def pipelined(rank: Rank) -> MemoryPlan:
     )
     cut = stages_of(rank, plan)
     stages = [Stage(rank, number, blocks, len(cut)) for number, blocks in enumerate(cut)]
-    wave = plan.in_flight(asked.active_microbatches, asked.microbatches) or asked.microbatches
-    work = orders(plan, wave)
+    work = orders(plan, _wave(rank, plan))
     found = [
-        _of_rank(rank, [stages[number] for number in plan.stages_of(place)], work[place], wave)
+        _of_rank(rank, plan, [stages[number] for number in plan.stages_of(place)], work[place])
         for place in range(plan.ranks)
     ]
     place = max(range(plan.ranks), key=lambda each: found[each].total)
-    apart = any(kind == INPUTS for kind, _, _ in work[place])
-    rough = APART.format(plan.name) if apart else ""
+    rough = APART.format(plan.name) if plan.schedule.apart else ""
     return dataclasses.replace(found[place], pipeline_rank=place, rough=rough)
 
 
@@ -74,9 +75,15 @@ def _cost(parameters, of_matrices: float, of_experts: float) -> partition.Cost:
     return partition.Cost(count, sum(map(time, parameters)), float(count))
 
 
-def _of_rank(rank: Rank, stages: list[Stage], work: list[Work], wave: int) -> MemoryPlan:
-    """Of a rank with ``stages``, which does ``work`` with ``wave`` micro-batches at once."""
-    count, ledger = rank.config.parallel.microbatches, Ledger()
+def _wave(rank: Rank, plan: Plan) -> int:
+    """Micro-batches that a schedule is given at once."""
+    asked = rank.config.parallel
+    return plan.in_flight(asked.active_microbatches, asked.microbatches) or asked.microbatches
+
+
+def _of_rank(rank: Rank, plan: Plan, stages: list[Stage], work: list[Work]) -> MemoryPlan:
+    """Of a rank with ``stages``, which does ``work``."""
+    count, wave, ledger = rank.config.parallel.microbatches, _wave(rank, plan), Ledger()
     units = [unit for stage in stages for unit in stage.units]
     ends = {0, stages[-1].number} if stages[0].first and stages[-1].last else set()
     copies = [stages[-1].table_unit] if rank.shape.tied and len(ends) == 2 else []
@@ -87,7 +94,10 @@ def _of_rank(rank: Rank, stages: list[Stage], work: list[Work], wave: int) -> Me
     reduced = partial(rank.gradient_bytes, min(2, steps))
     if steps > 1:
         ledger.add("gradients", sum(map(reduced, units)))
-    walk = _Walk(rank, stages, ledger)
+    live = rank.config.parallel.sdp_max_live_parameters
+    held = sum(stage.elements for stage in stages)
+    frees = not stays_gathered(held, live, plan.schedule.apart)
+    walk = _Walk(stages, ledger, frees)
     for kind, number, _ in work:
         walk.go(kind, number)
     walk.reduce(reduced, added=steps > 1)
@@ -100,10 +110,10 @@ def _of_rank(rank: Rank, stages: list[Stage], work: list[Work], wave: int) -> Me
 class _Walk:
     """A rank's step, pass by pass: ``ledger`` has what is there beside the pass at hand."""
 
-    def __init__(self, rank: Rank, stages: list[Stage], ledger: Ledger):
-        live = rank.config.parallel.sdp_max_live_parameters
+    def __init__(self, stages: list[Stage], ledger: Ledger, frees: bool):
+        """``frees``: what is gathered, after every forward pass."""
         self.stages, self.ledger = {stage.number: stage for stage in stages}, ledger
-        self.frees = not stays_gathered(sum(each.elements for each in stages), live)
+        self.frees = frees
         self.whole: set[int] = set()  # stages that are gathered
         self.summed: set[int] = set()  # stages that have gradients
         self.passes: dict[tuple, Pass] = {}
