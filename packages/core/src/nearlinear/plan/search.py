@@ -11,11 +11,10 @@ from dataclasses import dataclass
 
 from ..errors import ConfigError
 from ..train.config import TrainConfig
-from . import parameters, room, workload
+from . import parameters, workload
 from .answer import GIB
 from .hardware import Cluster
-from .memory import vocabulary_of
-from .passes import Passes
+from .memory import estimate, vocabulary_of
 from .step import step
 
 MICRO_BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
@@ -75,11 +74,10 @@ def search(config: TrainConfig, cluster: Cluster, most: int = 10) -> list[Layout
 
 def tried(config: TrainConfig, cluster: Cluster, most: float = math.inf) -> Layout:
     """``config`` on ``cluster``: its memory, and its time unless that is above ``most``."""
-    work = workload.from_config(config, cluster.world, cluster.node.gpus, vocabulary_of(config))
-    fitted = parameters.load()
-    parts = Passes(work, cluster, fitted)
-    memory = room.needed(config, work, cluster, parts)
-    seconds = step(work, cluster, fitted).seconds if memory <= most else math.nan
+    words = vocabulary_of(config)
+    work = workload.from_config(config, cluster.world, cluster.node.gpus, words)
+    memory = estimate(config, cluster.world, vocabulary=words).total
+    seconds = step(work, cluster, parameters.load()).seconds if memory <= most else math.nan
     return Layout(config, seconds, memory)
 
 

@@ -10,7 +10,7 @@ GIB = 2**30
 NAMES = {
     "parameters": "parameters, this rank's shard",
     "optimizer": "optimizer states",
-    "gradients": "gradients, reduced",
+    "gradients": "gradients, added up or reduced",
     "gathered": "gathered parameters",
     "communication": "buffers of gathers and reductions",
     "handed": "hidden states between stages",
@@ -78,7 +78,9 @@ class MemoryPlan:
             lines.append(_row(RESERVE, self.reserve, width))
             lines.append(_row("needed", self.total, width))
         lines.append(_row("of which between steps", self.persistent, width))
-        return "\n".join([*lines, f"the peak is {self.moment}"])
+        whose = "" if self.pipeline_rank is None else f" of pipeline rank {self.pipeline_rank}"
+        lines.append(f"the peak{whose} is {self.moment}")
+        return "\n".join([*lines, *([f"rough: {self.rough}"] if self.rough else [])])
 
 
 def reserve(peak: int) -> int:
