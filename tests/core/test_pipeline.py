@@ -96,6 +96,29 @@ def test_a_limit_of_what_is_in_flight_makes_waves():
     check(found, reference("gpt2"))
 
 
+ZERO_BUBBLE = ["interleaved_zero_bubble", "zbv_zero_bubble", "dualpipev"]
+
+
+@pytest.mark.parametrize("schedule", ["interleaved_1f1b", *ZERO_BUBBLE])
+def test_gradients_are_whole_where_parameters_are_freed(schedule):
+    """Those of weights are found in the parameters that a backward pass begins with."""
+    config = {"pipeline_parallel_degree": 2, "hybrid_shard_degree": 2, "microbatches": 4}
+    config |= {"pipeline": schedule, "sdp_max_live_parameters": 0}
+    check(nl.spmd.run(pipelines.piped, 4, args=("llama", config, 1)), reference("llama", 1), 1)
+
+
+def frees(rank, schedule):
+    nl.init({"pipeline_parallel_degree": 1, "microbatches": 2, "pipeline": schedule})
+    with nl.spmd.one_at_a_time(seed=0):
+        model = families.build("gpt2")
+    nl.shard(nl.pipeline(model), reshard_after_forward=True)
+
+
+def test_zero_bubble_cannot_free_parameters():
+    with pytest.raises(RankError, match="take another schedule"):
+        nl.spmd.run(frees, 1, args=(ZERO_BUBBLE[0],))
+
+
 @pytest.mark.parametrize("schedule", ["interleaved", "looped_bfs"])
 def test_one_rank_is_a_pipeline_too(schedule):
     config = {"pipeline_parallel_degree": 1, "microbatches": 4, "pipeline": schedule}

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 import nearlinear as nl
 from nearlinear.counts import count_collectives
-from nearlinear.parallel.schedule import kept_blocks
+from nearlinear.parallel.kept import kept_blocks
 from tests.support import tiny
 
 LAYERS, MICRO_BATCHES = 4, 3

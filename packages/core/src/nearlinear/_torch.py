@@ -24,6 +24,7 @@ __all__ = [
     "communication_classes",
     "flash_attention",
     "flash_attention_backward",
+    "forget_layouts",
     "gather_asynchronously",
     "gathered_bytes",
     "has_flash_attention",
@@ -206,6 +207,14 @@ def fake_tensors():
     """A mode in which tensors have shapes and no memory; real ones may stand beside them.
     2.13.0."""
     return fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def forget_layouts() -> None:
+    """Drop what DTensors remember of meshes: they take one of the same ranks for another's of an
+    earlier job, whose groups are gone. 2.13.0."""
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _clear_sharding_prop_cache()
 
 
 def is_fake(tensor) -> bool:

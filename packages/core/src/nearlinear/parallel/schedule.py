@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from .kept import kept_blocks
+
 
 @dataclass(frozen=True)
 class Schedule:
@@ -72,14 +74,3 @@ def arrange(
     schedule = Schedule(tuple(whole(order)), tuple(whole([root, blocks[0], *kept[1:]])))
     root.register_forward_hook(schedule.free_after_evaluation)
     return schedule
-
-
-def kept_blocks(sizes: list[int], depth: int, live: int) -> int:
-    """How many of the first blocks may stay gathered throughout, beside what must be."""
-    root, *blocks = sizes
-    moving = (1 + depth) * max(blocks)
-    kept = 0
-    while kept < len(blocks) and root + sum(blocks[: kept + 1]) + moving <= live:
-        kept += 1
-    everything = root + sum(blocks)
-    return len(blocks) if everything <= live else kept

@@ -29,6 +29,7 @@ from . import fp8, joint, layout, loss_scale, optimizer_guard, optimizer_shards,
 from .blocks import find_blocks
 from .delayed_init import materialise, require_built
 from .expert import parallel_experts
+from .kept import stays_gathered
 from .pipeline import tied
 from .pipeline.calls import Called, in_front
 from .roots import roots_of
@@ -149,12 +150,27 @@ def _shard_stages(model, now: runtime.Runtime, policy, reshard_after_forward) ->
     """Shard a pipeline's stages, each by itself, with FSDP2's own communication.
 
     Micro-batches of a schedule come one after another, so that what is gathered stays, unless that
-    is more than ``sdp_max_live_parameters``.
+    is more than ``sdp_max_live_parameters`` and the schedule can do without, see `kept`.
     """
     engine = model._nearlinear_pipeline
+    apart, live = engine.plan.schedule.apart, now.config.sdp_max_live_parameters
+    if reshard_after_forward and apart:
+        raise ConfigError(
+            f"nl.shard(reshard_after_forward=True): pipeline = {engine.plan.name!r} finds "
+            "gradients of weights in parameters that stay gathered: leave it out, or take another "
+            "schedule"
+        )
     if reshard_after_forward is None:
         held = sum(parameter.numel() for parameter in model.parameters())
-        reshard_after_forward = held > now.config.sdp_max_live_parameters
+        reshard_after_forward = not stays_gathered(held, live, apart)
+        if apart and held > live:
+            log.warning(
+                "sdp_max_live_parameters = %d has no effect: pipeline = %r keeps this rank's %d "
+                "parameters gathered",
+                live,
+                engine.plan.name,
+                held,
+            )
     for stage in roots_of(model):
         blocks = engine.blocks_of(stage)
         experts = _experts_by_unit(stage, blocks)

@@ -13,9 +13,9 @@ from pathlib import Path
 from ..errors import ConfigError
 from ..train import config as train_config
 from ..train.config import TrainConfig
-from . import parameters, room, workload
+from . import parameters, workload
 from .hardware import Cluster, parse_cluster
-from .memory import vocabulary_of
+from .memory import MemoryPlan, estimate, vocabulary_of
 from .memory.report import GIB
 from .parameters import Parameters
 from .step import (
@@ -60,8 +60,8 @@ class Plan:
     cluster: Cluster
     work: Workload
     step: Step
-    memory: float
-    """bytes that the GPU with the most needs"""
+    room: MemoryPlan
+    """what the GPU that needs the most has at the worst moment"""
     tokens: float = 0.0
     """to train on; 0 = what the config's steps read"""
     usd_per_hour: float = 0.0
@@ -71,6 +71,11 @@ class Plan:
     def fitted(self) -> Parameters:
         """What the answer stands on."""
         return self.step.parts.fitted
+
+    @property
+    def memory(self) -> float:
+        """Bytes that the GPU with the most needs."""
+        return self.room.total
 
     @property
     def seconds(self) -> float:
@@ -146,6 +151,7 @@ class Plan:
             "model_tflops_per_gpu": self.model_tflops_per_gpu,
             "mfu": self.mfu,
             "memory_bytes": self.memory,
+            "memory": self.room.as_dict(),
             "fits": self.fits,
             "steps": self.steps,
             "days": self.days,
@@ -198,5 +204,5 @@ def plan(
     place.gpu.peak(work.precision)  # raises where the GPU has not the precision
     done = step(work, place, fitted)
     price = place.node.usd_per_hour if usd_per_hour is None else usd_per_hour
-    memory = room.needed(asked, work, place, done.parts)
-    return Plan(asked, place, work, done, memory, tokens, price)
+    room = estimate(asked, place.world, vocabulary=ids)
+    return Plan(asked, place, work, done, room, tokens, price)

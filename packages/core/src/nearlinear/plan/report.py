@@ -10,7 +10,8 @@ from .step import BUBBLE, COMPUTE
 
 def text(plan: Plan) -> str:
     """The whole answer."""
-    parts = [_title(plan), _streams(plan), _rates(plan), f"what binds: {plan.binding}", _trust()]
+    binds = f"what binds: {plan.binding}"
+    parts = [_title(plan), _streams(plan), str(plan.room), _rates(plan), binds, _trust()]
     return "\n\n".join(parts)
 
 
@@ -44,7 +45,6 @@ def _streams(plan: Plan) -> str:
 
 def _rates(plan: Plan) -> str:
     memory, has = plan.memory / GIB, plan.cluster.gpu.memory_gib
-    roughly = plan.work.mesh.pipeline > 1 or plan.work.shape.experts > 1
     usd = "price not known" if math.isnan(plan.usd) else f"{plan.usd:,.0f} USD"
     when = f" ({plan.cluster.node.priced})" if plan.cluster.node.priced else ""
     tokens = plan.steps * plan.work.step_tokens
@@ -55,7 +55,7 @@ def _rates(plan: Plan) -> str:
             f"{plan.model_tflops_per_gpu:.0f} model TFLOPS per GPU, MFU {plan.mfu:.1%}",
             f"{short(tokens)} tokens: {plan.steps:,} steps, "
             f"{duration(plan.days * 86400)}, {usd}{when}",
-            f"memory: {'roughly ' * roughly}{memory:.1f} of {has:.0f} GiB per GPU",
+            f"memory: {'roughly ' * bool(plan.room.rough)}{memory:.1f} of {has:.0f} GiB per GPU",
         ]
     )
 

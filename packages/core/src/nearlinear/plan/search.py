@@ -12,12 +12,11 @@ from dataclasses import dataclass
 
 from ..errors import ConfigError
 from ..train.config import TrainConfig
-from . import parameters, room, workload
+from . import parameters, workload
 from .answer import GIB, Plan
 from .hardware import Cluster
-from .memory import vocabulary_of
-from .passes import Passes
-from .step import step_of
+from .memory import estimate, vocabulary_of
+from .step import step
 
 MICRO_BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 TENSOR = (1, 2, 4, 8)
@@ -124,9 +123,9 @@ def tried(
     """
     ids = like.work.shape.vocabulary if like else vocabulary_of(config)
     work = workload.from_config(config, cluster.world, cluster.node.gpus, ids)
-    parts = Passes(work, cluster, like.fitted if like else parameters.load())
-    memory = room.needed(config, work, cluster, parts)
-    seconds = step_of(parts).seconds if memory <= most else math.nan
+    memory = estimate(config, cluster.world, vocabulary=ids).total
+    fitted = like.fitted if like else parameters.load()
+    seconds = step(work, cluster, fitted).seconds if memory <= most else math.nan
     return Layout(config, seconds, memory)
 
 

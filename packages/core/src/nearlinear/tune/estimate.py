@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..memory.states import StateBytes
-from ..parallel.schedule import kept_blocks
+from ..parallel.kept import kept_blocks
 
 REDUCED_BYTES = 4  # gradients are reduced in float32
 

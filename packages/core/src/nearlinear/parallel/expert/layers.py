@@ -38,7 +38,7 @@ def find(model: nn.Module) -> list[Mixture]:
     """The mixtures of ``model`` in forward order. Raises ConfigError where there is none."""
     found = []
     for name, module in model.named_modules():
-        if _is_stacked(module):
+        if is_stacked(module):
             holder = model.get_submodule(name.rpartition(".")[0])
             router = getattr(holder, "gate", None) or getattr(holder, "router", None)
             found.append(Mixture(name, module, router if isinstance(router, nn.Module) else None))
@@ -59,7 +59,7 @@ def find(model: nn.Module) -> list[Mixture]:
     raise ConfigError(f"{kind} has no experts: set {KEY} = 1, or take a Mixtral or Qwen3-MoE")
 
 
-def _is_stacked(module: nn.Module) -> bool:
+def is_stacked(module: nn.Module) -> bool:
     experts = getattr(module, "num_experts", None)
     own = list(module._parameters.values())
     if not isinstance(experts, int) or not own or None in own:

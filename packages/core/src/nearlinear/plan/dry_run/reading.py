@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 
 from ..memory.report import NAMES, PERSISTENT, MemoryPlan, reserve
-from .tracker import Event, Storage
+from .tracker import REDUCING, Event, Storage
 
 WORDS = {
     "forward": "in the forward pass",
@@ -15,8 +14,8 @@ WORDS = {
 }
 
 
-def read(events: list[Event], begin: int, backward: int) -> MemoryPlan:
-    """The peak of the step whose events start at ``begin``, and its backward pass at ``backward``.
+def read(events: list[Event], begin: int) -> MemoryPlan:
+    """The peak of the step whose events start at ``begin``.
 
     Bytes of the tracker's storages, of one rank.
     """
@@ -25,10 +24,9 @@ def read(events: list[Event], begin: int, backward: int) -> MemoryPlan:
     for event in events[: at + 1]:
         there[event.storage] += event.bytes
     parts = dict.fromkeys(NAMES, 0)
-    turns = _turns(events, backward)
     for storage, size in there.items():
         if size:
-            parts[category(storage, turns)] += size
+            parts[category(storage)] += size
     after: Counter[str] = Counter()
     for event in events:
         after[event.storage.kind] += event.bytes
@@ -37,29 +35,24 @@ def read(events: list[Event], begin: int, backward: int) -> MemoryPlan:
     return MemoryPlan(parts, persistent, in_words(*events[at].moment), reserve(peak))
 
 
-def _turns(events: list[Event], backward: int) -> tuple[int, float]:
-    """Where the backward pass begins, and where it comes to the last block."""
-    places = range(backward, len(events))
-    blocks = (place for place in places if events[place].moment[1].startswith("block"))
-    return backward, next(blocks, math.inf)
-
-
-def category(storage: Storage, turns: tuple[int, float]) -> str:
+def category(storage: Storage) -> str:
     """Of ``storage``: what it was marked as, or what its life tells."""
-    backward, blocks = turns
     if storage.kind:
         return storage.kind
     if storage.phase == "update":
         return "update"
-    if storage.where == "head":  # a gradient of the head's waits for the root's others
-        return "logits" if storage.phase == "forward" or storage.died <= blocks else "working"
-    kept = storage.phase == "forward" and storage.died >= backward
-    return "kept" if kept else "working"
+    if storage.where == "head" and (storage.phase == "forward" or storage.ended[1] == "head"):
+        return "logits"
+    if not storage.outlived:
+        return "working"
+    return "kept" if storage.phase == "forward" else "gradients"
 
 
 def in_words(phase: str, where: str) -> str:
     if phase == "update":
         return "in the update of the parameters"
+    if where == REDUCING:
+        return "in the reduction of gradients"
     what = "the loss" if where == "head" else where
     return f"{WORDS[phase]}: {what}"
 

@@ -9,6 +9,7 @@ when it is known of every storage how long it lived.
 from __future__ import annotations
 
 import contextlib
+import math
 import weakref
 from dataclasses import dataclass
 
@@ -20,6 +21,9 @@ from ... import _torch
 
 MUST_ANSWER = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default)
 """operators that ask a tensor for its value"""
+
+BETWEEN, REDUCING = "between stages", "the reduction of gradients"
+"""where a pipeline's rank may be, beside the parts of a model"""
 
 
 @dataclass(eq=False, slots=True)
@@ -35,8 +39,15 @@ class Storage:
     """the part of the model that made it"""
     maker: str
     """the operator that returned it"""
-    died: float = float("inf")
-    """its end's place in the log"""
+    turn: int
+    """forward and backward passes before the one that made it, those of a kind in a row as one"""
+    ended: tuple[float, str] = (math.inf, "")
+    """the turn that it was freed in, and where"""
+
+    @property
+    def outlived(self) -> bool:
+        """Whether it was there after the pass that made it."""
+        return self.ended[0] > self.turn
 
 
 @dataclass(frozen=True)
@@ -58,6 +69,7 @@ class Tracker(_torch.TorchDispatchMode):
         self.events: list[Event] = []
         self.updating = False
         self.where = ""
+        self._turn, self._backwards = 0, False
         self._fake = _torch.fake_tensors()
         self._known: dict[int, tuple[Storage, weakref.ref]] = {}
         self._open = contextlib.ExitStack()
@@ -79,12 +91,20 @@ class Tracker(_torch.TorchDispatchMode):
             return "forward"
         return "again" if torch.is_grad_enabled() else "backward"
 
+    @property
+    def turn(self) -> int:
+        if _torch.in_backward() != self._backwards:
+            self._turn, self._backwards = self._turn + 1, not self._backwards
+        return self._turn
+
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         if DTensor in types:
             return NotImplemented  # comes back for what it does with this rank's part
         kwargs = kwargs or {}
         given = _torch.tensors_in([args, kwargs])
         fake = any(map(_torch.is_fake, given))
+        if fake and operator is torch.ops.aten.equal.default:
+            return True  # a rank's part of a model lets through what it has not
         if fake and operator in MUST_ANSWER:
             return 0.0 if args[0].is_floating_point() else 0
         if fake or not _of_whole_numbers(operator, given, args, kwargs):
@@ -102,7 +122,7 @@ class Tracker(_torch.TorchDispatchMode):
         storage, alive = self._known.get(identity, (None, None))
         if storage is None or alive() is not held:
             size = held.nbytes()
-            storage = Storage(size, kind, self.phase, self.where, str(maker))
+            storage = Storage(size, kind, self.phase, self.where, str(maker), self.turn)
             gone = weakref.ref(held, lambda _: self._freed(identity, storage))
             self._known[identity] = storage, gone
             self._log(storage, size)
@@ -113,7 +133,7 @@ class Tracker(_torch.TorchDispatchMode):
         self.events.append(Event(storage, size, (self.phase, self.where)))
 
     def _freed(self, identity: int, storage: Storage) -> None:
-        storage.died = len(self.events)
+        storage.ended = self.turn, self.where
         self._log(storage, -storage.bytes)
         if self._known.get(identity, (None,))[0] is storage:
             del self._known[identity]

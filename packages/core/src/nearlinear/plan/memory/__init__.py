@@ -1,6 +1,6 @@
 """What a config needs of a GPU's memory, in closed form: see `estimate`."""
 
 from .estimate import estimate, vocabulary_of
-from .report import MemoryPlan, Unknown
+from .report import MemoryPlan
 
-__all__ = ["MemoryPlan", "Unknown", "estimate", "vocabulary_of"]
+__all__ = ["MemoryPlan", "estimate", "vocabulary_of"]

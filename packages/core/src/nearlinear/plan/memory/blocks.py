@@ -8,59 +8,27 @@ token and head. Checked operator by operator against `dry_run`.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 from ..shape import Shape
 from .listing import Listing, Value
-from .report import Unknown
+from .mixture import mixture
+from .sizes import FLOAT, Sizes
 
-FLOAT = 4
-RMS = ("llama", "mistral")
+RMS = ("llama", "mistral", "mixtral")
 """families whose norms are RMS norms (Zhang and Sennrich 2019)"""
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """One micro-batch on one rank."""
-
-    shape: Shape
-    tokens: int
-    """of a micro-batch, that this rank's attention and matrices see"""
-    tensor: int
-    """ranks that split every matrix"""
-    item: int
-    """bytes of a number in blocks"""
-
-    @property
-    def rows(self) -> int:
-        """Tokens of this rank between layers."""
-        return math.ceil(self.tokens / self.tensor)
-
-    @property
-    def hidden(self) -> int:
-        """Bytes of hidden states of this rank's rows."""
-        return self.rows * self.shape.width * self.item
-
-    def wide(self, width: int) -> int:
-        """Bytes of ``width`` numbers for every token, cut over the tensor ranks."""
-        return self.tokens * width // self.tensor * self.item
-
-    def matrix(self, *dims: int) -> int:
-        """Bytes of a matrix's gradient before it is reduced, cut over the tensor ranks."""
-        return math.prod(dims) // self.tensor * self.item
+def known_as(family: str, shape: Shape) -> str:
+    """``family``, or the one known here that models with its keys are most like."""
+    if family in WRITERS:
+        return family
+    return "mixtral" if shape.experts > 1 else "llama"
 
 
 def block(family: str, sizes: Sizes) -> Listing:
-    """The operators of one block of ``family``. Raises Unknown for one not known here."""
-    writers = {"gpt2": _gpt2, "llama": _llama, "mistral": _llama, "gpt_neox": _neox}
-    if family not in writers:
-        known = ", ".join(writers)
-        raise Unknown(
-            f"the planner's closed form of memory knows {known}, not {family}: take the dry run, "
-            "python -m nearlinear.plan.dry_run"
-        )
+    """The operators of one block of ``family``, one of `WRITERS`."""
     listing = Listing(Value(sizes.hidden, sizes.hidden))
-    writers[family](listing, sizes, listing.given)
+    WRITERS[family](listing, sizes, listing.given)
     return listing
 
 
@@ -99,15 +67,8 @@ def _gpt2(to: Listing, sizes: Sizes, x: Value) -> None:
 
 
 def _llama(to: Listing, sizes: Sizes, x: Value) -> None:
-    width, inner, kv = sizes.shape.width, sizes.shape.inner, sizes.shape.kv_width
-    normed = _gathered(to, sizes, _rms_norm(to, sizes, x))
-    q = to.linear(normed, sizes.wide(width), sizes.matrix(width, width))
-    k = to.linear(normed, sizes.wide(kv), sizes.matrix(width, kv))
-    v = to.linear(normed, sizes.wide(kv), sizes.matrix(width, kv))
-    qkv = _turned(to, q), _turned(to, k), v
-    mixed = _attention(to, sizes, qkv, saves=qkv)
-    mixed = to.linear(mixed, sizes.tokens * width * sizes.item, sizes.matrix(width, width))
-    x = to.add(x, _summed(to, sizes, mixed))
+    width, inner = sizes.shape.width, sizes.shape.inner
+    x = _attended(to, sizes, x)
     normed = _gathered(to, sizes, _rms_norm(to, sizes, x))
     gate = to.linear(normed, sizes.wide(inner), sizes.matrix(width, inner))
     gate = to.call(gate.bytes, gate, saves=(gate,))  # SiLU
@@ -116,6 +77,25 @@ def _llama(to: Listing, sizes: Sizes, x: Value) -> None:
         to.times(gate, up), sizes.tokens * width * sizes.item, sizes.matrix(inner, width)
     )
     to.add(x, _summed(to, sizes, down))
+
+
+def _mixtral(to: Listing, sizes: Sizes, x: Value) -> None:
+    x = _attended(to, sizes, x)
+    normed = _gathered(to, sizes, _rms_norm(to, sizes, x))
+    to.add(x, _summed(to, sizes, mixture(to, sizes, normed)))
+
+
+def _attended(to: Listing, sizes: Sizes, x: Value) -> Value:
+    """The first half of Llama's blocks."""
+    width, kv = sizes.shape.width, sizes.shape.kv_width
+    normed = _gathered(to, sizes, _rms_norm(to, sizes, x))
+    q = to.linear(normed, sizes.wide(width), sizes.matrix(width, width))
+    k = to.linear(normed, sizes.wide(kv), sizes.matrix(width, kv))
+    v = to.linear(normed, sizes.wide(kv), sizes.matrix(width, kv))
+    qkv = _turned(to, q), _turned(to, k), v
+    mixed = _attention(to, sizes, qkv, saves=qkv)
+    mixed = to.linear(mixed, sizes.tokens * width * sizes.item, sizes.matrix(width, width))
+    return to.add(x, _summed(to, sizes, mixed))
 
 
 def _neox(to: Listing, sizes: Sizes, x: Value) -> None:
@@ -186,3 +166,13 @@ def _gathered(to: Listing, sizes: Sizes, x: Value) -> Value:
 def _summed(to: Listing, sizes: Sizes, x: Value) -> Value:
     """This rank's rows of the sum of all tensor ranks'."""
     return x if sizes.tensor == 1 else to.call(sizes.hidden, x)
+
+
+WRITERS = {
+    "gpt2": _gpt2,
+    "llama": _llama,
+    "mistral": _llama,
+    "mixtral": _mixtral,
+    "gpt_neox": _neox,
+}
+"""Of blocks, by family."""

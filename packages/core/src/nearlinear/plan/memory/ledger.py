@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 
+Bytes = dict[str, int]
+"""By category."""
+
 
 class Ledger:
     """Bytes that come and go, in the order of a step."""
@@ -13,7 +16,7 @@ class Ledger:
         self.moment = ""
         """where the step is, in words"""
         self.peak = 0
-        self.at_peak: dict[str, int] = {}
+        self.at_peak: Bytes = {}
         self.moment_of_peak = ""
 
     def add(self, category: str, size: int) -> None:
@@ -21,6 +24,11 @@ class Ledger:
         self.now[category] += size
         if size > 0:
             self.look()
+
+    def enter(self, sizes: Bytes, sign: int = 1) -> None:
+        """Bytes that come, or go, with something else that is looked at."""
+        for category, size in sizes.items():
+            self.now[category] += sign * size
 
     def look(self, **more: int) -> None:
         """Bytes ``more`` of some categories, at this moment only."""

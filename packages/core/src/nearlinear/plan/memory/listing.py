@@ -92,6 +92,11 @@ class Listing:
         """Outputs of matrix products and attention."""
         return dict.fromkeys(each.output for each in self.operators if each.product)
 
+    @property
+    def waiting_bytes(self) -> int:
+        """Gradients of what matrices and norms put out: the gradients of weights need them."""
+        return sum(each.output.gradient for each in self.operators if each.weights)
+
     def forward_peak(self, saving: bool) -> int:
         """The most bytes that a forward pass has made at once; ``saving``: for a backward pass."""
         kept = self.kept if saving else {}

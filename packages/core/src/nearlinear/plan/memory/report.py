@@ -5,16 +5,15 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from ...errors import ConfigError
-
 GIB = 2**30
 
 NAMES = {
     "parameters": "parameters, this rank's shard",
     "optimizer": "optimizer states",
-    "gradients": "gradients, reduced",
+    "gradients": "gradients, added up or reduced",
     "gathered": "gathered parameters",
     "communication": "buffers of gathers and reductions",
+    "handed": "hidden states between stages",
     "kept": "activations kept for the backward pass",
     "working": "activations and gradients at work",
     "logits": "logits and loss",
@@ -35,10 +34,6 @@ FRAGMENTS = 0.04
 """share of a peak that the caching allocator holds in pieces too small for anything asked for"""
 
 
-class Unknown(ConfigError):
-    """What the closed form does not know, though it can be trained."""
-
-
 @dataclass(frozen=True)
 class MemoryPlan:
     """The memory of one rank at its peak, in bytes."""
@@ -51,6 +46,10 @@ class MemoryPlan:
     """when the peak is, in words"""
     reserve: int = 0
     """beside tensors: CUDA's context, communicators, fragments of the allocator"""
+    pipeline_rank: int | None = None
+    """whose memory this is, in a pipeline; None: there is none"""
+    rough: str = ""
+    """why the closed form is not within a few parts of a hundred; empty: it is"""
 
     @property
     def peak(self) -> int:
@@ -79,7 +78,9 @@ class MemoryPlan:
             lines.append(_row(RESERVE, self.reserve, width))
             lines.append(_row("needed", self.total, width))
         lines.append(_row("of which between steps", self.persistent, width))
-        return "\n".join([*lines, f"the peak is {self.moment}"])
+        whose = "" if self.pipeline_rank is None else f" of pipeline rank {self.pipeline_rank}"
+        lines.append(f"the peak{whose} is {self.moment}")
+        return "\n".join([*lines, *([f"rough: {self.rough}"] if self.rough else [])])
 
 
 def reserve(peak: int) -> int:

@@ -11,25 +11,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ...config import Config
+from ...parallel.kept import kept_blocks
+from .activations import Activations
 from .ledger import Ledger
 from .listing import Listing
 from .units import Unit
 
 REDUCED = 4  # bytes of a number of gradients that travel, and of what is left of them
 
-
-@dataclass(frozen=True)
-class Kept:
-    """What is there of activations between the forward and the backward pass."""
-
-    products: int = 0
-    """bytes of a block's products, where they are kept though the block is computed again"""
-    again: int = 0
-    """blocks that are computed again as one, from the input of the first; 0: none are"""
-    until: int | None = None
-    """the last block that is computed again, those after it keep all; None: the last one"""
-    resident: int | None = None
-    """blocks whose activations are on the device at once; None: all"""
+Part = tuple[int, int]  # a unit: the number of its block, from 1, and its place in that
+ROOT: Part = (0, 0)
 
 
 @dataclass(frozen=True)
@@ -37,16 +28,13 @@ class Model:
     """What a rank has of the model, and does with it."""
 
     root: Unit
-    block: Unit
+    block: tuple[Unit, ...]
+    """its units: experts that are divided have their own"""
     blocks: int
     tied: bool
-    calls: Listing
-    """of a block"""
+    activations: Activations
+    """of the blocks"""
     head: Listing
-    hidden: int
-    """bytes of the hidden states between two blocks"""
-    first: int
-    """and of those that enter the first one"""
     table: int
     """bytes of the gradient of the table of words, as computed"""
 
@@ -54,16 +42,16 @@ class Model:
 class Step:
     """One step of ``model``, entered into ``ledger``."""
 
-    def __init__(
-        self, model: Model, kept: Kept, config: Config, ledger: Ledger, ranks: int, item: int
-    ):
-        """``ranks`` share a unit; ``item``: bytes of a gathered number."""
-        self.model, self.kept, self.ledger, self.item = model, kept, ledger, item
-        self.ranks, self.depth = ranks, config.prefetch_depth
-        live = config.sdp_max_live_parameters
-        self.whole = _kept_gathered(model, self.depth, live)
-        self.gathered: set[int] = set()  # 0 is the root
-        self.ahead: set[int] = set()
+    def __init__(self, model: Model, config: Config, ledger: Ledger, item: int):
+        """``item``: bytes of a gathered number."""
+        self.model, self.ledger, self.item = model, ledger, item
+        self.activations = model.activations
+        self.depth = config.prefetch_depth
+        root, block = model.root.elements, sum(unit.elements for unit in model.block)
+        sizes = [root, *[block] * model.blocks]
+        self.whole = kept_blocks(sizes, self.depth, config.sdp_max_live_parameters)
+        self.gathered: set[Part] = set()
+        self.ahead: set[Part] = set()
         self.held = self.reducing = 0  # bytes of buffers: the last gather's, the last reduction's
 
     def run(self, micro_batches: int, gradients: Callable[[Unit], int]) -> None:
@@ -72,35 +60,36 @@ class Step:
             self._forward()
             self._backward(number == micro_batches - 1, number > 0, gradients)
 
-    def _unit(self, number: int) -> Unit:
-        return self.model.block if number else self.model.root
+    def _parts(self, number: int) -> list[Part]:
+        """Of block ``number``; 0 is the root."""
+        return [(number, part) for part in range(len(self.model.block) if number else 1)]
 
-    def _padded(self, number: int) -> int:
-        return self._unit(number).shard(self.ranks) * self.ranks
+    def _unit(self, part: Part) -> Unit:
+        number, place = part
+        return self.model.block[place] if number else self.model.root
 
-    def _buffer(self, number: int) -> int:
-        return self._padded(number) * self.item
+    def _buffer(self, part: Part) -> int:
+        return self._unit(part).padded * self.item
 
-    def _gather(self, number: int) -> None:
+    def _gather(self, part: Part) -> None:
         """Start; its result waits in a buffer."""
-        if number in self.gathered or number in self.ahead:
+        if part in self.gathered or part in self.ahead:
             return
-        self.ahead.add(number)
-        size = self._buffer(number)
+        self.ahead.add(part)
         if self.item != REDUCED:
-            self.ledger.look(communication=size // self.ranks)  # this rank's part, rounded
-        self.ledger.add("communication", size)
+            self.ledger.look(communication=self._unit(part).shard * self.item)  # rounded, to send
+        self.ledger.add("communication", self._buffer(part))
 
-    def _arrive(self, number: int, forwards: bool) -> None:
+    def _arrive(self, part: Part, forwards: bool) -> None:
         """Copy a gather's result to where it is used."""
-        self._gather(number)
-        if number not in self.ahead:
+        self._gather(part)
+        if part not in self.ahead:
             return
-        self.ahead.remove(number)
-        self.gathered.add(number)
-        self.ledger.add("gathered", self._padded(number) * self.item)
+        self.ahead.remove(part)
+        self.gathered.add(part)
+        self.ledger.add("gathered", self._buffer(part))
         self.ledger.add("communication", -self.held)
-        self.held = self._buffer(number)
+        self.held = self._buffer(part)
         if not forwards:
             self._let_go()
 
@@ -108,45 +97,36 @@ class Step:
         self.ledger.add("communication", -self.held)
         self.held = 0
 
-    def _free(self, number: int) -> None:
-        self.gathered.remove(number)
-        self.ledger.add("gathered", -self._padded(number) * self.item)
+    def _free(self, part: Part) -> None:
+        self.gathered.remove(part)
+        self.ledger.add("gathered", -self._buffer(part))
 
     def _prefetch(self, numbers: range, depth: int | None = None) -> None:
         """Gather ahead; backwards FSDP2 does so by one unit even where it is told of none."""
         for number in numbers[: self.depth if depth is None else depth]:
-            self._gather(number)
+            for part in self._parts(number):
+                self._gather(part)
 
     def _forward(self) -> None:
         model, ledger, n = self.model, self.ledger, self.model.blocks
         ledger.moment = "in the forward pass: the embedding"
-        self._arrive(0, forwards=True)
+        self._arrive(ROOT, forwards=True)
         self._prefetch(range(1, n + 1))
         for number in range(1, n + 1):
             ledger.moment = f"in the forward pass: block {number} of {n}"
-            self._arrive(number, forwards=True)
+            for part in self._parts(number):
+                self._arrive(part, forwards=True)
             self._prefetch(range(number + 1, n + 1))
-            ledger.look(working=model.calls.forward_peak(saving=not self._again(number)))
-            if not self.kept.resident or number > n - self.kept.resident:
-                ledger.add("kept", self._kept_by(number))
+            ledger.look(working=self.activations.forward(number))
+            resident = self.activations.kept.resident
+            if not resident or number > n - resident:
+                ledger.add("kept", self.activations.kept_by(number))
             if self.whole < number < n:
-                self._free(number)
+                for part in self._parts(number):
+                    self._free(part)
         ledger.moment = "in the forward pass: the loss"
         ledger.look(logits=model.head.forward_peak(saving=True))
         self._let_go()
-
-    def _again(self, number: int) -> int:
-        """Blocks that are computed again together with block ``number``; 0: it is not."""
-        kept = self.kept
-        return kept.again if kept.until is None or number <= kept.until else 0
-
-    def _kept_by(self, number: int) -> int:
-        """Bytes that block ``number`` keeps for its backward pass."""
-        again = self._again(number)
-        if not again:
-            return self.model.calls.kept_bytes
-        enters = self.model.first if number == 1 else self.model.hidden
-        return self.kept.products + (enters if (number - 1) % again == 0 else 0)
 
     def _backward(self, last: bool, added: bool, gradients: Callable[[Unit], int]) -> None:
         model, ledger, n = self.model, self.ledger, self.model.blocks
@@ -156,54 +136,41 @@ class Step:
         staying = set() if last else {0, 1, *range(2, self.whole + 1)}
         for number in range(n, 0, -1):
             ledger.moment = f"in the backward pass: block {number} of {n}"
-            self._arrive(number, forwards=False)
+            for part in reversed(self._parts(number)):
+                self._arrive(part, forwards=False)
             self._prefetch(range(number - 1, 0, -1), max(1, self.depth))
             self._block_backward(number)
-            self._reduce(number, number in staying, added, gradients)
+            for part in reversed(self._parts(number)):
+                self._reduce(part, number in staying, added, gradients)
         ledger.moment = "in the backward pass: the embedding"
         ledger.add("working", model.table)
         if model.tied:
             ledger.look(working=model.table)  # their sum
         ledger.add("working", -ledger.now["working"])
-        self._reduce(0, 0 in staying, added, gradients)
+        self._reduce(ROOT, 0 in staying, added, gradients)
         if last:  # FSDP2 leaves it there while gradients are added up
             ledger.add("communication", -self.reducing)
             self.reducing = 0
 
     def _block_backward(self, number: int) -> None:
-        calls, kept, ledger = self.model.calls, self.kept, self.ledger
-        own, again, peak = self._kept_by(number), self._again(number), calls.backward_peak()
-        if again:
-            if calls.given not in calls.kept:
-                peak += self.model.hidden  # which recomputation began with
-            waiting = (number - 1) % again  # blocks of its group that have run again, too
-            peak += waiting * calls.kept_bytes
-            if kept.products:
-                peak += sum(each.bytes for each in calls.products if each not in calls.kept)
-        ledger.look(working=peak - min(own, peak))
-        ledger.add("kept", -own)
-        if kept.resident and number > kept.resident:
-            ledger.add("kept", self._kept_by(number - kept.resident))
+        activations, ledger = self.activations, self.ledger
+        ledger.look(working=activations.backward(number))
+        ledger.add("kept", -activations.kept_by(number))
+        resident = activations.kept.resident
+        if resident and number > resident:
+            ledger.add("kept", activations.kept_by(number - resident))
 
-    def _reduce(self, number: int, stays: bool, added: bool, gradients) -> None:
+    def _reduce(self, part: Part, stays: bool, added: bool, gradients) -> None:
         """The end of a unit's backward pass; ``added``: to what earlier micro-batches left."""
-        ledger, unit = self.ledger, self._unit(number)
+        ledger, unit = self.ledger, self._unit(part)
         if not stays:
-            self._free(number)
+            self._free(part)
         ledger.add("communication", -self.reducing)
-        self.reducing = self._padded(number) * REDUCED
-        raw = unit.elements * self.item + (self.model.hidden if number else 0)
+        self.reducing = unit.padded * REDUCED
+        raw = unit.elements * self.item + (self.activations.hidden if part[0] else 0)
         ledger.look(communication=self.reducing, working=raw)
         ledger.add("communication", self.reducing)
         if added:
             ledger.look(gradients=gradients(unit))
         else:
             ledger.add("gradients", gradients(unit))
-
-
-def _kept_gathered(model: Model, depth: int, live: int) -> int:
-    """How many blocks stay gathered: `parallel.schedule.kept_blocks`, of equal ones."""
-    root, block, n = model.root.elements, model.block.elements, model.blocks
-    if root + n * block <= live:
-        return n
-    return max(0, min(n, (live - root - (1 + depth) * block) // block))
