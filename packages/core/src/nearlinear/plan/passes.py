@@ -87,10 +87,12 @@ class Passes:
         work = self.work
         parts = self.compute
         computing = parts.forward.total + parts.again.total + parts.backward.total
-        moving = self.gather_block * (2 if work.resharded else 0) + self.reduce_block
-        share = self.fitted.borrowed_share * (DIRECT_BORROWS if work.direct else 1.0)
-        overlapped = work.prefetch > 0
-        return share * min(1.0, moving / computing) if overlapped and self.sharded else 0.0
+        if not (work.prefetch and self.sharded):
+            return 0.0
+        gathers = self.gather_block * (2 if work.resharded else 0)
+        moving = gathers + self.reduce_block
+        taken = gathers * (DIRECT_BORROWS if work.direct else 1.0) + self.reduce_block
+        return self.fitted.borrowed_share * taken / max(moving, computing)
 
     @property
     def sharded(self) -> bool:
