@@ -36,8 +36,7 @@ def unlike(work: Workload, cluster: Cluster) -> list[str]:
     for name, asked in (
         ("offloads activations", work.offload),
         ("updates in host memory", work.offload_optimizer),
-        ("puts off gradients of weights (zero bubble)", "bubble" in work.schedule
-         or work.schedule == "dualpipev"),
+        ("puts off gradients of weights (zero bubble)", work.cut.plan.schedule.apart),
         ("gathers in 8 bits", work.gather_bytes < 2),
         ("computes in float32", work.precision == "fp32"),
     ):  # fmt: skip

@@ -25,6 +25,9 @@ class Schedule:
     """all forward passes before the first backward pass: everything is in flight"""
     v: bool = False
     """ranks hold stages there and back, so that the first and the last stage are neighbours"""
+    apart: bool = False
+    """gradients of weights are found later than those of inputs, in the parameters that forward and
+    backward passes had: these stay gathered"""
 
 
 SCHEDULES = {
@@ -32,9 +35,9 @@ SCHEDULES = {
     "1f1b": Schedule("Schedule1F1B"),
     "interleaved_1f1b": Schedule("ScheduleInterleaved1F1B", None),
     "looped_bfs": Schedule("ScheduleLoopedBFS", None, all_at_once=True),
-    "interleaved_zero_bubble": Schedule("ScheduleInterleavedZeroBubble", None),
-    "zbv_zero_bubble": Schedule("ScheduleZBVZeroBubble", 2, v=True),
-    "dualpipev": Schedule("ScheduleDualPipeV", 2, v=True),
+    "interleaved_zero_bubble": Schedule("ScheduleInterleavedZeroBubble", None, apart=True),
+    "zbv_zero_bubble": Schedule("ScheduleZBVZeroBubble", 2, v=True, apart=True),
+    "dualpipev": Schedule("ScheduleDualPipeV", 2, v=True, apart=True),
 }
 OF_SMP = {"simple": "gpipe", "interleaved": "1f1b"}
 
@@ -77,7 +80,7 @@ class Plan:
         )
 
     def in_flight(self, asked: int, micro_batches: int) -> int:
-        """How many of ``micro_batches`` a schedule is given at once, if ``asked`` are; 0: all."""
+        """How many of ``micro_batches`` are under way at once, where ``asked`` are; 0: all."""
         most = asked or self.ranks + 2
         return most if self.schedule.all_at_once and most < micro_batches else 0
 
