@@ -143,16 +143,13 @@ class Passes:
     @cached_property
     def tie(self) -> float:
         """Both ends of a pipeline add up their gradients of a table that they share."""
-        mesh, shape = self.work.mesh, self.work.shape
-        if (
-            mesh.pipeline == 1
-            or not shape.tied
-            or self.stages.plan.rank_of(0)
-            == (self.stages.plan.rank_of(self.stages.plan.stages - 1))
-        ):
+        plan = self.stages.plan
+        apart = plan.rank_of(0) != plan.rank_of(plan.stages - 1)
+        if not (apart and self.work.shape.tied):
             return 0.0
-        shard = self.ends[1] / self.sharing.ranks * self.work.reduce_bytes
-        return self.links.reduce(shard, replace(group(mesh, "pipeline"), ranks=2))
+        line = group(self.work.mesh, "pipeline")
+        two = replace(line, ranks=2, nodes=min(2, line.nodes))
+        return self.links.reduce(self.ends[1] / self.sharing.ranks * self.work.reduce_bytes, two)
 
     @cached_property
     def forward(self) -> list[Piece]:
