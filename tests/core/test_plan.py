@@ -12,7 +12,7 @@ import nearlinear as nl
 from nearlinear.cli import main
 from nearlinear.errors import ConfigError
 from nearlinear.launch import instances
-from nearlinear.plan import advise, answer, hardware, scaling, search, shape, workload
+from nearlinear.plan import advise, hardware, scaling, search, shape, workload
 from nearlinear.train import config as train_config
 from nearlinear.train import flops
 from nearlinear.train.model import build_model
@@ -150,26 +150,7 @@ def test_what_does_not_fit_says_by_how_much_and_what_to_change(capsys, tmp_path)
     assert main(["plan", str(file), "--cluster", "p4d.24xlarge:32"]) == 0
     said = capsys.readouterr().out
     assert "more than the 40 of a A100-40GB" in said
-    assert "cheapest change that makes it fit: batch.micro_batch_size = " in said
-
-
-def test_layouts_that_fit_are_ranked():
-    config = train_config.load(GPT2_30B, environment={})
-    cluster = hardware.parse_cluster("p4d.24xlarge:32")
-    found = search.search(config, cluster, most=5)
-    assert [each.seconds for each in found] == sorted(each.seconds for each in found)
-    assert found[0].seconds <= search.tried(config, cluster).seconds
-    for each in found:
-        assert search.batch_of(each.config, cluster) == 1536
-        assert each.memory <= 40 * 2**30
-        again = answer.plan(each.config, cluster)
-        assert again.seconds == pytest.approx(each.seconds)
-
-
-def test_no_layout_fits():
-    config = train_config.load(GPT2_30B | {"parallel": {"bf16": True}}, environment={})
-    with pytest.raises(ConfigError, match="no layout .* fits"):
-        search.search(config, hardware.parse_cluster("p4d.24xlarge:1"))
+    assert "cheapest change that makes it fit: " in said
 
 
 def test_the_checklist_is_walked_in_order():

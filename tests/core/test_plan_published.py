@@ -59,6 +59,9 @@ def test_what_a_plan_says_of_its_error_is_what_is_found(found):
     assert said["runs"] == found.all.count
     assert said["median"] == pytest.approx(found.all.median, abs=1e-3)
     assert said["ninetieth"] == pytest.approx(found.all.ninetieth, abs=1e-3)
+    never, held_out = parameters.errors("held_out"), validate.errors(found.held_out)
+    assert never["median"] == pytest.approx(held_out.median, abs=1e-3)
+    assert never["ninetieth"] == pytest.approx(held_out.ninetieth, abs=1e-3)
 
 
 def test_parameters_are_few_and_possible():
@@ -71,7 +74,9 @@ def test_parameters_are_few_and_possible():
 
 def test_the_parameters_file_is_written_as_it_is_read():
     fitted, without = parameters.load(), parameters.left_out()
-    read = tomllib.loads(parameters.to_toml(fitted, without, parameters.errors()))
+    never = parameters.errors("held_out")
+    read = tomllib.loads(parameters.to_toml(fitted, without, parameters.errors(), never))
+    assert read["held_out"] == never
     assert read["parameters"] == vars(fitted)
     assert set(read["left_out"]) == set(without)
     assert read["errors"]["runs"] == 243

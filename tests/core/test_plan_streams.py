@@ -7,13 +7,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nearlinear.mesh import Mesh
-from nearlinear.plan import parameters, step
+from nearlinear.plan import parameters, step, workload
 from nearlinear.plan.hardware import Cluster, node, parse_cluster
 from nearlinear.plan.links import Links
+from nearlinear.plan.memory import blocks
+from nearlinear.plan.memory.listing import Listing, Value
 from nearlinear.plan.parameters import Parameters
-from nearlinear.plan.shape import Shape
+from nearlinear.plan.shape import ACTIVATIONS, Shape
 from nearlinear.plan.streams import Timeline
 from nearlinear.plan.workload import Group, Workload, group
+from nearlinear.train import config as train_config
 
 FITTED = parameters.load()
 SHAPE = Shape(layers=8, width=4096, heads=32, inner=16384, vocabulary=50000)
@@ -200,6 +203,9 @@ def test_offloaded_activations_come_back_in_time_or_are_waited_for():
     block = run(offload=True, recompute="block")
     assert block.seconds == pytest.approx(run(recompute="block").seconds, rel=0.02)
     everything = run(offload=True)
+    hidden = 4 * 2048 * SHAPE.width * 2
+    assert block.parts.copy == pytest.approx(hidden / block.parts.links.host)
+    assert everything.parts.copy == pytest.approx(17 * block.parts.copy)  # 9 + 2 x 4 of its width
     assert everything.exposed["offload"] > 0
     assert everything.seconds > kept.seconds
 
@@ -214,3 +220,73 @@ def test_the_figure_shows_every_task():
     labels = [text.get_text() for text in ax.get_legend().get_texts()]
     assert {"all-gather", "compute: forward", "compute: again", "compute: backward"} <= set(labels)
     assert ax.get_xlabel() == "seconds (3 of 5 passes)"
+
+
+def test_an_activation_written_out_is_counted_as_memory_counts_it():
+    """The operators of GPT-2's GELU are listed once, in the memory model."""
+    listing = Listing(Value(2, 2))
+    blocks._gelu_by_tanh(listing, Value(2, 2))
+    of_two = sum(len(operator.inputs) == 2 for operator in listing.operators)
+    assert ACTIVATIONS["gelu_new"] == (len(listing.operators) - of_two, of_two)
+
+
+@pytest.mark.parametrize(("activation", "passes"), [("gelu", 2), ("gelu_new", 6 * 2 + 2 * 3)])
+def test_what_passes_through_memory_for_an_activation(activation, passes):
+    free = dataclasses.replace(FITTED, kernel_seconds=0.0)
+    alone = Cluster(node("p4d.24xlarge"), 1, gpus=1)
+    asked = work(mesh=Mesh(), shape=dataclasses.replace(SHAPE, activation=activation))
+    found = step.step(asked, alone, free).parts.compute
+    inner, hidden = asked.tokens * SHAPE.inner, asked.tokens * SHAPE.width
+    assert found._between[1] == pytest.approx((passes * inner + 5 * hidden) * 2 / found.memory)
+    compiled = step.step(dataclasses.replace(asked, compiled=True), alone, free).parts.compute
+    assert compiled._between[1] == pytest.approx((2 * inner + 4 * hidden) * 2 / found.memory)
+
+
+def test_float32_moves_twice_the_bytes():
+    mesh = Mesh(shard=8, tensor=4, ranks_per_node=8)
+    half, whole = (run(mesh=mesh, precision=name) for name in ("bf16", "fp32"))
+    assert whole.parts.hidden == 2 * half.parts.hidden
+    assert whole.busy["tensor"] > 1.9 * half.busy["tensor"]
+
+
+def test_an_offloaded_optimizer_copies_and_waits():
+    here, away = run(), run(offload_optimizer=True)
+    shard = here.parts.block / 32
+    more = shard * 4 / away.parts.links.host  # bytes of a value, or of a gradient, in float32
+    assert away.parts.gather_block - here.parts.gather_block == pytest.approx(more)
+    assert away.parts.reduce_block - here.parts.reduce_block == pytest.approx(more)
+    assert away.parts.update == pytest.approx(SHAPE.parameters / 32 * 32.0 / away.parts.links.host)
+    assert away.parts.update > 10 * here.parts.update
+
+
+def test_less_of_the_optimizer_is_quicker():
+    def update(**settings) -> float:
+        asked = {"model": {"preset": "gpt2-small"}, "parallel": {"bf16": True}} | settings
+        planned = workload.from_config(train_config.load(asked, environment={}), 32, 8)
+        return step.Passes(planned, parse_cluster("p4d.24xlarge:4"), FITTED).update
+
+    whole = update()
+    assert update(optimizer={"kind": "adamw_8bit"}) == pytest.approx(
+        whole * (16 + 4 * (1 + 4 / 256)) / 32
+    )
+    replicas = {"hybrid_shard_degree": 8, "bf16": True}
+    shared = update(parallel=replicas | {"shard_optimizer_state": True})
+    assert shared == pytest.approx(update(parallel=replicas) / 4)
+
+
+def test_divided_experts_are_shared_by_fewer_ranks():
+    mixture = dataclasses.replace(SHAPE, gated=True, experts=8, experts_per_token=2)
+    asked = {"shape": mixture, "micro_batch": 1}
+    whole = run(**asked).parts
+    divided = run(mesh=Mesh(shard=32, expert=8, ranks_per_node=8), **asked).parts
+    assert divided.experts == whole.experts / 8
+    assert divided.expert_sharing == Group(ranks=4, nodes=4, sharing=8)
+    rest = divided.block - divided.experts
+    assert divided.gather_block == pytest.approx(
+        divided.gather(rest) + divided.gather(divided.experts, divided.expert_sharing)
+    )
+    # A rank updates as many parameters as before: an eighth of the experts, shared by an eighth.
+    assert divided.update == pytest.approx(whole.update)
+    rows = 2 * 2048 * SHAPE.width * 2  # bytes: each token for each of its two experts
+    assert divided.dispatch == divided.links.exchange(rows, Group(8, 1, 1))
+    assert whole.dispatch == 0.0

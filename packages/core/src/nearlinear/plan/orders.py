@@ -120,7 +120,7 @@ def _dual_pipe_v(plan: Plan, rank: int, count: int) -> list[Work]:
 
 @dataclass
 class _Rank:
-    """Writes the order of a rank with two stages; micro-batches of a kind of work come in turn."""
+    """Writes the order of a rank with two stages; each kind of work takes micro-batches in turn."""
 
     first: int
     """its stage number 0"""

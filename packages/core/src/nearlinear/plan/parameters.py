@@ -86,12 +86,18 @@ def left_out() -> dict[str, Parameters]:
     return {name: Parameters(**values) for name, values in _table().get("left_out", {}).items()}
 
 
-def errors() -> dict[str, float]:
-    """Of the fitted ones: how many runs, the median error and its 90th percentile."""
-    return _table()["errors"]
+def errors(of: str = "errors") -> dict[str, float]:
+    """How many runs, the median error and its 90th percentile: of those that were fitted, or of
+    those that no fit has seen (``held_out``)."""
+    return _table()[of]
 
 
-def to_toml(fitted: Parameters, without: dict[str, Parameters], errors: dict[str, float]) -> str:
+def to_toml(
+    fitted: Parameters,
+    without: dict[str, Parameters],
+    errors: dict[str, float],
+    held_out: dict[str, float],
+) -> str:
     """The text of the file, each number with its meaning."""
     from ..schema import to_toml
 
@@ -99,6 +105,8 @@ def to_toml(fitted: Parameters, without: dict[str, Parameters], errors: dict[str
     lines += to_toml(fitted).splitlines()
     lines += ["", "[errors]   # of step times, as shares of the published ones"]
     lines += [f"{name} = {value:.4g}" for name, value in errors.items()]
+    lines += ["", "[held_out]   # of runs that no fit has seen"]
+    lines += [f"{name} = {value:.4g}" for name, value in held_out.items()]
     for name, each in without.items():
         lines += ["", f'[left_out."{name}"]   # fitted without the rows of that source']
         lines += [f"{key} = {value:.6g}" for key, value in dataclasses.asdict(each).items()]

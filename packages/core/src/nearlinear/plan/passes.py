@@ -87,10 +87,12 @@ class Passes:
         work = self.work
         parts = self.compute
         computing = parts.forward.total + parts.again.total + parts.backward.total
-        moving = self.gather_block * (2 if work.resharded else 0) + self.reduce_block
-        share = self.fitted.borrowed_share * (DIRECT_BORROWS if work.direct else 1.0)
-        overlapped = work.prefetch > 0
-        return share * min(1.0, moving / computing) if overlapped and self.sharded else 0.0
+        if not (work.prefetch and self.sharded):
+            return 0.0
+        gathers = self.gather_block * (2 if work.resharded else 0)
+        moving = gathers + self.reduce_block
+        taken = gathers * (DIRECT_BORROWS if work.direct else 1.0) + self.reduce_block
+        return self.fitted.borrowed_share * taken / max(moving, computing)
 
     @property
     def sharded(self) -> bool:
@@ -141,16 +143,13 @@ class Passes:
     @cached_property
     def tie(self) -> float:
         """Both ends of a pipeline add up their gradients of a table that they share."""
-        mesh, shape = self.work.mesh, self.work.shape
-        if (
-            mesh.pipeline == 1
-            or not shape.tied
-            or self.stages.plan.rank_of(0)
-            == (self.stages.plan.rank_of(self.stages.plan.stages - 1))
-        ):
+        plan = self.stages.plan
+        apart = plan.rank_of(0) != plan.rank_of(plan.stages - 1)
+        if not (apart and self.work.shape.tied):
             return 0.0
-        shard = self.ends[1] / self.sharing.ranks * self.work.reduce_bytes
-        return self.links.reduce(shard, replace(group(mesh, "pipeline"), ranks=2))
+        line = group(self.work.mesh, "pipeline")
+        two = replace(line, ranks=2, nodes=min(2, line.nodes))
+        return self.links.reduce(self.ends[1] / self.sharing.ranks * self.work.reduce_bytes, two)
 
     @cached_property
     def forward(self) -> list[Piece]:
@@ -257,8 +256,12 @@ class Passes:
     @cached_property
     def copy(self) -> float:
         """What a block keeps for its backward pass goes to host memory, or comes back."""
-        work = self.work
+        work, shape = self.work, self.work.shape
         if not work.offload:
             return 0.0
-        kept = self.hidden if work.recompute == "block" else 17 * self.hidden
-        return kept / self.links.host
+        inner = shape.inner * shape.experts_per_token
+        kept = {
+            "block": shape.width,  # its input
+            "elementwise": 6 * shape.width + (1 + shape.gated) * inner,  # what products give
+        }.get(work.recompute, 9 * shape.width + (2 + shape.gated) * inner)
+        return work.tokens * kept * self.compute.bytes / work.mesh.tensor / self.links.host

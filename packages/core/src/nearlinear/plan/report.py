@@ -3,15 +3,21 @@
 import math
 
 from ..watch.draw import duration, short
-from . import parameters, validate
+from . import trust, validate
 from .answer import GIB, Plan
 from .step import BUBBLE, COMPUTE
 
 
 def text(plan: Plan) -> str:
     """The whole answer."""
-    binds = f"what binds: {plan.binding}"
-    parts = [_title(plan), _streams(plan), str(plan.room), _rates(plan), binds, _trust()]
+    parts = [
+        _title(plan),
+        _streams(plan),
+        str(plan.room),
+        _rates(plan),
+        f"what binds: {plan.binding}",
+        trust.words(plan.work, plan.cluster),
+    ]
     return "\n\n".join(parts)
 
 
@@ -19,7 +25,7 @@ def _title(plan: Plan) -> str:
     work, mesh = plan.work, plan.work.mesh
     layout = ", ".join(
         f"{axis} {getattr(mesh, axis)}"
-        for axis in ("shard", "replicate", "tensor", "context", "pipeline")
+        for axis in ("shard", "replicate", "tensor", "context", "expert", "pipeline")
         if getattr(mesh, axis) > 1
     )
     cluster = plan.cluster
@@ -57,13 +63,4 @@ def _rates(plan: Plan) -> str:
             f"{duration(plan.days * 86400)}, {usd}{when}",
             f"memory: {'roughly ' * bool(plan.room.rough)}{memory:.1f} of {has:.0f} GiB per GPU",
         ]
-    )
-
-
-def _trust() -> str:
-    found = parameters.errors()
-    return (
-        f"error of such times for the {found['runs']:.0f} published runs that it was fitted to: "
-        f"median {found['median']:.1%}, 90th percentile {found['ninetieth']:.1%}; for others see "
-        "nearlinear plan --validate"
     )

@@ -204,7 +204,7 @@ def from_config(config: TrainConfig, world: int, ranks_per_node: int, vocabulary
     )
     if piped:
         asked = replace(asked, **_pipeline(config, found, mesh, size, passes))
-    return replace(asked, resharded=_held(asked) > parallel.sdp_max_live_parameters)
+    return replace(asked, resharded=_resharded(asked, parallel.sdp_max_live_parameters))
 
 
 def _pipeline(config: TrainConfig, found: Shape, mesh: Mesh, size: int, batches: int) -> dict:
@@ -231,13 +231,17 @@ def _recompute(asked: str) -> Recompute:
     return "elementwise" if strategy.parse(asked).selective else "block"
 
 
-def _held(work: Workload) -> float:
-    """Parameters of a rank once they are gathered; of a pipeline's, the one that has the most."""
+def _resharded(work: Workload, live: int) -> bool:
+    """Whether a rank's part of the model is more than may stay gathered; of a pipeline, the most.
+
+    A schedule that puts off gradients of weights looks for them in what stays gathered.
+    """
     found, mesh = work.shape, work.mesh
     if mesh.pipeline == 1:
-        return found.parameters / mesh.tensor
+        return found.parameters / mesh.tensor > live
     ends = tuple(end / mesh.tensor for end in found.ends)
-    return work.cut.most_parameters(found.block_parameters / mesh.tensor, ends)
+    held = work.cut.most_parameters(found.block_parameters / mesh.tensor, ends)
+    return held > live and not work.cut.plan.schedule.apart
 
 
 def _gather_bytes(parallel: Config) -> float:

@@ -80,7 +80,7 @@ class Plan:
         )
 
     def in_flight(self, asked: int, micro_batches: int) -> int:
-        """How many of ``micro_batches`` a schedule is given at once, if ``asked`` are; 0: all."""
+        """How many of ``micro_batches`` are under way at once, where ``asked`` are; 0: all."""
         most = asked or self.ranks + 2
         return most if self.schedule.all_at_once and most < micro_batches else 0
 

@@ -1,0 +1,199 @@
+"""Layouts that are tried, changes that make a config fit, and what all of them carry along."""
+
+import json
+
+import pytest
+
+import nearlinear as nl
+from nearlinear.cli import main
+from nearlinear.errors import ConfigError
+from nearlinear.plan import advise, answer, hardware, remedy, scaling, search, trust
+from nearlinear.train import config as train_config
+
+GIB = 2**30
+GPT2 = {
+    "model": {"preset": "gpt2-30b"},
+    "parallel": {"hybrid_shard_degree": 128, "bf16": True},
+    "batch": {"micro_batch_size": 6},
+    "activations": {"checkpoint": "each"},
+}
+MIXTRAL = {
+    "model": {"preset": "mixtral-tiny"},
+    "parallel": {"bf16": True},
+    "batch": {"micro_batch_size": 2},
+}
+
+
+def loaded(data: dict, *settings: str):
+    return train_config.load(data, settings, environment={})
+
+
+@pytest.fixture
+def few(monkeypatch):
+    """Layouts, so that a test is quick."""
+    monkeypatch.setattr(search, "TENSOR", (1, 4))
+    monkeypatch.setattr(search, "PIPELINE", (1, 8))
+    monkeypatch.setattr(search, "MICRO_BATCHES", (2, 6))
+
+
+def test_layouts_that_fit_are_ranked(few):
+    config, cluster = loaded(GPT2), hardware.parse_cluster("p4d.24xlarge:32")
+    found = search.search(config, cluster, most=5)
+    assert [each.seconds for each in found] == sorted(each.seconds for each in found)
+    assert found[0].seconds <= search.tried(config, cluster).seconds
+    for each in found:
+        assert search.batch_of(each.config, cluster) == 1536
+        assert each.memory <= 40 * GIB
+    again = answer.plan(found[0].config, cluster)
+    assert again.seconds == pytest.approx(found[0].seconds)
+
+
+def test_no_layout_fits(few):
+    alone = loaded(GPT2 | {"parallel": {"bf16": True}})
+    with pytest.raises(ConfigError, match="no layout .* fits"):
+        search.search(alone, hardware.parse_cluster("p4d.24xlarge:1"))
+
+
+def test_ways_to_keep_activations_go_from_fast_to_small():
+    """So that the first that fits is the fastest that fits."""
+    config, cluster = loaded(GPT2), hardware.parse_cluster("p4d.24xlarge:32")
+    degrees = search.Degrees(sharing=128, tensor=1, context=1, pipeline=1, expert=1)
+    found = [
+        search.tried(search.changed(config, degrees, 2, 3, *kept), cluster) for kept in search.KEPT
+    ]
+    seconds, memory = ([getattr(each, of) for each in found] for of in ("seconds", "memory"))
+    assert seconds == sorted(seconds)
+    assert memory == sorted(memory, reverse=True)
+
+
+def test_experts_are_divided_where_there_are_any():
+    cluster = hardware.parse_cluster("a100-80gb:1")
+    tried = {each.expert for each in search.layouts(loaded(MIXTRAL), cluster)}
+    assert {1, 2, 4} <= tried
+    assert {each.expert for each in search.layouts(loaded(GPT2), cluster)} == {1}
+    found = search.search(loaded(MIXTRAL), cluster)
+    assert found[0].changes["parallel.expert_parallel_degree"] in tried
+
+
+def test_what_the_trainer_refuses_is_passed_over(few, monkeypatch):
+    """48 layers are not 64 stages, and one bad layout is not the end of a search."""
+    monkeypatch.setattr(search, "PIPELINE", (1, 64))
+    found = search.search(loaded(GPT2), hardware.parse_cluster("p4d.24xlarge:32"))
+    assert {each.changes["parallel.pipeline_parallel_degree"] for each in found} == {1}
+
+
+@pytest.mark.parametrize(
+    ("setting", "word"),
+    [
+        ("tensor_parallel_degree=64", "does not divide n_head"),
+        ("pipeline_parallel_degree=64", "only 48 layers"),
+        ("expert_parallel_degree=2", "has no experts"),
+    ],
+)
+def test_a_plan_refuses_what_the_trainer_refuses(setting, word):
+    data = GPT2 | {"parallel": {"bf16": True}, "batch": {"micro_batch_size": 64}}
+    settings = (f"parallel.{setting}", "parallel.microbatches=64")
+    odd = ("model.overrides.n_head=56",)
+    with pytest.raises(ConfigError, match=word):
+        nl.plan(data, "p4d.24xlarge:32", settings=settings + odd)
+
+
+def test_an_interleaved_schedule_takes_what_torch_takes():
+    """Ten micro-batches on eight ranks are one round of ten."""
+    settings = ("parallel.pipeline_parallel_degree=8", "parallel.microbatches=10",
+                "parallel.pipeline=interleaved_1f1b", "batch.micro_batch_size=10",
+                "parallel.hybrid_shard_degree=0")  # fmt: skip
+    assert nl.plan(GPT2, "p4d.24xlarge:32", settings=settings).seconds > 0
+
+
+@pytest.mark.parametrize(
+    ("more", "word"),
+    [
+        ({"tokens": float("nan")}, "tokens"),
+        ({"tokens": float("inf")}, "tokens"),
+        ({"tokens": -1.0}, "tokens"),
+        ({"usd_per_hour": -3.0}, "price"),
+        ({"usd_per_hour": float("nan")}, "price"),
+        ({"straggler": float("nan")}, "straggler"),
+    ],
+)
+def test_numbers_that_are_none(more, word):
+    with pytest.raises(ConfigError, match=word):
+        nl.plan(GPT2, "p4d.24xlarge:32", **more)
+
+
+def test_what_was_assumed_holds_for_everything_that_is_tried(few):
+    plain, slow = (
+        nl.plan(GPT2, "p4d.24xlarge:16", straggler=x, vocabulary=60000) for x in (0.0, 0.2)
+    )
+    for plan in (plain, slow):
+        again = search.tried(plan.config, plan.cluster, like=plan)
+        assert (again.seconds, again.memory) == (plan.seconds, plan.memory)
+        first = scaling.curve(plan.config, plan.cluster, most=128, like=plan)[0]
+        assert first.tokens_per_second_per_gpu == pytest.approx(plan.tokens_per_second_per_gpu)
+    found = [search.search(plan.config, plan.cluster, 1, like=plan)[0] for plan in (plain, slow)]
+    assert found[1].seconds > 1.2 * found[0].seconds
+    assert advise.advise(plain)[1].words != ""
+
+
+def test_a_curve_has_an_end():
+    with pytest.raises(ConfigError, match="16,384"):
+        scaling.curve(loaded(GPT2), hardware.parse_cluster("p4d.24xlarge:4096"))
+
+
+def test_many_replicas_of_one_group_scale_and_one_ring_over_all_does_not():
+    """MiCS's claim (Zhang et al. 2022), here beyond what it was measured for."""
+    cluster = hardware.parse_cluster("p4d.24xlarge:16")
+    small = ("batch.micro_batch_size=2",)
+    mics = scaling.curve(loaded(GPT2, *small), cluster)
+    assert mics[-1].gpus == 16384
+    assert mics[-1].efficiency > 0.95
+    flat = []
+    for nodes in (16, 128, 1024):
+        place = hardware.resized(cluster, nodes)
+        whole = loaded(GPT2, *small, f"parallel.hybrid_shard_degree={place.world}")
+        flat.append(answer.plan(whole, place).tokens_per_second_per_gpu)
+    assert flat[0] > flat[1] > flat[2]
+    assert flat[2] < 0.8 * flat[0]
+
+
+def test_one_change_or_two_make_it_fit():
+    one = nl.plan(GPT2 | {"batch": {"micro_batch_size": 32}}, "p4d.24xlarge:32")
+    assert remedy.remedy(one).startswith("cheapest change that makes it fit: ")
+    assert " with activations" not in remedy.remedy(one)
+    two = nl.plan(
+        GPT2 | {"batch": {"micro_batch_size": 7}, "activations": {}},
+        "p4d.24xlarge:32",
+        settings=("parallel.hybrid_shard_degree=8",),
+    )
+    said = remedy.remedy(two)
+    assert said.startswith("cheapest change")
+    assert " with " in said
+
+
+def test_nothing_makes_it_fit_and_that_is_said():
+    settings = ("parallel.hybrid_shard_degree=8", "batch.micro_batch_size=97")
+    found = nl.plan(GPT2, "p4d.24xlarge:1", settings=settings)
+    assert "no change of one key or of two" in remedy.remedy(found)
+
+
+def test_numbers_are_written_also_where_a_search_finds_nothing(few, capsys, tmp_path):
+    file, numbers = tmp_path / "run.json", tmp_path / "plan.json"
+    file.write_text(json.dumps(GPT2 | {"parallel": {"bf16": True}}))
+    asked = ["--cluster", "p4d.24xlarge:1", "--search", "--json", str(numbers)]
+    assert main(["plan", str(file), *asked]) == 2
+    assert "no layout" in capsys.readouterr().err
+    assert json.loads(numbers.read_text())["gpus"] == 8
+
+
+def test_a_plan_says_what_no_published_run_tells():
+    known = nl.plan(GPT2, "p4d.24xlarge:32")
+    assert trust.unlike(known.work, known.cluster) == []
+    assert "runs that no fit has seen" in str(known)
+    offloaded = ("parallel.offload_optimizer=true", "parallel.tensor_parallel_degree=2",
+                 "parallel.hybrid_shard_degree=64")  # fmt: skip
+    far = nl.plan(GPT2, "p6-b200.48xlarge:1024", settings=offloaded)
+    said = " ".join(trust.unlike(far.work, far.cluster))
+    for word in ("B200", "GPUs", "host memory", "replicate, shard, tensor"):
+        assert word in said
+    assert "beyond what is published" in str(far)
