@@ -107,6 +107,12 @@ class Plan:
         return self.days * 24 * self.cluster.nodes * self.usd_per_hour
 
     @property
+    def priced(self) -> str:
+        """When and where a node had the price that is counted with; "" = it was given."""
+        node = self.cluster.node
+        return node.priced if self.usd_per_hour == node.usd_per_hour else ""
+
+    @property
     def fits(self) -> bool:
         return self.memory <= self.cluster.gpu.memory_gib * GIB
 
@@ -150,6 +156,7 @@ class Plan:
             "steps": self.steps,
             "days": self.days,
             "usd": None if math.isnan(self.usd) else self.usd,
+            "priced": self.priced,
             "binding": self.binding,
         }
 

@@ -46,7 +46,7 @@ def _streams(plan: Plan) -> str:
 def _rates(plan: Plan) -> str:
     memory, has = plan.memory / GIB, plan.cluster.gpu.memory_gib
     usd = "price not known" if math.isnan(plan.usd) else f"{plan.usd:,.0f} USD"
-    when = f" ({plan.cluster.node.priced})" if plan.cluster.node.priced else ""
+    when = f" on demand ({plan.priced})" if plan.priced else ""
     tokens = plan.steps * plan.work.step_tokens
     return "\n".join(
         [
