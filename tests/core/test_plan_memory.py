@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 
 import nearlinear as nl
 from ci.planner.memory import CASES, MOST_OFF
@@ -25,6 +26,7 @@ from tests.support.allocations import step_of
 from tests.support.planned import (  # noqa: F401
     GPT2,
     LLAMA,
+    MIXTRAL,
     NEOX,
     WORDS,
     config,
@@ -91,6 +93,8 @@ REAL = {
     "beside": config(GPT2, "each", accumulation=2),
     "tensor ranks": config(LLAMA, tensor_parallel_degree=2),
     "replicas": config(NEOX, "each", hybrid_shard_degree=1, accumulation=2),
+    "a pipeline": config(GPT2, micro_batch=8, pipeline_parallel_degree=2, microbatches=4),
+    "experts": config(MIXTRAL, "each", expert_parallel_degree=2),
 }
 
 
@@ -100,7 +104,7 @@ def test_what_the_allocator_gives_out():
     runs = in_turn(step_of, 2, [(asked, WORDS) for asked in REAL.values()])
     for (name, asked), ranks in zip(REAL.items(), runs, strict=True):
         plan = memory.estimate(asked, 2)
-        between, most = ranks[0]
+        between, most = ranks[plan.pipeline_rank or 0]
         assert plan.persistent == between, name
         assert off(plan, most) < 0.1, name
         assert off(dry_run.measure(asked, 2), most) < 0.1, name
@@ -177,6 +181,7 @@ def test_a_family_that_is_not_known_is_counted_as_one_that_is(tmp_path):
     keys |= {"num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 704}
     keys |= {"max_position_embeddings": 256, "tie_word_embeddings": False}
     (tmp_path / "config.json").write_text(json.dumps(keys), encoding="utf-8")
+    save_file({"lm_head.weight": torch.zeros(1)}, tmp_path / "model.safetensors")
     asked = load({"model": {"init_from": str(tmp_path)}, "parallel": {"bf16": True}})
     plan, like = memory.estimate(asked, 2), memory.estimate(config(LLAMA, micro_batch=8), 2)
     assert "counted as llama" in plan.rough and plan.rough in str(plan)

@@ -124,7 +124,7 @@ class Plan:
             over = self.memory / GIB - has
             return (
                 f"memory: it needs {self.memory / GIB:.1f} GiB per GPU, {over:.1f} more than the "
-                f"{has:.0f} of a {self.cluster.gpu.name}"
+                f"{has:.1f} of a {self.cluster.gpu.name}"
             )
         waits = {kind: value for kind, value in self.step.exposed.items() if value > 0}
         worst = max(waits, key=waits.__getitem__, default=None)

@@ -55,7 +55,7 @@ def _rates(plan: Plan) -> str:
             f"{plan.model_tflops_per_gpu:.0f} model TFLOPS per GPU, MFU {plan.mfu:.1%}",
             f"{short(tokens)} tokens: {plan.steps:,} steps, "
             f"{duration(plan.days * 86400)}, {usd}{when}",
-            f"memory: {'roughly ' * bool(plan.room.rough)}{memory:.1f} of {has:.0f} GiB per GPU",
+            f"memory: {'roughly ' * bool(plan.room.rough)}{memory:.1f} of {has:.1f} GiB per GPU",
         ]
     )
 
