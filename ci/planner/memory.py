@@ -1,4 +1,4 @@
-"""The planner's closed form of memory against its dry run, for twelve configurations.
+"""The planner's closed form of memory against its dry run, for two dozen configurations.
 
     python -m ci.planner.memory                 the table; exit 1 if a peak is off by more than 5 %
     python -m ci.planner.memory --only 30b 70b  rows whose name has one of these
@@ -20,9 +20,11 @@ from pathlib import Path
 from nearlinear.plan import memory
 from nearlinear.schema import to_toml
 from nearlinear.train.config import TrainConfig, load
+from nearlinear.train.presets import preset as preset_of
 
 GIB = 2**30
 MOST_OFF = 0.05
+LONGEST = 4096  # tokens of a sequence
 WIDE_10B = {"n_embd": 4096, "n_layer": 50, "n_head": 32}
 
 
@@ -37,6 +39,11 @@ class Case:
     checkpoint: str = ""
     tensor: int = 1
     accumulation: int = 1
+    pipeline: int = 1
+    microbatches: int = 1
+    """of a pipeline, each of ``micro_batch`` sequences"""
+    schedule: str = "1f1b"
+    expert: int = 1
 
     @property
     def config(self) -> TrainConfig:
@@ -44,13 +51,18 @@ class Case:
         return load(
             {
                 "model": {"preset": preset, "overrides": overrides},
+                "data": {"sequence_length": min(LONGEST, preset_of(preset)["context"])},
                 "parallel": {
                     "hybrid_shard_degree": self.shard,
                     "tensor_parallel_degree": self.tensor,
+                    "expert_parallel_degree": self.expert,
+                    "pipeline_parallel_degree": self.pipeline,
+                    "pipeline": self.schedule,
+                    "microbatches": self.microbatches,
                     "bf16": True,
                 },
                 "batch": {
-                    "micro_batch_size": self.micro_batch,
+                    "micro_batch_size": self.micro_batch * self.microbatches,
                     "accumulation": self.accumulation,
                 },
                 "activations": {"checkpoint": self.checkpoint},
@@ -65,6 +77,7 @@ MODELS = {
     "llama 7b": ("llama2-7b", {}),
     "llama 13b": ("llama2-13b", {}),
     "llama 70b": ("llama2-70b", {}),
+    "mixtral": ("mixtral-8x7b", {}),
 }
 
 CASES = (
@@ -80,7 +93,26 @@ CASES = (
     Case("llama 13b", gpus=32, shard=16, micro_batch=1, tensor=2),
     Case("llama 70b", gpus=256, shard=256, micro_batch=1, checkpoint="each"),
     Case("llama 70b", gpus=256, shard=32, micro_batch=2, checkpoint="each", tensor=8),
-)
+    Case("gpt2 30b", gpus=256, shard=8, micro_batch=1, checkpoint="each", tensor=8, pipeline=4,
+         microbatches=16),
+    Case("gpt2 1.5b", gpus=8, shard=2, micro_batch=1, pipeline=4, microbatches=8),
+    Case("llama 7b", gpus=16, shard=4, micro_batch=1, pipeline=4, microbatches=6, schedule="gpipe"),
+    Case("llama 13b", gpus=32, shard=8, micro_batch=1, checkpoint="each", pipeline=4,
+         microbatches=8, schedule="interleaved_1f1b"),
+    Case("llama 70b", gpus=64, shard=1, micro_batch=1, checkpoint="each", tensor=8, pipeline=8,
+         microbatches=16),
+    Case("gpt2 10b", gpus=32, shard=8, micro_batch=1, checkpoint="selective", pipeline=4,
+         microbatches=8, schedule="looped_bfs"),
+    Case("llama 7b", gpus=16, shard=4, micro_batch=1, pipeline=4, microbatches=8,
+         schedule="zbv_zero_bubble"),
+    Case("mixtral", gpus=8, shard=8, micro_batch=1, checkpoint="each"),
+    Case("mixtral", gpus=64, shard=64, micro_batch=1, checkpoint="each", expert=8),
+    Case("mixtral", gpus=32, shard=8, micro_batch=2, expert=8),
+    Case("mixtral", gpus=64, shard=16, micro_batch=1, tensor=4, expert=4, accumulation=2,
+         checkpoint="each"),
+    Case("mixtral", gpus=32, shard=8, micro_batch=1, checkpoint="each", expert=8, pipeline=4,
+         microbatches=8),
+)  # fmt: skip
 
 
 def dry_run(case: Case) -> dict:
@@ -98,8 +130,8 @@ def dry_run(case: Case) -> dict:
 
 
 HEAD = (
-    f"{'model':10} GPUs shard TP  mb  acc ckpt  plan GiB  ms  dry run GiB   error  states"
-    f"{'s':>7}{'host GiB':>10}"
+    f"{'model':10} GPUs shard TP EP PP  mb  acc micro schedule {'':8} {'ckpt':9}  plan GiB  ms  "
+    f"dry run GiB   error  states{'s':>7}{'host GiB':>10}"
 )
 
 
@@ -111,8 +143,10 @@ def row(case: Case) -> tuple[str, bool]:
     found = dry_run(case)
     off = plan.peak / found["peak"] - 1
     exact = plan.persistent == found["persistent"]
-    layout = f"{case.name:10} {case.gpus:4} {case.shard:5} {case.tensor:2}"
-    batch = f"{case.micro_batch:3} {case.accumulation:4} {case.checkpoint or '-':4}"
+    layout = f"{case.name:10} {case.gpus:4} {case.shard:5} {case.tensor:2} {case.expert:2}"
+    schedule = case.schedule if case.pipeline > 1 else "-"
+    batch = f"{case.pipeline:2} {case.micro_batch:3} {case.accumulation:4} {case.microbatches:5} "
+    batch += f"{schedule:17} {case.checkpoint or '-':9}"
     peaks = f"{plan.peak / GIB:9.2f} {took * 1e3:3.0f} {found['peak'] / GIB:12.2f} {off:+7.2%}"
     states = "exact" if exact else "WRONG"
     cost = f"{found['seconds']:6.0f} {found['host_memory'] / GIB:9.2f}"

@@ -36,7 +36,10 @@ def _step(model, optimizer, config, vocabulary: int) -> None:
     size = config.batch.micro_batch_size, config.sequence_length
     ids = [torch.randint(vocabulary, size) for _ in range(config.batch.accumulation)]
     for batch in nl.accumulate(model, [{"input_ids": each, "labels": each} for each in ids]):
-        model(**batch).loss.backward()
+        if config.parallel.pipeline_parallel_degree > 1:
+            model.step(batch)
+        else:
+            model(**batch).loss.backward()
     nl.clip_grad_norm_(model, config.optimizer.clip)
     optimizer.step()
     optimizer.zero_grad()

@@ -113,6 +113,12 @@ class Plan:
         return self.days * 24 * self.cluster.nodes * self.usd_per_hour
 
     @property
+    def priced(self) -> str:
+        """When and where a node had the price that is counted with; "" = it was given."""
+        node = self.cluster.node
+        return node.priced if self.usd_per_hour == node.usd_per_hour else ""
+
+    @property
     def fits(self) -> bool:
         return self.memory <= self.cluster.gpu.memory_gib * GIB
 
@@ -124,7 +130,7 @@ class Plan:
             over = self.memory / GIB - has
             return (
                 f"memory: it needs {self.memory / GIB:.1f} GiB per GPU, {over:.1f} more than the "
-                f"{has:.0f} of a {self.cluster.gpu.name}"
+                f"{has:.1f} of a {self.cluster.gpu.name}"
             )
         waits = {kind: value for kind, value in self.step.exposed.items() if value > 0}
         worst = max(waits, key=waits.__getitem__, default=None)
@@ -156,6 +162,7 @@ class Plan:
             "steps": self.steps,
             "days": self.days,
             "usd": None if math.isnan(self.usd) else self.usd,
+            "priced": self.priced,
             "binding": self.binding,
         }
 

@@ -52,7 +52,7 @@ def _streams(plan: Plan) -> str:
 def _rates(plan: Plan) -> str:
     memory, has = plan.memory / GIB, plan.cluster.gpu.memory_gib
     usd = "price not known" if math.isnan(plan.usd) else f"{plan.usd:,.0f} USD"
-    when = f" ({plan.cluster.node.priced})" if plan.cluster.node.priced else ""
+    when = f" on demand ({plan.priced})" if plan.priced else ""
     tokens = plan.steps * plan.work.step_tokens
     return "\n".join(
         [
@@ -61,6 +61,6 @@ def _rates(plan: Plan) -> str:
             f"{plan.model_tflops_per_gpu:.0f} model TFLOPS per GPU, MFU {plan.mfu:.1%}",
             f"{short(tokens)} tokens: {plan.steps:,} steps, "
             f"{duration(plan.days * 86400)}, {usd}{when}",
-            f"memory: {'roughly ' * bool(plan.room.rough)}{memory:.1f} of {has:.0f} GiB per GPU",
+            f"memory: {'roughly ' * bool(plan.room.rough)}{memory:.1f} of {has:.1f} GiB per GPU",
         ]
     )

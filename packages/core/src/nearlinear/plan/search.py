@@ -92,7 +92,7 @@ def search(
     if not fitting:
         asked = f"; the smallest needs {least.memory / GIB:.1f} GiB per GPU" if least else ""
         raise ConfigError(
-            f"no layout of this model and batch fits in the {cluster.gpu.memory_gib:.0f} GiB of a "
+            f"no layout of this model and batch fits in the {cluster.gpu.memory_gib:.1f} GiB of a "
             f"{cluster.gpu.name}{asked}: take more nodes, or a smaller batch"
         )
     return sorted(fitting, key=lambda each: (each.seconds, each.memory))[:most]

@@ -90,17 +90,20 @@ def _of_rank(rank: Rank, plan: Plan, stages: list[Stage], work: list[Work]) -> M
     persistent = rank.enter_states(units, ledger, copies)
     for stage in stages:
         ledger.add("handed", stage.places(wave + count % wave))  # what is left has a schedule too
-    steps = rank.config.batch.micro_batches(rank.mesh.data_ranks) * math.ceil(count / wave)
-    reduced = partial(rank.gradient_bytes, min(2, steps))
-    if steps > 1:
+    batches = rank.config.batch.micro_batches(rank.mesh.data_ranks)
+    reduced = partial(rank.gradient_bytes, min(2, batches * math.ceil(count / wave)))
+    added = batches * (count // wave) > 1  # to what an earlier wave, as large, has left
+    if added:
         ledger.add("gradients", sum(map(reduced, units)))
     live = rank.config.parallel.sdp_max_live_parameters
     held = sum(stage.elements for stage in stages)
     frees = not stays_gathered(held, live, plan.schedule.apart)
     walk = _Walk(stages, ledger, frees)
-    for kind, number, _ in work:
+    last = {number: turn for turn, (_, number, _) in enumerate(work)}
+    for turn, (kind, number, _) in enumerate(work):
         walk.go(kind, number)
-    walk.reduce(reduced, added=steps > 1)
+        if turn == last[number]:
+            walk.reduce(number, reduced, added)
     ledger.moment = "in the update of the parameters"
     ledger.look(update=rank.update_bytes(units))
     parts = dict.fromkeys(NAMES, 0) | ledger.at_peak
@@ -179,17 +182,16 @@ class _Walk:
             ledger.look(**done.at_peak)
         return done
 
-    def reduce(self, reduced: Callable[[Unit], int], added: bool) -> None:
-        """Gradients to the ranks that update them, unit by unit; what is gathered goes first."""
-        ledger = self.ledger
+    def reduce(self, number: int, reduced: Callable[[Unit], int], added: bool) -> None:
+        """A stage's gradients to the ranks that update them, after its last pass, unit by unit;
+        what is gathered goes first."""
+        stage, ledger, before = self.stages[number], self.ledger, 0
         ledger.moment = "in the reduction of gradients"
-        for stage in self.stages.values():
-            before = 0
-            for unit in stage.units:
-                ledger.now["gathered"] -= unit.padded * stage.rank.item
-                ledger.now["communication"] -= before
-                before = unit.padded * REDUCED
-                ledger.look(communication=before, gradients=reduced(unit))
-                ledger.now["communication"] += before
-                ledger.now["gradients"] -= unit.elements * REDUCED - (0 if added else reduced(unit))
+        for unit in stage.units:
+            ledger.now["gathered"] -= unit.padded * stage.rank.item
             ledger.now["communication"] -= before
+            before = unit.padded * REDUCED
+            ledger.look(communication=before, gradients=reduced(unit))
+            ledger.now["communication"] += before
+            ledger.now["gradients"] -= unit.elements * REDUCED - (0 if added else reduced(unit))
+        ledger.now["communication"] -= before

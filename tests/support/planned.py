@@ -1,0 +1,61 @@
+"""Small models whose memory is planned, and how far a plan is from what was found."""
+
+import pytest
+import torch.distributed as dist
+
+from nearlinear import runtime
+from nearlinear.train.config import load
+
+WORDS = 256  # few, so that blocks need more than the loss
+GPT2 = ("gpt2-small", {"n_embd": 256, "n_head": 8, "n_layer": 5})
+LLAMA = (
+    "llama-tiny",
+    {
+        "hidden_size": 256,
+        "intermediate_size": 704,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "num_hidden_layers": 5,
+    },
+)
+NEOX = (
+    "gpt-neox-tiny",
+    {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 5},
+)
+MIXTRAL = (
+    "mixtral-tiny",
+    {
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "num_hidden_layers": 4,
+        "num_local_experts": 8,
+    },
+)
+
+
+def config(model, checkpoint="", micro_batch=4, accumulation=1, bf16=True, **parallel):
+    preset, overrides = model
+    return load(
+        {
+            "model": {"preset": preset, "overrides": {"vocab_size": WORDS, **overrides}},
+            "data": {"sequence_length": 256},
+            "parallel": {"bf16": bf16, **parallel},
+            "batch": {"micro_batch_size": micro_batch, "accumulation": accumulation},
+            "activations": {"checkpoint": checkpoint},
+            "optimizer": {"implementation": "fused"},
+        }
+    )
+
+
+def off(plan, found: int) -> float:
+    return abs(plan.peak / found - 1)
+
+
+@pytest.fixture(autouse=True)
+def outside_of_jobs():
+    """Other tests may have left this process in one."""
+    runtime.shutdown()
+    if dist.is_initialized():
+        dist.destroy_process_group()
