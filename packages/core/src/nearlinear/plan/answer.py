@@ -178,7 +178,7 @@ def plan(
     """
     asked = config if isinstance(config, TrainConfig) else train_config.load(config, settings)
     place = parse_cluster(cluster) if isinstance(cluster, str) else cluster
-    fitted = parameters.load()
+    fitted = parameters.on(place.node)
     if straggler is not None:
         if not 0 <= straggler < 1:
             raise ConfigError(f"straggler = {straggler}: must be 0 or more, and below 1")

@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 
 from ..errors import ConfigError
+from . import machine
 
 DATA = Path(__file__).parent / "data"
 BYTES_PER_GIGABIT = 1e9 / 8
@@ -37,6 +38,8 @@ class Accelerator:
     """the best that was measured of a matrix product, by precision"""
     older_kernels: float = 1.0
     """share of its rate that kernels reach which use the generation before's instructions"""
+    products: dict[str, list[list[float]]] = field(default_factory=dict)
+    """[edge of a cube, TFLOPS] as measured, by precision: see `machine`"""
     held_to_watts: float = 0.0
     """a lower power limit than the maker's; 0 = none"""
 
@@ -75,6 +78,9 @@ class Node:
     """on demand; 0 = not known"""
     priced: str = ""
     """when, and where"""
+    measured: dict[str, float] = field(default_factory=dict)
+    """parameters of the time model that hold here in place of the fitted ones"""
+    collectives: list[machine.Collective] = field(default_factory=list)
 
     @property
     def network(self) -> float:
@@ -122,11 +128,15 @@ def accelerator(name: str) -> Accelerator:
 
 
 def parse_cluster(text: str) -> Cluster:
-    """``p4d.24xlarge:32`` is 32 of those nodes; without a number, one. Raises ConfigError."""
+    """``p4d.24xlarge:32`` is 32 of those nodes; without a number, one. Raises ConfigError.
+
+    ``machine.toml:2`` is two of what ``nearlinear tune --machine machine.toml`` measured.
+    """
     found = re.fullmatch(r"([^:]+)(?::(\d+))?", text.strip())
     if not found or found[2] is not None and int(found[2]) < 1:
         raise ConfigError(f"--cluster {text}: expected NODE or NODE:NUMBER, as in p4d.24xlarge:32")
-    return Cluster(node(found[1]), int(found[2] or 1))
+    measured = found[1].endswith(".toml")
+    return Cluster(machine.read(found[1]) if measured else node(found[1]), int(found[2] or 1))
 
 
 def resized(cluster: Cluster, nodes: int) -> Cluster:

@@ -9,11 +9,19 @@ one hop between nodes, and comes closer to the network's rate: 90 % where NCCL r
 import math
 
 from .hardware import Node
+from .machine import MeasuredLinks
 from .parameters import Parameters
-from .workload import Group
+from .workload import Group, Workload
 
 DIRECT = 0.9 / 0.8  # its rate, over that of a ring
 DIRECT_BORROWS = 9 / 24  # multiprocessors it takes, over those that NCCL takes (the same source)
+
+
+def links_of(node: Node, fitted: Parameters, work: Workload) -> "Links | MeasuredLinks":
+    """As the data sheet has them, or as they were measured."""
+    if node.collectives:
+        return MeasuredLinks(node, work.backend, work.overlapped_reduce)
+    return Links(node, fitted)
 
 
 class Links:
@@ -42,6 +50,10 @@ class Links:
             return between + inside + hops + (group.on_node - 1) * self.fitted.hop_inside
         turns = (group.ranks - group.nodes) * self.fitted.hop_inside
         return max(between, inside) + hops + turns
+
+    def scatter(self, size: float, group: Group) -> float:
+        """Reduce-scatter of ``size`` bytes in all: an all-gather backwards."""
+        return self.gather(size, group)
 
     def reduce(self, size: float, group: Group) -> float:
         """All-reduce: there and back; the hops are those of a tree."""

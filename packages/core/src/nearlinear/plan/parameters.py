@@ -81,6 +81,11 @@ def load() -> Parameters:
     return Parameters(**_table()["parameters"])
 
 
+def on(node) -> Parameters:
+    """The fitted ones, with what was measured on ``node`` itself in their place."""
+    return dataclasses.replace(load(), **node.measured)
+
+
 def left_out() -> dict[str, Parameters]:
     """By source: those fitted without its rows."""
     return {name: Parameters(**values) for name, values in _table().get("left_out", {}).items()}

@@ -6,7 +6,7 @@ from functools import cached_property
 
 from .compute import ACTIVATION, Compute
 from .hardware import Cluster
-from .links import DIRECT_BORROWS, Links
+from .links import DIRECT_BORROWS, links_of
 from .parameters import Parameters
 from .workload import Group, Workload, group
 
@@ -28,7 +28,7 @@ class Passes:
     def __init__(self, work: Workload, cluster: Cluster, fitted: Parameters):
         self.work, self.fitted, self.cluster = work, fitted, cluster
         self.compute = Compute(work, cluster.gpu, fitted)
-        self.links = Links(cluster.node, fitted)
+        self.links = links_of(cluster.node, fitted, work)
         mesh = work.mesh
         self.sharing: Group = group(mesh, "shard", "context")
         self.replicas: Group = group(mesh, "replicate")
@@ -79,7 +79,7 @@ class Passes:
 
     def reduce(self, parameters: float) -> float:
         """Reduce-scatter in the shard group."""
-        return self.links.gather(parameters * self.work.reduce_bytes, self.sharing)
+        return self.links.scatter(parameters * self.work.reduce_bytes, self.sharing)
 
     def join(self, parameters: float) -> float:
         """Second hop: all-reduce of a rank's shard over the replicas."""

@@ -42,7 +42,7 @@ def curve(config: TrainConfig, cluster: Cluster, most: int = 16384) -> list[Poin
     while nodes * cluster.node.gpus <= most:
         place = resized(cluster, nodes)
         work = workload.from_config(fixed, place.world, place.node.gpus, vocabulary_of(config))
-        rate = work.step_tokens / step(work, place, parameters.load()).seconds / place.world
+        rate = work.step_tokens / step(work, place, parameters.on(place.node)).seconds / place.world
         first = points[0].tokens_per_second_per_gpu if points else rate
         points.append(Point(place.world, rate, rate / first))
         nodes *= 2

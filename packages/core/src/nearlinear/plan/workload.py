@@ -85,6 +85,8 @@ class Workload:
     """activations go to host memory"""
     horizon: int = 2
     """blocks ahead of backward whose activations come back"""
+    backend: str = ""
+    """of collectives, where several were measured; empty = whichever was first"""
     optimizer_bytes: float = 32.0
     """read and written per parameter of a rank's shard: value, gradient (twice, for its norm),
     averages, and the copy in 16 bits"""
@@ -171,6 +173,7 @@ def from_config(config: TrainConfig, world: int, ranks_per_node: int, vocabulary
         virtual=_virtual(parallel),
         offload=config.activations.offload,
         horizon=parallel.activation_loading_horizon,
+        backend=parallel.communication_backend,
     )
 
 
