@@ -123,14 +123,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     tune.set_defaults(run=_tune)
 
-    plan = planning.add_commands(commands, _load)
+    planned = planning.add_commands(commands, _load)
     jobs.add_commands(commands)
     watching.add_commands(commands)
     checkpoints.add_commands(commands, _described)
 
     env = commands.add_parser("env", help="print what a bug report needs")
     env.set_defaults(run=_env)
-    for command in (train, tune, plan):
+    for command in (train, tune, *planned):
         _add_config(command)
     for command in (train, tune):
         command.add_argument(

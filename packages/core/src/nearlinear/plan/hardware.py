@@ -110,6 +110,11 @@ class Cluster:
         return self.nodes * self.node.usd_per_hour
 
 
+def names() -> list[str]:
+    """Of all nodes in the table."""
+    return list(_table()["node"])
+
+
 def node(name: str) -> Node:
     """The node called ``name``, with or without SageMaker's ``ml.``. Raises ConfigError."""
     known = _table()["node"]
@@ -127,16 +132,20 @@ def accelerator(name: str) -> Accelerator:
     return Accelerator(name=name, **known[name])
 
 
-def parse_cluster(text: str) -> Cluster:
+def parse_cluster(text: str, tables: dict | None = None) -> Cluster:
     """``p4d.24xlarge:32`` is 32 of those nodes; without a number, one. Raises ConfigError.
 
     ``machine.toml:2`` is two of what ``nearlinear tune --machine machine.toml`` measured.
+    ``tables``: what stands in such a file; the node they tell of goes by its name there.
     """
     found = re.fullmatch(r"([^:]+)(?::(\d+))?", text.strip())
     if not found or found[2] is not None and int(found[2]) < 1:
         raise ConfigError(f"--cluster {text}: expected NODE or NODE:NUMBER, as in p4d.24xlarge:32")
-    measured = found[1].endswith(".toml")
-    return Cluster(machine.read(found[1]) if measured else node(found[1]), int(found[2] or 1))
+    name, nodes = found[1], int(found[2] or 1)
+    if name.endswith(".toml"):
+        return Cluster(machine.read(name), nodes)
+    own = machine.of_tables(tables, "plan.machine") if tables else None
+    return Cluster(own if own and own.name == name else node(name), nodes)
 
 
 def resized(cluster: Cluster, nodes: int) -> Cluster:

@@ -88,6 +88,11 @@ class MeasuredLinks:
         """All-reduce."""
         return self._seconds(ALL_REDUCE, size, group)
 
+    def exchange(self, size: float, group) -> float:
+        """All-to-all of ``size`` bytes on each rank: as much crosses as in a reduce-scatter."""
+        kinds = {row.kind for row in self.rows}
+        return self._seconds(EXCHANGE if EXCHANGE in kinds else REDUCE_SCATTER, size, group)
+
     def send(self, size: float, across: bool) -> float:
         """From one rank to another: half of a gather between two, where each sends a half."""
         from .workload import Group

@@ -1,4 +1,4 @@
-"""``nearlinear tune --machine FILE``: measure the machine itself, as a file for ``nearlinear plan``.
+"""``nearlinear tune --machine FILE``: measure the machine itself, for ``nearlinear plan``.
 
 What is written depends on no model: rates of a rank (`rates`), collectives between ranks (`sweep`),
 and the parameters of the planner's time model that follow from them.
