@@ -73,7 +73,7 @@ def _unstaged(work: Workload, parts: Passes) -> Step:
     ends, timeline = [], Timeline()
     last: Task | None = None
     for index in range(laid):
-        last = _pass(timeline, work, parts, last, final=index == laid - 1)
+        last = _pass(timeline, work, parts, last, final=index == laid - 1, first=not index)
         ends.append(last.end)
     timeline.add(UPDATE, parts.update, [last])
     # The last pass laid out is the step's last one; those left out are like the one before it.
@@ -81,8 +81,9 @@ def _unstaged(work: Workload, parts: Passes) -> Step:
     return Step(timeline.end + more, timeline, laid, work, parts)
 
 
-def _pass(timeline, work: Workload, parts: Passes, before: Task | None, final: bool) -> Task:
+def _pass(timeline, work: Workload, parts: Passes, before, final: bool, first: bool) -> Task:
     """Forward and backward of one micro-batch; its last task of computation."""
+    stays = work.stays_gathered and not first
     layers = parts.layers
     visits = [*range(layers), *reversed(range(layers))]
     network = parts.sharing.nodes > 1
@@ -90,10 +91,13 @@ def _pass(timeline, work: Workload, parts: Passes, before: Task | None, final: b
     copies: dict[int, Task] = {}
     done: list[Task | None] = [before] * (work.prefetch + 1)  # visits, with what came before
     gathered: list[Task | None] = [None] * len(visits)
-    root = timeline.add(GATHER, parts.gather(parts.root), [before], lane) if parts.sharded else None
+    root = None
+    if parts.sharded and not stays:
+        root = timeline.add(GATHER, parts.gather(parts.root), [before], lane)
 
     def gather(visit: int) -> None:
         kept = visit == layers or (visit > layers and not work.resharded)
+        kept = kept or stays and (visit == 0 or not work.resharded)
         if visit < len(visits) and parts.sharded and not kept:
             block = parts.gather(parts.block)
             after = [done[-1 - work.prefetch]] if work.prefetch else [done[-1]]

@@ -63,6 +63,8 @@ class Workload:
     """parameters that a collective moves at most; 0 = a block's"""
     resharded: bool = True
     """gathered parameters are freed after the forward pass, and gathered again"""
+    stays_gathered: bool = False
+    """from one micro-batch to the next, the root and what else may: see `parallel.schedule`"""
     two_hop: bool = True
     """replicas reduce once per step"""
     prefetch: int = 1
@@ -165,6 +167,7 @@ def from_config(config: TrainConfig, world: int, ranks_per_node: int, vocabulary
         gather_bytes=_gather_bytes(parallel),
         resharded=_resharded(parallel, found, mesh),
         two_hop=config.train.two_hop,
+        stays_gathered=True,
         prefetch=parallel.prefetch_depth if parallel.overlap_communication else 0,
         overlapped_reduce=parallel.overlap_communication,
         hierarchical=parallel.hierarchical_all_gather == "on",
