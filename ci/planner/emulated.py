@@ -30,8 +30,8 @@ from ci.cluster import Cluster, RankFailed, status_of
 from ci.race.contestants import ENTRIES
 from ci.race.plan import Plan
 from ci.race.teams import Team
-from nearlinear import plan as planner
-from nearlinear.plan import hardware, machine
+from nearlinear.plan import hardware, machine, parameters, workload
+from nearlinear.plan.step import step
 from nearlinear.train import config as train_config
 from nearlinear.train.config import TrainConfig
 from nearlinear_collectives.bench import machine as machine_facts
@@ -162,11 +162,15 @@ def config_of(case: Case, plan: Plan) -> TrainConfig:
     )
 
 
-def predicted(case: Case, plan: Plan, node: hardware.Node):
-    """The planner's answer for a case, on as many of the tuned nodes as it ran on."""
-    alone = ENTRIES[case.contestant].options.get("kind") == "compute"
+def predicted(case: Case, plan: Plan, node: hardware.Node) -> float:
+    """Seconds of a step by the planner, on as many of the tuned nodes as it ran on."""
+    options = ENTRIES[case.contestant].options
+    alone = options.get("kind") == "compute"
     cluster = hardware.Cluster(node, 1, gpus=1) if alone else hardware.Cluster(node, plan.nodes)
-    return planner(config_of(case, plan), cluster)
+    work = workload.from_config(config_of(case, plan), cluster.world, node.gpus, plan.vocabulary)
+    if "kind" in options or options.get("free_blocks"):  # FSDP2's own order of gathering
+        work = replace(work, stays_gathered=False)
+    return step(work, cluster, parameters.on(node)).seconds
 
 
 @contextlib.contextmanager
@@ -228,7 +232,7 @@ def at_place(place: Place, steps: int, rounds: int) -> tuple[list[Row], list[dic
             ]
             for words, (case, plan) in plans.items():
                 answers = [predicted(case, plan, node) for node in nodes]
-                rows.append(Row(where, words, seconds[words], [a.seconds for a in answers]))
+                rows.append(Row(where, words, seconds[words], answers))
                 print(line(rows[-1]), flush=True)
         for team in {id(team): team for team in teams.values()}.values():
             team.end()
