@@ -12,7 +12,7 @@ import nearlinear as nl
 from nearlinear.cli import main
 from nearlinear.errors import ConfigError
 from nearlinear.launch import instances
-from nearlinear.plan import advise, answer, hardware, scaling, search, shape, workload
+from nearlinear.plan import answer, hardware, scaling, search, shape, workload
 from nearlinear.train import config as train_config
 from nearlinear.train import flops
 from nearlinear.train.model import build_model
@@ -170,31 +170,6 @@ def test_no_layout_fits():
     config = train_config.load(GPT2_30B | {"parallel": {"bf16": True}}, environment={})
     with pytest.raises(ConfigError, match="no layout .* fits"):
         search.search(config, hardware.parse_cluster("p4d.24xlarge:1"))
-
-
-def test_the_checklist_is_walked_in_order():
-    found = nl.plan(GPT2_30B, "p4d.24xlarge:32")
-    assert advise.rule(found) == 128  # 10 nodes, and 16 is the next power of two
-    least = advise.smallest_that_fits(found)
-    assert least.memory <= 40 * 2**30
-    smaller = search.tried(
-        train_config.load(
-            GPT2_30B,
-            [f"parallel.hybrid_shard_degree={least.config.parallel.hybrid_shard_degree // 2}"],
-            environment={},
-        ),
-        found.cluster,
-    )
-    assert smaller.memory > 40 * 2**30
-    topics = [each.topic for each in advise.advise(found)]
-    assert topics[:4] == [
-        "large GPUs",
-        "sharding",
-        "activation checkpointing",
-        "tensor parallelism",
-    ]
-    text = advise.text(advise.advise(found))
-    assert "which does not fit" in text.splitlines()[2]
 
 
 def test_curves_reach_further_than_anyone_here():

@@ -7,7 +7,7 @@ import tomllib
 import pytest
 
 from nearlinear.cli import main
-from nearlinear.plan import advise, answer
+from nearlinear.plan import advise, answer, hardware
 from nearlinear.plan.advise import items, trial
 from nearlinear.train import config as train_config
 
@@ -111,8 +111,8 @@ def test_what_the_command_line_says_reaches_every_trial(monkeypatch):
     assert len(seen) > 20
     assert all(each["straggler"] == 0.2 and each["vocabulary"] == 1000 for each in seen)
     assert found.after.usd_per_hour == 7.0 and found.after.tokens == 1e9
-    others = [each for each in seen if each["usd_per_hour"] is None]  # other machines' own prices
-    assert 0 < len(others) < 10
+    others = [each for each in seen if each["usd_per_hour"] is None]  # other machines, their prices
+    assert 0 < len(others) < len(hardware.names())
 
 
 def test_stragglers_slow_what_is_advised():

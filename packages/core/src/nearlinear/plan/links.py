@@ -19,7 +19,7 @@ DIRECT_BORROWS = 9 / 24  # multiprocessors it takes, over those that NCCL takes 
 
 def links_of(node: Node, fitted: Parameters, work: Workload) -> "Links | MeasuredLinks":
     """As the data sheet has them, or as they were measured."""
-    if node.collectives:
+    if node.measured:
         return MeasuredLinks(node, work.backend, work.overlapped_reduce)
     return Links(node, fitted)
 

@@ -163,6 +163,11 @@ def _check(node, where: str) -> None:
     for key in node.measured:
         if key not in known:
             raise schema.unknown_key(key, f"{where}: node.{node.name}.measured", known)
+    for precision, points in node.gpu.products.items():
+        if not points or any(len(p) != 2 or not min(p) > 0 for p in points):
+            raise ConfigError(
+                f"{where}: products.{precision} are [edge, TFLOPS], both above 0: measure again"
+            )
     for row in node.collectives:
         if row.ranks < 2 or not 1 <= row.nodes <= row.ranks or row.sharing < 1:
             raise ConfigError(
