@@ -148,16 +148,19 @@ def test_the_planner_goes_by_what_was_measured():
 
 def test_what_may_stay_gathered_is_gathered_once_per_step():
     apart = ["parallel.overlap_communication=false"]  # nothing beside computation
-    one, four = (
-        planned(a_node(), settings=[*apart, f"batch.accumulation={n}", "train.steps=20"])
-        for n in (1, 4)
+    one, few, many = (
+        planned(a_node(), settings=[*apart, f"batch.accumulation={n}"]) for n in (1, 3, 20)
     )
-    gather, compute = one.step.busy["all-gather"], one.step.busy["compute"]
-    reduce = one.step.busy["reduce-scatter"]
-    assert four.seconds - one.seconds == pytest.approx(3 * (compute + reduce), rel=1e-6)
-    assert gather > 0
-    freed = [*apart, "parallel.sdp_max_live_parameters=0", "batch.accumulation=4"]
-    assert planned(a_node(), settings=freed).seconds > four.seconds
+    busy = one.step.busy
+    each = busy["compute"] + busy["reduce-scatter"]
+    for more in (few, many):
+        again = more.work.passes - 1
+        assert more.seconds == pytest.approx(one.seconds + again * each)
+        assert more.step.busy["all-gather"] == pytest.approx(busy["all-gather"])
+        assert more.step.exposed["all-gather"] == pytest.approx(busy["all-gather"])
+        assert more.step.busy["compute"] == pytest.approx((1 + again) * busy["compute"])
+    freed = [*apart, "parallel.sdp_max_live_parameters=0", "batch.accumulation=20"]
+    assert planned(a_node(), settings=freed).seconds > many.seconds
 
 
 def test_a_machine_is_a_key_of_the_config(tmp_path, capsys):
@@ -260,3 +263,23 @@ def test_ranks_on_two_nodes_measure_every_group_they_may_have():
     assert node.gpus == 2 and node.network_gbps > 0 and node.gpu.link_gb_s > 0
     plan = planned(node, nodes=8, settings=["parallel.hybrid_shard_degree=4"])
     assert plan.work.mesh.replicate == 4 and plan.seconds > 0
+
+
+@pytest.mark.gpu
+def test_a_gpu_measures_itself(tmp_path):
+    import torch
+
+    path = tmp_path / "here.toml"
+    flags = ["--set", "run.nproc=1", "--rounds", "2"]
+    try:
+        assert cli.main(["tune", "--machine", str(path), *flags]) == 0
+    finally:
+        runtime.shutdown()
+    node = machine.read(path)
+    properties = torch.cuda.get_device_properties(0)
+    assert node.gpu.memory_gib == properties.total_memory / 2**30
+    assert node.gpu.multiprocessors == properties.multi_processor_count
+    assert set(node.gpu.products) == {"fp32", "fp16", "bf16"}
+    assert node.gpu.host_gb_s > 0
+    found = planned(node, nodes=1, settings=["parallel.bf16=true"])
+    assert found.seconds > 0 and 0 < found.mfu < 1

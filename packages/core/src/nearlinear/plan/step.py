@@ -32,6 +32,8 @@ class Step:
     """passes"""
     work: Workload
     parts: Passes
+    middle: tuple[int, int] = (0, 0)
+    """first and last task, exclusive, of the pass that those not laid out are like"""
 
     @cached_property
     def busy(self) -> dict[str, float]:
@@ -49,13 +51,19 @@ class Step:
             from .pipelines import accounts
 
             return accounts(self)
-        whole = self.work.passes / self.laid_out
-        found = self.timeline.busy(), self.timeline.exposed(COMPUTE, (TENSOR, EXPERT))
-        once = (UPDATE, JOIN) if self.work.two_hop else (UPDATE,)
+        found = _busy_and_exposed(self.timeline)
+        left_out = self.work.passes - self.laid_out
+        if left_out <= 0:
+            return found
+        one = _busy_and_exposed(Timeline(self.timeline.tasks[slice(*self.middle)]))
         return tuple(
-            {kind: value * (1.0 if kind in once else whole) for kind, value in each.items()}
-            for each in found
+            {kind: value + left_out * more.get(kind, 0.0) for kind, value in each.items()}
+            for each, more in zip(found, one, strict=True)
         )
+
+
+def _busy_and_exposed(timeline: Timeline) -> tuple[dict[str, float], dict[str, float]]:
+    return timeline.busy(), timeline.exposed(COMPUTE, (TENSOR, EXPERT))
 
 
 def step(work: Workload, cluster: Cluster, fitted: Parameters) -> Step:
@@ -70,15 +78,16 @@ def step(work: Workload, cluster: Cluster, fitted: Parameters) -> Step:
 
 def _unstaged(work: Workload, parts: Passes) -> Step:
     laid = min(work.passes, LAID_OUT)
-    ends, timeline = [], Timeline()
+    ends, marks, timeline = [], [0], Timeline()
     last: Task | None = None
     for index in range(laid):
         last = _pass(timeline, work, parts, last, final=index == laid - 1, first=not index)
         ends.append(last.end)
+        marks.append(len(timeline.tasks))
     timeline.add(UPDATE, parts.update, [last])
     # The last pass laid out is the step's last one; those left out are like the one before it.
     more = (work.passes - laid) * (ends[1] - ends[0]) if laid > 1 else 0.0
-    return Step(timeline.end + more, timeline, laid, work, parts)
+    return Step(timeline.end + more, timeline, laid, work, parts, (marks[1], marks[min(2, laid)]))
 
 
 def _pass(timeline, work: Workload, parts: Passes, before, final: bool, first: bool) -> Task:
