@@ -170,7 +170,7 @@ def predicted(case: Case, plan: Plan, node: hardware.Node) -> float:
     work = workload.from_config(config_of(case, plan), cluster.world, node.gpus, plan.vocabulary)
     if "kind" in options or options.get("free_blocks"):  # FSDP2's own order of gathering
         work = replace(work, stays_gathered=False)
-    return step(work, cluster, parameters.on(node)).seconds
+    return step(work, cluster, parameters.on(node, work.backend)).seconds
 
 
 @contextlib.contextmanager

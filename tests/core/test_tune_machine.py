@@ -58,7 +58,8 @@ def a_node(**changes):
         "gpus": 1,
         "network_gbps": 1.0,
         "sources": ["a test"],
-        "measured": {"matmul_share": 1.0, "memory_share": 1.0, "straggler": 0.0},
+        "measured": {"matmul_share": 1.0, "memory_share": 1.0},
+        "contention": {"gloo": {"straggler": 0.0}, "nearlinear": {"straggler": 0.1}},
         "collectives": rows,
     }
     return hardware.Node(**known | changes)
@@ -238,7 +239,8 @@ def test_one_rank_measures_itself_and_can_be_planned_on(tmp_path, capsys, quickl
     assert node.collectives == [] and node.gpus == 1 and node.gpu.hbm_gb_s > 0
     assert {p: [e for e, _ in points] for p, points in node.gpu.products.items()} == {
         "fp32": [16, 32], "bf16": [16, 32]}  # fmt: skip
-    assert 0 < node.measured["flash_share"] <= 1 and node.measured["borrowed_share"] == 0
+    assert 0 < node.measured["flash_share"] <= 1
+    assert all(value == 0 for each in node.contention.values() for value in each.values())
     assert cli.main(["plan", "--cluster", f"{path}:1"]) == 0
     assert cli.main(["plan", "--cluster", f"{path}:2"]) == 2  # no network was measured
     assert "run nearlinear tune --machine on ranks that stand so" in capsys.readouterr().err

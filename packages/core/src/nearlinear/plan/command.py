@@ -7,7 +7,6 @@ from pathlib import Path
 from .. import schema
 from ..errors import ConfigError, NearlinearError
 from . import advise, answer, scaling, search, validate
-from .hardware import Cluster, parse_cluster
 
 
 @dataclass(frozen=True)
@@ -42,7 +41,7 @@ def run(config, options: Options) -> int:
         return _validate(options)
     found = answer.plan(
         config,
-        _cluster(config, options),
+        options.cluster,
         tokens=options.tokens,
         straggler=options.straggler,
         usd_per_hour=options.price_per_hour,
@@ -90,7 +89,7 @@ def advise_on(config, asked: Asked, write: str = "", source: str = "") -> int:
         raise ConfigError(f"--write {write} is the config itself: name another file")
     found = answer.plan(
         config,
-        _cluster(config, asked),
+        asked.cluster,
         tokens=asked.tokens,
         straggler=asked.straggler,
         usd_per_hour=asked.price_per_hour,
@@ -117,17 +116,6 @@ def _check_files(*asked: tuple[str, str, str]) -> None:
     for flag, path, suffix in asked:
         if path and Path(path).suffix != suffix:
             raise ConfigError(f"{flag} {path}: the file's name must end in {suffix}")
-
-
-def _cluster(config, asked: Asked) -> Cluster:
-    """What the command line names, or else the config. Raises ConfigError."""
-    text = asked.cluster or config.plan.cluster
-    if not text:
-        raise ConfigError(
-            "--cluster is missing: name the machines, as in --cluster p4d.24xlarge:32, or as "
-            "plan.cluster in the config"
-        )
-    return parse_cluster(text, config.plan.machine)
 
 
 def _validate(options: Options) -> int:

@@ -80,6 +80,8 @@ class Node:
     """when, and where"""
     measured: dict[str, float] = field(default_factory=dict)
     """parameters of the time model that hold here in place of the fitted ones"""
+    contention: dict[str, dict[str, float]] = field(default_factory=dict)
+    """more of them, by the backend of the collectives"""
     collectives: list[machine.Collective] = field(default_factory=list)
 
     @property

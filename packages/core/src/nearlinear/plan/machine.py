@@ -160,9 +160,10 @@ def _check(node, where: str) -> None:
     from .parameters import Parameters
 
     known = {each.name for each in dataclasses.fields(Parameters)}
-    for key in node.measured:
-        if key not in known:
-            raise schema.unknown_key(key, f"{where}: node.{node.name}.measured", known)
+    for table in (node.measured, *node.contention.values()):
+        for key in table:
+            if key not in known:
+                raise schema.unknown_key(key, f"{where}: node.{node.name}", known)
     for precision, points in node.gpu.products.items():
         if not points or any(len(p) != 2 or not min(p) > 0 for p in points):
             raise ConfigError(

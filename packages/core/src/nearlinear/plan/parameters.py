@@ -40,6 +40,9 @@ class Parameters:
     """of the compute rate, that a collective takes while it runs beside computation"""
     straggler: float
     """standard deviation of a rank's time over its mean: all wait for the slowest"""
+    slowed_share: float = 0.0
+    """of computation beside a collective, that the collective takes longer for it, where the same
+    cores do both; not on GPUs"""
 
 
 BOUNDS = {
@@ -81,9 +84,14 @@ def load() -> Parameters:
     return Parameters(**_table()["parameters"])
 
 
-def on(node) -> Parameters:
-    """The fitted ones, with what was measured on ``node`` itself in their place."""
-    return dataclasses.replace(load(), **node.measured)
+def on(node, backend: str = "") -> Parameters:
+    """The fitted ones, with what was measured on ``node`` itself in their place.
+
+    ``backend``: of collectives; where it was not measured, whichever was first.
+    """
+    found = node.contention
+    taken = found.get(backend) or next(iter(found.values()), {})
+    return dataclasses.replace(load(), **node.measured, **taken)
 
 
 def left_out() -> dict[str, Parameters]:

@@ -37,12 +37,13 @@ def curve(config: TrainConfig, cluster: Cluster, most: int = 16384) -> list[Poin
         config.parallel, hybrid_shard_degree=sharing["shard"] * sharing["context"]
     )
     fixed = dataclasses.replace(config, parallel=kept)
+    fitted = parameters.on(cluster.node, config.parallel.communication_backend)
     points: list[Point] = []
     nodes = cluster.nodes
     while nodes * cluster.node.gpus <= most:
         place = resized(cluster, nodes)
         work = workload.from_config(fixed, place.world, place.node.gpus, vocabulary_of(config))
-        rate = work.step_tokens / step(work, place, parameters.on(place.node)).seconds / place.world
+        rate = work.step_tokens / step(work, place, fitted).seconds / place.world
         first = points[0].tokens_per_second_per_gpu if points else rate
         points.append(Point(place.world, rate, rate / first))
         nodes *= 2

@@ -76,7 +76,7 @@ def search(config: TrainConfig, cluster: Cluster, most: int = 10) -> list[Layout
 def tried(config: TrainConfig, cluster: Cluster, most: float = math.inf) -> Layout:
     """``config`` on ``cluster``: its memory, and its time unless that is above ``most``."""
     work = workload.from_config(config, cluster.world, cluster.node.gpus, vocabulary_of(config))
-    fitted = parameters.on(cluster.node)
+    fitted = parameters.on(cluster.node, config.parallel.communication_backend)
     parts = Passes(work, cluster, fitted)
     memory = room.needed(config, work, cluster, parts)
     seconds = step(work, cluster, fitted).seconds if memory <= most else math.nan

@@ -19,6 +19,7 @@ from ..plan.parameters import Parameters
 from ..train.config import TrainConfig
 from ..train.flops import peak_tflops
 from . import memory, rates, sweep
+from .measure import candidates
 from .report import table
 
 
@@ -33,15 +34,17 @@ def measure(config: TrainConfig, name: str, rounds: int) -> Node:
     meant = backends.for_device(config.parallel.communication_backend, now.device.type)
     backend = "nccl" if now.device.type == "cuda" else meant
     found = rates.measure_rates(now, rounds)
-    rows = sweep.sweep(now, backend, rounds)
-    share = sweep.borrowed(now, backend, rounds)
+    names = candidates(backend, now.device)
+    rows = sweep.sweep(now, names, rounds)
+    taken = {each: sweep.contention(now, each, rounds) for each in names}
     return Node(
         name=name,
         gpu=_accelerator(f"{name}-device", found, rows, now, here),
         gpus=here,
         network_gbps=_rate([row for row in rows if row.nodes > 1]) * 8,
         sources=[_said(now, here)],
-        measured=_parameters(found, share, now.device.type),
+        measured=_parameters(found, now.device.type),
+        contention=taken,
         collectives=rows,
     )
 
@@ -80,8 +83,8 @@ def _rate(rows: list[Collective]) -> float:
     return max(reached, default=0.0)
 
 
-def _parameters(found: rates.Rates, share: float, device: str) -> dict[str, float]:
-    """What the planner's parameters are here; rates are the slowest rank's, so nobody straggles."""
+def _parameters(found: rates.Rates, device: str) -> dict[str, float]:
+    """What the planner's parameters are here, those aside that the backend tells."""
     precision = "bf16" if device == "cuda" else "fp32"
     best = max(rate for _, rate in found.products[precision]) * 1e12
     return {
@@ -91,8 +94,6 @@ def _parameters(found: rates.Rates, share: float, device: str) -> dict[str, floa
         "network_share": 1.0,
         "flash_share": min(1.0, found.attention[precision] / best),
         "kernel_seconds": found.kernel,
-        "borrowed_share": share,
-        "straggler": 0.0,
     }
 
 
@@ -126,6 +127,9 @@ def to_toml(node: Node) -> str:
         f"[{table}.measured]",
         *(f"{key} = {value!r}  # {meanings[key]}" for key, value in node.measured.items()),
     ]
+    for backend, values in node.contention.items():
+        lines += ["", f"[{table}.contention.{json.dumps(backend)}]"]
+        lines += [f"{key} = {value!r}  # {meanings[key]}" for key, value in values.items()]
     for row in node.collectives:
         values = dataclasses.asdict(row).items()
         lines += ["", f"[[{table}.collectives]]", *(f"{k} = {json.dumps(v)}" for k, v in values)]
@@ -153,5 +157,9 @@ def text(node: Node) -> str:
             *table(links, left=(0, 1, 4)),
             "parameters of the time model here:",
             *measured,
+            *(
+                f"  {backend}: " + ", ".join(f"{key} = {value:.3g}" for key, value in each.items())
+                for backend, each in node.contention.items()
+            ),
         ]
     )

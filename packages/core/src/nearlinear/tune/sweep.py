@@ -7,6 +7,7 @@ how many such groups share a node's adapters. All groups of a kind run at once, 
 import dataclasses
 import functools
 import logging
+import math
 from collections.abc import Callable, Iterator
 
 import torch
@@ -21,20 +22,24 @@ from ..plan.machine import ALL_GATHER, ALL_REDUCE, EXCHANGE, REDUCE_SCATTER, Col
 from ..plan.workload import Group, group
 from ..runtime import Runtime
 from .choose import divisors
-from .measure import candidates, groups_over, memory_of, slowest_medians
+from .measure import groups_over, memory_of, slowest_medians
+from .rates import repeat
 
 log = logging.getLogger(__name__)
 
 SIZES = {"cpu": (2**16, 2**20, 2**23), "cuda": (2**16, 2**20, 2**24, 2**28)}
 """Bytes of the whole tensor."""
 BESIDE = 512  # edge of the products that collectives run beside
+STRETCHES = 6  # of computation, each with a collective
 
 
-def sweep(now: Runtime, backend: str, rounds: int) -> list[Collective]:
-    """Every kind of collective over every kind of group and backend. A collective call."""
+def sweep(now: Runtime, names: list[str], rounds: int) -> list[Collective]:
+    """Every kind of collective over every kind of group, on the backends ``names``.
+
+    A collective call.
+    """
     opened: dict[tuple, dist.ProcessGroup] = {}
     found: dict[tuple, Collective] = {}
-    names = candidates(backend, now.device)
     for degree in divisors(now.mesh.world):
         config = dataclasses.replace(now.config, hybrid_shard_degree=degree)
         mesh = Mesh.from_config(config, now.mesh.world, now.mesh.ranks_per_node)
@@ -80,36 +85,64 @@ def _ways(ranks: dist.ProcessGroup, size: int, now: Runtime) -> Iterator[tuple[s
     yield ALL_REDUCE, functools.partial(dist.all_reduce, gradients, group=ranks)
 
 
-def borrowed(now: Runtime, backend: str, rounds: int) -> float:
-    """The share of a rank's compute rate that all-gathers take while they run beside it.
+def contention(now: Runtime, backend: str, rounds: int) -> dict[str, float]:
+    """What computation and collectives of ``backend`` take from one another, as parameters.
 
-    0 for one rank. A collective call.
+    Stretches of products and collectives take turns, then run beside each other, short stretches
+    and long ones. Where cores move the bytes, both are longer for it. A collective call.
     """
     if now.mesh.world == 1:
-        return 0.0
+        return {"straggler": 0.0, "borrowed_share": 0.0, "slowed_share": 0.0}
     device = now.device
-    world = dist.new_group(backend=known_to_torch(backend))  # barriers keep the job's own
+    ranks = dist.new_group(backend=known_to_torch(backend))  # barriers keep the job's own
+    kinds = dict(_ways(ranks, SIZES[device.type][-1], now))
+    ways = [kinds[ALL_GATHER], kinds.get(EXCHANGE, kinds[REDUCE_SCATTER])] * (STRETCHES // 2)
     matrix = torch.full((BESIDE, BESIDE), 0.5, device=device)
-    size = SIZES[device.type][-1]
-    ((_, gather), *_) = _ways(world, size, now)
-    on_cpu = device.type == "cpu"
-    beside = gather if on_cpu else functools.partial(gather, async_op=True)
-    (one,) = slowest_medians([gather], device, rounds)
-    (product,) = slowest_medians([functools.partial(torch.matmul, matrix, matrix)], device, rounds)
-    products = max(1, round(2 * one / product))  # about as long as two gathers
-    lane, waiting = Lane("beside", inline=not on_cpu), []
+    product = functools.partial(torch.matmul, matrix, matrix)
+    lane = Lane("beside") if device.type == "cpu" else None
+    many = functools.partial(repeat, product, 8)
+    taken, eight = slowest_medians([lambda: [way() for way in ways], many], device, rounds)
+    collective = taken / STRETCHES
 
-    def compute():
-        for _ in range(products):
-            torch.matmul(matrix, matrix)
+    def stretch(share: float) -> int:
+        return max(1, round(share * collective / (eight / 8)))
 
-    def both():
-        waiting[:] = [lane.give(gather=beside) for _ in range(4)]
-        compute()
+    def alone(products: int) -> None:
+        repeat(product, products * STRETCHES)
 
-    def rest():
-        for item in waiting:
+    def in_turn(products: int) -> None:
+        for way in ways:
+            way()
+            repeat(product, products)
+
+    def beside(products: int) -> None:
+        for way in ways:
+            item = (
+                lane.give(gather=way)
+                if lane
+                else way.func(*way.args, **way.keywords, async_op=True)
+            )
+            repeat(product, products)
             item.wait()
 
-    alone, together, _ = slowest_medians([compute, both, rest], device, rounds)
-    return max(0.0, 1.0 - alone / together)
+    short, equal, long = (stretch(share) for share in (0.4, 1.0, 2.0))
+    runs = [
+        functools.partial(run, products)
+        for run, products in (
+            (alone, short),
+            (alone, equal),
+            (alone, long),
+            (in_turn, equal),
+            (beside, short),
+            (beside, long),
+        )
+    ]
+    first, second, third, turns, among, behind = (
+        seconds / STRETCHES for seconds in slowest_medians(runs, device, rounds)
+    )
+    waits = max(0.0, (turns - collective - second) / second)
+    return {
+        "straggler": waits / math.sqrt(2 * math.log(now.mesh.world)),
+        "borrowed_share": max(0.0, (behind / (1 + waits) - third) / collective),
+        "slowed_share": max(0.0, (among - collective) / first),
+    }
