@@ -316,19 +316,22 @@ def _run(options) -> int:
             rows += found[0]
             tunings += found[1]
             loads.append(os.getloadavg())
+            if options.json:  # after each, for it takes long
+                keep(options.json, rows, tunings, loads)
     print(f"\n{summary(rows)}")
     print(f"load average of a minute before it: {loads[0][0]:.2f}")
-    if options.json:
-        kept = {
-            "command": " ".join(["python", "-m", MODULE, *sys.argv[1:]]),
-            "day": time.strftime("%Y-%m-%d"),
-            "load": loads,
-            "rows": [{**asdict(r), "error": r.error} for r in rows],
-            "tunings": tunings,
-        }
-        options.json.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
-        print(f"wrote {options.json}")
     return 0
+
+
+def keep(path: Path, rows: list[Row], tunings: list[dict], loads: list) -> None:
+    kept = {
+        "command": " ".join(["python", "-m", MODULE, *sys.argv[1:]]),
+        "day": time.strftime("%Y-%m-%d"),
+        "load": loads,
+        "rows": [{**asdict(row), "error": row.error} for row in rows],
+        "tunings": tunings,
+    }
+    path.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
 
 
 def _parser() -> argparse.ArgumentParser:

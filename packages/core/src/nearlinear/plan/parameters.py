@@ -40,9 +40,6 @@ class Parameters:
     """of the compute rate, that a collective takes while it runs beside computation"""
     straggler: float
     """standard deviation of a rank's time over its mean: all wait for the slowest"""
-    slowed_share: float = 0.0
-    """of computation beside a collective, that the collective takes longer for it, where the same
-    cores do both; not on GPUs"""
 
 
 BOUNDS = {

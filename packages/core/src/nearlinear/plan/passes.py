@@ -58,33 +58,13 @@ class Passes:
     @cached_property
     def _borrowed(self) -> float:
         """A collective's multiprocessors are lost to computation while it runs."""
-        work = self.work
-        share = self.fitted.borrowed_share * (DIRECT_BORROWS if work.direct else 1.0)
-        return share * min(1.0, self._moving / self._computing) if self._overlapped else 0.0
-
-    @property
-    def _overlapped(self) -> bool:
-        return self.work.prefetch > 0 and self.sharded
-
-    @property
-    def _computing(self) -> float:
-        """Of a block, in a pass, alone."""
-        parts = self.compute
-        return parts.forward.total + parts.again.total + parts.backward.total
-
-    @property
-    def _moving(self) -> float:
-        """What a block moves in a pass, with nothing beside it."""
-        work = self.work
+        work, parts = self.work, self.compute
+        computing = parts.forward.total + parts.again.total + parts.backward.total
         gathers = 2.0 if work.resharded else 1.0 / work.passes if work.stays_gathered else 0.0
-        return self.gather(self.block) * gathers + self.reduce(self.block)
-
-    @cached_property
-    def slowed(self) -> float:
-        """What collectives are lengthened by where the same cores compute beside them."""
-        if not self._overlapped:
-            return 1.0
-        return 1 + self.fitted.slowed_share * min(1.0, self._computing / self._moving)
+        moving = self.gather(self.block) * gathers + self.reduce(self.block)
+        share = self.fitted.borrowed_share * (DIRECT_BORROWS if work.direct else 1.0)
+        overlapped = work.prefetch > 0
+        return share * min(1.0, moving / computing) if overlapped and self.sharded else 0.0
 
     @property
     def sharded(self) -> bool:

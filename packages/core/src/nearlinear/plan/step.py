@@ -102,13 +102,13 @@ def _pass(timeline, work: Workload, parts: Passes, before, final: bool, first: b
     gathered: list[Task | None] = [None] * len(visits)
     root = None
     if parts.sharded and not stays:
-        root = timeline.add(GATHER, parts.gather(parts.root) * parts.slowed, [before], lane)
+        root = timeline.add(GATHER, parts.gather(parts.root), [before], lane)
 
     def gather(visit: int) -> None:
         kept = visit == layers or (visit > layers and not work.resharded)
         kept = kept or stays and (visit == 0 or not work.resharded)
         if visit < len(visits) and parts.sharded and not kept:
-            block = parts.gather(parts.block) * parts.slowed
+            block = parts.gather(parts.block)
             after = [done[-1 - work.prefetch]] if work.prefetch else [done[-1]]
             gathered[visit] = timeline.add(GATHER, block, after, lane, f"block {visits[visit]}")
 
@@ -159,11 +159,9 @@ def _reduce(timeline, parts: Passes, parameters, after: Task, lane, final: bool,
     """Gradients to the ranks that keep them, then, once per step, over the replicas."""
     last = None
     if parts.sharded:
-        last = timeline.add(SCATTER, parts.reduce(parameters) * parts.slowed, [after], lane, label)
+        last = timeline.add(SCATTER, parts.reduce(parameters), [after], lane, label)
     joins = final or not parts.work.two_hop
     if parts.replicas.ranks > 1 and joins:
         where = "network" if parts.replicas.nodes > 1 else "links"
-        last = timeline.add(
-            JOIN, parts.join(parameters) * parts.slowed, [last or after], where, label
-        )
+        last = timeline.add(JOIN, parts.join(parameters), [last or after], where, label)
     return last

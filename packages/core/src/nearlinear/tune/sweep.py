@@ -23,7 +23,7 @@ from ..plan.workload import Group, group
 from ..runtime import Runtime
 from .choose import divisors
 from .measure import groups_over, memory_of, slowest_medians
-from .rates import repeat
+from .rates import per_call, repeat
 
 log = logging.getLogger(__name__)
 
@@ -86,13 +86,15 @@ def _ways(ranks: dist.ProcessGroup, size: int, now: Runtime) -> Iterator[tuple[s
 
 
 def contention(now: Runtime, backend: str, rounds: int) -> dict[str, float]:
-    """What computation and collectives of ``backend`` take from one another, as parameters.
+    """What collectives of ``backend`` cost computation beyond their own time, as parameters.
 
-    Stretches of products and collectives take turns, then run beside each other, short stretches
-    and long ones. Where cores move the bytes, both are longer for it. A collective call.
+    Stretches of products and collectives take turns: what that takes longer than both alone is
+    waiting for the slowest rank. Then they run beside each other, with twice as much to compute as
+    to move: what that takes longer than the products alone is what the collectives borrow. 0 for
+    one rank. A collective call.
     """
     if now.mesh.world == 1:
-        return {"straggler": 0.0, "borrowed_share": 0.0, "slowed_share": 0.0}
+        return {"straggler": 0.0, "borrowed_share": 0.0}
     device = now.device
     ranks = dist.new_group(backend=known_to_torch(backend))  # barriers keep the job's own
     kinds = dict(_ways(ranks, SIZES[device.type][-1], now))
@@ -100,49 +102,25 @@ def contention(now: Runtime, backend: str, rounds: int) -> dict[str, float]:
     matrix = torch.full((BESIDE, BESIDE), 0.5, device=device)
     product = functools.partial(torch.matmul, matrix, matrix)
     lane = Lane("beside") if device.type == "cpu" else None
-    many = functools.partial(repeat, product, 8)
-    taken, eight = slowest_medians([lambda: [way() for way in ways], many], device, rounds)
-    collective = taken / STRETCHES
+    (one,) = per_call([product], device, rounds)
+    (moving,) = slowest_medians([lambda: [way() for way in ways]], device, rounds)
+    products = max(1, round(moving / STRETCHES / one))  # of a stretch as long as a collective
 
-    def stretch(share: float) -> int:
-        return max(1, round(share * collective / (eight / 8)))
-
-    def alone(products: int) -> None:
-        repeat(product, products * STRETCHES)
-
-    def in_turn(products: int) -> None:
+    def in_turn():
         for way in ways:
             way()
             repeat(product, products)
 
-    def beside(products: int) -> None:
+    def beside():
         for way in ways:
-            item = (
-                lane.give(gather=way)
-                if lane
-                else way.func(*way.args, **way.keywords, async_op=True)
-            )
-            repeat(product, products)
+            item = lane.give(gather=way) if lane else way(async_op=True)
+            repeat(product, 2 * products)
             item.wait()
 
-    short, equal, long = (stretch(share) for share in (0.4, 1.0, 2.0))
-    runs = [
-        functools.partial(run, products)
-        for run, products in (
-            (alone, short),
-            (alone, equal),
-            (alone, long),
-            (in_turn, equal),
-            (beside, short),
-            (beside, long),
-        )
-    ]
-    first, second, third, turns, among, behind = (
-        seconds / STRETCHES for seconds in slowest_medians(runs, device, rounds)
-    )
-    waits = max(0.0, (turns - collective - second) / second)
+    alone = functools.partial(repeat, product, products * STRETCHES)
+    computing, both, together = slowest_medians([alone, in_turn, beside], device, rounds)
+    waits = max(0.0, (both - moving - computing) / computing)
     return {
         "straggler": waits / math.sqrt(2 * math.log(now.mesh.world)),
-        "borrowed_share": max(0.0, (behind / (1 + waits) - third) / collective),
-        "slowed_share": max(0.0, (among - collective) / first),
+        "borrowed_share": max(0.0, (together / (1 + waits) - 2 * computing) / moving),
     }
