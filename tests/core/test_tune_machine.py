@@ -138,6 +138,8 @@ def test_the_planner_goes_by_what_was_measured():
     node = a_node()
     found = planned(node)
     assert parameters.on(node).straggler == 0.0 and parameters.on(node).matmul_share == 1.0
+    assert parameters.on(node, "auto").straggler == 0.0  # as whichever was first
+    assert parameters.on(node, "nearlinear").straggler == 0.1
     assert parameters.on(node).flash_share == parameters.load().flash_share
     slow = [dataclasses.replace(row, points=[[s, 3 * t] for s, t in row.points])
             for row in node.collectives]  # fmt: skip
@@ -263,6 +265,8 @@ def test_ranks_on_two_nodes_measure_every_group_they_may_have():
     gloo = {r.kind for r in node.collectives if r.backend == "gloo"}
     assert gloo == {ALL_GATHER, REDUCE_SCATTER, EXCHANGE, ALL_REDUCE}
     assert node.gpus == 2 and node.network_gbps > 0 and node.gpu.link_gb_s > 0
+    assert set(node.contention) == {r.backend for r in node.collectives}
+    assert all(value >= 0 for each in node.contention.values() for value in each.values())
     plan = planned(node, nodes=8, settings=["parallel.hybrid_shard_degree=4"])
     assert plan.work.mesh.replicate == 4 and plan.seconds > 0
 

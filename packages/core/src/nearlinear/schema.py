@@ -12,7 +12,6 @@ import difflib
 import inspect
 import json
 import operator
-import re
 import textwrap
 import tomllib
 import types
@@ -172,13 +171,9 @@ def to_toml(config, table: str = "") -> str:
     return "\n".join([*head, *own, ""]) + ("\n" if own and nested else "") + "\n".join(nested)
 
 
-def pairs(mapping) -> list[str]:
-    """Lines of TOML, a key and its value each."""
-    return [f"{_key(k)} = {_literal(v)}" for k, v in mapping.items()]
-
-
-def _key(name: str) -> str:
-    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else _literal(name)
+def pairs(mapping, bare: bool = False) -> list[str]:
+    """Lines of TOML, a key and its value each; ``bare``: keys are names, and need no quotes."""
+    return [f"{k if bare else _literal(k)} = {_literal(v)}" for k, v in mapping.items()]
 
 
 def _literal(value) -> str:

@@ -82,7 +82,7 @@ def settings(config: TrainConfig) -> str:
             if getattr(own, each.name) != getattr(usual, each.name)
         }
         if keys:
-            parts.append("\n".join([f"[{table.name}]", *schema.pairs(keys)]))
+            parts.append("\n".join([f"[{table.name}]", *schema.pairs(keys, bare=True)]))
     return "\n\n".join(parts)
 
 
