@@ -58,8 +58,11 @@ def a_node(**changes):
         "gpus": 1,
         "network_gbps": 1.0,
         "sources": ["a test"],
-        "measured": {"matmul_share": 1.0, "memory_share": 1.0},
-        "contention": {"gloo": {"straggler": 0.0}, "nearlinear": {"straggler": 0.1}},
+        "measured": {"matmul_share": 1.0, "memory_share": 1.0, "straggler": 0.0},
+        "contention": {
+            "gloo": {"turn_share": 0.0, "borrowed_share": 0.0},
+            "nearlinear": {"turn_share": 0.5, "borrowed_share": 0.2},
+        },
         "collectives": rows,
     }
     return hardware.Node(**known | changes)
@@ -138,8 +141,8 @@ def test_the_planner_goes_by_what_was_measured():
     node = a_node()
     found = planned(node)
     assert parameters.on(node).straggler == 0.0 and parameters.on(node).matmul_share == 1.0
-    assert parameters.on(node, "auto").straggler == 0.0  # as whichever was first
-    assert parameters.on(node, "nearlinear").straggler == 0.1
+    assert parameters.on(node, "auto").turn_share == 0.0  # as whichever was first
+    assert parameters.on(node, "nearlinear").turn_share == 0.5
     assert parameters.on(node).flash_share == parameters.load().flash_share
     slow = [dataclasses.replace(row, points=[[s, 3 * t] for s, t in row.points])
             for row in node.collectives]  # fmt: skip
@@ -164,6 +167,21 @@ def test_what_may_stay_gathered_is_gathered_once_per_step():
         assert more.step.busy["compute"] == pytest.approx((1 + again) * busy["compute"])
     freed = [*apart, "parallel.sdp_max_live_parameters=0", "batch.accumulation=20"]
     assert planned(a_node(), settings=freed).seconds > many.seconds
+
+
+def test_cores_that_compute_and_move_bytes_do_both_slower():
+    node = a_node()
+    alone = {"gloo": {"turn_share": 0.0, "borrowed_share": 0.0}}
+    shared = {"gloo": {"turn_share": 0.5, "borrowed_share": 0.2}}
+    apart = ["parallel.overlap_communication=false"]
+    for settings, most in ((apart, 1.5), ([], 1.2)):
+        before, after = (
+            planned(dataclasses.replace(node, contention=each), settings=settings).step.busy
+            for each in (alone, shared)
+        )
+        longer = after["compute"] / before["compute"]
+        assert longer == pytest.approx(1.5) if settings else 1 < longer <= most
+        assert after["reduce-scatter"] == pytest.approx(before["reduce-scatter"])
 
 
 def test_a_machine_is_a_key_of_the_config(tmp_path, capsys):

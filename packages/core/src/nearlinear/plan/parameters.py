@@ -40,6 +40,9 @@ class Parameters:
     """of the compute rate, that a collective takes while it runs beside computation"""
     straggler: float
     """standard deviation of a rank's time over its mean: all wait for the slowest"""
+    turn_share: float = 0.0
+    """of computation that takes turns with collectives, that it takes longer: cores that do both go
+    from one to the other rank by rank; not on GPUs"""
 
 
 BOUNDS = {

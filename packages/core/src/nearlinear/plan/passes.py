@@ -53,7 +53,9 @@ class Passes:
         """What computation is lengthened by: the slowest rank, and collectives beside it."""
         ranks = self.work.mesh.world
         waiting = self.fitted.straggler * math.sqrt(2 * math.log(ranks)) if ranks > 1 else 0.0
-        return (1 + waiting) * (1 + self._borrowed)
+        in_turn = self.sharded and not self.work.prefetch
+        beside = self.fitted.turn_share if in_turn else self._borrowed
+        return (1 + waiting) * (1 + beside)
 
     @cached_property
     def _borrowed(self) -> float:

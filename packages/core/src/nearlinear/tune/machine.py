@@ -84,7 +84,7 @@ def _rate(rows: list[Collective]) -> float:
 
 
 def _parameters(found: rates.Rates, device: str) -> dict[str, float]:
-    """What the planner's parameters are here, those aside that the backend tells."""
+    """What the planner's parameters are here; rates are the slowest rank's, so nobody straggles."""
     precision = "bf16" if device == "cuda" else "fp32"
     best = max(rate for _, rate in found.products[precision]) * 1e12
     return {
@@ -94,6 +94,7 @@ def _parameters(found: rates.Rates, device: str) -> dict[str, float]:
         "network_share": 1.0,
         "flash_share": min(1.0, found.attention[precision] / best),
         "kernel_seconds": found.kernel,
+        "straggler": 0.0,
     }
 
 

@@ -7,7 +7,6 @@ how many such groups share a node's adapters. All groups of a kind run at once, 
 import dataclasses
 import functools
 import logging
-import math
 from collections.abc import Callable, Iterator
 
 import torch
@@ -88,13 +87,13 @@ def _ways(ranks: dist.ProcessGroup, size: int, now: Runtime) -> Iterator[tuple[s
 def contention(now: Runtime, backend: str, rounds: int) -> dict[str, float]:
     """What collectives of ``backend`` cost computation beyond their own time, as parameters.
 
-    Stretches of products and collectives take turns: what that takes longer than both alone is
-    waiting for the slowest rank. Then they run beside each other, with twice as much to compute as
-    to move: what that takes longer than the products alone is what the collectives borrow. 0 for
-    one rank. A collective call.
+    Stretches of products and collectives take turns, and what that takes longer than both alone is
+    counted as computation's. Then they run beside each other, with twice as much to compute as to
+    move: what that takes longer than the products alone is what the collectives borrow. 0 for one
+    rank. A collective call.
     """
     if now.mesh.world == 1:
-        return {"straggler": 0.0, "borrowed_share": 0.0}
+        return {"turn_share": 0.0, "borrowed_share": 0.0}
     device = now.device
     ranks = dist.new_group(backend=known_to_torch(backend))  # barriers keep the job's own
     kinds = dict(_ways(ranks, SIZES[device.type][-1], now))
@@ -119,8 +118,7 @@ def contention(now: Runtime, backend: str, rounds: int) -> dict[str, float]:
 
     alone = functools.partial(repeat, product, products * STRETCHES)
     computing, both, together = slowest_medians([alone, in_turn, beside], device, rounds)
-    waits = max(0.0, (both - moving - computing) / computing)
     return {
-        "straggler": waits / math.sqrt(2 * math.log(now.mesh.world)),
-        "borrowed_share": max(0.0, (together / (1 + waits) - 2 * computing) / moving),
+        "turn_share": max(0.0, (both - moving - computing) / computing),
+        "borrowed_share": max(0.0, (together - 2 * computing) / moving),
     }
