@@ -72,8 +72,8 @@ def _timed(ranks, place: Group, name: str, now: Runtime, rounds: int) -> list[Co
 def _ways(ranks: dist.ProcessGroup, size: int, now: Runtime) -> Iterator[tuple[str, Callable]]:
     """Each kind of collective of ``size`` bytes in all, with what runs it."""
     whole = size // 4 // ranks.size() * ranks.size()
-    output = memory_of(ranks, "AllGather", (whole,), torch.float32, now).zero_()
-    mine = output.view(ranks.size(), -1)[ranks.rank()]
+    output = memory_of(ranks, "AllGather", (whole,), torch.float32, now)
+    mine = output.view(ranks.size(), -1)[ranks.rank()].zero_()  # others' parts are theirs to write
     yield ALL_GATHER, functools.partial(all_gather, output, mine, group=ranks)
     gradients = memory_of(ranks, "ReduceScatter", (whole,), torch.float32, now).zero_()
     part = memory_of(ranks, "ReduceScatter", (whole // ranks.size(),), torch.float32, now)
