@@ -34,6 +34,8 @@ examples:
   nearlinear tune run.toml --memory 8 --json tuned.json    as if a rank had 8 GiB; all numbers
   torchrun --nnodes 32 --nproc-per-node 8 -m nearlinear.cli tune run.toml --write tuned.toml
   nearlinear train tuned.toml
+  torchrun --nnodes 2 --nproc-per-node 8 -m nearlinear.cli tune --machine here.toml
+  nearlinear plan run.toml --cluster here.toml:32      as many of these nodes
 """
 
 
@@ -113,16 +115,22 @@ def _parser() -> argparse.ArgumentParser:
     )
     tune.add_argument("--write", default="", metavar="FILE", help="write the tuned config (.toml)")
     tune.add_argument("--json", default="", metavar="FILE", help="write all numbers (.json)")
+    tune.add_argument(
+        "--machine",
+        default="",
+        metavar="FILE",
+        help="measure the machine itself, for nearlinear plan --cluster FILE:NODES (.toml)",
+    )
     tune.set_defaults(run=_tune)
 
-    plan = planning.add_commands(commands, _load)
+    planned = planning.add_commands(commands, _load)
     jobs.add_commands(commands)
     watching.add_commands(commands)
     checkpoints.add_commands(commands, _described)
 
     env = commands.add_parser("env", help="print what a bug report needs")
     env.set_defaults(run=_env)
-    for command in (train, tune, plan):
+    for command in (train, tune, *planned):
         _add_config(command)
     for command in (train, tune):
         command.add_argument(
@@ -183,8 +191,9 @@ def _tune(options, arguments) -> int:
 
     config = _load(options)
     asked = command.Options(
-        options.rounds, options.memory, options.write, options.json, options.config or ""
-    )
+        options.rounds, options.memory, options.write, options.json, options.machine,
+        options.config or "",
+    )  # fmt: skip
 
     def check(world: int, node: int) -> None:
         command.check(config, asked, world, node)

@@ -162,7 +162,7 @@ def to_toml(config, table: str = "") -> str:
         elif isinstance(value, dict) and any(map(dataclasses.is_dataclass, value.values())):
             nested += [to_toml(each, f"{path}.{name}") for name, each in value.items()]
         elif isinstance(value, dict):
-            nested.append("\n".join([f"[{path}]  # {docs.get(f.name, '')}", *_pairs(value), ""]))
+            nested.append("\n".join([f"[{path}]  # {docs.get(f.name, '')}", *pairs(value), ""]))
         elif value is None:
             own.append(f"# {f.name} = ...  # {docs.get(f.name, '')}")
         else:
@@ -171,15 +171,16 @@ def to_toml(config, table: str = "") -> str:
     return "\n".join([*head, *own, ""]) + ("\n" if own and nested else "") + "\n".join(nested)
 
 
-def _pairs(mapping) -> list[str]:
-    return [f"{_literal(k)} = {_literal(v)}" for k, v in mapping.items()]
+def pairs(mapping, bare: bool = False) -> list[str]:
+    """Lines of TOML, a key and its value each; ``bare``: keys are names, and need no quotes."""
+    return [f"{k if bare else _literal(k)} = {_literal(v)}" for k, v in mapping.items()]
 
 
 def _literal(value) -> str:
     if isinstance(value, list | tuple):
         return "[" + ", ".join(_literal(v) for v in value) + "]"
     if isinstance(value, dict):
-        return "{" + ", ".join(_pairs(value)) + "}"
+        return "{" + ", ".join(pairs(value)) + "}"
     if isinstance(value, float):
         return repr(value)
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

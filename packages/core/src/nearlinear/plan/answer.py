@@ -180,7 +180,7 @@ class Plan:
 
 def plan(
     config: TrainConfig | dict | str | Path | None,
-    cluster: Cluster | str,
+    cluster: Cluster | str = "",
     *,
     tokens: float = 0.0,
     vocabulary: int = 0,
@@ -190,6 +190,8 @@ def plan(
 ) -> Plan:
     """What ``config`` comes to on ``cluster`` (``"p4d.24xlarge:32"``), without either.
 
+    ``cluster``: also ``"machine.toml:2"``, by ``nearlinear tune --machine``; default: the config's
+    ``plan.cluster``.
     ``tokens``: to train on, for days and cost. ``vocabulary``: ids, where data are not here and the
     family's own are not meant. ``straggler``: standard deviation of a rank's time over its mean.
     ``usd_per_hour``: of a node, above 0. ``settings``: changes of the config, as in
@@ -200,8 +202,8 @@ def plan(
     if usd_per_hour is not None and not 0 < usd_per_hour < math.inf:
         raise ConfigError(f"price per hour = {usd_per_hour}: must be a number above 0")
     asked = config if isinstance(config, TrainConfig) else train_config.load(config, settings)
-    place = parse_cluster(cluster) if isinstance(cluster, str) else cluster
-    fitted = parameters.load()
+    place = cluster if isinstance(cluster, Cluster) else _place(cluster, asked)
+    fitted = parameters.on(place.node, asked.parallel.communication_backend)
     if straggler is not None:
         if not 0 <= straggler < 1:
             raise ConfigError(f"straggler = {straggler}: must be 0 or more, and below 1")
@@ -213,3 +215,13 @@ def plan(
     price = place.node.usd_per_hour if usd_per_hour is None else usd_per_hour
     room = estimate(asked, place.world, vocabulary=ids)
     return Plan(asked, place, work, done, room, tokens, price)
+
+
+def _place(text: str, asked: TrainConfig) -> Cluster:
+    text = text or asked.plan.cluster
+    if not text:
+        raise ConfigError(
+            "--cluster is missing: name the machines, as in --cluster p4d.24xlarge:32, or as "
+            "plan.cluster in the config"
+        )
+    return parse_cluster(text, asked.plan.machine)

@@ -4,18 +4,27 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from .. import schema
 from ..errors import ConfigError, NearlinearError
 from . import advise, answer, remedy, scaling, search, validate
 
 
 @dataclass(frozen=True)
-class Options:
-    """What the command line says beside the config."""
+class Asked:
+    """What the command line says of every plan beside the config."""
 
     cluster: str = ""
     tokens: float = 0.0
     straggler: float | None = None
     price_per_hour: float | None = None
+    json: str = ""
+    """where to write all numbers"""
+
+
+@dataclass(frozen=True)
+class Options(Asked):
+    """What it says of ``nearlinear plan`` alone."""
+
     why: bool = False
     search: bool = False
     scale: bool = False
@@ -23,24 +32,13 @@ class Options:
     validate: bool = False
     figure: str = ""
     """where to draw the timeline, or predicted against published (.png)"""
-    json: str = ""
-    """where to write all numbers"""
 
 
 def run(config, options: Options) -> int:
     """Print the answer for ``config``. Raises ConfigError and NearlinearError."""
-    for flag, path, suffix in (
-        ("--figure", options.figure, ".png"),
-        ("--json", options.json, ".json"),
-    ):
-        if path and Path(path).suffix != suffix:
-            raise ConfigError(f"{flag} {path}: the file's name must end in {suffix}")
+    _check_files(("--figure", options.figure, ".png"), ("--json", options.json, ".json"))
     if options.validate:
         return _validate(options)
-    if not options.cluster:
-        raise ConfigError(
-            "--cluster is missing: name the machines, as in --cluster p4d.24xlarge:32"
-        )
     found = answer.plan(
         config,
         options.cluster,
@@ -70,7 +68,8 @@ def _more(found: answer.Plan, options: Options, numbers: dict) -> None:
         print(f"\nby a step of the real code on tensors without memory:\n{seen}")
         numbers["dry_run"] = seen.as_dict()
     if options.why:
-        print("\n" + advise.text(advise.advise(found)))
+        decisions = advise.why(_trial(found, options), found)
+        print("\n" + advise.why_text(decisions, found))
     if options.search:
         layouts = search.search(found.config, found.cluster, like=found)
         print("\n" + search.text(layouts, found.cluster))
@@ -84,6 +83,45 @@ def _more(found: answer.Plan, options: Options, numbers: dict) -> None:
         numbers["scaling"] = [vars(point) for point in points]
 
 
+def advise_on(config, asked: Asked, write: str = "", source: str = "") -> int:
+    """``nearlinear advise``: walk the checklist from ``config``, the file ``source``, on.
+
+    Raises ConfigError.
+    """
+    _check_files(("--json", asked.json, ".json"), ("--write", write, ".toml"))
+    if write and source and Path(write).resolve() == Path(source).resolve():
+        raise ConfigError(f"--write {write} is the config itself: name another file")
+    found = answer.plan(
+        config,
+        asked.cluster,
+        tokens=asked.tokens,
+        straggler=asked.straggler,
+        usd_per_hour=asked.price_per_hour,
+    )
+    walked = advise.advise(_trial(found, asked), found)
+    print(f"{advise.text(walked)}\n\n{advise.settings(walked.after.config)}")
+    _write(asked.json, advise.as_dict(walked))
+    _write_text(write, schema.to_toml(walked.after.config))
+    return 0
+
+
+def _trial(found: answer.Plan, asked: Asked) -> advise.Trial:
+    return advise.Trial.of(
+        found.config,
+        found.cluster,
+        tokens=asked.tokens,
+        vocabulary=found.work.shape.vocabulary,
+        straggler=asked.straggler,
+        usd_per_hour=asked.price_per_hour,
+    )
+
+
+def _check_files(*asked: tuple[str, str, str]) -> None:
+    for flag, path, suffix in asked:
+        if path and Path(path).suffix != suffix:
+            raise ConfigError(f"{flag} {path}: the file's name must end in {suffix}")
+
+
 def _validate(options: Options) -> int:
     found = validate.validate()
     print(found)
@@ -94,10 +132,14 @@ def _validate(options: Options) -> int:
 
 
 def _write(path: str, numbers: dict) -> None:
+    _write_text(path, json.dumps(numbers, indent=1) + "\n")
+
+
+def _write_text(path: str, text: str) -> None:
     if not path:
         return
     try:
-        Path(path).write_text(json.dumps(numbers, indent=1) + "\n", encoding="utf-8")
+        Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{path} cannot be written ({error.strerror})") from None
     print(f"wrote {path}")

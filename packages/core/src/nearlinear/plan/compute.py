@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from .hardware import Accelerator
+from .machine import BySize
 from .parameters import Parameters
 from .shape import ACTIVATIONS
 from .workload import Workload
@@ -46,6 +47,8 @@ class Compute:
         self.block_rate = self.rate
         if work.fp8:
             self.block_rate = gpu.best_product("fp8") * fitted.matmul_share
+        sizes = gpu.products.get(work.precision)
+        self.by_size = BySize(sizes) if sizes else None
         mesh, shape = work.mesh, work.shape
         self.rows = work.tokens
         self.heads = shape.heads / mesh.tensor
@@ -55,6 +58,8 @@ class Compute:
 
     def product(self, m: float, k: float, n: float, rate: float = 0.0, count: float = 1.0) -> float:
         """Seconds of ``count`` products of [m, k] with [k, n]."""
+        if self.by_size is not None:
+            return 2.0 * m * k * n * count / self.by_size.rate(m, k, n)
         tiles = count * math.ceil(m / TILE[0]) * math.ceil(n / TILE[1])
         waves = tiles / self.gpu.multiprocessors
         idle = math.ceil(waves) / waves - 1.0

@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 
 from ..errors import ConfigError
+from . import machine
 
 DATA = Path(__file__).parent / "data"
 BYTES_PER_GIGABIT = 1e9 / 8
@@ -37,6 +38,8 @@ class Accelerator:
     """the best that was measured of a matrix product, by precision"""
     older_kernels: float = 1.0
     """share of its rate that kernels reach which use the generation before's instructions"""
+    products: dict[str, list[list[float]]] = field(default_factory=dict)
+    """[edge of a cube, TFLOPS] as measured, by precision: see `machine`"""
     held_to_watts: float = 0.0
     """a lower power limit than the maker's; 0 = none"""
 
@@ -75,6 +78,11 @@ class Node:
     """on demand; 0 = not known"""
     priced: str = ""
     """when, and where"""
+    measured: dict[str, float] = field(default_factory=dict)
+    """parameters of the time model that hold here in place of the fitted ones"""
+    contention: dict[str, dict[str, float]] = field(default_factory=dict)
+    """more of them, by the backend of the collectives"""
+    collectives: list[machine.Collective] = field(default_factory=list)
 
     @property
     def network(self) -> float:
@@ -104,6 +112,11 @@ class Cluster:
         return self.nodes * self.node.usd_per_hour
 
 
+def names() -> list[str]:
+    """Of all nodes in the table."""
+    return list(_table()["node"])
+
+
 def node(name: str) -> Node:
     """The node called ``name``, with or without SageMaker's ``ml.``. Raises ConfigError."""
     known = _table()["node"]
@@ -121,12 +134,20 @@ def accelerator(name: str) -> Accelerator:
     return Accelerator(name=name, **known[name])
 
 
-def parse_cluster(text: str) -> Cluster:
-    """``p4d.24xlarge:32`` is 32 of those nodes; without a number, one. Raises ConfigError."""
+def parse_cluster(text: str, tables: dict | None = None) -> Cluster:
+    """``p4d.24xlarge:32`` is 32 of those nodes; without a number, one. Raises ConfigError.
+
+    ``machine.toml:2`` is two of what ``nearlinear tune --machine machine.toml`` measured.
+    ``tables``: what stands in such a file; the node they tell of goes by its name there.
+    """
     found = re.fullmatch(r"([^:]+)(?::(\d+))?", text.strip())
     if not found or found[2] is not None and int(found[2]) < 1:
         raise ConfigError(f"--cluster {text}: expected NODE or NODE:NUMBER, as in p4d.24xlarge:32")
-    return Cluster(node(found[1]), int(found[2] or 1))
+    name, nodes = found[1], int(found[2] or 1)
+    if name.endswith(".toml"):
+        return Cluster(machine.read(name), nodes)
+    own = machine.of_tables(tables, "plan.machine") if tables else None
+    return Cluster(own if own and own.name == name else node(name), nodes)
 
 
 def resized(cluster: Cluster, nodes: int) -> Cluster:

@@ -11,11 +11,19 @@ library", 2023).
 import math
 
 from .hardware import Node
+from .machine import MeasuredLinks
 from .parameters import Parameters
-from .workload import Group
+from .workload import Group, Workload
 
 DIRECT = 0.9 / 0.8  # its rate, over that of a ring
 DIRECT_BORROWS = 9 / 24  # multiprocessors it takes, over those that NCCL takes (the same source)
+
+
+def links_of(node: Node, fitted: Parameters, work: Workload) -> "Links | MeasuredLinks":
+    """As the data sheet has them, or as they were measured."""
+    if node.measured:
+        return MeasuredLinks(node, work.backend, work.overlapped_reduce)
+    return Links(node, fitted)
 
 
 class Links:
@@ -41,6 +49,10 @@ class Links:
         if direct:
             return max(across / DIRECT, inside) + self._hops(1) + self._turns(group.on_node - 1)
         return across + inside + self._hops(group.nodes - 1) + self._turns(group.on_node - 1)
+
+    def scatter(self, size: float, group: Group) -> float:
+        """Reduce-scatter of ``size`` bytes in all: an all-gather backwards."""
+        return self.gather(size, group)
 
     def reduce(self, size: float, group: Group) -> float:
         """All-reduce: there and back; between nodes the hops are those of a tree."""

@@ -40,6 +40,9 @@ class Parameters:
     """of the compute rate, that a collective takes while it runs beside computation"""
     straggler: float
     """standard deviation of a rank's time over its mean: all wait for the slowest"""
+    turn_share: float = 0.0
+    """of computation that takes turns with collectives, that it takes longer: cores that do both go
+    from one to the other rank by rank; not on GPUs"""
 
 
 BOUNDS = {
@@ -79,6 +82,16 @@ share is AWS's for NCCL on 32 p4d nodes (the same source)."""
 def load() -> Parameters:
     """The fitted ones."""
     return Parameters(**_table()["parameters"])
+
+
+def on(node, backend: str = "") -> Parameters:
+    """The fitted ones, with what was measured on ``node`` itself in their place.
+
+    ``backend``: of collectives; where it was not measured, whichever was first.
+    """
+    found = node.contention
+    taken = found.get(backend) or next(iter(found.values()), {})
+    return dataclasses.replace(load(), **node.measured, **taken)
 
 
 def left_out() -> dict[str, Parameters]:

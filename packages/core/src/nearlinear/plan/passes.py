@@ -6,7 +6,7 @@ from functools import cached_property
 
 from .compute import Compute
 from .hardware import Cluster
-from .links import DIRECT_BORROWS, Links
+from .links import DIRECT_BORROWS, links_of
 from .parameters import Parameters
 from .stages import Stages
 from .workload import Group, Workload, group
@@ -31,7 +31,7 @@ class Passes:
     def __init__(self, work: Workload, cluster: Cluster, fitted: Parameters):
         self.work, self.fitted, self.cluster = work, fitted, cluster
         self.compute = Compute(work, cluster.gpu, fitted)
-        self.links = Links(cluster.node, fitted)
+        self.links = links_of(cluster.node, fitted, work)
         mesh = work.mesh
         self.sharing: Group = group(mesh, "shard", "context")
         self.replicas: Group = group(mesh, "replicate")
@@ -79,17 +79,19 @@ class Passes:
         """What computation is lengthened by: the slowest rank, and collectives beside it."""
         ranks = self.work.mesh.world
         waiting = self.fitted.straggler * math.sqrt(2 * math.log(ranks)) if ranks > 1 else 0.0
-        return (1 + waiting) * (1 + self._borrowed)
+        in_turn = self.sharded and not self.work.prefetch
+        beside = self.fitted.turn_share if in_turn else self._borrowed
+        return (1 + waiting) * (1 + beside)
 
     @cached_property
     def _borrowed(self) -> float:
         """A collective's multiprocessors are lost to computation while it runs."""
-        work = self.work
-        parts = self.compute
+        work, parts = self.work, self.compute
         computing = parts.forward.total + parts.again.total + parts.backward.total
         if not (work.prefetch and self.sharded):
             return 0.0
-        gathers = self.gather_block * (2 if work.resharded else 0)
+        times = 2.0 if work.resharded else 1.0 / work.passes if work.stays_gathered else 0.0
+        gathers = self.gather_block * times
         moving = gathers + self.reduce_block
         taken = gathers * (DIRECT_BORROWS if work.direct else 1.0) + self.reduce_block
         return self.fitted.borrowed_share * taken / max(moving, computing)
@@ -128,7 +130,7 @@ class Passes:
     def reduce(self, parameters: float, sharing: Group | None = None) -> float:
         """Reduce-scatter in the shard group."""
         ranks = sharing or self.sharing
-        wire = self.links.gather(parameters * self.work.reduce_bytes, ranks)
+        wire = self.links.scatter(parameters * self.work.reduce_bytes, ranks)
         return wire + self._from_host(parameters / ranks.ranks)
 
     def join(self, parameters: float, sharing: Group | None = None) -> float:

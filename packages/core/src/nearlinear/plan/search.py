@@ -18,7 +18,7 @@ from .hardware import Cluster
 from .memory import estimate, vocabulary_of
 from .step import step
 
-MICRO_BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+MICRO_BATCH = 64  # sequences at most that are tried
 TENSOR = (1, 2, 4, 8)
 PIPELINE = (1, 2, 4, 8, 16)
 CONTEXT = (1, 2, 4, 8)
@@ -124,7 +124,8 @@ def tried(
     ids = like.work.shape.vocabulary if like else vocabulary_of(config)
     work = workload.from_config(config, cluster.world, cluster.node.gpus, ids)
     memory = estimate(config, cluster.world, vocabulary=ids).total
-    fitted = like.fitted if like else parameters.load()
+    backend = config.parallel.communication_backend
+    fitted = like.fitted if like else parameters.on(cluster.node, backend)
     seconds = step(work, cluster, fitted).seconds if memory <= most else math.nan
     return Layout(config, seconds, memory)
 
@@ -165,14 +166,25 @@ def _degrees(data: int, context: int) -> list[int]:
 def _batches(degrees: Degrees, sequences: int, cluster: Cluster) -> Iterator[tuple[int, int]]:
     """Sequences of a micro-batch and how many of them a data rank has, smaller ones first."""
     readers = cluster.world // (degrees.tensor * degrees.pipeline * degrees.context)
-    for size in MICRO_BATCHES:
-        passes, rest = divmod(sequences, readers * size)
-        if not rest and (degrees.pipeline == 1 or passes >= PIPELINED_AT_LEAST * degrees.pipeline):
+    for size in micro_batches(sequences, readers):
+        passes = sequences // (readers * size)
+        if degrees.pipeline == 1 or passes >= PIPELINED_AT_LEAST * degrees.pipeline:
             yield size, passes
 
 
-def changed(config, degrees: Degrees, size, passes, checkpoint, offload, horizon) -> TrainConfig:
-    """``config`` with those degrees, ``passes`` micro-batches of ``size`` sequences, and so on."""
+def micro_batches(sequences: int, readers: int) -> list[int]:
+    """Sizes that divide what each of ``readers`` has of ``sequences``, the smallest first."""
+    mine, rest = divmod(sequences, readers)
+    return [] if rest else [n for n in range(1, min(mine, MICRO_BATCH) + 1) if mine % n == 0]
+
+
+def changed(
+    config, degrees: Degrees, size, passes, checkpoint, offload, horizon: int = 0
+) -> TrainConfig:
+    """``config`` with those degrees, ``passes`` micro-batches of ``size`` sequences, and so on.
+
+    ``horizon`` 0 leaves it as it is.
+    """
     staged = degrees.pipeline > 1
     parallel = dataclasses.replace(
         config.parallel,

@@ -32,6 +32,8 @@ class Step:
     """passes"""
     work: Workload
     parts: Passes
+    middle: tuple[int, int] = (0, 0)
+    """first and last task, exclusive, of the pass that those not laid out are like"""
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -54,13 +56,19 @@ class Step:
             from .pipelines import accounts
 
             return accounts(self)
-        whole = self.work.passes / self.laid_out
-        found = self.timeline.busy(), self.timeline.exposed(COMPUTE, (TENSOR, EXPERT))
-        once = (UPDATE, JOIN) if self.work.two_hop else (UPDATE,)
+        found = _busy_and_exposed(self.timeline)
+        left_out = self.work.passes - self.laid_out
+        if left_out <= 0:
+            return found
+        one = _busy_and_exposed(Timeline(self.timeline.tasks[slice(*self.middle)]))
         return tuple(
-            {kind: value * (1.0 if kind in once else whole) for kind, value in each.items()}
-            for each in found
+            {kind: value + left_out * more.get(kind, 0.0) for kind, value in each.items()}
+            for each, more in zip(found, one, strict=True)
         )
+
+
+def _busy_and_exposed(timeline: Timeline) -> tuple[dict[str, float], dict[str, float]]:
+    return timeline.busy(), timeline.exposed(COMPUTE, (TENSOR, EXPERT))
 
 
 def step(work: Workload, cluster: Cluster, fitted: Parameters) -> Step:
@@ -79,19 +87,22 @@ def step_of(parts: Passes) -> Step:
 
 def _unstaged(work: Workload, parts: Passes) -> Step:
     laid = min(work.passes, LAID_OUT)
-    ends, timeline = [], Timeline()
+    ends, marks, timeline = [], [0], Timeline()
     last: Task | None = None
     for index in range(laid):
-        last = _pass(timeline, work, parts, last, final=index == laid - 1)
+        last = _pass(timeline, work, parts, last, final=index == laid - 1, first=not index)
         ends.append(last.end)
+        marks.append(len(timeline.tasks))
     timeline.add(UPDATE, parts.update, [last])
     # The last pass laid out is the step's last one; those left out are like the one before it.
     more = (work.passes - laid) * (ends[1] - ends[0]) if laid > 1 else 0.0
-    return Step(timeline.end + more, lambda: timeline, laid, work, parts)
+    middle = marks[1], marks[min(2, laid)]
+    return Step(timeline.end + more, lambda: timeline, laid, work, parts, middle)
 
 
-def _pass(timeline, work: Workload, parts: Passes, before: Task | None, final: bool) -> Task:
+def _pass(timeline, work: Workload, parts: Passes, before, final: bool, first: bool) -> Task:
     """Forward and backward of one micro-batch; its last task of computation."""
+    stays = work.stays_gathered and not first
     layers = parts.work.shape.layers
     visits = [*range(layers), *reversed(range(layers))]
     network = parts.sharing.nodes > 1
@@ -99,10 +110,13 @@ def _pass(timeline, work: Workload, parts: Passes, before: Task | None, final: b
     copies: dict[int, Task] = {}
     done: list[Task | None] = [before] * (work.prefetch + 1)  # visits, with what came before
     gathered: list[Task | None] = [None] * len(visits)
-    root = timeline.add(GATHER, parts.gather(parts.root), [before], lane) if parts.sharded else None
+    root = None
+    if parts.sharded and not stays:
+        root = timeline.add(GATHER, parts.gather(parts.root), [before], lane)
 
     def gather(visit: int) -> None:
         kept = visit == layers or (visit > layers and not work.resharded)
+        kept = kept or stays and (visit == 0 or not work.resharded)
         if visit < len(visits) and parts.sharded and not kept:
             after = [done[-1 - work.prefetch]] if work.prefetch else [done[-1]]
             label = f"block {visits[visit]}"

@@ -25,8 +25,8 @@ class Task:
 class Timeline:
     """Tasks as they are added, with their times."""
 
-    def __init__(self):
-        self.tasks: list[Task] = []
+    def __init__(self, tasks: Iterable[Task] = ()):
+        self.tasks: list[Task] = list(tasks)
         self._free: dict[str, float] = {}
 
     def add(self, kind: str, seconds: float, after: Iterable[Task | None] = (), lane: str = "",

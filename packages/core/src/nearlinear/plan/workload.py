@@ -69,6 +69,8 @@ class Workload:
     """parameters that a collective moves at most; 0 = a block's"""
     resharded: bool = True
     """gathered parameters are freed after the forward pass, and gathered again"""
+    stays_gathered: bool = False
+    """from one micro-batch to the next, the root and what else may: see `parallel.schedule`"""
     two_hop: bool = True
     """replicas reduce once per step"""
     prefetch: int = 1
@@ -95,6 +97,8 @@ class Workload:
     """activations go to host memory"""
     horizon: int = 2
     """blocks ahead of backward whose activations come back"""
+    backend: str = ""
+    """of collectives, where several were measured; empty = whichever was first"""
     optimizer_bytes: float = 32.0
     """read and written per parameter of a rank's shard: value, averages, and the gradient, which is
     read twice (for its norm)"""
@@ -192,6 +196,7 @@ def from_config(config: TrainConfig, world: int, ranks_per_node: int, vocabulary
         sequence_parallel=mesh.tensor > 1,
         gather_bytes=_gather_bytes(parallel),
         two_hop=config.train.two_hop,
+        stays_gathered=not piped,
         prefetch=parallel.prefetch_depth if beside or piped else 0,
         overlapped_reduce=beside and not piped,  # a schedule reduces when it has ended
         hierarchical=parallel.hierarchical_all_gather == "on" and not piped,
@@ -201,6 +206,7 @@ def from_config(config: TrainConfig, world: int, ranks_per_node: int, vocabulary
         optimizer_bytes=16.0 + 2 * AVERAGES[config.optimizer.kind],
         offload_optimizer=parallel.offload_optimizer,
         updaters=mesh.replicate if parallel.shard_optimizer_state else 1,
+        backend=parallel.communication_backend,
     )
     if piped:
         asked = replace(asked, **_pipeline(config, found, mesh, size, passes))

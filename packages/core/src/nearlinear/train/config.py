@@ -19,6 +19,7 @@ from .tables import (
     LoopConfig,
     ModelConfig,
     OptimizerConfig,
+    PlanConfig,
     RunConfig,
 )
 
@@ -37,6 +38,7 @@ class TrainConfig:
     train: LoopConfig = field(default_factory=LoopConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     run: RunConfig = field(default_factory=RunConfig)
+    plan: PlanConfig = field(default_factory=PlanConfig)
 
     def __post_init__(self):
         if self.model.init_from and self.model.preset != ModelConfig.preset:

@@ -221,3 +221,13 @@ class RunConfig:
     """measure where the memory of the first step goes, say it and write memory.json"""
     peak_tflops: float = 0.0
     """peak of one accelerator, for the MFU; 0 = known by name, or measured on a CPU"""
+
+
+@dataclass(frozen=True)
+class PlanConfig:
+    """Where a run is to take place, for ``nearlinear plan`` and ``advise``; training has ranks."""
+
+    cluster: str = ""
+    """machines and how many, as in p4d.24xlarge:32; or machine.toml:2, by tune --machine"""
+    machine: dict = field(default_factory=dict)
+    """the tables of such a file, in place of it; its node then goes by its name there"""

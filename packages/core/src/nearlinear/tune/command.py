@@ -29,6 +29,8 @@ class Options:
     """where to write the config with the picked settings"""
     json: str = ""
     """where to write all numbers"""
+    machine: str = ""
+    """where to write what the machine can do, for ``nearlinear plan``: then nothing is picked"""
     source: str = ""
     """the config file"""
 
@@ -42,13 +44,30 @@ def check(config: TrainConfig, options: Options, world: int, ranks_per_node: int
     for flag, path, suffix in (
         ("--write", options.write, ".toml"),
         ("--json", options.json, ".json"),
+        ("--machine", options.machine, ".toml"),
     ):
         _check_file(flag, path, suffix, options.source)
+    if options.machine:
+        return _check_machine(config, options, world, ranks_per_node)
     config.model.architecture  # noqa: B018 - raises ConfigError
     config.parallel.check_supported()
     _check_degrees(config.parallel)
     vocabulary(config)
     return Mesh.from_config(config.parallel, world, ranks_per_node)
+
+
+def _check_machine(config: TrainConfig, options: Options, world: int, ranks_per_node: int) -> Mesh:
+    for flag in ("memory", "write", "json"):
+        if getattr(options, flag):
+            raise ConfigError(
+                f"--{flag} picks settings for a model, --machine measures for any: give one of them"
+            )
+    if ranks_per_node and world % ranks_per_node:
+        raise ConfigError(
+            f"{world} ranks on nodes of {ranks_per_node}: --machine measures nodes that are equal"
+        )
+    backend = {"communication_backend": config.parallel.communication_backend}
+    return Mesh.from_config(Config(**backend), world, ranks_per_node)
 
 
 def _check_degrees(parallel: Config) -> None:
@@ -91,6 +110,8 @@ def run(config: TrainConfig, options: Options) -> int:
     from .. import runtime
     from . import report
 
+    if options.machine:
+        return _measure_machine(config, options)
     found = find(config, options)
     rank = runtime.current().rank
     runtime.shutdown()
@@ -98,6 +119,19 @@ def run(config: TrainConfig, options: Options) -> int:
         print(report.text(found), flush=True)
         _write(options.write, to_toml(_with_settings(config, found.settings)))
         _write(options.json, json.dumps(report.plain(found), indent=1) + "\n")
+    return 0
+
+
+def _measure_machine(config: TrainConfig, options: Options) -> int:
+    from .. import runtime
+    from . import machine
+
+    found = machine.measure(config, Path(options.machine).stem, options.rounds)
+    rank = runtime.current().rank
+    runtime.shutdown()
+    if rank == 0:
+        print(machine.text(found), flush=True)
+        _write(options.machine, machine.to_toml(found))
     return 0
 
 

@@ -64,17 +64,18 @@ def slowest_medians(ways: list[Callable], device: torch.device, rounds: int) -> 
     for taken in seconds:
         for place, way in enumerate(ways):
             dist.barrier()
-            _finish(device)
+            finish(device)
             begin = time.perf_counter()
             way()
-            _finish(device)
+            finish(device)
             taken[place] = time.perf_counter() - begin
     seconds = seconds.to(device)
     dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
     return [statistics.median(column) for column in seconds[1:].T.tolist()]
 
 
-def _finish(device: torch.device) -> None:
+def finish(device: torch.device) -> None:
+    """Wait for what the device still has to do."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
@@ -111,7 +112,7 @@ def measure_links(
         log.info("measuring hybrid_shard_degree = %d (%d of %d)", degree, place, len(degrees))
         config = dataclasses.replace(now.config, hybrid_shard_degree=degree)
         mesh = Mesh.from_config(config, now.mesh.world, now.mesh.ranks_per_node)
-        groups = {name: _groups(mesh, now, name, opened) for name in names}
+        groups = {name: groups_over(mesh, now, name, opened) for name in names}
         for unit in {unit.parameters: unit for unit in units}.values():
             for kind in (_gathers, _reductions, _joins):
                 found += _measure(kind, degree, unit, groups, now, rounds)
@@ -132,7 +133,7 @@ def _measure(kind, degree: int, unit: Unit, groups: dict, now, rounds: int) -> l
     ]
 
 
-def _groups(mesh: Mesh, now: runtime.Runtime, name: str, opened: dict) -> Groups:
+def groups_over(mesh: Mesh, now: runtime.Runtime, name: str, opened: dict) -> Groups:
     """Those of ``mesh`` over one backend. Groups are opened once and end with the job: torch gives
     a second group of the same ranks the first one's name, and with it its stale addresses."""
 
@@ -161,7 +162,7 @@ def _gathers(groups: Groups, elements: int, now: runtime.Runtime) -> Iterator[tu
         return
     computed = COMPUTED_IN[now.config.precision]
     elements, dtype = travelling(now.config.gather_dtype, elements, computed)
-    output = _memory(shards, "AllGather", (elements * shards.size(),), dtype, now)
+    output = memory_of(shards, "AllGather", (elements * shards.size(),), dtype, now)
     mine = output.view(-1, elements)[shards.rank()].zero_()
     yield GATHER, output.nbytes, lambda: all_gather(output, mine, group=shards)
     if hierarchy is not None:
@@ -173,8 +174,8 @@ def _reductions(groups: Groups, elements: int, now: runtime.Runtime) -> Iterator
     shards, hierarchy = groups.shards, groups.hierarchy
     if shards is None:
         return
-    input = _memory(shards, "ReduceScatter", (elements * shards.size(),), torch.float32, now)
-    output = _memory(shards, "ReduceScatter", (elements,), torch.float32, now)
+    input = memory_of(shards, "ReduceScatter", (elements * shards.size(),), torch.float32, now)
+    output = memory_of(shards, "ReduceScatter", (elements,), torch.float32, now)
     input.zero_()
     op = dist.ReduceOp.AVG
     beside = now.config.overlap_communication and _torch.communicates_by_hooks()
@@ -196,12 +197,12 @@ def _joins(groups: Groups, elements: int, now: runtime.Runtime) -> Iterator[tupl
     if shards is None:
         gradients = torch.zeros(elements, device=now.device)
     else:
-        gradients = _memory(shards, "ReduceScatter", (elements,), torch.float32, now).zero_()
+        gradients = memory_of(shards, "ReduceScatter", (elements,), torch.float32, now).zero_()
     run = functools.partial(dist.all_reduce, gradients, group=replicas)
     yield JOIN, gradients.nbytes, run
 
 
-def _memory(group: dist.ProcessGroup, kind: str, size: tuple, dtype, now) -> torch.Tensor:
+def memory_of(group: dist.ProcessGroup, kind: str, size: tuple, dtype, now) -> torch.Tensor:
     """From where FSDP2's buffers come over ``group``."""
     source, shared = PrivateMemory(), dist.get_backend(group) == backends.IN_HOST_MEMORY
     if shared and _torch.communicates_by_hooks():

@@ -70,7 +70,7 @@ def _measured(found: Findings) -> str:
         time = ms(row.seconds).removesuffix(" ms")
         rows.append((str(row.degree), row.collective, size, row.backend, time, f"{rate:.2f}"))
     head = "measured, slowest rank, median (GB/s: MiB over ms, not counting how often bytes move):"
-    return "\n".join([head, *_table(rows, left=(1, 3)), f"  {block}"])
+    return "\n".join([head, *table(rows, left=(1, 3)), f"  {block}"])
 
 
 def _estimated(found: Findings) -> str:
@@ -86,7 +86,7 @@ def _estimated(found: Findings) -> str:
         mark = "<- picked" if layout == best(found.layouts) else ""
         memory = f"{layout.memory / 2**30:.3g}"
         rows.append((str(layout.degree), layout.backend, memory, *times, mark))
-    return "\n".join([head, *_table(rows, left=(1, 7))])
+    return "\n".join([head, *table(rows, left=(1, 7))])
 
 
 def _step(found: Findings) -> str:
@@ -122,7 +122,7 @@ def _line(setting: Setting) -> str:
     return f"  {setting.key} = {value} ({was}): {setting.reason}"
 
 
-def _table(rows: list[tuple], left: tuple[int, ...]) -> list[str]:
+def table(rows: list[tuple], left: tuple[int, ...]) -> list[str]:
     """Aligned columns: those of ``left`` to the left, the others to the right."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = []
