@@ -1,8 +1,8 @@
 """Which layout is fastest: every one that divides the ranks, fits in memory and keeps the batch.
 
 The global batch of the config stays: a larger micro-batch means fewer of them. Of the ways to keep
-activations the first that fits is taken, as those after it need less memory and more time. Where a
-config does not fit, `remedy` says which change makes it fit at the least loss of speed.
+activations the fastest that fits is taken. Where a config does not fit, `remedy` says which change
+makes it fit at the least loss of speed.
 """
 
 import dataclasses
@@ -74,43 +74,75 @@ def search(
 ) -> list[Layout]:
     """The ``most`` fastest layouts that fit, fastest first. ``like``: see `tried`.
 
-    Raises ConfigError if none does.
+    Times are known sooner than memory, so the fastest are asked for their memory until enough of
+    them fit. Raises ConfigError if none does.
     """
-    fitting: list[Layout] = []
-    least: Layout | None = None
     has = cluster.gpu.memory_gib * GIB
-    sequences = batch_of(config, cluster)
-    for degrees in layouts(config, cluster):
-        for size, passes in _batches(degrees, sequences, cluster):
-            found = _first_that_fits(config, cluster, degrees, size, passes, like)
-            if found is not None and found.memory <= has:
-                fitting.append(found)
-                continue
-            if found is not None and (least is None or found.memory < least.memory):
-                least = found
-            break  # more sequences need more memory
+    fitting: dict[tuple[Degrees, int], Layout] = {}
+    too_large: dict[tuple[Degrees, tuple], int] = {}  # sequences from which it does not fit
+    least = math.inf
+    for candidate, seconds in _by_time(config, cluster, like):
+        batch, ways = (candidate.degrees, candidate.size), (candidate.degrees, candidate.kept)
+        if batch in fitting or candidate.size >= too_large.get(ways, math.inf):
+            continue
+        memory = _memory(candidate.config, cluster, like)
+        if memory <= has:
+            fitting[batch] = Layout(candidate.config, seconds, memory)
+        else:
+            too_large[ways] = candidate.size
+            least = min(least, memory)
+        if len(fitting) == most:
+            break
     if not fitting:
-        asked = f"; the smallest needs {least.memory / GIB:.1f} GiB per GPU" if least else ""
+        asked = f"; the smallest needs {least / GIB:.1f} GiB per GPU" if least < math.inf else ""
         raise ConfigError(
             f"no layout of this model and batch fits in the {cluster.gpu.memory_gib:.1f} GiB of a "
             f"{cluster.gpu.name}{asked}: take more nodes, or a smaller batch"
         )
-    return sorted(fitting, key=lambda each: (each.seconds, each.memory))[:most]
+    return sorted(fitting.values(), key=lambda each: (each.seconds, each.memory))
 
 
-def _first_that_fits(config, cluster, degrees, size, passes, like) -> Layout | None:
-    """Or the one with the least memory; None where the trainer refuses the layout."""
-    has = cluster.gpu.memory_gib * GIB
-    found = None
-    for kept in KEPT:
-        candidate = changed(config, degrees, size, passes, *kept)
-        try:
-            found = tried(candidate, cluster, has, like)
-        except ConfigError:
-            return None
-        if found.memory <= has:
-            break
-    return found
+@dataclass(frozen=True)
+class _Candidate:
+    degrees: Degrees
+    size: int
+    """sequences of a micro-batch"""
+    kept: tuple
+    """one of `KEPT`"""
+    config: TrainConfig
+
+
+def _by_time(config, cluster: Cluster, like) -> list[tuple[_Candidate, float]]:
+    """Everything that the trainer would run, the fastest first; seconds of a step."""
+    found = []
+    sequences = batch_of(config, cluster)
+    for degrees in layouts(config, cluster):
+        for size, passes in _batches(degrees, sequences, cluster):
+            for kept in KEPT:
+                candidate = changed(config, degrees, size, passes, *kept)
+                try:
+                    seconds = _seconds(candidate, cluster, like)
+                except ConfigError:
+                    continue
+                found.append((_Candidate(degrees, size, kept, candidate), seconds))
+    return sorted(found, key=lambda each: each[1])
+
+
+def _seconds(config: TrainConfig, cluster: Cluster, like: Plan | None) -> float:
+    """Of a step. Raises ConfigError for what the trainer refuses."""
+    ids = _vocabulary(config, like)
+    work = workload.from_config(config, cluster.world, cluster.node.gpus, ids)
+    backend = config.parallel.communication_backend
+    fitted = like.fitted if like else parameters.on(cluster.node, backend)
+    return step(work, cluster, fitted).seconds
+
+
+def _memory(config: TrainConfig, cluster: Cluster, like: Plan | None) -> float:
+    return estimate(config, cluster.world, vocabulary=_vocabulary(config, like)).total
+
+
+def _vocabulary(config: TrainConfig, like: Plan | None) -> int:
+    return like.work.shape.vocabulary if like else vocabulary_of(config)
 
 
 def tried(
@@ -121,13 +153,9 @@ def tried(
     ``like``: a plan whose vocabulary and parameters of the time model hold here, too. Raises
     ConfigError for what the trainer refuses.
     """
-    ids = like.work.shape.vocabulary if like else vocabulary_of(config)
-    work = workload.from_config(config, cluster.world, cluster.node.gpus, ids)
-    memory = estimate(config, cluster.world, vocabulary=ids).total
-    backend = config.parallel.communication_backend
-    fitted = like.fitted if like else parameters.on(cluster.node, backend)
-    seconds = step(work, cluster, fitted).seconds if memory <= most else math.nan
-    return Layout(config, seconds, memory)
+    seconds = _seconds(config, cluster, like)
+    memory = _memory(config, cluster, like)
+    return Layout(config, seconds if memory <= most else math.nan, memory)
 
 
 def layouts(config: TrainConfig, cluster: Cluster) -> Iterator[Degrees]:
