@@ -1,10 +1,12 @@
-"""Fixed-length windows over a split's token stream, read from memory-mapped shards.
+"""Sequences of a fixed length from a split's token stream, read from memory-mapped shards.
 
-The sequence length belongs to the reader, not to the files: window i is tokens [i*L, (i+1)*L) of
-the documents laid end to end, so nothing is padded and at most L - 1 tokens of a split are unused.
-Source: packing as in GPT-2 and GPT-3 training. Documents in one window attend to each other.
+The sequence length belongs to the reader, not to the files. By default window i is tokens
+[i*L, (i+1)*L) of the documents laid end to end, so nothing is padded and at most L - 1 tokens of a
+split are unused; `packing` has the other ways. Source: packing as in GPT-2 and GPT-3 training.
+Documents in one window attend to each other unless the `Loader` is told to mask them.
 """
 
+import functools
 import logging
 import threading
 from pathlib import Path
@@ -12,8 +14,13 @@ from pathlib import Path
 import numpy as np
 
 from ..errors import DataError
-from .format import Manifest, read_index, verify
+from .cache import cache_folder
+from .documents import DocumentIndex
+from .format import Manifest, verify
+from .packing import PACKINGS, Packing
+from .plan import plan
 from .reads import Reads
+from .stream import MOST_OPEN, Stream
 
 logger = logging.getLogger("nearlinear.data")
 
@@ -25,6 +32,8 @@ _verify_lock = threading.Lock()
 class TokenDataset:
     """The windows of `sequence_length` tokens of one split of a folder of token shards.
 
+    `packing`: "concat", "best_fit" or "one_document", see `packing`; the last two end a window with
+    EOS where their documents do not fill it, and keep a plan in `cache` (default: ~/.cache).
     `verify`: "auto" checks every sha256 when the split is at most 2 GiB and sizes otherwise,
     "full" always checks every sha256, "size" only sizes. A dataset already checked by this
     process is not read again, so ranks run as threads share one check. Raises `DataError` when
@@ -38,27 +47,35 @@ class TokenDataset:
         *,
         sequence_length: int,
         verify: str = "auto",
+        packing: Packing = "concat",
+        cache: str | Path | None = None,
     ):
         if verify not in ("auto", "full", "size"):
             raise DataError(f"verify is {verify!r}: use 'auto', 'full' or 'size'")
+        if packing not in PACKINGS:
+            raise DataError(f"packing is {packing!r}: use {', '.join(map(repr, PACKINGS))}")
         if sequence_length < 1:
             raise DataError(f"sequence_length is {sequence_length}: give at least 1")
         self.path, self.split, self.sequence_length = Path(path), split, sequence_length
+        self.packing, self.cache = packing, cache
         self.manifest = Manifest.read(path)
         self.tokens = self._check_split()
         _verify_once(self.path, self.manifest, split, verify)
         self._shards = self.manifest.splits[split]
         self.reads: Reads | None = None
-        self._maps = [_map(path, self.manifest.dtype) for path in self.files]
-        counts = np.array([p.tokens for p in self._shards], dtype=np.int64)
-        self._ends = np.cumsum(counts)
-        self._starts = self._ends - counts
-        # Windows that lie wholly inside one shard are rows of a 2D view of it.
-        self._first_row = -(-self._starts // sequence_length)
-        self._rows = [
-            _rows(tokens, int(first * sequence_length - start), sequence_length)
-            for tokens, first, start in zip(self._maps, self._first_row, self._starts, strict=True)
-        ]
+        self.files = [self.path / shard.file for shard in self._shards]
+        """the shards' token files, in stream order"""
+        counts = [shard.tokens for shard in self._shards]
+        # Partial functions, not methods: who drops a dataset drops its maps at once.
+        self._stream = Stream(counts, functools.partial(_map, self.files, self.manifest.dtype))
+        self._index = functools.partial(_index, self.files, counts)
+        self._documents = functools.lru_cache(MOST_OPEN)(self._index)
+        self._plan = None
+        if packing != "concat":
+            lengths = (self._index(shard).lengths() for shard in range(len(self._shards)))
+            self._plan = plan(
+                cache_folder(cache), self.fingerprint, sequence_length, packing, lengths
+            )
 
     def _check_split(self) -> int:
         splits, length = self.manifest.splits, self.sequence_length
@@ -72,7 +89,7 @@ class TokenDataset:
                 f"split {self.split!r} of {self.path} is empty: prepare the data again with more "
                 "text or a larger --val-fraction"
             )
-        if tokens < length:
+        if tokens < length and self.packing == "concat":
             raise DataError(
                 f"split {self.split!r} of {self.path} holds {tokens} tokens, fewer than one window "
                 f"of {length}: use a sequence_length of at most {tokens}, or prepare more text"
@@ -89,18 +106,13 @@ class TokenDataset:
         return f"{self.manifest.fingerprint}/{self.split}"
 
     @property
-    def files(self) -> list[Path]:
-        """The shards' token files, in stream order."""
-        return [self.path / shard.file for shard in self._shards]
-
-    @property
     def shard_bytes(self) -> list[int]:
         """Bytes of each of `files`."""
         return [shard.bytes for shard in self._shards]
 
     def __len__(self) -> int:
-        """The number of whole windows."""
-        return self.tokens // self.sequence_length
+        """The number of windows."""
+        return self.tokens // self.sequence_length if self._plan is None else len(self._plan)
 
     def __getitem__(self, index: int) -> np.ndarray:
         """Window `index` as int64 [L]; negative indices count from the end."""
@@ -110,21 +122,48 @@ class TokenDataset:
 
     def windows(self, indices) -> np.ndarray:
         """The windows `indices` [N] as int64 [N, L], in the order asked for."""
-        indices = np.asarray(indices, dtype=np.int64)
-        if indices.size and not 0 <= int(indices.min()) <= int(indices.max()) < len(self):
-            raise IndexError(f"windows {indices.min()}..{indices.max()} of {len(self)}")
+        pieces = self._pieces(indices)
         if self.reads is not None:
-            self.reads.faults(self.extents(indices))
-        length = self.sequence_length
-        out = np.empty((len(indices), length), dtype=np.int64)
-        shard_of = np.searchsorted(self._ends, indices * length, side="right")
-        inside = (indices + 1) * length <= self._ends[shard_of]
-        for shard in np.unique(shard_of[inside]):
-            chosen = np.flatnonzero(inside & (shard_of == shard))
-            out[chosen] = self._rows[shard][indices[chosen] - self._first_row[shard]]
-        for row in np.flatnonzero(~inside):
-            self._read_across(int(indices[row]) * length, out[row])
+            self.reads.faults(self._bytes(pieces))
+        shape = len(indices), self.sequence_length
+        if self._plan is None:
+            out = np.empty(shape, dtype=np.int64)
+        else:
+            out = np.full(shape, self.manifest.eos_id, dtype=np.int64)
+        self._stream.read(pieces, out)
         return out
+
+    def documents(self, indices) -> np.ndarray:
+        """Where documents begin in the windows `indices` [N]: int64 [M, 2] of row and column.
+
+        Ordered; every row's column 0 is one, whether a document begins or goes on there, and so is
+        the column from which a row is padding, see `padding`.
+        """
+        pieces = self._pieces(indices)
+        sizes = pieces[:, 3] - pieces[:, 2]
+        order = np.argsort(pieces[:, 0], kind="stable")
+        row, ends = pieces[order, 0], np.cumsum(sizes[order])
+        begins = ends - sizes[order]
+        column = begins - begins[np.searchsorted(row, row)]
+        found = [np.stack([row, column], axis=1)]
+        if self._plan is None:
+            for (number, shard, start, stop), first in zip(
+                pieces[order].tolist(), column.tolist(), strict=True
+            ):
+                inside = self._documents(shard).inside(start, stop) - start + first
+                found.append(np.stack([np.full(len(inside), number), inside], axis=1))
+        else:
+            filled = self.filled(indices)
+            short = np.flatnonzero(filled < self.sequence_length)
+            found.append(np.stack([short, filled[short]], axis=1))
+        found = np.concatenate(found)
+        return found[np.lexsort((found[:, 1], found[:, 0]))]
+
+    def filled(self, indices) -> np.ndarray:
+        """Tokens of documents in the windows `indices`, int64 [N]; the places after are padding."""
+        pieces = self._pieces(indices)
+        sizes = pieces[:, 3] - pieces[:, 2]
+        return np.bincount(pieces[:, 0], sizes, minlength=len(indices)).astype(np.int64)
 
     def count_reads(self, **options) -> Reads:
         """From now on count what reading asks of the file system; the counters, see `Reads`."""
@@ -137,61 +176,67 @@ class TokenDataset:
         Arrays of equal length; without `end` single windows. Where the stream goes on in the next
         shard there are two pieces, or more.
         """
-        size, first = self.manifest.dtype.itemsize, np.asarray(first, dtype=np.int64).reshape(-1)
-        begin = first * self.sequence_length
-        end = (first + 1 if end is None else end) * self.sequence_length
-        shard = np.searchsorted(self._ends, begin, side="right")
-        pieces = [np.empty((0, 3), dtype=np.int64)]
-        while begin.size:
-            stop = np.minimum(end, self._ends[shard])
-            offset = self._starts[shard]
-            pieces.append(np.stack([shard, (begin - offset) * size, (stop - offset) * size], 1))
-            rest = stop < end
-            begin, end, shard = stop[rest], end[rest], shard[rest] + 1
-        return np.concatenate(pieces)
+        first = np.asarray(first, dtype=np.int64).reshape(-1)
+        end = first + 1 if end is None else end
+        if self._plan is None:
+            length = self.sequence_length
+            return self._bytes(self._stream.pieces(first * length, end * length))
+        ranges = [np.arange(*pair) for pair in zip(first, end, strict=True)]
+        return self._bytes(self._pieces(np.concatenate(ranges) if ranges else first))
+
+    def _pieces(self, indices) -> np.ndarray:
+        """As `Stream.pieces`, of the windows `indices`. Raises IndexError."""
+        indices = np.asarray(indices, dtype=np.int64)
+        if indices.size and not 0 <= int(indices.min()) <= int(indices.max()) < len(self):
+            raise IndexError(f"windows {indices.min()}..{indices.max()} of {len(self)}")
+        length = self.sequence_length
+        if self._plan is None:
+            return self._stream.pieces(indices * length, (indices + 1) * length)
+        parts = self._plan.of(indices)
+        found = self._stream.pieces(parts[:, 1], parts[:, 1] + parts[:, 2])
+        found[:, 0] = parts[found[:, 0], 0]
+        return found
+
+    def _bytes(self, pieces: np.ndarray) -> np.ndarray:
+        """File, first byte and end of pieces of files."""
+        return pieces[:, 1:] * np.array([1, *2 * [self.manifest.dtype.itemsize]])
 
     def block_starts(self, block_bytes: int) -> np.ndarray:
         """The first window that begins in each aligned block of the files, int64 [blocks]."""
         step = max(1, block_bytes // self.manifest.dtype.itemsize)
         firsts = [
             start + np.arange(0, end - start, step)
-            for start, end in zip(self._starts, self._ends, strict=True)
+            for start, end in zip(self._stream.starts, self._stream.ends, strict=True)
         ]
         starts = np.unique(-(-np.concatenate(firsts) // self.sequence_length))
         return starts[starts < len(self)]
 
     def document_lengths(self) -> np.ndarray:
         """Tokens per document of the split in stream order, int64 [documents], EOS counted."""
-        lengths = [read_index(self.path, p, self.manifest.dtype) for p in self._shards]
-        return np.concatenate(lengths).astype(np.int64)
-
-    def _read_across(self, position: int, out: np.ndarray) -> None:
-        """Fill `out` with the stream's tokens from `position`, from as many shards as it takes."""
-        filled = 0
-        while filled < len(out):
-            shard = int(np.searchsorted(self._ends, position, side="right"))
-            start = position - int(self._starts[shard])
-            piece = self._maps[shard][start : start + len(out) - filled]
-            out[filled : filled + len(piece)] = piece
-            filled, position = filled + len(piece), position + len(piece)
+        return np.concatenate([self._index(shard).lengths() for shard in range(len(self._shards))])
 
     def __reduce__(self):
         # Reopen instead of pickling mapped memory; the files were checked when first opened.
-        return _open, (self.path, self.split, self.sequence_length)
+        return _open, (self.path, self.split, self.sequence_length, self.packing, self.cache)
 
 
-def _open(path: Path, split: str, sequence_length: int) -> TokenDataset:
-    return TokenDataset(path, split, sequence_length=sequence_length, verify="size")
+def _map(files: list[Path], dtype: np.dtype, shard: int) -> np.ndarray:
+    return np.asarray(np.memmap(files[shard], dtype=dtype, mode="r"))
 
 
-def _map(path: Path, dtype: np.dtype) -> np.ndarray:
-    return np.asarray(np.memmap(path, dtype=dtype, mode="r"))
+def _index(files: list[Path], counts: list[int], shard: int) -> DocumentIndex:
+    return DocumentIndex(files[shard].with_suffix(".idx"), counts[shard])
 
 
-def _rows(tokens: np.ndarray, offset: int, length: int) -> np.ndarray:
-    """The whole windows inside one shard as a view [windows, length]."""
-    count = max(0, len(tokens) - offset) // length
-    return tokens[offset : offset + count * length].reshape(count, length)
+def _open(path: Path, split: str, sequence_length: int, packing: str, cache) -> TokenDataset:
+    return TokenDataset(
+        path,
+        split,
+        sequence_length=sequence_length,
+        verify="size",
+        packing=packing,
+        cache=cache,
+    )
 
 
 def _verify_once(path: Path, manifest: Manifest, split: str, mode: str) -> None:
