@@ -12,6 +12,8 @@ from tests.support import tiny
 class Windows:
     """``count`` windows of random tokens: what `held_out_loss` needs of a dataset."""
 
+    padded = False
+
     def __init__(self, count):
         self.tokens = tiny.rows(7, count).numpy()
 

@@ -76,6 +76,11 @@ class TokenDataset:
             self._plan = plan(
                 cache_folder(cache), self.fingerprint, sequence_length, packing, lengths
             )
+            if not len(self._plan):
+                raise DataError(
+                    f"split {split!r} of {self.path} has no document of two tokens: prepare more "
+                    "text"
+                )
 
     def _check_split(self) -> int:
         splits, length = self.manifest.splits, self.sequence_length
@@ -104,6 +109,11 @@ class TokenDataset:
     def fingerprint(self) -> str:
         """Identity of the tokens of this split: 64 hex digits, plus the split's name."""
         return f"{self.manifest.fingerprint}/{self.split}"
+
+    @property
+    def padded(self) -> bool:
+        """Whether windows may end in padding."""
+        return self._plan is not None
 
     @property
     def shard_bytes(self) -> list[int]:

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from ..errors import DataError
-from .format import _INDEX_HEADER as INDEX_HEADER
+from .format.index import INDEX_HEADER
 
 _DTYPES = {4: np.dtype("<i4"), 8: np.dtype("<u2")}  # Megatron's codes of those that hold ids
 

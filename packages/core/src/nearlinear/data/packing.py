@@ -1,8 +1,8 @@
 """How documents become sequences of `length` tokens, and what each way keeps of them.
 
 - ``concat``: documents end to end, cut every `length` tokens; a document is cut anywhere.
-- ``best_fit``: a document is cut only where it is longer than a sequence; what is left of each goes
-  into the sequence with the least room that still takes it, the longest first. Sequences are padded.
+- ``best_fit``: a document is cut only where it is longer than a sequence; what is left of each
+  goes into the sequence with the least room that takes it, the longest first, with padding after.
 - ``one_document``: as best fit, but nothing shares a sequence.
 
 Source: Ding et al., "Fewer Truncations Improve Language Modeling" (2024): best-fit packing.
@@ -50,14 +50,13 @@ def kept(lengths: np.ndarray, length: int) -> dict[str, Kept]:
     lengths = np.asarray(lengths, dtype=np.int64)
     total = int(lengths.sum())
     long = int(np.count_nonzero(lengths > length))
-    whole, rests = int((lengths // length).sum()), lengths[lengths % length > 0] % length
-    bins = int(best_fit(rests, length).max(initial=-1)) + 1
     found = {
         "concat": (total // length * length, total // length),
-        "best_fit": (total, whole + bins),
-        "one_document": (total, whole + len(rests)),
         "truncate": (long * length, long),
     }
+    for packing in ("best_fit", "one_document"):
+        _, tokens, firsts = pieces(lengths, length, packing)
+        found[packing] = int(tokens.sum()), len(firsts)
     return {name: Kept(*counts, total, length) for name, counts in found.items()}
 
 
@@ -66,7 +65,8 @@ def pieces(lengths: np.ndarray, length: int, packing: str) -> tuple[np.ndarray, 
 
     Returns begin and tokens of each piece, int64 [pieces], in the order of the sequences, and the
     number of each sequence's first piece, int64 [sequences]. The whole pieces of long documents
-    come first, then what is left, a sequence's pieces in the documents' order.
+    come first, then what is left, a sequence's pieces in the documents' order. A sequence of one
+    token would predict nothing and is left out.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     begins = np.cumsum(lengths) - lengths
@@ -76,6 +76,8 @@ def pieces(lengths: np.ndarray, length: int, packing: str) -> tuple[np.ndarray, 
     rest = np.flatnonzero(lengths % length)
     sizes = lengths[rest] % length
     of = best_fit(sizes, length) if packing == "best_fit" else np.arange(len(rest))
+    useful = np.bincount(of, sizes)[of] > 1
+    rest, sizes, of = rest[useful], sizes[useful], of[useful]
     order = np.argsort(of, kind="stable")
     at = (begins[rest] + lengths[rest] - sizes)[order]
     firsts = np.flatnonzero(np.diff(of[order], prepend=-1))

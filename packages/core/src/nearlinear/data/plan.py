@@ -36,8 +36,7 @@ class Plan:
         about = json.loads((folder / _ABOUT).read_text())
         sizes = {"begins": about["pieces"], "tokens": about["pieces"], "firsts": about["sequences"]}
         for name, dtype in _ARRAYS.items():
-            array = np.memmap(folder / name, dtype=dtype, mode="r", shape=(sizes[name],))
-            setattr(self, name, np.asarray(array))
+            setattr(self, name, _mapped(folder / name, dtype, sizes[name]))
         self.pieces, self.total = about["pieces"], about["tokens"]
 
     begins: np.ndarray
@@ -58,6 +57,12 @@ class Plan:
         row = np.repeat(np.arange(len(first)), counts)
         at = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts) + first[row]
         return np.stack([row, self.begins[at], self.tokens[at]], axis=1)
+
+
+def _mapped(path: Path, dtype: str, count: int) -> np.ndarray:
+    if not count:  # which cannot be mapped
+        return np.empty(0, dtype)
+    return np.asarray(np.memmap(path, dtype=dtype, mode="r", shape=(count,)))
 
 
 def plan(

@@ -11,7 +11,6 @@ from collections.abc import Callable
 
 import numpy as np
 
-
 MOST_OPEN = max(16, min(4096, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 8))
 """files of a stream that are mapped at a time; each map holds one of the numbers of open files"""
 

@@ -38,6 +38,8 @@ def check(config: TrainConfig, world: int, ranks_per_node: int = 0) -> Mesh:
     for name in OF_OFFLOAD if not config.activations.offload else ():
         if (value := getattr(config.parallel, name)) != getattr(Config, name):
             log.warning("parallel.%s = %s has no effect without activations.offload", name, value)
+    if config.data.cache and config.data.packing == "concat":
+        log.warning('data.cache has no effect with data.packing = "concat": it needs no plan')
     mesh = Mesh.from_config(config.parallel, world, ranks_per_node)
     _check_degrees(config, mesh)
     config.batch.micro_batches(mesh.data_ranks)
@@ -118,6 +120,8 @@ def open_dataset(config: TrainConfig, split: str, verified: bool = False) -> Tok
         split=split,
         sequence_length=config.sequence_length,
         verify="size" if verified else config.data.verify,
+        packing=config.data.packing,
+        cache=config.data.cache or None,
     )
     needed = dataset.manifest.vocab_size
     if config.model.init_from:

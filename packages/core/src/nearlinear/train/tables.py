@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from ..data.packing import Packing
 from ..errors import ConfigError
 from ..parallel.activations import strategy
 from ..schema import coerce
@@ -66,6 +67,13 @@ class DataConfig:
     """folder of token shards written by python -m data_prep"""
     sequence_length: int = 0
     """tokens per sequence; 0 = the model's context"""
+    packing: Packing = "concat"
+    """how documents fill sequences: end to end and cut anywhere, cut only where longer than one
+    (best_fit), or one document to each; the last two are padded"""
+    document_mask: bool = False
+    """documents of one sequence do not see each other; off = they do, with EOS between them"""
+    mask_eos: bool = False
+    """the token that ends a document is no target of the loss"""
     seed: int = 0
     """seed of the global shuffle"""
     verify: Literal["auto", "full", "size"] = "auto"
@@ -76,6 +84,9 @@ class DataConfig:
     """blocks mixed at a time, at least one per node; no effect without shuffle_block_mib"""
     read_ahead: int = 0
     """steps whose sequences are read before they are needed, by a thread"""
+    cache: str = ""
+    """folder of this node for what can be made again: plans of best_fit and one_document; empty =
+    ~/.cache/nearlinear"""
     resume: str = ""
     """a data_state.json of an earlier run: continue with the batches it had not seen"""
 

@@ -23,7 +23,7 @@ from ..parallel.pipeline.door import Pipelined
 from ..watchdog.dog import Watchdog, watch_ranks
 from . import preflight, ranks
 from .bad_steps import BadSteps
-from .batches import loader_of, write_state
+from .batches import check_positions, loader_of, write_state
 from .config import TrainConfig, load
 from .emergency import Emergency
 from .ending import Ending, Interrupted
@@ -88,6 +88,8 @@ class Trainer:
             self.loader.load_state_dict(state["loader"])
         watch.at("building the model", START_UP)
         model = build_model(config.model, self.dataset.manifest.vocab_size)
+        if config.data.document_mask:
+            check_positions(model)
         self.parameters = sum(p.numel() for p in model.parameters())
         self.flops_per_token = flops_per_token(model, config.sequence_length)
         self.model, blocks = split(model, config)
@@ -233,7 +235,8 @@ class Trainer:
     def evaluate(self) -> float:
         """Held-out loss in nats, the same on every rank."""
         size, windows = self.config.batch.micro_batch_size, self.config.train.eval_sequences
-        return held_out_loss(self.model, self.held_out, self.mesh, size, windows)
+        hidden = self.loader.masks
+        return held_out_loss(self.model, self.held_out, self.mesh, size, windows, hidden)
 
     def sample(self) -> str:
         """Text that continues ``train.sample_prompt``, decoded by the data's own tokenizer."""

@@ -1,0 +1,66 @@
+"""A batch in which documents that share a sequence do not see each other.
+
+Positions start anew with every document. That is how it is told to Hugging Face models: without an
+attention mask and a cache, transformers takes positions that do not go on for another document and
+masks attention by blocks (``sdpa``, ``eager``, ``flex_attention``), and so does context
+parallelism here. For kernels over sequences of their own lengths `cu_seqlens` are the ends.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+IGNORED_LABEL = -100  # the ignore_index of torch's cross entropy and of Hugging Face models
+
+
+@dataclass(frozen=True)
+class Masks:
+    """What a batch hides."""
+
+    documents: bool = False
+    """a document's tokens see that document alone, and its first token is nobody's target"""
+    eos: bool = False
+    """the token that ends a document is no target"""
+
+
+NOTHING = Masks()
+
+
+def batch(dataset, windows: np.ndarray, masks: Masks) -> dict[str, torch.Tensor]:
+    """The windows [B] of a dataset: ``input_ids`` and ``labels``, LongTensor [B, S] each.
+
+    Labels equal the input ids, for Hugging Face models shift them inside, and are -100 for what is
+    no target. ``masks.documents`` adds ``position_ids`` [B, S].
+    """
+    tokens = torch.from_numpy(dataset.windows(windows))
+    labels = tokens.clone()
+    if masks.eos:
+        labels[tokens == dataset.manifest.eos_id] = IGNORED_LABEL
+    if dataset.padded:
+        places = torch.arange(tokens.shape[1])
+        labels[places >= torch.from_numpy(dataset.filled(windows))[:, None]] = IGNORED_LABEL
+    if not masks.documents:
+        return {"input_ids": tokens, "labels": labels}
+    begins = np.ravel_multi_index(tuple(dataset.documents(windows).T), tokens.shape)
+    labels.view(-1)[torch.from_numpy(begins)] = IGNORED_LABEL
+    positions = torch.from_numpy(_since(begins, tokens.numel())).view_as(tokens)
+    return {"input_ids": tokens, "labels": labels, "position_ids": positions}
+
+
+def cu_seqlens(position_ids: torch.Tensor) -> torch.Tensor:
+    """Where documents end in a batch laid end to end: int32 [documents + 1], from 0 to B * S.
+
+    What `flash_attn_varlen_func` calls by that name; `position_ids` [B, S] as `batch` makes them.
+    """
+    begins = torch.nonzero(position_ids.reshape(-1) == 0)[:, 0]
+    ends = begins.new_tensor([position_ids.numel()])
+    return torch.cat([begins, ends]).int()
+
+
+def _since(begins: np.ndarray, count: int) -> np.ndarray:
+    """The distance from the last of `begins` of each of `count` places, int64 [count]."""
+    sizes = np.diff(begins, append=count)
+    return np.arange(count) - np.repeat(begins, sizes)
