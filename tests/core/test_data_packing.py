@@ -24,7 +24,7 @@ SIZES = st.lists(st.integers(1, 40), min_size=1, max_size=40)
 
 
 def best_fit_one_by_one(sizes, capacity):
-    """The rule as it is told: the largest first, each where the least room is left that takes it."""
+    """The rule as it is told: the largest first, each where the least room is that takes it."""
     rooms, found = [], {}
     for item in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
         fitting = [room for room in rooms if room >= sizes[item]]

@@ -12,21 +12,23 @@ import hashlib
 from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import numpy as np
 import torch
 
 from .. import runtime
 from ..errors import DataError
+from .blend import Blend
 from .blocks import BlockOrder
 from .dataset import TokenDataset
 from .fetch import Fetcher
 from .masking import IGNORED_LABEL, NOTHING, Masks, batch
-from .order import Shuffled, key
+from .order import Blended, Shuffled, key
 from .reads import UNIT
 
 _STATE_FORMAT, _BLOCK_STATE_FORMAT = 1, 2  # the second also names the blocks
-_AT_ONCE = 4096
+_AT_ONCE = 1024
 """samples whose windows are worked out together: the arithmetic costs little more than of one"""
 _CHUNKS = 64
 """times as many are remembered, at 8 bytes each"""
@@ -74,7 +76,7 @@ class Loader:
 
     def __init__(
         self,
-        dataset: TokenDataset,
+        dataset: TokenDataset | Blend,
         micro_batch_size: int,
         micro_batches: int = 1,
         data_rank: int | None = None,
@@ -97,7 +99,7 @@ class Loader:
         self.data_rank, self.data_ranks = data_rank, data_ranks
         self.blocks, self.read_ahead, self.masks = blocks, read_ahead, masks
         self.order = _block_order(dataset, blocks, seed) if blocks else None
-        every = self.order or Shuffled(len(dataset), lambda epoch: key(seed, epoch))
+        every = self.order or _order(dataset, seed)
         # Of a partial function, not a method: who drops a loader drops the dataset's maps at once.
         self._chunk = functools.lru_cache(_CHUNKS)(functools.partial(_chunk, every))
         self._fetcher = None
@@ -163,6 +165,13 @@ class Loader:
         windows = self._windows(self._last_step, self.samples_per_step)
         return hashlib.blake2b(windows.astype("<i8").tobytes(), digest_size=6).hexdigest()
 
+    @property
+    def epochs(self) -> dict[str, float]:
+        """How often each source of a blend has been read, by its path; of one dataset its own."""
+        if isinstance(self.dataset, Blend):
+            return self.dataset.epochs(self._next_sample)
+        return {str(self.dataset.path): self._next_sample / len(self.dataset)}
+
     def state_dict(self) -> dict:
         """The position, small and JSON-able; the same on every rank."""
         state = {
@@ -173,6 +182,8 @@ class Loader:
             "dataset": self.dataset.fingerprint,
             "tokenizer": self.dataset.manifest.words,
         }
+        if isinstance(self.dataset, Blend):
+            state["sources"] = self.dataset.describe()
         if self.dataset.packing != "concat":
             state["packing"] = self.dataset.packing
         if self.blocks:
@@ -202,7 +213,7 @@ class Loader:
                 f"the loader state has format {state.get('format')!r}, this nearlinear reads "
                 f"{known}: resume with the version that wrote it, or start a new run"
             )
-        differing = [
+        differing = _other_sources(state.get("sources", []), here.get("sources", [])) or [
             f"{name} was {state.get(name, usual)} and is {here.get(name, usual)}"
             for name, usual in _IDENTITY.items()
             if state.get(name, usual) != here.get(name, usual)
@@ -225,7 +236,7 @@ class Loader:
 
 
 def evaluation_batches(
-    dataset: TokenDataset,
+    dataset: TokenDataset | Blend,
     batch_size: int,
     data_rank: int = 0,
     data_ranks: int = 1,
@@ -254,13 +265,24 @@ def _evaluation_batches(dataset, batch_size, data_rank, data_ranks, max_windows,
         yield found
 
 
-def _chunk(order: Shuffled | BlockOrder, number: int) -> np.ndarray:
+def _order(dataset: TokenDataset | Blend, seed: int) -> Shuffled | Blended:
+    if isinstance(dataset, Blend):
+        return Blended(dataset, lambda source, epoch: key(seed, "source", source, epoch))
+    return Shuffled(len(dataset), lambda epoch: key(seed, epoch))
+
+
+def _chunk(order: Shuffled | Blended | BlockOrder, number: int) -> np.ndarray:
     """The windows of `_AT_ONCE` samples from `number` times as many on."""
     samples = np.arange(number * _AT_ONCE, (number + 1) * _AT_ONCE)
     return order.windows(order.places(samples) if isinstance(order, BlockOrder) else samples)
 
 
-def _block_order(dataset: TokenDataset, blocks: BlockShuffle, seed: int) -> BlockOrder:
+def _block_order(dataset: TokenDataset | Blend, blocks: BlockShuffle, seed: int) -> BlockOrder:
+    if isinstance(dataset, Blend):
+        raise DataError(
+            "windows are shuffled by blocks of the files of one dataset, and this is a blend: drop "
+            "data.shuffle_block_mib, or data.sources"
+        )
     if dataset.packing != "concat":
         raise DataError(
             f"windows are shuffled by blocks of the files in the packing concat, and this is "
@@ -269,6 +291,22 @@ def _block_order(dataset: TokenDataset, blocks: BlockShuffle, seed: int) -> Bloc
     _require_positive(block_mib=blocks.block_mib, blocks=blocks.blocks)
     starts = dataset.block_starts(blocks.block_mib * UNIT)
     return BlockOrder(starts, len(dataset), blocks.blocks, lambda *words: key(seed, *words))
+
+
+def _other_sources(before: list[dict], now: list[dict]) -> list[str]:
+    """What is different of a blend's sources, in words."""
+    found = []
+    for number, (was, is_) in enumerate(zip_longest(before, now), 1):
+        identity = [each and (each["dataset"], each["share"]) for each in (was, is_)]
+        if identity[0] != identity[1]:
+            found.append(f"source {number} was {_source(was)} and is {_source(is_)}")
+    return found
+
+
+def _source(told: dict | None) -> str:
+    if told is None:
+        return "none"
+    return f"{told['share']:.6g} of {told['path']} ({told['dataset'][:12]})"
 
 
 def _tokenizer(words: dict) -> str:

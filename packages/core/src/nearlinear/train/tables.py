@@ -65,6 +65,9 @@ class DataConfig:
 
     path: str = ""
     """folder of token shards written by python -m data_prep"""
+    sources: dict[str, float] = field(default_factory=dict)
+    """several such folders in place of path, each with its weight, as in "tokens/code" = 0.3: of
+    every few samples each has its share"""
     sequence_length: int = 0
     """tokens per sequence; 0 = the model's context"""
     packing: Packing = "concat"
@@ -89,6 +92,22 @@ class DataConfig:
     ~/.cache/nearlinear"""
     resume: str = ""
     """a data_state.json of an earlier run: continue with the batches it had not seen"""
+
+    def __post_init__(self):
+        if self.path and self.sources:
+            raise ConfigError(
+                f"data.path = {self.path} and data.sources name the data twice: drop one of them"
+            )
+        if self.sources and self.shuffle_block_mib:
+            raise ConfigError(
+                "data.sources and data.shuffle_block_mib: blocks are shuffled of one folder alone; "
+                "drop one of them"
+            )
+
+    @property
+    def folder(self) -> str:
+        """The folder whose tokenizer and vocabulary are those of all; empty: not told."""
+        return self.path or next(iter(self.sources), "")
 
 
 @dataclass(frozen=True)

@@ -242,7 +242,7 @@ class Trainer:
         """Text that continues ``train.sample_prompt``, decoded by the data's own tokenizer."""
         from tokenizers import Tokenizer
 
-        path = Path(self.config.data.path) / "tokenizer" / "tokenizer.json"
+        path = Path(self.config.data.folder) / "tokenizer" / "tokenizer.json"
         tokenizer = Tokenizer.from_file(str(path))
         prompt = tokenizer.encode(self.config.train.sample_prompt).ids
         prompt = prompt or [self.dataset.manifest.eos_id]
@@ -252,22 +252,30 @@ class Trainer:
     def _metrics(self, loss: float, rate: float, norm: float, seconds: float) -> dict:
         tokens_per_s = self._tokens_per_step() / seconds
         tflops = tokens_per_s * self.flops_per_token / self.mesh.world / 1e12
-        return {
-            "step": self.done,
-            "loss": loss,
-            "lr": rate,
-            "grad_norm": norm,
-            "tokens_per_s": tokens_per_s,
-            "tflops_per_gpu": tflops,
-            "mfu": tflops / self.peak_tflops,
-            "mem_gib": ranks.peak_memory(self.device),
-            "batch_id": self.loader.batch_id,
-        } | self._of_skipping()
+        return (
+            {
+                "step": self.done,
+                "loss": loss,
+                "lr": rate,
+                "grad_norm": norm,
+                "tokens_per_s": tokens_per_s,
+                "tflops_per_gpu": tflops,
+                "mfu": tflops / self.peak_tflops,
+                "mem_gib": ranks.peak_memory(self.device),
+                "batch_id": self.loader.batch_id,
+            }
+            | self._of_skipping()
+            | self._of_sources()
+        )
 
     def _of_skipping(self) -> dict:
         """What float16, and steps that were skipped, add to a step's metrics."""
         skipped = {"skipped": self._skipped()} if self.scaler or self._skipped() else {}
         return skipped | ({"loss_scale": self.scaler.loss_scale} if self.scaler else {})
+
+    def _of_sources(self) -> dict:
+        """What a blend adds to a step's metrics: how often each source has been read."""
+        return {"epochs": self.loader.epochs} if self.config.data.sources else {}
 
     def _skipped(self) -> int:
         """Steps that have not changed the model."""
