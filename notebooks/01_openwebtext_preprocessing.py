@@ -331,9 +331,9 @@ plt.show()
 class Watched(nl.TokenDataset):
     """Remembers which windows it was asked for last."""
 
-    def windows(self, indices):
+    def rows(self, indices, documents=False):
         self.asked = indices.tolist()
-        return super().windows(indices)
+        return super().rows(indices, documents)
 
 
 watched = Watched(out, "train", sequence_length=sequence_length)

@@ -60,6 +60,16 @@ def test_nothing_is_thrown_away(length):
     assert kept["truncate"].share < 0.6
 
 
+def places(rows):
+    """Row and column of where documents begin."""
+    return np.stack(np.divmod(rows.begins, rows.tokens.shape[1]), axis=1).tolist()
+
+
+def filled_of(rows):
+    count, length = rows.tokens.shape
+    return np.full(count, length) if rows.filled is None else rows.filled
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     lengths=SIZES.map(lambda sizes: [2, *sizes]),
@@ -76,11 +86,12 @@ def test_windows_hold_whole_documents(tmp_path_factory, lengths, shard_tokens, l
         return
     tokens = TokenDataset(folder / "d", packing=way, **options)
     everything = np.arange(len(tokens))
-    windows, filled = tokens.windows(everything), tokens.filled(everything)
+    found = tokens.rows(everything, documents=True)
+    windows, filled = found.tokens, filled_of(found)
     # Tokens count up through the stream, so a document's pieces are found where its tokens are.
     ends = np.cumsum(lengths)
     seen = {}
-    for row, column in tokens.documents(everything).tolist():
+    for row, column in places(found):
         if column < filled[row]:
             seen.setdefault(row, []).append(column)
         else:
@@ -113,10 +124,10 @@ def test_windows_hold_whole_documents(tmp_path_factory, lengths, shard_tokens, l
         assert (filled > 1).all()
     chosen = data.draw(st.lists(st.integers(0, max(0, len(tokens) - 1)), max_size=9))
     if len(tokens) and chosen:
-        assert np.array_equal(tokens.windows(chosen), windows[chosen])
-        rows = tokens.documents(chosen)
-        expected = [[i, c] for i, w in enumerate(chosen) for r, c in tokens.documents([w])]
-        assert rows.tolist() == expected
+        some = tokens.rows(chosen, documents=True)
+        assert np.array_equal(some.tokens, windows[chosen])
+        expected = [[i, c] for i, w in enumerate(chosen) for r, c in places(found) if r == w]
+        assert places(some) == expected
 
 
 @pytest.fixture(scope="module")
@@ -166,14 +177,15 @@ def test_a_batch_hides_what_it_is_told_to(folder):
     windows = np.arange(len(dataset))
     plain = batch(dataset, windows, Masks())
     assert set(plain) == {"input_ids", "labels"}
-    padding = torch.arange(16) >= torch.from_numpy(dataset.filled(windows))[:, None]
+    found = dataset.rows(windows, documents=True)
+    padding = torch.arange(16) >= torch.from_numpy(found.filled)[:, None]
     assert padding.any() and (plain["labels"][padding] == -100).all()
     assert torch.equal(plain["labels"][~padding], plain["input_ids"][~padding])
     eos = batch(dataset, windows, Masks(eos=True))
     assert torch.equal(eos["labels"] == -100, eos["input_ids"] == 0)
     masked = batch(dataset, windows, Masks(documents=True))
     begins = torch.zeros_like(padding)
-    begins[tuple(torch.from_numpy(dataset.documents(windows)).T)] = True
+    begins.view(-1)[torch.from_numpy(found.begins)] = True
     assert torch.equal(masked["labels"] == -100, padding | begins)
     positions = masked["position_ids"]
     assert torch.equal(positions == 0, begins)

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from ..errors import DataError
-from .dataset import TokenDataset
+from .dataset import Rows, TokenDataset
 
 PERIOD = 2**12
 """samples after which the pattern repeats, at most: weights are rounded to that many parts"""
@@ -54,7 +54,7 @@ class Blend:
                     )
         self.manifest, self.path, self.split = first.manifest, first.path, first.split
         self.sequence_length, self.packing = first.sequence_length, first.packing
-        self.padded, self.reads = first.padded, None
+        self.reads = None
         self.tokens = sum(source.tokens for source in self.sources)
         ends = np.cumsum([len(source) for source in self.sources])
         self.offsets = ends - [len(source) for source in self.sources]
@@ -93,30 +93,21 @@ class Blend:
             for source, share in zip(self.sources, self.proportions.shares, strict=True)
         ]
 
-    def windows(self, indices) -> np.ndarray:
+    def rows(self, indices, documents: bool = False) -> Rows:
         """As of a `TokenDataset`; the second source's windows follow the first one's, and so on."""
-        indices = np.asarray(indices, dtype=np.int64)
-        out = np.empty((len(indices), self.sequence_length), dtype=np.int64)
-        for source, rows, its in self._by_source(indices):
-            out[rows] = source.windows(its)
-        return out
-
-    def documents(self, indices) -> np.ndarray:
-        """As of a `TokenDataset`."""
-        found = [np.empty((0, 2), dtype=np.int64)]
-        for source, rows, its in self._by_source(np.asarray(indices, dtype=np.int64)):
-            begins = source.documents(its)
-            begins[:, 0] = rows[begins[:, 0]]
-            found.append(begins)
-        found = np.concatenate(found)
-        return found[np.lexsort((found[:, 1], found[:, 0]))]
-
-    def filled(self, indices) -> np.ndarray:
-        """As of a `TokenDataset`."""
-        found = np.empty(len(indices), dtype=np.int64)
-        for source, rows, its in self._by_source(np.asarray(indices, dtype=np.int64)):
-            found[rows] = source.filled(its)
-        return found
+        indices, length = np.asarray(indices, dtype=np.int64), self.sequence_length
+        tokens = np.empty((len(indices), length), dtype=np.int64)
+        filled = np.full(len(indices), length)
+        begins = [np.empty(0, dtype=np.int64)]
+        for source, at, its in self._by_source(indices):
+            found = source.rows(its, documents)
+            tokens[at] = found.tokens
+            if found.filled is not None:
+                filled[at] = found.filled
+            if documents:
+                begins.append(at[found.begins // length] * length + found.begins % length)
+        filled = None if self.packing == "concat" else filled
+        return Rows(tokens, filled, np.sort(np.concatenate(begins)) if documents else None)
 
     def extents(self, first, end) -> np.ndarray:
         """As of a `TokenDataset`, of the windows' places in `files`."""

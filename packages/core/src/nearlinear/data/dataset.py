@@ -3,12 +3,13 @@
 The sequence length belongs to the reader, not to the files. By default window i is tokens
 [i*L, (i+1)*L) of the documents laid end to end, so nothing is padded and at most L - 1 tokens of a
 split are unused; `packing` has the other ways. Source: packing as in GPT-2 and GPT-3 training.
-Documents in one window attend to each other unless the `Loader` is told to mask them.
+Documents in one window attend to each other, unless a `Loader` is told to mask them.
 """
 
 import functools
 import logging
 import threading
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +28,21 @@ logger = logging.getLogger("nearlinear.data")
 _FULL_CHECK_BYTES = 2 * 1024**3
 _verified: set[tuple] = set()
 _verify_lock = threading.Lock()
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Windows that were read."""
+
+    tokens: np.ndarray
+    """int64 [N, L]"""
+    filled: np.ndarray | None
+    """how many of each row are tokens of documents, int64 [N], the places after being EOS; None:
+    all are"""
+    begins: np.ndarray | None
+    """where documents begin in the rows laid end to end, int64, ascending: every row's first place
+    is one, whether a document begins there or goes on, and so is its first after `filled`; None:
+    not asked for"""
 
 
 class TokenDataset:
@@ -111,11 +127,6 @@ class TokenDataset:
         return f"{self.manifest.fingerprint}/{self.split}"
 
     @property
-    def padded(self) -> bool:
-        """Whether windows may end in padding."""
-        return self._plan is not None
-
-    @property
     def shard_bytes(self) -> list[int]:
         """Bytes of each of `files`."""
         return [shard.bytes for shard in self._shards]
@@ -132,48 +143,41 @@ class TokenDataset:
 
     def windows(self, indices) -> np.ndarray:
         """The windows `indices` [N] as int64 [N, L], in the order asked for."""
-        pieces = self._pieces(indices)
+        return self.rows(indices).tokens
+
+    def rows(self, indices, documents: bool = False) -> Rows:
+        """The windows `indices` [N], in the order asked for; `documents`: and where those begin."""
+        pieces, shape = self._pieces(indices), (len(indices), self.sequence_length)
         if self.reads is not None:
             self.reads.faults(self._bytes(pieces))
-        shape = len(indices), self.sequence_length
-        if self._plan is None:
-            out = np.empty(shape, dtype=np.int64)
-        else:
-            out = np.full(shape, self.manifest.eos_id, dtype=np.int64)
-        self._stream.read(pieces, out)
-        return out
+        tokens, filled = np.empty(shape, dtype=np.int64), None
+        if self._plan is not None:
+            sizes = pieces[:, 3] - pieces[:, 2]
+            filled = np.bincount(pieces[:, 0], sizes, minlength=len(indices)).astype(np.int64)
+            for row in np.flatnonzero(filled < self.sequence_length).tolist():
+                tokens[row, filled[row] :] = self.manifest.eos_id
+        self._stream.read(pieces, tokens)
+        return Rows(tokens, filled, self._begins(pieces, filled) if documents else None)
 
-    def documents(self, indices) -> np.ndarray:
-        """Where documents begin in the windows `indices` [N]: int64 [M, 2] of row and column.
-
-        Ordered; every row's column 0 is one, whether a document begins or goes on there, and so is
-        the column from which a row is padding, see `padding`.
-        """
-        pieces = self._pieces(indices)
+    def _begins(self, pieces: np.ndarray, filled: np.ndarray | None) -> np.ndarray:
+        """As `Rows.begins`, of windows that consist of `pieces` and are `filled` so far."""
+        length, begins = self.sequence_length, []
+        if filled is None:
+            # A piece begins a row, or is the first of a shard and so of a document.
+            column = [0] * len(pieces)
+            for row, shard, start, stop in pieces.tolist():
+                place = row * length + column[row]
+                begins.append(place)
+                inside = self._documents(shard).inside(start, stop)
+                begins += [place + begin - start for begin in inside]
+                column[row] += stop - start
+            return np.sort(np.array(begins, dtype=np.int64))
         sizes = pieces[:, 3] - pieces[:, 2]
-        order = np.argsort(pieces[:, 0], kind="stable")
-        row, ends = pieces[order, 0], np.cumsum(sizes[order])
-        begins = ends - sizes[order]
-        column = begins - begins[np.searchsorted(row, row)]
-        found = [np.stack([row, column], axis=1)]
-        if self._plan is None:
-            for (number, shard, start, stop), first in zip(
-                pieces[order].tolist(), column.tolist(), strict=True
-            ):
-                inside = self._documents(shard).inside(start, stop) - start + first
-                found.append(np.stack([np.full(len(inside), number), inside], axis=1))
-        else:
-            filled = self.filled(indices)
-            short = np.flatnonzero(filled < self.sequence_length)
-            found.append(np.stack([short, filled[short]], axis=1))
-        found = np.concatenate(found)
-        return found[np.lexsort((found[:, 1], found[:, 0]))]
-
-    def filled(self, indices) -> np.ndarray:
-        """Tokens of documents in the windows `indices`, int64 [N]; the places after are padding."""
-        pieces = self._pieces(indices)
-        sizes = pieces[:, 3] - pieces[:, 2]
-        return np.bincount(pieces[:, 0], sizes, minlength=len(indices)).astype(np.int64)
+        row, ends = pieces[:, 0], np.cumsum(sizes)
+        before = np.cumsum(filled) - filled
+        short = np.flatnonzero(filled < length)
+        begins = row * length + ends - sizes - before[row]
+        return np.sort(np.concatenate([begins, short * length + filled[short]]))
 
     def count_reads(self, **options) -> Reads:
         """From now on count what reading asks of the file system; the counters, see `Reads`."""

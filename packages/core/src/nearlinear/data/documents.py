@@ -54,11 +54,12 @@ class DocumentIndex:
                 "a pair; copy both again"
             )
 
-    def inside(self, start: int, stop: int) -> np.ndarray:
-        """Where documents begin between tokens `start` and `stop`, both excluded: int64 [n]."""
+    def inside(self, start: int, stop: int) -> list[int]:
+        """The tokens at which documents begin between `start` and `stop`, both excluded."""
         size = self.dtype.itemsize
-        first, last = self._bisect(start * size, True), self._bisect(stop * size, False)
-        return self._begins(first, last) // size
+        first = self._bisect(start * size, right=True)
+        last = self._bisect(stop * size, right=False, least=first)
+        return [offset // size for offset in self._begins(first, last).tolist()]
 
     def lengths(self) -> np.ndarray:
         """Tokens of every document, int64 [documents]; reads all of the index."""
@@ -70,17 +71,19 @@ class DocumentIndex:
     def _end(self) -> int:
         return int(self._offsets[-1]) // self.dtype.itemsize + int(self._lengths[-1])
 
-    def _bisect(self, offset: int, right: bool) -> int:
+    def _bisect(self, offset: int, right: bool, least: int = 0) -> int:
         search = bisect.bisect_right if right else bisect.bisect_left
         if self._plain:
-            return search(self._offsets, offset)
-        return search(range(self.documents), offset, key=lambda i: self._offsets[self._firsts[i]])
+            return search(self._offsets, offset, least)
+        return search(
+            range(self.documents), offset, least, key=lambda i: self._offsets[self._firsts[i]]
+        )
 
     def _begins(self, first: int, last: int) -> np.ndarray:
         """Byte offsets of documents [first, last)."""
         if self._plain:
-            return self._offsets[first:last].astype(np.int64)
-        return self._offsets[self._firsts[first:last]].astype(np.int64)
+            return self._offsets[first:last]
+        return self._offsets[self._firsts[first:last]]
 
 
 class DocumentsByToken:
@@ -89,9 +92,10 @@ class DocumentsByToken:
     def __init__(self, tokens: np.ndarray, eos: int):
         self._tokens, self._eos = tokens, eos
 
-    def inside(self, start: int, stop: int) -> np.ndarray:
+    def inside(self, start: int, stop: int) -> list[int]:
         """As `DocumentIndex.inside`; reads these tokens."""
-        return np.flatnonzero(self._tokens[start : stop - 1] == self._eos) + start + 1
+        ends = np.flatnonzero(self._tokens[start : stop - 1] == self._eos)
+        return (ends + start + 1).tolist()
 
     def lengths(self) -> np.ndarray:
         """As `DocumentIndex.lengths`; reads the whole file, and takes memory for the ends alone."""

@@ -132,7 +132,7 @@ class Loader:
         if self.order is None:
             everyones = self._windows(base, self.samples_per_step)
             mine = everyones.reshape(count, self.data_ranks, size)[:, self.data_rank]
-            return mine, np.stack([mine.reshape(-1), mine.reshape(-1) + 1], axis=1)
+            return mine, mine.reshape(-1, 1) + np.array([0, 1])
         # Neighbours in the files go to one rank, and to the same one in every step of a group.
         places = self.order.places(np.arange(base, base + self.samples_per_step))
         ranks = np.argsort(places[:, 1], kind="stable").reshape(self.data_ranks, -1)

@@ -35,19 +35,19 @@ def batch(dataset, windows: np.ndarray, masks: Masks) -> dict[str, torch.Tensor]
     Labels equal the input ids, for Hugging Face models shift them inside, and are -100 for what is
     no target. ``masks.documents`` adds ``position_ids`` [B, S].
     """
-    tokens = torch.from_numpy(dataset.windows(windows))
-    labels = tokens.clone()
+    rows = dataset.rows(windows, documents=masks.documents)
+    labels = rows.tokens.copy()
     if masks.eos:
-        labels[tokens == dataset.manifest.eos_id] = IGNORED_LABEL
-    if dataset.padded:
-        places = torch.arange(tokens.shape[1])
-        labels[places >= torch.from_numpy(dataset.filled(windows))[:, None]] = IGNORED_LABEL
-    if not masks.documents:
-        return {"input_ids": tokens, "labels": labels}
-    begins = np.ravel_multi_index(tuple(dataset.documents(windows).T), tokens.shape)
-    labels.view(-1)[torch.from_numpy(begins)] = IGNORED_LABEL
-    positions = torch.from_numpy(_since(begins, tokens.numel())).view_as(tokens)
-    return {"input_ids": tokens, "labels": labels, "position_ids": positions}
+        labels[rows.tokens == dataset.manifest.eos_id] = IGNORED_LABEL
+    if rows.filled is not None:
+        for row in np.flatnonzero(rows.filled < labels.shape[1]).tolist():
+            labels[row, rows.filled[row] :] = IGNORED_LABEL
+    found = {"input_ids": torch.from_numpy(rows.tokens), "labels": torch.from_numpy(labels)}
+    if masks.documents:
+        labels.reshape(-1)[rows.begins] = IGNORED_LABEL
+        positions = _since(rows.begins, labels.size).reshape(labels.shape)
+        found["position_ids"] = torch.from_numpy(positions)
+    return found
 
 
 def cu_seqlens(position_ids: torch.Tensor) -> torch.Tensor:

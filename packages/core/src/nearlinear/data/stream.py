@@ -32,13 +32,18 @@ class Stream:
         file, first token, end there. Where a range goes on in the next file there are two, or more.
         """
         row, file = np.arange(len(begin)), np.searchsorted(self.ends, begin, side="right")
-        found = [np.empty((0, 4), dtype=np.int64)]
-        while begin.size:
+        found = []
+        while True:
             stop, offset = np.minimum(end, self.ends[file]), self.starts[file]
-            found.append(np.stack([row, file, begin - offset, stop - offset], axis=1))
+            part = np.empty((len(row), 4), dtype=np.int64)
+            part[:, 0], part[:, 1] = row, file
+            part[:, 2], part[:, 3] = begin - offset, stop - offset
+            found.append(part)
             rest = stop < end
+            if not rest.any():
+                break
             begin, end, row, file = stop[rest], end[rest], row[rest], file[rest] + 1
-        return found[1] if len(found) == 2 else np.concatenate(found)
+        return found[0] if len(found) == 1 else np.concatenate(found)
 
     def read(self, pieces: np.ndarray, out: np.ndarray) -> None:
         """Fill the rows of `out` [N, L] from the left: `pieces` as above, by number of row."""
