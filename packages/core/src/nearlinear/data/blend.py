@@ -121,6 +121,21 @@ class Blend:
             found.append(lie)
         return np.concatenate(found)
 
+    def tokenizer(self) -> Path:
+        """As of a `TokenDataset`."""
+        return self.sources[0].tokenizer()
+
+    def bring(self, extents: np.ndarray) -> np.ndarray:
+        """As `Split.bring`, of places in `files`."""
+        ends = np.cumsum([len(source.files) for source in self.sources])
+        of = np.searchsorted(ends, extents[:, 0], side="right")
+        left = [np.empty((0, 3), dtype=np.int64)]
+        for number in np.unique(of).tolist():
+            source = self.sources[number]
+            first = np.array([ends[number] - len(source.files), 0, 0])
+            left.append(source.bring(extents[of == number] - first) + first)
+        return np.concatenate(left)
+
     def epochs(self, samples: int) -> dict[str, float]:
         """How often each source, by its path, has been read after so many samples."""
         counts = self.proportions.counts(samples)

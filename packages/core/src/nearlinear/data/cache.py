@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,6 +23,17 @@ def cache_folder(folder: str | Path | None = None) -> Path:
             f"{found} cannot be made ({error.strerror}): set data.cache to a folder of this node"
         ) from None
     return found
+
+
+def put(path: Path, data: bytes) -> None:
+    """A file that is there whole or not at all, for all of this node."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}.partial")
+    try:
+        partial.write_bytes(data)
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

@@ -7,8 +7,6 @@ Documents in one window attend to each other, unless a `Loader` is told to mask 
 """
 
 import functools
-import logging
-import threading
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,18 +14,11 @@ import numpy as np
 
 from ..errors import DataError
 from .cache import cache_folder
-from .documents import DocumentIndex
-from .format import Manifest, verify
+from .opening import open_split
 from .packing import PACKINGS, Packing
-from .plan import plan
+from .plan import Plan, plan
 from .reads import Reads
 from .stream import MOST_OPEN, Stream
-
-logger = logging.getLogger("nearlinear.data")
-
-_FULL_CHECK_BYTES = 2 * 1024**3
-_verified: set[tuple] = set()
-_verify_lock = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -50,6 +41,10 @@ class TokenDataset:
 
     `packing`: "concat", "best_fit" or "one_document", see `packing`; the last two end a window with
     EOS where their documents do not fill it, and keep a plan in `cache` (default: ~/.cache).
+    `path` is a folder of token shards, here or in a bucket (s3://bucket/prefix), a channel of a
+    SageMaker job (channel:name), or what Megatron and nanoGPT prepare, see `opening`; the last two
+    do not say what `vocab_size` and `eos_id` are (default: GPT-2's). Of a bucket, what is read is
+    kept in `cache`, `cache_gib` at most (0: all).
     `verify`: "auto" checks every sha256 when the split is at most 2 GiB and sizes otherwise,
     "full" always checks every sha256, "size" only sizes. A dataset already checked by this
     process is not read again, so ranks run as threads share one check. Raises `DataError` when
@@ -65,6 +60,9 @@ class TokenDataset:
         verify: str = "auto",
         packing: Packing = "concat",
         cache: str | Path | None = None,
+        cache_gib: float = 0,
+        vocab_size: int = 0,
+        eos_id: int = -1,
     ):
         if verify not in ("auto", "full", "size"):
             raise DataError(f"verify is {verify!r}: use 'auto', 'full' or 'size'")
@@ -72,50 +70,33 @@ class TokenDataset:
             raise DataError(f"packing is {packing!r}: use {', '.join(map(repr, PACKINGS))}")
         if sequence_length < 1:
             raise DataError(f"sequence_length is {sequence_length}: give at least 1")
-        self.path, self.split, self.sequence_length = Path(path), split, sequence_length
-        self.packing, self.cache = packing, cache
-        self.manifest = Manifest.read(path)
-        self.tokens = self._check_split()
-        _verify_once(self.path, self.manifest, split, verify)
-        self._shards = self.manifest.splits[split]
-        self.reads: Reads | None = None
-        self.files = [self.path / shard.file for shard in self._shards]
+        options = {"cache": cache, "cache_gib": cache_gib, "vocab_size": vocab_size,
+                   "eos_id": eos_id}  # fmt: skip
+        self.source = open_split(path, split, verify, **options)
+        self.path, self.split, self.manifest = self.source.path, split, self.source.manifest
+        self.sequence_length, self.packing = sequence_length, packing
+        self.tokens = self.manifest.total("tokens", split)
+        self.files = self.source.files
         """the shards' token files, in stream order"""
-        counts = [shard.tokens for shard in self._shards]
-        # Partial functions, not methods: who drops a dataset drops its maps at once.
-        self._stream = Stream(counts, functools.partial(_map, self.files, self.manifest.dtype))
-        self._index = functools.partial(_index, self.files, counts)
-        self._documents = functools.lru_cache(MOST_OPEN)(self._index)
-        self._plan = None
-        if packing != "concat":
-            lengths = (self._index(shard).lengths() for shard in range(len(self._shards)))
-            self._plan = plan(
-                cache_folder(cache), self.fingerprint, sequence_length, packing, lengths
+        self._options = options | {"packing": packing}
+        self.reads: Reads | None = None
+        self._stream = Stream([shard.tokens for shard in self.source.shards], self.source.tokens)
+        self._documents = functools.lru_cache(MOST_OPEN)(self.source.documents)
+        self._plan = self._planned(cache) if packing != "concat" else None
+        if not len(self):
+            raise DataError(
+                f"split {split!r} of {self.path} holds {self.tokens} tokens, fewer than one window "
+                f"of {sequence_length}: use a sequence_length of at most {self.tokens}, or prepare "
+                "more text"
+                if packing == "concat"
+                else f"split {split!r} of {self.path} has no document of two tokens: prepare more "
+                "text"
             )
-            if not len(self._plan):
-                raise DataError(
-                    f"split {split!r} of {self.path} has no document of two tokens: prepare more "
-                    "text"
-                )
 
-    def _check_split(self) -> int:
-        splits, length = self.manifest.splits, self.sequence_length
-        if self.split not in splits:
-            raise DataError(
-                f"{self.path} has no split {self.split!r}: it has {', '.join(sorted(splits))}"
-            )
-        tokens = self.manifest.total("tokens", self.split)
-        if not tokens:
-            raise DataError(
-                f"split {self.split!r} of {self.path} is empty: prepare the data again with more "
-                "text or a larger --val-fraction"
-            )
-        if tokens < length and self.packing == "concat":
-            raise DataError(
-                f"split {self.split!r} of {self.path} holds {tokens} tokens, fewer than one window "
-                f"of {length}: use a sequence_length of at most {tokens}, or prepare more text"
-            )
-        return tokens
+    def _planned(self, cache: str | Path | None) -> Plan:
+        lengths = (self.source.documents(n).lengths() for n in range(len(self.files)))
+        folder = cache_folder(cache)
+        return plan(folder, self.fingerprint, self.sequence_length, self.packing, lengths)
 
     def __repr__(self) -> str:
         windows = f"{len(self):,} windows of {self.sequence_length}"
@@ -129,7 +110,7 @@ class TokenDataset:
     @property
     def shard_bytes(self) -> list[int]:
         """Bytes of each of `files`."""
-        return [shard.bytes for shard in self._shards]
+        return [shard.bytes for shard in self.source.shards]
 
     def __len__(self) -> int:
         """The number of windows."""
@@ -148,8 +129,10 @@ class TokenDataset:
     def rows(self, indices, documents: bool = False) -> Rows:
         """The windows `indices` [N], in the order asked for; `documents`: and where those begin."""
         pieces, shape = self._pieces(indices), (len(indices), self.sequence_length)
+        extents = self._bytes(pieces)
+        self.source.bring(extents)
         if self.reads is not None:
-            self.reads.faults(self._bytes(pieces))
+            self.reads.faults(extents)
         tokens, filled = np.empty(shape, dtype=np.int64), None
         if self._plan is not None:
             sizes = pieces[:, 3] - pieces[:, 2]
@@ -178,6 +161,14 @@ class TokenDataset:
         short = np.flatnonzero(filled < length)
         begins = row * length + ends - sizes - before[row]
         return np.sort(np.concatenate([begins, short * length + filled[short]]))
+
+    def tokenizer(self) -> Path:
+        """The file of the tokenizer whose ids these are. Raises `DataError` if that is not told."""
+        return self.source.tokenizer()
+
+    def bring(self, extents: np.ndarray) -> np.ndarray:
+        """As `Split.bring`."""
+        return self.source.bring(extents)
 
     def count_reads(self, **options) -> Reads:
         """From now on count what reading asks of the file system; the counters, see `Reads`."""
@@ -213,11 +204,11 @@ class TokenDataset:
 
     def _bytes(self, pieces: np.ndarray) -> np.ndarray:
         """File, first byte and end of pieces of files."""
-        return pieces[:, 1:] * np.array([1, *2 * [self.manifest.dtype.itemsize]])
+        return pieces[:, 1:] * np.array([1, *2 * [self.source.dtype.itemsize]])
 
     def block_starts(self, block_bytes: int) -> np.ndarray:
         """The first window that begins in each aligned block of the files, int64 [blocks]."""
-        step = max(1, block_bytes // self.manifest.dtype.itemsize)
+        step = max(1, block_bytes // self.source.dtype.itemsize)
         firsts = [
             start + np.arange(0, end - start, step)
             for start, end in zip(self._stream.starts, self._stream.ends, strict=True)
@@ -227,48 +218,12 @@ class TokenDataset:
 
     def document_lengths(self) -> np.ndarray:
         """Tokens per document of the split in stream order, int64 [documents], EOS counted."""
-        return np.concatenate([self._index(shard).lengths() for shard in range(len(self._shards))])
+        return np.concatenate([self.source.documents(n).lengths() for n in range(len(self.files))])
 
     def __reduce__(self):
         # Reopen instead of pickling mapped memory; the files were checked when first opened.
-        return _open, (self.path, self.split, self.sequence_length, self.packing, self.cache)
+        return _open, (self.path, self.split, self.sequence_length, self._options)
 
 
-def _map(files: list[Path], dtype: np.dtype, shard: int) -> np.ndarray:
-    return np.asarray(np.memmap(files[shard], dtype=dtype, mode="r"))
-
-
-def _index(files: list[Path], counts: list[int], shard: int) -> DocumentIndex:
-    return DocumentIndex(files[shard].with_suffix(".idx"), counts[shard])
-
-
-def _open(path: Path, split: str, sequence_length: int, packing: str, cache) -> TokenDataset:
-    return TokenDataset(
-        path,
-        split,
-        sequence_length=sequence_length,
-        verify="size",
-        packing=packing,
-        cache=cache,
-    )
-
-
-def _verify_once(path: Path, manifest: Manifest, split: str, mode: str) -> None:
-    """Check a split's files unless this process already checked the same unchanged files."""
-    size = manifest.total("bytes", split)
-    full = mode == "full" or (mode == "auto" and size <= _FULL_CHECK_BYTES)
-    with _verify_lock:
-        files = [name for p in manifest.splits[split] for name in (p.file, p.idx_file)]
-        stats = [(path / name).stat() for name in files if (path / name).is_file()]
-        changed = tuple((s.st_size, s.st_mtime_ns) for s in stats)
-        key = (path.resolve(), manifest.fingerprint, split, changed)
-        if (*key, True) in _verified or (*key, full) in _verified:
-            return
-        if mode == "auto" and not full:
-            logger.info(
-                "%s: checked sizes only, %.1f GiB is over 2 GiB; "
-                "`python -m data_prep verify %s` checks every byte",
-                path, size / 1024**3, path,
-            )  # fmt: skip
-        verify(path, full=full, splits=(split,))
-        _verified.add((*key, full))
+def _open(path: Path | str, split: str, sequence_length: int, options: dict) -> TokenDataset:
+    return TokenDataset(path, split, sequence_length=sequence_length, verify="size", **options)

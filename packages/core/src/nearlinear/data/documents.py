@@ -19,13 +19,12 @@ _DTYPES = {4: np.dtype("<i4"), 8: np.dtype("<u2")}  # Megatron's codes of those 
 
 
 class DocumentIndex:
-    """The documents of one shard of `tokens` tokens. Raises `DataError` if `path` is not its index.
+    """The documents of a shard of so many `bytes_`. Raises `DataError` if `path` is not its index.
 
     The arrays are mapped: opening reads two pages.
     """
 
-    def __init__(self, path: Path, tokens: int):
-        self.path, self.tokens = path, tokens
+    def __init__(self, path: Path, bytes_: int):
         try:
             raw = np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
             header = INDEX_HEADER.unpack(raw[: INDEX_HEADER.size].tobytes())
@@ -48,10 +47,14 @@ class DocumentIndex:
         self._offsets = raw[lengths : lengths + offsets].view("<i8")
         self._firsts = raw[lengths + offsets :].view("<i8")
         self._plain = self.documents == sequences  # then sequence i is document i
-        if sequences and self._end() != tokens:
+        self.tokens = bytes_ // self.dtype.itemsize
+        end = 0
+        if sequences:
+            end = int(self._offsets[-1]) + int(self._lengths[-1]) * self.dtype.itemsize
+        if end != bytes_:
             raise DataError(
-                f"{path} describes {self._end()} tokens and its .bin holds {tokens}: they are not "
-                "a pair; copy both again"
+                f"{path} describes {end} bytes and its .bin has {bytes_}: they are not a pair; "
+                "copy both again"
             )
 
     def inside(self, start: int, stop: int) -> list[int]:
@@ -67,9 +70,6 @@ class DocumentIndex:
             return self._lengths.astype(np.int64)
         begins = self._begins(0, self.documents) // self.dtype.itemsize
         return np.diff(begins, append=self.tokens)
-
-    def _end(self) -> int:
-        return int(self._offsets[-1]) // self.dtype.itemsize + int(self._lengths[-1])
 
     def _bisect(self, offset: int, right: bool, least: int = 0) -> int:
         search = bisect.bisect_right if right else bisect.bisect_left

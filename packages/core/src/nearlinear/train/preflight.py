@@ -14,7 +14,7 @@ from ..checkpoint import storage
 from ..config import Config, divisors
 from ..data.blend import Blend
 from ..data.dataset import TokenDataset
-from ..data.format import Manifest
+from ..data.split import NoSplit
 from ..errors import CheckpointError, ConfigError, DataError
 from ..mesh import Mesh
 from ..schema import coerce
@@ -126,14 +126,12 @@ def open_dataset(config: TrainConfig, split: str, verified: bool = False) -> Tok
         verify="size" if verified else config.data.verify,
         packing=config.data.packing,
         cache=config.data.cache or None,
+        cache_gib=config.data.cache_gib,
+        vocab_size=config.data.vocab_size,
+        eos_id=config.data.eos_id,
     )
     if config.data.sources:
-        having = {
-            folder: weight
-            for folder, weight in config.data.sources.items()
-            if split == "train" or _has(folder, split)
-        }
-        dataset = Blend({opened(folder): weight for folder, weight in having.items()})
+        dataset = Blend(_sources(config.data.sources, opened, split))
     else:
         dataset = opened(config.data.path)
     needed = dataset.manifest.vocab_size
@@ -149,9 +147,15 @@ def open_dataset(config: TrainConfig, split: str, verified: bool = False) -> Tok
     return dataset
 
 
-def _has(folder: str, split: str) -> bool:
-    manifest = Manifest.read(folder)
-    return split in manifest.splits and manifest.total("tokens", split) > 0
+def _sources(weights: dict[str, float], opened: Callable, split: str) -> dict:
+    found = {}
+    for folder, weight in weights.items():
+        try:
+            found[opened(folder)] = weight
+        except NoSplit:
+            if split == "train":
+                raise
+    return found
 
 
 def read_state(config: TrainConfig) -> dict | None:

@@ -64,7 +64,8 @@ class DataConfig:
     """Which tokens to train on, and in which order."""
 
     path: str = ""
-    """folder of token shards written by python -m data_prep"""
+    """folder of token shards written by python -m data_prep; or s3://bucket/prefix; channel:name in
+    a SageMaker job; or .bin files of Megatron (with .idx) or nanoGPT"""
     sources: dict[str, float] = field(default_factory=dict)
     """several such folders in place of path, each with its weight, as in "tokens/code" = 0.3: of
     every few samples each has its share"""
@@ -88,8 +89,14 @@ class DataConfig:
     read_ahead: int = 0
     """steps whose sequences are read before they are needed, by a thread"""
     cache: str = ""
-    """folder of this node for what can be made again: plans of best_fit and one_document; empty =
-    ~/.cache/nearlinear"""
+    """folder of this node for what can be made again: blocks of data in a bucket, plans of best_fit
+    and one_document; empty = ~/.cache/nearlinear"""
+    cache_gib: float = 0.0
+    """GiB of blocks to keep there; 0 = all that have been read"""
+    vocab_size: int = 0
+    """ids of .bin files of others, which do not say; 0 = GPT-2's 50,257"""
+    eos_id: int = -1
+    """the id that ends a document in .bin files of others; -1 = the last one"""
     resume: str = ""
     """a data_state.json of an earlier run: continue with the batches it had not seen"""
 
@@ -105,9 +112,14 @@ class DataConfig:
             )
 
     @property
+    def folders(self) -> list[str]:
+        """Every name of data that is told."""
+        return [self.path] if self.path else list(self.sources)
+
+    @property
     def folder(self) -> str:
         """The folder whose tokenizer and vocabulary are those of all; empty: not told."""
-        return self.path or next(iter(self.sources), "")
+        return next(iter(self.folders), "")
 
 
 @dataclass(frozen=True)

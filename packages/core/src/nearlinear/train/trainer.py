@@ -242,8 +242,7 @@ class Trainer:
         """Text that continues ``train.sample_prompt``, decoded by the data's own tokenizer."""
         from tokenizers import Tokenizer
 
-        path = Path(self.config.data.folder) / "tokenizer" / "tokenizer.json"
-        tokenizer = Tokenizer.from_file(str(path))
+        tokenizer = Tokenizer.from_file(str(self.dataset.tokenizer()))
         prompt = tokenizer.encode(self.config.train.sample_prompt).ids
         prompt = prompt or [self.dataset.manifest.eos_id]
         context, tokens = self.config.model.longest_sequence, self.config.train.sample_tokens
