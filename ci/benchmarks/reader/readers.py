@@ -67,8 +67,20 @@ def arrow(folder: Path, length: int, batch: int) -> Iterator[dict]:
             yield found | {"labels": found["input_ids"].clone()}
 
 
+def grain(folder: Path, length: int, batch: int) -> Iterator[dict]:
+    """Grain's iterator over the same windows, without threads: they cost more than a map gives."""
+    from grain import MapDataset, ReadOptions
+
+    source = MapDataset.source(nl.data.GrainSource(dataset(folder, length)))
+    options = ReadOptions(num_threads=0, prefetch_buffer_size=0)
+    batches = source.shuffle(seed=0).repeat().batch(batch).to_iter_dataset(options)
+    for found in batches:
+        yield {name: torch.from_numpy(array) for name, array in found.items()}
+
+
 READERS: dict[str, Callable[..., Iterator[dict]]] = {
     "arrow, DataLoader": arrow,
+    "Grain over the same windows": grain,
     "nearlinear": nearlinear,
     "nearlinear, documents masked": lambda *a: nearlinear(*a, document_mask=True),
     "nearlinear, best fit, masked": lambda *a: nearlinear(

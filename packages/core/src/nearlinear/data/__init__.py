@@ -1,11 +1,13 @@
 """Token shards on disk and the resumable loader that feeds them to training.
 
-`format` is the files, `stream` their tokens end to end, `documents` where documents begin in them;
-`dataset` has the sequences of a fixed length, `packing` how documents fill them, by a `plan` in a
-`cache`, and `blend` mixes datasets. `shuffle` and `order` say which come when, `blocks` is another
-order for large reads. `loader` has the batches of one data rank, `masking` what a batch hides,
-`fetch` reads ahead, and `reads` counts what that asks of a file system. Names are imported on first
-use: but for `loader`, `masking` and `fetch` nothing needs torch, so preparing data does not.
+`opening` says what a name means: a `folder` of shards, a `bucket` through a `block_cache`, `foreign`
+files; each is a `split`, and `format` is our files. `stream` has their tokens end to end, and
+`documents` where documents begin in them; `dataset` has the sequences of a fixed length, `packing`
+how documents fill them, by a `plan` in a `cache`, and `blend` mixes datasets. `shuffle` and `order`
+say which come when, `blocks` is another order for large reads. `loader` has the batches of one data
+rank, `masking` what a batch hides, `fetch` reads ahead, `reads` counts what that asks of a file
+system, and `grain` is for who uses Grain. Names are imported on first use: but for `loader`,
+`masking`, `fetch` and `grain` nothing needs torch, so preparing data does not import it.
 """
 
 from importlib import import_module
@@ -17,6 +19,7 @@ _PUBLIC = {
     "TokenDataset": "dataset",
     "Blend": "blend",
     "kept": "packing",
+    "GrainSource": "grain",
     "permute": "shuffle",
     "Masks": "masking",
     "cu_seqlens": "masking",

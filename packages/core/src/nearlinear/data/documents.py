@@ -8,6 +8,7 @@ there may be several sequences, and ours is one.
 from __future__ import annotations
 
 import bisect
+import struct
 from pathlib import Path
 
 import numpy as np
@@ -30,10 +31,10 @@ class DocumentIndex:
             header = INDEX_HEADER.unpack(raw[: INDEX_HEADER.size].tobytes())
         except FileNotFoundError:
             raise DataError(f"{path} is missing: copy it again beside its .bin") from None
-        except (OSError, ValueError) as error:
-            raise DataError(f"{path} is no index of documents: {error}") from None
-        except Exception as error:  # struct.error, of a file that is shorter than its header
-            raise DataError(f"{path} is no index of documents: {error}") from None
+        except (OSError, ValueError, struct.error) as error:  # the last two: it is too short
+            raise DataError(
+                f"{path} is no index of documents ({error}): copy it again beside its .bin"
+            ) from None
         magic, version, code, sequences, documents = header
         size = INDEX_HEADER.size + 12 * sequences + 8 * documents
         if magic != b"MMIDIDX\x00\x00" or version != 1 or code not in _DTYPES or len(raw) != size:

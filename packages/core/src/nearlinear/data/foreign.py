@@ -93,7 +93,7 @@ def _index(file: Path) -> DocumentIndex:
 
 
 def _sample(file: Path) -> str:
-    found = xxhash.xxh3_128(str(file.stat().st_size))
+    found = xxhash.xxh3_128(str(file.stat().st_size).encode())
     with open(file, "rb") as opened:
         found.update(opened.read(_SAMPLED))
         opened.seek(max(0, file.stat().st_size - _SAMPLED))

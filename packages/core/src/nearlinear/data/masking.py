@@ -35,6 +35,12 @@ def batch(dataset, windows: np.ndarray, masks: Masks) -> dict[str, torch.Tensor]
     Labels equal the input ids, for Hugging Face models shift them inside, and are -100 for what is
     no target. ``masks.documents`` adds ``position_ids`` [B, S].
     """
+    found = arrays(dataset, windows, masks)
+    return {name: torch.from_numpy(array) for name, array in found.items()}
+
+
+def arrays(dataset, windows: np.ndarray, masks: Masks) -> dict[str, np.ndarray]:
+    """As `batch`, int64."""
     rows = dataset.rows(windows, documents=masks.documents)
     labels = rows.tokens.copy()
     if masks.eos:
@@ -42,11 +48,10 @@ def batch(dataset, windows: np.ndarray, masks: Masks) -> dict[str, torch.Tensor]
     if rows.filled is not None:
         for row in np.flatnonzero(rows.filled < labels.shape[1]).tolist():
             labels[row, rows.filled[row] :] = IGNORED_LABEL
-    found = {"input_ids": torch.from_numpy(rows.tokens), "labels": torch.from_numpy(labels)}
+    found = {"input_ids": rows.tokens, "labels": labels}
     if masks.documents:
         labels.reshape(-1)[rows.begins] = IGNORED_LABEL
-        positions = _since(rows.begins, labels.size).reshape(labels.shape)
-        found["position_ids"] = torch.from_numpy(positions)
+        found["position_ids"] = _since(rows.begins, labels.size).reshape(labels.shape)
     return found
 
 
