@@ -1,6 +1,6 @@
 """Token shards on disk and the resumable loader that feeds them to training.
 
-`opening` says what a name means: a `folder` of shards, a `bucket` through a `block_cache`, `foreign`
+`opening` says what a name means: a `folder` of shards, a `bucket` (with `block_cache`), `foreign`
 files; each is a `split`, and `format` is our files. `stream` has their tokens end to end, and
 `documents` where documents begin in them; `dataset` has the sequences of a fixed length, `packing`
 how documents fill them, by a `plan` in a `cache`, and `blend` mixes datasets. `shuffle` and `order`
