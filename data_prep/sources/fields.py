@@ -7,6 +7,15 @@ import orjson
 from nearlinear.errors import DataError
 
 
+def of_lines(lines: list[bytes], text_field: str) -> list[str] | None:
+    """The text field of each of many lines of JSON; None when one of them is not as it should."""
+    try:
+        texts = [orjson.loads(line)[text_field] for line in lines]
+    except (ValueError, KeyError, TypeError):
+        return None
+    return texts if set(map(type, texts)) == {str} else None
+
+
 def of_line(line: bytes, text_field: str) -> str | None:
     """The text field of a line of JSON; None when there is something to say about the line."""
     try:

@@ -61,26 +61,38 @@ def line_splits(inputs: Sequence[Input], target: int) -> list[Split]:
     return splits
 
 
-def lines(path: str | Path, start: int = 0, end: int | None = None) -> Iterator[bytes]:
-    """The lines [start, end) of a file, with their ends; of what it packs, when compressed."""
+def line_batches(path: str | Path, start: int = 0, end: int | None = None) -> Iterator[list[bytes]]:
+    """The lines [start, end) of a file, with their ends, about 1 MiB of them at a time.
+
+    Of what it packs, when the file is compressed. A line that is longer comes alone.
+    """
     with _opened(path) as stream:
         if start:
             stream.seek(start)
         left = float("inf") if end is None else end - start
-        pieces: list[bytes] = []
+        rest: list[bytes] = []
         while left > 0 and (chunk := stream.read(int(min(_CHUNK, left)))):
             left -= len(chunk)
-            first, *rest = chunk.splitlines(keepends=True) if b"\r" not in chunk else _cut(chunk)
-            pieces.append(first)
-            if first.endswith(b"\n"):
-                yield b"".join(pieces)
-                pieces.clear()
+            found = chunk.splitlines(keepends=True) if b"\r" not in chunk else _cut(chunk)
             if rest:
-                if not rest[-1].endswith(b"\n"):
-                    pieces.append(rest.pop())
-                yield from rest
-        if pieces:
-            yield b"".join(pieces)
+                rest.append(found[0])
+                found[0] = b"".join(rest) if found[0].endswith(b"\n") else b""
+            if found[-1].endswith(b"\n"):
+                rest = []
+            elif found[-1]:
+                rest = [found.pop()]
+            else:
+                found.pop()
+            if found:
+                yield found
+        if rest:
+            yield [b"".join(rest)]
+
+
+def lines(path: str | Path, start: int = 0, end: int | None = None) -> Iterator[bytes]:
+    """The lines of `line_batches`, one by one."""
+    for batch in line_batches(path, start, end):
+        yield from batch
 
 
 def decoded(raw: bytes, path: str | Path) -> str:

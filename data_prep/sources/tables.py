@@ -11,6 +11,7 @@ from data_prep.sources.files import (
     describe,
     existing_files,
     is_compressed,
+    line_batches,
     line_splits,
     lines,
     plain_size,
@@ -38,17 +39,24 @@ def jsonl(
 
     def read(split: Split) -> Iterator[str]:
         path = inputs[split.input].path
-        skipped = []
-        for number, line in enumerate(lines(path, split.start, split.end), 1):
-            text = fields.of_line(line, text_field)
-            if text is not None:
-                yield text
-            elif line.strip():
-                number += _lines_before(path, split.start)
-                error = fields.complaint(line, text_field, f"{path}:{number}")
-                if not skip_bad_lines:
-                    raise error
-                skipped.append(None if skipped else error)
+        skipped, number = [], 0
+        for batch in line_batches(path, split.start, split.end):
+            texts = fields.of_lines(batch, text_field)
+            if texts is not None:
+                number += len(batch)
+                yield from texts
+                continue
+            for line in batch:
+                number += 1
+                text = fields.of_line(line, text_field)
+                if text is not None:
+                    yield text
+                elif line.strip():
+                    where = f"{path}:{number + _lines_before(path, split.start)}"
+                    error = fields.complaint(line, text_field, where)
+                    if not skip_bad_lines:
+                        raise error
+                    skipped.append(None if skipped else error)
         if skipped:
             logger.warning("skipped %d bad lines, the first: %s", len(skipped), skipped[0])
 
