@@ -73,6 +73,7 @@ def merge(job: Job, folder: Path, records: list[dict]) -> Manifest:
 
     Raises `DataError` when there is no document, or none for training.
     """
+    records = _needed(job, records)
     out = folder / "dataset"
     shutil.rmtree(out, ignore_errors=True)
     for side in SPLITS:
@@ -116,6 +117,14 @@ def reached(job: Job, records: list[dict]) -> bool:
         limit is not None and sum(record[name] for record in records) >= limit
         for name, limit in _limits(job)
     )
+
+
+def _needed(job: Job, records: list[dict]) -> list[dict]:
+    """The first records, up to the one that reaches a limit: others may be done as well."""
+    for count in range(1, len(records) if limited(job) else 0):
+        if reached(job, records[:count]):
+            return records[:count]
+    return records
 
 
 def limited(job: Job) -> bool:
