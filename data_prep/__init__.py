@@ -12,7 +12,7 @@ _PUBLIC = {
     "summary": "report",
     "inspect": "report",
 }
-_MODULES = ("sources", "tokenizer", "build", "report")
+_MODULES = ("sources", "tokenizer", "build", "job", "report")
 
 __all__ = [*_PUBLIC, *_MODULES]
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from data_prep.job import JOB_FILE, Job, read_json
 from data_prep.merge import history
-from data_prep.work import same_text, sync_folder
+from data_prep.work import RECORD_FILE, same_text, sync_folder
 from nearlinear.data.format import FORMAT_NAME, MANIFEST_FILE, Manifest, verify
 from nearlinear.errors import DataError
 
@@ -57,9 +57,9 @@ def difference(old: dict, new: dict) -> str:
 def staging(out: Path, job: Job, overwrite: bool) -> Iterator[tuple[Path, int]]:
     """A folder to do `job` in, and the descriptor of its lock; publish it with `publish`.
 
-    What a stopped preparation of the same job left is in it; with `overwrite` nothing is. Left
-    without a finished split it is removed. Raises `DataError` when another process is building
-    the same `out`, or what is left is of another job.
+    What a stopped preparation of the same job left is in it. Left without a finished split it is
+    removed. Raises `DataError` when another process is building the same `out`, or when what is
+    left is of another job and is not to be overwritten.
     """
     out = Path(os.path.abspath(out))
     partial = out.with_name(out.name + ".partial")
@@ -67,10 +67,14 @@ def staging(out: Path, job: Job, overwrite: bool) -> Iterator[tuple[Path, int]]:
     with open(partial / _LOCK_FILE, "w") as lock:
         _take(lock, out)
         try:
-            if overwrite or not any(_done(partial)):
+            changed = _difference_of_left(partial, job) if any(_done(partial)) else ""
+            if changed and not overwrite:
+                raise DataError(
+                    f"{partial} holds an unfinished preparation with other settings ({changed}): "
+                    "pass --overwrite to start anew, or choose another --out"
+                )
+            if changed or not any(_done(partial)):
                 _clear(partial)
-            else:
-                _check_same(partial, job)
             (partial / "splits").mkdir(exist_ok=True)
             for stale in [*partial.glob("splits/*.tmp"), partial / "settled"]:
                 shutil.rmtree(stale, ignore_errors=True)
@@ -124,28 +128,24 @@ def _clear(partial: Path) -> None:
             shutil.rmtree(stale) if stale.is_dir() else stale.unlink()
 
 
-def _check_same(partial: Path, job: Job) -> None:
-    """Refuse to go on with what another job, or another input, left."""
+def _difference_of_left(partial: Path, job: Job) -> str:
+    """How the job that left splits in `partial`, or its input, differs; empty if it does not."""
     old = read_json(partial / JOB_FILE)
     if old is None:
-        return _clear(partial)
-    changed = difference(old["settings"], job.settings)
-    sizes = [file[1] for file in old["inputs"]]
-    if not changed and [file.bytes for file in job.inputs] != sizes:
-        changed = f"input {sum(sizes)} -> {sum(file.bytes for file in job.inputs)} bytes"
-    if not changed and [list(split) for split in job.splits] != old["splits"]:
-        changed = "input of other pieces"
-    if not changed and old["inputs"] != [list(file) for file in job.inputs]:
-        for number in range(len(job.splits)):
-            record = read_json(partial / "splits" / f"{number:05d}" / "record.json")
-            if record and not same_text(job, number, record["documents"], record["text"]):
-                changed = f"input, the text of split {number} is another"
-                break
-    if changed:
-        raise DataError(
-            f"{partial} holds an unfinished preparation with other settings ({changed}): pass "
-            "--overwrite to start anew, or choose another --out"
-        )
+        return f"{JOB_FILE} missing"
+    if changed := difference(old["settings"], job.settings):
+        return changed
+    sizes, now = [file[1] for file in old["inputs"]], [file.bytes for file in job.inputs]
+    if sizes != now:
+        return f"input {sum(sizes)} -> {sum(now)} bytes"
+    if old["splits"] != [list(split) for split in job.splits]:
+        return "input of other pieces"
+    if old["inputs"] != [list(file) for file in job.inputs]:
+        for path in sorted(_done(partial)):
+            record = read_json(path / RECORD_FILE)
+            if record and not same_text(job, record["split"], record["documents"], record["text"]):
+                return f"input, the text of split {record['split']} is another"
+    return ""
 
 
 def _other_input(manifest: Manifest, out: Path, job: Job) -> str:

@@ -1,4 +1,4 @@
-"""What each tool does with a file of JSON lines: `python -m data_prep.bench.peers NAME FILE OUT`."""
+"""What each tool does with a file of JSON lines: `python -m data_prep.bench.peers ...`."""
 
 import sys
 from importlib.util import find_spec
