@@ -56,11 +56,16 @@ def _prepare(options: argparse.Namespace) -> None:
         max_documents=options.max_documents,
         max_tokens=options.max_tokens,
         workers=options.workers,
+        engine=options.engine,
+        tasks=options.tasks,
+        engine_options=_pairs(options.engine_option),
         overwrite=options.overwrite,
         progress="json" if options.json else True,
         **chosen,
     )
-    if options.json:
+    if manifest is None:
+        print(f"submitted: {out} will be there when the jobs are done; its logs are in {out}.logs")
+    elif options.json:
         _print_json({"event": "prepared", "folder": str(out), "fingerprint": manifest.fingerprint})
     else:
         print(report.summary(out))
@@ -159,6 +164,19 @@ def _source(options: argparse.Namespace):
     if options.source == "hf":
         return sources.huggingface(options.name, options.split, options.config, options.text_field)
     return {"botocore": sources.botocore, "openwebtext": sources.openwebtext}[options.source]()
+
+
+def _pairs(options: list[str]) -> dict:
+    """KEY=VALUE as the executor takes them: numbers as numbers."""
+    from nearlinear.errors import ConfigError
+
+    found = {}
+    for option in options:
+        key, equals, value = option.partition("=")
+        if not equals:
+            raise ConfigError(f"--engine-option {option} has no value: write KEY=VALUE")
+        found[key] = int(value) if value.isdigit() else value
+    return found
 
 
 def _print_json(document: dict) -> None:

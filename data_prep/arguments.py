@@ -13,6 +13,8 @@ _EXAMPLES = """examples:
   python -m data_prep prepare parquet crawl/ --workers 32 --dedup exact
   python -m data_prep prepare text books/ --document paragraph --tokenizer llama/tokenizer.json
   python -m data_prep prepare hf HuggingFaceFW/fineweb-edu --config sample-10BT
+  python -m data_prep prepare jsonl crawl/ --engine slurm --tasks 200 \\
+      --engine-option time=2:00:00 --engine-option partition=cpu
   python -m data_prep plan jsonl corpus/                what would be done, in which pieces
   python -m data_prep verify data/botocore              every byte, by its checksums
   python -m data_prep stats data/botocore --report report.html
@@ -113,6 +115,10 @@ def _preparing_options() -> argparse.ArgumentParser:
     add("--workers", type=int, metavar="N", help="processes (default: one per core)")
     add("--backend", choices=("fastokens", "gigatoken", "tokenizers"), metavar="NAME",
         help="encoder to try: fastokens, gigatoken, tokenizers (default: in turn)")  # fmt: skip
+    add("--engine", choices=("local", "slurm", "ray"), help="an executor of datatrove's to use")
+    add("--tasks", type=int, metavar="N", help="tasks of the engine (default: one per core)")
+    add("--engine-option", action="append", default=[], metavar="KEY=VALUE",
+        help="of datatrove's executor, such as time=2:00:00; may be repeated")  # fmt: skip
     add("--overwrite", action="store_true", help="replace a dataset of other settings")
     _add_common(group)
     return options

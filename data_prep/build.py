@@ -37,9 +37,12 @@ def prepare(
     shard_tokens: int = DEFAULT_SHARD_TOKENS,
     workers: int | None = None,
     backends: Sequence[str] = BACKENDS,
+    engine: str | None = None,
+    tasks: int | None = None,
+    engine_options: dict | None = None,
     overwrite: bool = False,
     progress: bool | str = True,
-) -> Manifest:
+) -> Manifest | None:
     """Write `source` as token shards to `out` (default `data/<source name>`).
 
     `val_fraction` of the documents, chosen by a hash of (seed, text), go to split "val". When a
@@ -50,6 +53,8 @@ def prepare(
 
     `workers` processes work at a time (default: one per core, as many as there are splits);
     `backends` are the encoders to try, in turn. `progress` may be "json": a line of JSON each.
+    With `engine` ("local", "slurm", "ray") the splits are `tasks` tasks of datatrove's executor
+    instead, which takes `engine_options`; on Slurm they are submitted, and the answer is None.
 
     An intact dataset of the same settings at `out` is checked and returned as it is; one that was
     stopped goes on. Raises `DataError` for one of other settings (unless `overwrite`), an empty
@@ -82,11 +87,30 @@ def prepare(
             for line in _reuse_notes(out, done, source):
                 print(line, file=sys.stderr)
         return done
+    if engine is not None:
+        return _on_engine(engine, job, out, overwrite, tasks or cores(), tuple(backends),
+                          engine_options or {})  # fmt: skip
     with (
         staging(out, job, overwrite) as (folder, lock),
         Progress(source.name, job, show=progress) as bar,
     ):
         return finish(job, folder, out, bar, workers=workers, backends=backends, lock=lock)
+
+
+def _on_engine(engine, job, out, overwrite, tasks, backends, options) -> Manifest | None:
+    """The job under one of datatrove's executors."""
+    if job.source.spec is None:
+        raise DataError(f"other processes cannot read the source {job.source.name}: use no engine")
+    try:
+        from data_prep import engines
+    except ModuleNotFoundError as error:
+        raise DataError(
+            f"--engine needs datatrove ({error}): run `pip install 'nearlinear[datatrove]'`"
+        ) from None
+    out = Path(os.path.abspath(out))
+    with staging(out, job, overwrite, keep=engine == "slurm") as (folder, _):
+        engines.launch(engine, folder, out, min(tasks, len(job.splits)), backends, **options)
+    return Manifest.read(out) if engine != "slurm" else None
 
 
 def finish(job: Job, folder: Path, out: Path, bar: Progress, *, workers: int | None = 1,

@@ -54,12 +54,12 @@ def difference(old: dict, new: dict) -> str:
 
 
 @contextmanager
-def staging(out: Path, job: Job, overwrite: bool) -> Iterator[tuple[Path, int]]:
+def staging(out: Path, job: Job, overwrite: bool, keep: bool = False) -> Iterator[tuple[Path, int]]:
     """A folder to do `job` in, and the descriptor of its lock; publish it with `publish`.
 
     What a stopped preparation of the same job left is in it. Left without a finished split it is
-    removed. Raises `DataError` when another process is building the same `out`, or when what is
-    left is of another job and is not to be overwritten.
+    removed, unless `keep`: others work in it. Raises `DataError` when another process is building
+    the same `out`, or when what is left is of another job and is not to be overwritten.
     """
     out = Path(os.path.abspath(out))
     partial = out.with_name(out.name + ".partial")
@@ -81,7 +81,7 @@ def staging(out: Path, job: Job, overwrite: bool) -> Iterator[tuple[Path, int]]:
             job.save(partial)
             yield partial, lock.fileno()
         finally:
-            if partial.exists() and not any(_done(partial)):
+            if not keep and partial.exists() and not any(_done(partial)):
                 shutil.rmtree(partial, ignore_errors=True)
 
 
