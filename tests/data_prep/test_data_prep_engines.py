@@ -22,7 +22,7 @@ done
 last=$(sed -n 's/^#SBATCH --array=0-\\([0-9]*\\).*/\\1/p' $script)
 if [ -z "$last" ]; then echo 7; exit; fi
 for number in $(seq 0 $last); do
-  SLURM_ARRAY_TASK_ID=$number bash $script >> $SBATCH_LOG 2>&1 || exit 1
+  SLURM_NODELIST=here SLURM_ARRAY_TASK_ID=$number bash $script >> $SBATCH_LOG 2>&1 || exit 1
 done
 echo 7
 """
@@ -30,6 +30,7 @@ SRUN = """#!/bin/sh
 while [ "${1#-}" != "$1" ]; do [ "$1" = -n ] && shift; shift; done
 exec "$@"
 """
+SCONTROL = "#!/bin/sh\necho here\n"
 
 
 @pytest.fixture
@@ -56,7 +57,7 @@ def test_an_engine_gives_the_same_bytes(corpus, tmp_path, engine, monkeypatch, c
     if engine == "slurm":
         tools = tmp_path / "tools"
         tools.mkdir()
-        for name, text in (("sbatch", SBATCH), ("srun", SRUN)):
+        for name, text in (("sbatch", SBATCH), ("srun", SRUN), ("scontrol", SCONTROL)):
             (tools / name).write_text(text)
             (tools / name).chmod(0o755)
         path = os.pathsep.join([str(tools), str(Path(sys.executable).parent), os.environ["PATH"]])
