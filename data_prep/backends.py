@@ -21,7 +21,7 @@ logger = logging.getLogger("data_prep")
 
 BACKENDS = ("fastokens", "gigatoken", "tokenizers")
 CERTIFYING_STRINGS = 600
-_SAMPLE_CHARACTERS = 16 * 1024
+_SAMPLE_CHARACTERS = 4 * 1024
 
 Encoded = tuple[np.ndarray, np.ndarray]
 """token ids of all documents, uint32 [tokens]; tokens of each document, int64 [documents]"""

@@ -13,6 +13,8 @@ from functools import cache, cached_property
 from importlib.util import find_spec
 from pathlib import Path
 
+import orjson
+
 from nearlinear.errors import DataError
 
 GPT2_SHA256 = {
@@ -103,7 +105,7 @@ def gpt2() -> TextTokenizer:
         "model": {"type": "BPE", "dropout": None, "unk_token": None,
                   "continuing_subword_prefix": "", "end_of_word_suffix": "", "fuse_unk": False,
                   "byte_fallback": False, "ignore_merges": False,
-                  "vocab": json.loads(files["encoder.json"]),
+                  "vocab": orjson.loads(files["encoder.json"]),
                   "merges": [merge.split(" ") for merge in merges]},
     }  # fmt: skip
     return TextTokenizer("gpt2", json.dumps(document, ensure_ascii=False), _GPT2_EOS)

@@ -1,18 +1,20 @@
 """This preparation and other tools on the same file, in one run, by CPU seconds of one process.
 
 Each is a process of its own, from start to end: imports, reading, encoding, writing. Ids are
-compared, all of them, before any number is shown. Peers do what their users do (`peers`), less
-what would make them slower: no split, no shuffle.
+compared, all of them, before any number is shown. Peers do what their users do (`peers`); nanoGPT
+does it without its split.
 """
 
 import os
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import xxhash
 
 from data_prep.arguments import PEERS
 from nearlinear.errors import DataError
@@ -47,8 +49,7 @@ def bench(
                 ours, found["tokens"] = ids, len(ids)
             tool["tokens_per_cpu_second"] = len(ours) / tool["cpu_seconds"]
             if name != "nearlinear":
-                expected = _grouped(ours) if name == "huggingface" else ours
-                tool["same_ids"] = bool(np.array_equal(ids, expected))
+                tool["same_ids"] = _same(name, ids, ours)
                 first = found["tools"]["nearlinear"]["tokens_per_cpu_second"]
                 tool["ratio"] = first / tool["tokens_per_cpu_second"]
             found["tools"][name] = tool
@@ -90,6 +91,20 @@ def _stream(name: str, out: Path) -> np.ndarray:
     patterns = {"nearlinear": "tokens/train/*.bin", "nanogpt": "train.bin", "datatrove": "*.ds"}
     files = sorted(out.glob(patterns[name]))
     return np.concatenate([np.fromfile(file, np.uint16) for file in files])
+
+
+def _same(name: str, ids: np.ndarray, ours: np.ndarray) -> bool:
+    """Whether a tool's ids are ours, in its order and with what it leaves out."""
+    if name == "datatrove":  # it shuffles documents
+        return _documents(ids) == _documents(ours)
+    return np.array_equal(ids, _grouped(ours) if name == "huggingface" else ours)
+
+
+def _documents(stream: np.ndarray) -> Counter:
+    """How often each document is in a stream, by its hash."""
+    ends = np.flatnonzero(stream == _EOS_ID) + 1
+    pieces = np.split(np.ascontiguousarray(stream), ends[:-1])
+    return Counter(xxhash.xxh3_128_digest(piece) for piece in pieces)
 
 
 def _grouped(stream: np.ndarray) -> np.ndarray:

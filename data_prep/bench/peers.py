@@ -49,15 +49,15 @@ def nanogpt(file: str, out: Path) -> None:
 
 
 def datatrove(file: str, out: Path) -> None:
-    """datatrove's reader and `DocumentTokenizer`, one task, without its shuffle."""
+    """datatrove's reader and `DocumentTokenizer` as it is by default, one task."""
     from datatrove.executor import LocalPipelineExecutor
     from datatrove.pipeline.readers import JsonlReader
     from datatrove.pipeline.tokens import DocumentTokenizer
 
     steps = [
         JsonlReader(str(Path(file).parent), glob_pattern=Path(file).name, doc_progress=False),
-        DocumentTokenizer(str(out), tokenizer_name_or_path=_tokenizer(out), eos_token=_EOS,
-                          shuffle_documents=False),
+        DocumentTokenizer(str(out), local_working_dir=str(out / "work"), eos_token=_EOS,
+                          tokenizer_name_or_path=_tokenizer(out)),
     ]  # fmt: skip
     LocalPipelineExecutor(steps, tasks=1, workers=1, logging_dir=str(out / "logs")).run()
 
