@@ -31,7 +31,7 @@ from data_prep.work import (
     sync_folder,
 )
 from nearlinear import __version__
-from nearlinear.data.format import SPLITS, TOKENIZER_FILE, Manifest, dtype_for, read_index
+from nearlinear.data.format import SPLITS, TOKENIZER_FILE, Manifest, Shard, dtype_for, read_index
 from nearlinear.errors import DataError
 
 HISTORY_FILE = "preparation.json"
@@ -187,7 +187,9 @@ def _log(folder: Path, number: int) -> np.ndarray:
     return np.fromfile(split_folder(folder, number) / LOG_FILE, LOG)
 
 
-def _written_anew(job, folder, number, record, entries, places) -> tuple[Path, dict]:
+def _written_anew(
+    job: Job, folder: Path, number: int, record: dict, entries: np.ndarray, places: np.ndarray
+) -> tuple[Path, dict]:
     """The split with its documents at other `places`, beside the split that was made."""
     place = folder / "settled" / f"{number:05d}"
     before = documents.places(entries, job.seed, job.threshold)
@@ -204,7 +206,7 @@ def _written_anew(job, folder, number, record, entries, places) -> tuple[Path, d
     return place, again
 
 
-def _documents(job: Job, place: Path, shards) -> Iterator[np.ndarray]:
+def _documents(job: Job, place: Path, shards: tuple[Shard, ...]) -> Iterator[np.ndarray]:
     """The documents of shards one after another, as tokens with EOS."""
     dtype = dtype_for(job.words.vocab_size)
     for shard in shards:
@@ -215,7 +217,9 @@ def _documents(job: Job, place: Path, shards) -> Iterator[np.ndarray]:
             start += length
 
 
-def _manifest(job, records, shards, statistics, by_input) -> Manifest:
+def _manifest(
+    job: Job, records: list[dict], shards: dict, statistics: dict, by_input: list
+) -> Manifest:
     words, source = job.words, job.source
     inputs = [{"path": file.path, "bytes": file.bytes, "documents": counts[0],
                "tokens": counts[1]}

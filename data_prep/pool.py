@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
 
 from data_prep.backends import encoder
@@ -38,7 +38,7 @@ def run(job: Job, folder: Path, numbers: Iterator[int], workers: int, backends: 
         crew = [_Worker(folder, backends, lock) for _ in range(workers)]
         try:
             done = [threads.submit(worker.serve, next_number, bar) for worker in crew]
-            for future in done:
+            for future in wait(done, return_when=FIRST_EXCEPTION).done:
                 future.result()
         finally:
             for worker in crew:

@@ -7,6 +7,7 @@ JSON to stdout now and then. It ends when stdin does: a worker never outlives wh
 import json
 import os
 import queue
+import signal
 import sys
 import threading
 import time
@@ -17,6 +18,7 @@ _SECONDS_BETWEEN_LINES = 0.2
 
 def main(folder: str, backends: str) -> None:
     """Serve one preparation until stdin ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who started it decides what Ctrl-C means
     numbers: queue.Queue[str] = queue.Queue()
     threading.Thread(target=_listen, args=(numbers,), daemon=True).start()
     try:

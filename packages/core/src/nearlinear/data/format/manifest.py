@@ -38,9 +38,10 @@ class Manifest:
     libraries: dict = field(default_factory=dict)
     """versions of what made it"""
     plan: dict = field(default_factory=dict)
-    """`inputs`: path, bytes; `splits`: input, start, end, documents' digest, in order"""
+    """`inputs`: path, bytes, documents and tokens kept; `splits`, in order: input, start, end,
+    documents read, xxh3_64 of the hashes of their texts"""
     statistics: dict = field(default_factory=dict)
-    """documents, tokens, text bytes, duplicates, lengths, kept tokens"""
+    """documents, tokens, text bytes, duplicates, histogram of lengths, tokens kept by packing"""
 
     @property
     def dtype(self) -> np.dtype:
