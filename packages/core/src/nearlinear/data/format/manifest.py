@@ -8,7 +8,6 @@ import functools
 import hashlib
 import json
 import os
-import re
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -22,8 +21,6 @@ FORMAT_NAME = "nearlinear-token-shards"
 FORMAT_VERSION = 2
 MANIFEST_FILE = "index.json"
 TOKENIZER_FILE = "tokenizer/tokenizer.json"
-
-_HEX = re.compile("[0-9a-f]{8}|[0-9a-f]{16}")
 
 
 @dataclass(frozen=True)
@@ -41,9 +38,10 @@ class Manifest:
     libraries: dict = field(default_factory=dict)
     """versions of what made it"""
     plan: dict = field(default_factory=dict)
-    """`inputs`: path, bytes; `splits`: input, start, end, documents' digest, in order"""
+    """`inputs`: path, bytes, documents and tokens kept; `splits`, in order: input, start, end,
+    documents read, xxh3_64 of the hashes of their texts"""
     statistics: dict = field(default_factory=dict)
-    """documents, tokens, text bytes, duplicates, lengths, kept tokens"""
+    """documents, tokens, text bytes, duplicates, histogram of lengths, tokens kept by packing"""
 
     @property
     def dtype(self) -> np.dtype:
@@ -131,7 +129,7 @@ class Manifest:
 
     @classmethod
     def _parse(cls, document: dict) -> "Manifest":
-        splits = {s: tuple(map(_shard, shards)) for s, shards in document["splits"].items()}
+        splits = {s: tuple(map(Shard.parse, shards)) for s, shards in document["splits"].items()}
         names = ("vocab_size", "eos_id", "tokenizer", "settings", "source", "libraries", "plan",
                  "statistics")  # fmt: skip
         manifest = cls(splits=splits, **{name: document[name] for name in names})
@@ -146,10 +144,3 @@ class Manifest:
         if document["fingerprint"] != manifest.fingerprint:
             raise ValueError("fingerprint does not match the contents")
         return manifest
-
-
-def _shard(fields: dict) -> Shard:
-    blocks = {name: tuple(fields[name]) for name in ("blocks", "crcs")}
-    if not all(map(_HEX.fullmatch, (*blocks["blocks"], *blocks["crcs"]))):
-        raise ValueError(f"checksums of {fields['file']} are not hex digits")
-    return Shard(**{**fields, **blocks})

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -13,6 +14,8 @@ from .index import INDEX_HEADER, dtype_for, encode_index
 
 DEFAULT_SHARD_TOKENS = 64 * 1024 * 1024
 SPLITS = ("train", "val")
+
+_HEX = re.compile("[0-9a-f]{8}|[0-9a-f]{16}")
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,14 @@ class Shard:
     """xxh3_64 of each 4 MiB of the `.bin`, the last one shorter: 16 hex digits"""
     crcs: tuple[str, ...] = ()
     """CRC-32 of the same blocks, 8 hex digits: they name the bit that flipped"""
+
+    @classmethod
+    def parse(cls, fields: dict) -> "Shard":
+        """The shard of the fields of a JSON object. Raises `ValueError` among others."""
+        blocks, crcs = tuple(fields["blocks"]), tuple(fields["crcs"])
+        if not all(map(_HEX.fullmatch, (*blocks, *crcs))):
+            raise ValueError(f"checksums of {fields['file']} are not hex digits")
+        return cls(**{**fields, "blocks": blocks, "crcs": crcs})
 
     @property
     def idx_file(self) -> str:
