@@ -26,8 +26,9 @@ LOG = VENV / "setup.log"
 STAMP = VENV / "setup.json"
 EXTRAS = "data,notebooks,monitor,kubernetes,s3,sagemaker,dev"
 GLUE = "nearlinear_collectives.build"  # compiles what the first import would otherwise
-# What tests compare with, made from source: it needs the torch of this environment and no kernels.
-PEERS = ["deepspeed"]
+# What tests compare with: the first is made from source, with this environment's torch and no
+# kernels; the second is wanted for its files' reader.
+PEERS = ["deepspeed", "megatron-core"]
 PEERS_SETTINGS = {"DS_BUILD_OPS": "0", "DS_ACCELERATOR": "cpu"}
 
 # What an installer's log says, and what to tell the person who reads it.

@@ -1,7 +1,9 @@
 """Text to token shards: `python -m data_prep --help`, or `data_prep.prepare(...)` in a notebook.
 
-`sources` yields documents, `tokenizer` turns them into ids, `build` writes the shards that
-`nearlinear.TokenDataset` reads, `report` shows what is in them. Imported on first use.
+`sources` yields documents in splits, `tokenizer` and `backends` turn them into ids, `job` is a
+preparation as planned, `work` does one split, `pool` many in processes, `engines` on a cluster,
+`merge` makes a dataset of them, `output` puts it in place, and `build` is all of that. `report` and
+`figures` show what is in it. Imported on first use.
 """
 
 from importlib import import_module
@@ -12,7 +14,7 @@ _PUBLIC = {
     "summary": "report",
     "inspect": "report",
 }
-_MODULES = ("sources", "tokenizer", "build", "report", "botocore_docs")
+_MODULES = ("sources", "tokenizer", "build", "job", "report", "figures", "processing")
 
 __all__ = [*_PUBLIC, *_MODULES]
 

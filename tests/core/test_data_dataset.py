@@ -1,17 +1,21 @@
 import logging
 import pickle
+import struct
 import subprocess
 import sys
 import threading
+import tracemalloc
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nearlinear.data import dataset as dataset_module
+from nearlinear.data import folder as dataset_module
 from nearlinear.data.dataset import TokenDataset
-from nearlinear.data.format import Manifest, ShardWriter
+from nearlinear.data.format import Manifest, Shard, ShardWriter, encode_index
+from nearlinear.data.loader import Loader
+from nearlinear.data.masking import Masks
 from nearlinear.errors import DataError
 
 
@@ -158,3 +162,47 @@ def test_eight_threads_check_the_files_once(folder, monkeypatch):
 def test_reading_shards_does_not_import_torch():
     code = "import nearlinear.data.dataset, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def sparse_dataset(folder, shards, tokens, documents):
+    """Shards of holes, and indexes of them that hold their first and last documents only."""
+    (folder / "train").mkdir(parents=True)
+    parts = []
+    for number in range(shards):
+        path = folder / f"train/shard-{number:05d}.bin"
+        with open(path, "wb") as file:
+            file.truncate(2 * tokens)
+        with open(path.with_suffix(".idx"), "wb") as file:
+            header = encode_index(np.empty(0, "<i4"), np.dtype("<u2"))[:18]
+            file.write(header + struct.pack("<QQ", documents, documents + 1))
+            file.seek(34 + 4 * (documents - 1))
+            file.write(struct.pack("<i", tokens))
+            file.truncate(34 + 20 * documents + 8)
+        parts.append(
+            Shard(
+                f"train/{path.name}", tokens, documents, 2 * tokens, "0", 42 + 20 * documents, "0"
+            )
+        )
+    tokenizer = {"name": "t", "file": "tokenizer/tokenizer.json", "sha256": "0"}
+    Manifest(60_000, 0, tokenizer, {"train": tuple(parts)}).write(folder)
+
+
+@pytest.mark.parametrize("position", [0, 10**12])
+@pytest.mark.parametrize("masks", [Masks(), Masks(documents=True)])
+def test_ten_billion_tokens_open_without_being_read(tmp_path, monkeypatch, position, masks):
+    """A start touches the shards of the first batch alone, wherever it is in the data."""
+    sparse_dataset(tmp_path / "d", shards=100, tokens=10**8, documents=10**5)
+    mapped, real = [], np.memmap
+    monkeypatch.setattr(
+        "numpy.memmap", lambda path, *a, **k: (mapped.append(path.name), real(path, *a, **k))[1]
+    )
+    tracemalloc.start()
+    tokens = TokenDataset(tmp_path / "d", sequence_length=2048)
+    assert tokens.tokens == 10**10 and mapped == []
+    loader = Loader(tokens, 4, 1, 3, 8, masks=masks)
+    loader.load_state_dict(loader.state_dict() | {"next_sample": position})
+    assert next(loader)[0]["input_ids"].shape == (4, 2048)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert 1 <= len(mapped) <= 4 * (1 + masks.documents)
+    assert peak < 2**22  # of 20 GB of tokens and 200 MB of indexes

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 import nearlinear as nl
+from nearlinear.data.dataset import Rows
 from nearlinear.train.evaluate import generate, held_out_loss
 from tests.support import tiny
 
@@ -18,8 +19,8 @@ class Windows:
     def __len__(self):
         return len(self.tokens)
 
-    def windows(self, indices):
-        return self.tokens[np.asarray(indices)]
+    def rows(self, indices, documents):
+        return Rows(self.tokens[np.asarray(indices)], None, None)
 
 
 def loud_model():

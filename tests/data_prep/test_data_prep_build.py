@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import data_prep
-from data_prep import build
-from data_prep.output import staging
+from data_prep import output, work
+from data_prep.merge import HISTORY_FILE
 from nearlinear.data.dataset import TokenDataset
 from nearlinear.data.format import Manifest, verify
 from nearlinear.errors import DataError
@@ -24,9 +24,9 @@ def prepare(source, out, **options):
 
 
 def contents(folder):
-    """Every file but the manifest's provenance, by hash."""
+    """Every file but the history of its making, by hash."""
     return {str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest()
-            for p in sorted(folder.rglob("*")) if p.is_file()}  # fmt: skip
+            for p in folder.rglob("*") if p.is_file() and p.name != HISTORY_FILE}  # fmt: skip
 
 
 def test_every_document_round_trips_in_order(tmp_path, source, gpt2, read_documents):
@@ -67,7 +67,7 @@ def test_split_depends_on_the_text_alone(tmp_path, source, read_documents):
 
 def test_bytes_do_not_depend_on_batches(tmp_path, source, monkeypatch):
     prepare(source(TEXTS), tmp_path / "a", shard_tokens=500)
-    monkeypatch.setattr(build, "_BATCH_BYTES", 100)
+    monkeypatch.setattr(work, "_BATCH_CHARACTERS", 100)
     prepare(source(TEXTS), tmp_path / "b", shard_tokens=500)
     assert contents(tmp_path / "a") == contents(tmp_path / "b")
 
@@ -200,37 +200,29 @@ data_prep.prepare(data_prep.Source("endless", documents), sys.argv[1], shard_tok
 """
 
 
-def test_a_killed_preparation_never_looks_valid_and_is_cleared(tmp_path, source):
+def test_a_killed_preparation_never_looks_valid_and_is_cleared(tmp_path, source, monkeypatch):
     out, partial = tmp_path / "d", tmp_path / "d.partial"
     process = subprocess.Popen([sys.executable, "-c", KILLED, str(out)])
     try:
         deadline = time.monotonic() + 30
-        while len(list(partial.glob("train/*.idx"))) < 3 and time.monotonic() < deadline:
+        while (
+            len(list(partial.glob("splits/*.tmp/train/*.idx"))) < 3 and time.monotonic() < deadline
+        ):
             time.sleep(0.02)
+        monkeypatch.setattr(output, "_SECONDS_FOR_LOCK", 0)
         with pytest.raises(DataError, match="another process is preparing"):
             prepare(source(TEXTS), out)
         assert process.poll() is None
     finally:
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
-    assert len(list(partial.glob("train/*.idx"))) >= 3 and not out.exists()
+    assert list(partial.glob("splits/*.tmp/train/*.idx"))[2:] and not out.exists()
     with pytest.raises(DataError, match="did not finish"):
         Manifest.read(partial)
     manifest = prepare(source(TEXTS), out)
     assert verify(out) == manifest and not partial.exists()
     prepare(source(TEXTS), tmp_path / "clean")
     assert contents(out) == contents(tmp_path / "clean")
-
-
-def test_staging_publishes_only_on_success(tmp_path):
-    with pytest.raises(ZeroDivisionError), staging(tmp_path / "a/d") as folder:
-        (folder / "x").write_text("1")
-        raise ZeroDivisionError
-    assert not list((tmp_path / "a").iterdir())
-    with staging(tmp_path / "a/d") as folder:
-        (folder / "x").write_text("1")
-        assert not (tmp_path / "a/d").exists()
-    assert [p.name for p in (tmp_path / "a/d").iterdir()] == ["x"]
 
 
 def test_large_vocabularies_are_prepared_as_uint32(tmp_path, source, read_documents):

@@ -1,9 +1,13 @@
 import gzip
 import json
+from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from data_prep import botocore_docs, sources
+from data_prep import sources
+from data_prep.sources import botocore_docs, files
 from nearlinear.errors import DataError
 
 
@@ -71,22 +75,12 @@ def test_text_folder(tmp_path, document, expected):
     assert list(sources.text([tmp_path], document).documents()) == expected
 
 
-def test_inputs_are_told_apart_by_contents(tmp_path):
-    def identity(name, text):
-        path = tmp_path / name
-        path.write_text(text)
-        return sources.text([path]).settings
-
-    assert identity("a.txt", "same") == identity("b.txt", "same")
-    assert identity("a.txt", "same") != identity("b.txt", "sama")
-
-
 def test_path_errors(tmp_path):
     with pytest.raises(DataError, match="no input file .*none.txt"):
         sources.text([tmp_path / "none.txt"])
     with pytest.raises(DataError, match="no .txt or .md files under"):
         sources.text([tmp_path])
-    with pytest.raises(DataError, match="no input file"):
+    with pytest.raises(DataError, match="no .jsonl or .jsonl.gz files under"):
         sources.jsonl([tmp_path])
     with pytest.raises(DataError, match="'file', 'line' or 'paragraph'"):
         sources.text([tmp_path], "word")
@@ -146,3 +140,120 @@ def test_missing_botocore_names_the_package(monkeypatch):
     monkeypatch.setattr(botocore_docs, "find_spec", lambda name: None)
     with pytest.raises(DataError, match="pip install botocore"):
         sources.botocore()
+
+
+def compressed(path, raw):
+    """`raw` as a file of the kind its name says."""
+    if path.suffix == ".gz":
+        raw = gzip.compress(raw)
+    elif path.suffix == ".zst":
+        zstandard = pytest.importorskip("zstandard")
+        half = len(raw) // 2  # two frames, as parallel compressors write
+        pack = zstandard.ZstdCompressor().compress
+        raw = pack(raw[:half]) + pack(raw[half:])
+    path.write_bytes(raw)
+    return path
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    lines=st.lists(st.binary(max_size=12).map(lambda raw: raw.replace(b"\n", b"\r")), max_size=30),
+    end=st.sampled_from([b"", b"\n"]),
+    target=st.integers(1, 60),
+    chunk=st.integers(1, 40),
+)
+def test_lines_are_the_same_however_they_are_cut(tmp_path_factory, lines, end, target, chunk):
+    path = tmp_path_factory.mktemp("d") / "a.txt"
+    path.write_bytes(b"\n".join(lines) + end)
+    expected = path.read_bytes().split(b"\n")
+    inputs = [sources.Input.of(path)]
+    splits = files.line_splits(inputs, target)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(files, "_CHUNK", chunk)
+        found = [line for split in splits for line in files.lines(path, split.start, split.end)]
+    assert b"".join(found) == path.read_bytes()
+    assert [line.removesuffix(b"\n") for line in found] == expected[: len(found)]
+    assert expected[len(found) :] in ([], [b""])
+    assert [split.start for split in splits[1:]] == [split.end for split in splits[:-1]]
+    assert all(split.end > split.start for split in splits)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst"])
+def test_a_split_names_the_line_of_its_file(tmp_path, name):
+    texts = [{"text": f"text {i}"} for i in range(50)]
+    raw = b"".join(json.dumps(row).encode() + b"\n" for row in texts) + b"{\n"
+    source = sources.jsonl(compressed(tmp_path / name, raw))
+    splits = source.plan(100)
+    assert len(splits) > 5 if name == "a.jsonl" else splits == [(0, 0, None, splits[0].bytes)]
+    found = [text for split in splits[:-1] for text in source.read(split)]
+    assert found == [row["text"] for row in texts][: len(found)]
+    assert len(found) > 40 or len(splits) == 1
+    with pytest.raises(DataError, match=f"{name}:51 is not JSON"):
+        list(source.read(splits[-1]))
+
+
+def test_broken_zstd_is_named(tmp_path):
+    path = compressed(tmp_path / "a.jsonl.zst", b'{"text": "three"}\n' * 1000)
+    path.write_bytes(path.read_bytes()[:-3])
+    with pytest.raises(DataError, match="a.jsonl.zst is not a whole zstd file.*copy it again"):
+        list(sources.jsonl(path).documents())
+
+
+def test_json_that_only_python_reads_is_read(tmp_path):
+    path = write_lines(tmp_path / "a.jsonl", b'{"text": "a \\ud800 b", "n": NaN}', {"text": "c"})
+    assert list(sources.jsonl(path).documents()) == ["a \ud800 b", "c"]
+
+
+def test_parquet_by_row_groups(tmp_path):
+    pa = pytest.importorskip("pyarrow")
+    from pyarrow import parquet as pq
+
+    texts = [f"text {i} " * 20 for i in range(100)]
+    texts[40] = None
+    table = pa.table({"body": texts, "n": range(100)})
+    pq.write_table(table, tmp_path / "b.parquet", row_group_size=10)
+    pq.write_table(table.slice(0, 5), tmp_path / "a.parquet")
+    source = sources.parquet([tmp_path], "body")
+    splits = source.plan(2000)
+    assert [split[:3] for split in splits][:2] == [(0, 0, 1), (1, 0, 2)] and len(splits) == 9
+    found = [text for split in splits for text in source.read(split)]
+    assert found == texts[:5] + [text for text in texts if text is not None]
+    again = sources.rebuild(json.loads(json.dumps(source.spec)))
+    assert [text for split in again.plan(2000) for text in again.read(split)] == found
+    with pytest.raises(DataError, match="no column 'text', it has 'body', 'n': name one"):
+        list(sources.parquet([tmp_path]).documents())
+    with pytest.raises(DataError, match="int64 in 'n', not text"):
+        sources.parquet([tmp_path], "n")
+    (tmp_path / "c.parquet").write_bytes(b"plain")
+    with pytest.raises(DataError, match="c.parquet is not a Parquet file"):
+        sources.parquet([tmp_path], "body")
+
+
+def test_a_dataset_saved_to_disk_is_read_in_runs_of_rows(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    texts = [f"text {i} " * 5 for i in range(100)]
+    datasets.Dataset.from_dict({"text": texts}).save_to_disk(str(tmp_path / "saved"))
+    source = sources.huggingface(str(tmp_path / "saved"))
+    splits = source.plan(1000)
+    assert len(splits) > 3 and splits[-1].end == 100
+    assert [text for split in splits for text in source.read(split)] == texts
+    assert source.name == "saved" and list(source.documents()) == texts
+
+
+def test_a_hub_dataset_is_split_by_its_files(tmp_path):
+    pytest.importorskip("datasets")
+    for number in range(3):
+        write_lines(tmp_path / f"train-{number}.jsonl", {"text": f"{number} a"}, {"text": "b"})
+    source = sources.huggingface(str(tmp_path))
+    found = [list(source.read(split)) for split in source.splits()]
+    assert found == [["0 a", "b"], ["1 a", "b"], ["2 a", "b"]]
+
+
+def test_splits_are_larger_where_they_would_be_many(monkeypatch, tmp_path):
+    path = write_lines(tmp_path / "a.jsonl", {"text": "one"})
+    source = sources.jsonl(path)
+    asked = []
+    for size in (10**9, 10**12, 10**14):
+        inputs = (sources.Input(str(path), size, 0),)
+        replace(source, inputs=inputs, plan=lambda target: asked.append(target) or []).splits()
+    assert asked == [32 * 2**20, 10**12 // 4096, 256 * 2**20]

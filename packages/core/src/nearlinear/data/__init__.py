@@ -1,9 +1,13 @@
 """Token shards on disk and the resumable loader that feeds them to training.
 
-`format` is the files, `dataset` the fixed-length windows over them, `shuffle` the order and
-`blocks` another for large reads, `loader` the batches of one data rank, `fetch` reads ahead for it,
-and `reads` counts what that asks of a file system. Names are imported on first use: `format`,
-`shuffle` and `dataset` need numpy only, so preparing data does not import torch.
+`opening` says what a name means: a `folder` of shards, a `bucket` (with `block_cache`), `foreign`
+files; each is a `split`, and `format` is our files. `stream` has their tokens end to end, and
+`documents` where documents begin in them; `dataset` has the sequences of a fixed length, `packing`
+how documents fill them, by a `plan` in a `cache`, and `blend` mixes datasets. `shuffle` and `order`
+say which come when, `blocks` is another order for large reads. `loader` has the batches of one data
+rank, `masking` what a batch hides, `fetch` reads ahead, `reads` counts what that asks of a file
+system, and `grain` is for who uses Grain. Names are imported on first use: but for `loader`,
+`masking`, `fetch` and `grain` nothing needs torch, so preparing data does not import it.
 """
 
 from importlib import import_module
@@ -13,7 +17,12 @@ _PUBLIC = {
     "ShardWriter": "format",
     "verify": "format",
     "TokenDataset": "dataset",
+    "Blend": "blend",
+    "kept": "packing",
+    "GrainSource": "grain",
     "permute": "shuffle",
+    "Masks": "masking",
+    "cu_seqlens": "masking",
     "BlockShuffle": "loader",
     "Loader": "loader",
     "evaluation_batches": "loader",

@@ -43,7 +43,7 @@ class Fetcher:
         extents = self._dataset.extents(*_joined(new))
         if self._dataset.reads is not None:
             self._dataset.reads.explicit(extents)
-        for shard, start, end in extents.tolist():
+        for shard, start, end in self._dataset.bring(extents).tolist():
             try:
                 self._read(shard, start, end)
             except OSError as error:

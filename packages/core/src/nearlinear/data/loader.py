@@ -7,24 +7,42 @@ must be large (`BlockShuffle`), another function of the same kind takes permute'
 ranks share a step's samples out by where they lie.
 """
 
+import functools
 import hashlib
 from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import numpy as np
 import torch
 
 from .. import runtime
 from ..errors import DataError
+from .blend import Blend
 from .blocks import BlockOrder
 from .dataset import TokenDataset
 from .fetch import Fetcher
+from .masking import IGNORED_LABEL, NOTHING, Masks, batch
+from .order import Blended, Shuffled, key
 from .reads import UNIT
-from .shuffle import permute
 
 _STATE_FORMAT, _BLOCK_STATE_FORMAT = 1, 2  # the second also names the blocks
-_IGNORED_LABEL = -100  # the ignore_index of torch's cross entropy and of Hugging Face models
+_AT_ONCE = 1024
+"""samples whose windows are worked out together: the arithmetic costs little more than of one"""
+_CHUNKS = 64
+"""times as many are remembered, at 8 bytes each"""
+
+
+_IDENTITY = {
+    "dataset": None,
+    "seed": None,
+    "sequence_length": None,
+    "packing": "concat",
+    "shuffle_block_mib": 0,
+    "shuffle_blocks": 0,
+}
+"""What of a state decides which windows come, and what it is where a state does not say."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +63,9 @@ class Loader:
     """An endless iterator; each `next()` is one optimizer step's work for one data rank.
 
     A step is a list of `micro_batches` dicts, each {"input_ids", "labels"}: LongTensor [B, S] with
-    B = `micro_batch_size` and S = the dataset's sequence length. Labels equal the input ids:
-    Hugging Face models shift them inside. Over all `data_ranks` a step takes
+    B = `micro_batch_size` and S = the dataset's sequence length, see `masking.batch`; with
+    `masks` that hide documents from each other, "position_ids" too. Over all `data_ranks` a step
+    takes
     G = micro_batch_size * micro_batches * data_ranks samples, and which samples depends on G only.
     `data_rank` counts ranks that read different data, not all ranks of the job; both default to
     this rank's place in the mesh of `nearlinear.init`.
@@ -57,7 +76,7 @@ class Loader:
 
     def __init__(
         self,
-        dataset: TokenDataset,
+        dataset: TokenDataset | Blend,
         micro_batch_size: int,
         micro_batches: int = 1,
         data_rank: int | None = None,
@@ -65,6 +84,7 @@ class Loader:
         seed: int = 0,
         blocks: BlockShuffle | None = None,
         read_ahead: int = 0,
+        masks: Masks = NOTHING,
     ):
         _require_positive(micro_batch_size=micro_batch_size, micro_batches=micro_batches)
         if read_ahead < 0:
@@ -77,8 +97,11 @@ class Loader:
         self.dataset, self.seed = dataset, seed
         self.micro_batch_size, self.micro_batches = micro_batch_size, micro_batches
         self.data_rank, self.data_ranks = data_rank, data_ranks
-        self.blocks, self.read_ahead = blocks, read_ahead
+        self.blocks, self.read_ahead, self.masks = blocks, read_ahead, masks
         self.order = _block_order(dataset, blocks, seed) if blocks else None
+        every = self.order or _order(dataset, seed)
+        # Of a partial function, not a method: who drops a loader drops the dataset's maps at once.
+        self._chunk = functools.lru_cache(_CHUNKS)(functools.partial(_chunk, every))
         self._fetcher = None
         if blocks or read_ahead:  # of blocks, this group's and the next one's are remembered
             self._fetcher = Fetcher(dataset, 2 * blocks.blocks if blocks else 0)
@@ -96,10 +119,7 @@ class Loader:
 
     def __next__(self) -> list[dict[str, torch.Tensor]]:
         base = self._next_sample
-        step = []
-        for windows in self._read(base):
-            tokens = torch.from_numpy(self.dataset.windows(windows))
-            step.append({"input_ids": tokens, "labels": tokens.clone()})
+        step = [batch(self.dataset, windows, self.masks) for windows in self._read(base)]
         self._last_step, self._next_sample = base, base + self.samples_per_step
         return step
 
@@ -110,9 +130,9 @@ class Loader:
         """
         size, count = self.micro_batch_size, self.micro_batches
         if self.order is None:
-            firsts = [base + (m * self.data_ranks + self.data_rank) * size for m in range(count)]
-            mine = np.stack([self._windows(first, size) for first in firsts])
-            return mine, np.stack([mine.reshape(-1), mine.reshape(-1) + 1], axis=1)
+            everyones = self._windows(base, self.samples_per_step)
+            mine = everyones.reshape(count, self.data_ranks, size)[:, self.data_rank]
+            return mine, mine.reshape(-1, 1) + np.array([0, 1])
         # Neighbours in the files go to one rank, and to the same one in every step of a group.
         places = self.order.places(np.arange(base, base + self.samples_per_step))
         ranks = np.argsort(places[:, 1], kind="stable").reshape(self.data_ranks, -1)
@@ -145,6 +165,13 @@ class Loader:
         windows = self._windows(self._last_step, self.samples_per_step)
         return hashlib.blake2b(windows.astype("<i8").tobytes(), digest_size=6).hexdigest()
 
+    @property
+    def epochs(self) -> dict[str, float]:
+        """How often each source of a blend has been read, by its path; of one dataset its own."""
+        if isinstance(self.dataset, Blend):
+            return self.dataset.epochs(self._next_sample)
+        return {str(self.dataset.path): self._next_sample / len(self.dataset)}
+
     def state_dict(self) -> dict:
         """The position, small and JSON-able; the same on every rank."""
         state = {
@@ -155,6 +182,10 @@ class Loader:
             "dataset": self.dataset.fingerprint,
             "tokenizer": self.dataset.manifest.words,
         }
+        if isinstance(self.dataset, Blend):
+            state["sources"] = self.dataset.describe()
+        if self.dataset.packing != "concat":
+            state["packing"] = self.dataset.packing
         if self.blocks:
             state["shuffle_block_mib"] = self.blocks.block_mib
             state["shuffle_blocks"] = self.blocks.blocks
@@ -182,12 +213,13 @@ class Loader:
                 f"the loader state has format {state.get('format')!r}, this nearlinear reads "
                 f"{known}: resume with the version that wrote it, or start a new run"
             )
-        keys = ("dataset", "seed", "sequence_length", "shuffle_block_mib", "shuffle_blocks")
-        differing = [key for key in keys if state.get(key, 0) != here.get(key, 0)]
+        differing = _other_sources(state.get("sources", []), here.get("sources", [])) or [
+            f"{name} was {state.get(name, usual)} and is {here.get(name, usual)}"
+            for name, usual in _IDENTITY.items()
+            if state.get(name, usual) != here.get(name, usual)
+        ]
         if differing:
-            what = ", ".join(
-                f"{key} was {state.get(key, 0)} and is {here.get(key, 0)}" for key in differing
-            )
+            what = ", ".join(differing)
             raise DataError(
                 f"cannot resume the data order: {what}; use the settings of the interrupted run, "
                 "or start a new run without the loader's state"
@@ -197,26 +229,21 @@ class Loader:
 
     def _windows(self, first: int, count: int) -> np.ndarray:
         """The windows of samples [first, first + count), int64 [count]."""
-        n = len(self.dataset)
-        samples = np.arange(first, first + count, dtype=np.int64)
-        if self.order:
-            return self.order.windows(self.order.places(samples))
-        epochs, positions = samples // n, samples % n
-        windows = np.empty(count, dtype=np.int64)
-        for epoch in range(int(epochs[0]), int(epochs[-1]) + 1):
-            chosen = epochs == epoch
-            windows[chosen] = permute(positions[chosen], n, _key(self.seed, epoch))
-        return windows
+        chunks = range(first // _AT_ONCE, (first + count - 1) // _AT_ONCE + 1)
+        known = [self._chunk(number) for number in chunks]
+        known = known[0] if len(known) == 1 else np.concatenate(known)
+        return known[first - chunks[0] * _AT_ONCE :][:count]
 
 
 def evaluation_batches(
-    dataset: TokenDataset,
+    dataset: TokenDataset | Blend,
     batch_size: int,
     data_rank: int = 0,
     data_ranks: int = 1,
     max_windows: int | None = None,
+    masks: Masks = NOTHING,
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """Every window once, in order: {"input_ids", "labels"}, LongTensor [batch_size, S] each.
+    """Every window once, in order: batches of `batch_size` as the `Loader` makes them.
 
     `max_windows` limits them to so many over all ranks, evenly spaced over the split, so that a
     loss over them does not depend on the layout. Every rank yields the same number of batches of
@@ -225,31 +252,61 @@ def evaluation_batches(
     """
     _require_positive(batch_size=batch_size)
     _require_rank(data_rank, data_ranks)
-    return _evaluation_batches(dataset, batch_size, data_rank, data_ranks, max_windows)
+    return _evaluation_batches(dataset, batch_size, data_rank, data_ranks, max_windows, masks)
 
 
-def _evaluation_batches(dataset, batch_size, data_rank, data_ranks, max_windows):
+def _evaluation_batches(dataset, batch_size, data_rank, data_ranks, max_windows, masks):
     n = len(dataset) if max_windows is None else min(len(dataset), max_windows)
-    batches = -(-n // (batch_size * data_ranks))
-    for batch in range(batches):
-        first = (batch * data_ranks + data_rank) * batch_size
+    for number in range(-(-n // (batch_size * data_ranks))):
+        first = (number * data_ranks + data_rank) * batch_size
         rows = np.arange(first, first + batch_size)
-        tokens = torch.from_numpy(dataset.windows(rows % n * len(dataset) // n))
-        labels = tokens.clone()
-        labels[torch.from_numpy(rows >= n)] = _IGNORED_LABEL
-        yield {"input_ids": tokens, "labels": labels}
+        found = batch(dataset, rows % n * len(dataset) // n, masks)
+        found["labels"][torch.from_numpy(rows >= n)] = IGNORED_LABEL
+        yield found
 
 
-def _block_order(dataset: TokenDataset, blocks: BlockShuffle, seed: int) -> BlockOrder:
+def _order(dataset: TokenDataset | Blend, seed: int) -> Shuffled | Blended:
+    if isinstance(dataset, Blend):
+        return Blended(dataset, lambda source, epoch: key(seed, "source", source, epoch))
+    return Shuffled(len(dataset), lambda epoch: key(seed, epoch))
+
+
+def _chunk(order: Shuffled | Blended | BlockOrder, number: int) -> np.ndarray:
+    """The windows of `_AT_ONCE` samples from `number` times as many on."""
+    samples = np.arange(number * _AT_ONCE, (number + 1) * _AT_ONCE)
+    return order.windows(order.places(samples) if isinstance(order, BlockOrder) else samples)
+
+
+def _block_order(dataset: TokenDataset | Blend, blocks: BlockShuffle, seed: int) -> BlockOrder:
+    if isinstance(dataset, Blend):
+        raise DataError(
+            "windows are shuffled by blocks of the files of one dataset, and this is a blend: drop "
+            "data.shuffle_block_mib, or data.sources"
+        )
+    if dataset.packing != "concat":
+        raise DataError(
+            f"windows are shuffled by blocks of the files in the packing concat, and this is "
+            f"{dataset.packing}: drop data.shuffle_block_mib, or data.packing"
+        )
     _require_positive(block_mib=blocks.block_mib, blocks=blocks.blocks)
     starts = dataset.block_starts(blocks.block_mib * UNIT)
-    return BlockOrder(starts, len(dataset), blocks.blocks, lambda *words: _key(seed, *words))
+    return BlockOrder(starts, len(dataset), blocks.blocks, lambda *words: key(seed, *words))
 
 
-def _key(*words: int) -> int:
-    """The key of the shuffle that ``words`` name: seed, epoch, and the block where it is of one."""
-    text = ":".join(map(str, words))
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+def _other_sources(before: list[dict], now: list[dict]) -> list[str]:
+    """What is different of a blend's sources, in words."""
+    found = []
+    for number, (was, is_) in enumerate(zip_longest(before, now), 1):
+        identity = [each and (each["dataset"], each["share"]) for each in (was, is_)]
+        if identity[0] != identity[1]:
+            found.append(f"source {number} was {_source(was)} and is {_source(is_)}")
+    return found
+
+
+def _source(told: dict | None) -> str:
+    if told is None:
+        return "none"
+    return f"{told['share']:.6g} of {told['path']} ({told['dataset'][:12]})"
 
 
 def _tokenizer(words: dict) -> str:

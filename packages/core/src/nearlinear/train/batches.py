@@ -1,12 +1,17 @@
 """The batches that the tables [data] and [batch] of a config ask for."""
 
+import inspect
 import json
 import os
 from pathlib import Path
 
+from torch import nn
+
 from .. import runtime
 from ..data.dataset import TokenDataset
 from ..data.loader import BlockShuffle, Loader
+from ..data.masking import Masks
+from ..errors import ConfigError
 from .config import TrainConfig
 from .tables import DataConfig
 
@@ -21,6 +26,7 @@ def loader_of(config: TrainConfig, dataset: TokenDataset, **place: int) -> Loade
         seed=config.data.seed,
         blocks=block_shuffle(config.data),
         read_ahead=config.data.read_ahead,
+        masks=masks(config.data),
         **place,
     )
 
@@ -31,6 +37,20 @@ def write_state(folder: Path, step: int, loader: Loader) -> None:
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps({"step": step, "loader": loader.state_dict()}))
     os.replace(partial, path)
+
+
+def masks(data: DataConfig) -> Masks:
+    """What the table [data] hides."""
+    return Masks(documents=data.document_mask, eos=data.mask_eos)
+
+
+def check_positions(model: nn.Module) -> None:
+    """Raise ConfigError if `model` cannot be told where documents begin."""
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        raise ConfigError(
+            f"data.document_mask = true: {type(model).__name__} takes no position_ids, by which a "
+            "model is told where documents begin; drop it, or take another model"
+        )
 
 
 def block_shuffle(data: DataConfig) -> BlockShuffle | None:

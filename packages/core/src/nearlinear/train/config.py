@@ -102,6 +102,9 @@ for _table in (TrainConfig, *(each.default_factory for each in fields(TrainConfi
 _LEAST = {
     "model.context": 0,
     "data.sequence_length": 0,
+    "data.cache_gib": 0.0,
+    "data.vocab_size": 0,
+    "data.eos_id": -1,
     "data.shuffle_block_mib": 0,
     "data.shuffle_blocks": 1,
     "data.read_ahead": 0,

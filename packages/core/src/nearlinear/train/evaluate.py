@@ -6,6 +6,7 @@ from torch import nn
 
 from ..data.dataset import TokenDataset
 from ..data.loader import evaluation_batches
+from ..data.masking import NOTHING, Masks
 from ..mesh import Mesh
 from ..parallel.accumulate import count_targets
 from ..parallel.pipeline.door import Pipelined
@@ -13,7 +14,12 @@ from ..parallel.pipeline.door import Pipelined
 
 @torch.no_grad()
 def held_out_loss(
-    model: nn.Module, dataset: TokenDataset, mesh: Mesh, batch_size: int, windows: int
+    model: nn.Module,
+    dataset: TokenDataset,
+    mesh: Mesh,
+    batch_size: int,
+    windows: int,
+    masks: Masks = NOTHING,
 ) -> float:
     """Mean cross-entropy in nats over ``windows`` held-out sequences, evenly spaced.
 
@@ -23,7 +29,8 @@ def held_out_loss(
     data_rank = mesh.data_rank(dist.get_rank())
     totals = torch.zeros(2, dtype=torch.float64, device=device)
     model.eval()
-    for batch in evaluation_batches(dataset, batch_size, data_rank, mesh.data_ranks, windows):
+    place = data_rank, mesh.data_ranks
+    for batch in evaluation_batches(dataset, batch_size, *place, windows, masks):
         targets = count_targets(batch)
         if isinstance(model, Pipelined):
             loss = model.evaluate(batch)

@@ -58,9 +58,9 @@ def describe(config: TrainConfig, rows: Callable[[str], int]) -> tuple[dict, Pat
     The vocabulary is that of the token shards; where they are not, ``rows(name)`` says how many
     rows the embedding has.
     """
-    folder = Path(config.data.path)
+    folder = Path(config.data.folder)
     try:
-        vocabulary = Manifest.read(folder).vocab_size if config.data.path else 0
+        vocabulary = Manifest.read(folder).vocab_size if config.data.folder else 0
     except DataError:
         vocabulary = 0
     if not vocabulary:
@@ -69,5 +69,5 @@ def describe(config: TrainConfig, rows: Callable[[str], int]) -> tuple[dict, Pat
         name = next(name for name, module in model.named_modules() if module is words)
         vocabulary = rows(f"{name}.weight")
     tokenizer = folder / "tokenizer"
-    has = bool(config.data.path) and (tokenizer / "tokenizer.json").is_file()
+    has = bool(config.data.folder) and (tokenizer / "tokenizer.json").is_file()
     return skeleton.describe(build_model(config.model, vocabulary)), tokenizer if has else None

@@ -4,6 +4,7 @@ Checks the layout against the number of ranks, the token shards, how they fit th
 the run will write. Imports no torch, so that a mistake costs no start-up time.
 """
 
+import functools
 import json
 import logging
 from collections.abc import Callable
@@ -11,7 +12,9 @@ from pathlib import Path
 
 from ..checkpoint import storage
 from ..config import Config, divisors
+from ..data.blend import Blend
 from ..data.dataset import TokenDataset
+from ..data.split import NoSplit
 from ..errors import CheckpointError, ConfigError, DataError
 from ..mesh import Mesh
 from ..schema import coerce
@@ -38,6 +41,8 @@ def check(config: TrainConfig, world: int, ranks_per_node: int = 0) -> Mesh:
     for name in OF_OFFLOAD if not config.activations.offload else ():
         if (value := getattr(config.parallel, name)) != getattr(Config, name):
             log.warning("parallel.%s = %s has no effect without activations.offload", name, value)
+    if config.data.cache and config.data.packing == "concat":
+        log.warning('data.cache has no effect with data.packing = "concat": it needs no plan')
     mesh = Mesh.from_config(config.parallel, world, ranks_per_node)
     check_degrees(config, mesh)
     config.batch.micro_batches(mesh.data_ranks)
@@ -103,33 +108,54 @@ def _check_folder(key: str, folder: str, named: Callable = storage.at) -> None:
         ) from None
 
 
-def open_dataset(config: TrainConfig, split: str, verified: bool = False) -> TokenDataset:
+def open_dataset(config: TrainConfig, split: str, verified: bool = False) -> TokenDataset | Blend:
     """The token shards of ``split``, checked as ``data.verify`` says. Raises DataError.
 
-    ``verified``: the launcher has checked them already, so that ranks look at sizes only.
+    ``verified``: the launcher has checked them already, so that ranks look at sizes only. Of
+    several sources those without anything in ``val`` have no part in it.
     """
-    if not config.data.path:
+    if not config.data.folder:
         raise ConfigError(
             'data.path is not set: prepare tokens with "python -m data_prep botocore" and set it '
             "to the folder that it names"
         )
-    dataset = TokenDataset(
-        config.data.path,
+    opened = functools.partial(
+        TokenDataset,
         split=split,
         sequence_length=config.sequence_length,
         verify="size" if verified else config.data.verify,
+        packing=config.data.packing,
+        cache=config.data.cache or None,
+        cache_gib=config.data.cache_gib,
+        vocab_size=config.data.vocab_size,
+        eos_id=config.data.eos_id,
     )
+    if config.data.sources:
+        dataset = Blend(_sources(config.data.sources, opened, split))
+    else:
+        dataset = opened(config.data.path)
     needed = dataset.manifest.vocab_size
     if config.model.init_from:
-        pretrained.check_vocabulary(config.model.init_from, config.data.path, needed)
+        pretrained.check_vocabulary(config.model.init_from, config.data.folder, needed)
     asked = config.model.overrides.get("vocab_size", needed)
     vocabulary = coerce(asked, int, "model.overrides.vocab_size")
     if vocabulary < needed:
         raise DataError(
-            f"model.overrides.vocab_size = {vocabulary} but {config.data.path} holds ids up to "
+            f"model.overrides.vocab_size = {vocabulary} but {config.data.folder} holds ids up to "
             f"{needed - 1}: raise it, or drop it to follow the data"
         )
     return dataset
+
+
+def _sources(weights: dict[str, float], opened: Callable, split: str) -> dict:
+    found = {}
+    for folder, weight in weights.items():
+        try:
+            found[opened(folder)] = weight
+        except NoSplit:
+            if split == "train":
+                raise
+    return found
 
 
 def read_state(config: TrainConfig) -> dict | None:

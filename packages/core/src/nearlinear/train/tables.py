@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from ..data.packing import Packing
 from ..errors import ConfigError
 from ..parallel.activations import strategy
 from ..schema import coerce
@@ -63,9 +64,20 @@ class DataConfig:
     """Which tokens to train on, and in which order."""
 
     path: str = ""
-    """folder of token shards written by python -m data_prep"""
+    """folder of token shards written by python -m data_prep; or s3://bucket/prefix; channel:name in
+    a SageMaker job; or .bin files of Megatron (with .idx) or nanoGPT"""
+    sources: dict[str, float] = field(default_factory=dict)
+    """several such folders in place of path, each with its weight, as in "tokens/code" = 0.3: of
+    every few samples each has its share"""
     sequence_length: int = 0
     """tokens per sequence; 0 = the model's context"""
+    packing: Packing = "concat"
+    """how documents fill sequences: end to end and cut anywhere, cut only where longer than one
+    (best_fit), or one document to each; the last two are padded"""
+    document_mask: bool = False
+    """documents of one sequence do not see each other; off = they do, with EOS between them"""
+    mask_eos: bool = False
+    """the token that ends a document is no target of the loss"""
     seed: int = 0
     """seed of the global shuffle"""
     verify: Literal["auto", "full", "size"] = "auto"
@@ -76,8 +88,38 @@ class DataConfig:
     """blocks mixed at a time, at least one per node; no effect without shuffle_block_mib"""
     read_ahead: int = 0
     """steps whose sequences are read before they are needed, by a thread"""
+    cache: str = ""
+    """folder of this node for what can be made again: blocks of data in a bucket, plans of best_fit
+    and one_document; empty = ~/.cache/nearlinear"""
+    cache_gib: float = 0.0
+    """GiB of blocks to keep there; 0 = all that have been read"""
+    vocab_size: int = 0
+    """ids of .bin files of others, which do not say; 0 = GPT-2's 50,257"""
+    eos_id: int = -1
+    """the id that ends a document in .bin files of others; -1 = the last one"""
     resume: str = ""
     """a data_state.json of an earlier run: continue with the batches it had not seen"""
+
+    def __post_init__(self):
+        if self.path and self.sources:
+            raise ConfigError(
+                f"data.path = {self.path} and data.sources name the data twice: drop one of them"
+            )
+        if self.sources and self.shuffle_block_mib:
+            raise ConfigError(
+                "data.sources and data.shuffle_block_mib: blocks are shuffled of one folder alone; "
+                "drop one of them"
+            )
+
+    @property
+    def folders(self) -> list[str]:
+        """Every name of data that is told."""
+        return [self.path] if self.path else list(self.sources)
+
+    @property
+    def folder(self) -> str:
+        """The folder whose tokenizer and vocabulary are those of all; empty: not told."""
+        return next(iter(self.folders), "")
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from ..parallel.pipeline.door import Pipelined
 from ..watchdog.dog import Watchdog, watch_ranks
 from . import preflight, ranks
 from .bad_steps import BadSteps
-from .batches import loader_of, write_state
+from .batches import check_positions, loader_of, write_state
 from .config import TrainConfig, load
 from .emergency import Emergency
 from .ending import Ending, Interrupted
@@ -88,6 +88,8 @@ class Trainer:
             self.loader.load_state_dict(state["loader"])
         watch.at("building the model", START_UP)
         model = build_model(config.model, self.dataset.manifest.vocab_size)
+        if config.data.document_mask:
+            check_positions(model)
         self.parameters = sum(p.numel() for p in model.parameters())
         self.flops_per_token = flops_per_token(model, config.sequence_length)
         self.model, blocks = split(model, config)
@@ -233,14 +235,14 @@ class Trainer:
     def evaluate(self) -> float:
         """Held-out loss in nats, the same on every rank."""
         size, windows = self.config.batch.micro_batch_size, self.config.train.eval_sequences
-        return held_out_loss(self.model, self.held_out, self.mesh, size, windows)
+        hidden = self.loader.masks
+        return held_out_loss(self.model, self.held_out, self.mesh, size, windows, hidden)
 
     def sample(self) -> str:
         """Text that continues ``train.sample_prompt``, decoded by the data's own tokenizer."""
         from tokenizers import Tokenizer
 
-        path = Path(self.config.data.path) / "tokenizer" / "tokenizer.json"
-        tokenizer = Tokenizer.from_file(str(path))
+        tokenizer = Tokenizer.from_file(str(self.dataset.tokenizer()))
         prompt = tokenizer.encode(self.config.train.sample_prompt).ids
         prompt = prompt or [self.dataset.manifest.eos_id]
         context, tokens = self.config.model.longest_sequence, self.config.train.sample_tokens
@@ -249,22 +251,30 @@ class Trainer:
     def _metrics(self, loss: float, rate: float, norm: float, seconds: float) -> dict:
         tokens_per_s = self._tokens_per_step() / seconds
         tflops = tokens_per_s * self.flops_per_token / self.mesh.world / 1e12
-        return {
-            "step": self.done,
-            "loss": loss,
-            "lr": rate,
-            "grad_norm": norm,
-            "tokens_per_s": tokens_per_s,
-            "tflops_per_gpu": tflops,
-            "mfu": tflops / self.peak_tflops,
-            "mem_gib": ranks.peak_memory(self.device),
-            "batch_id": self.loader.batch_id,
-        } | self._of_skipping()
+        return (
+            {
+                "step": self.done,
+                "loss": loss,
+                "lr": rate,
+                "grad_norm": norm,
+                "tokens_per_s": tokens_per_s,
+                "tflops_per_gpu": tflops,
+                "mfu": tflops / self.peak_tflops,
+                "mem_gib": ranks.peak_memory(self.device),
+                "batch_id": self.loader.batch_id,
+            }
+            | self._of_skipping()
+            | self._of_sources()
+        )
 
     def _of_skipping(self) -> dict:
         """What float16, and steps that were skipped, add to a step's metrics."""
         skipped = {"skipped": self._skipped()} if self.scaler or self._skipped() else {}
         return skipped | ({"loss_scale": self.scaler.loss_scale} if self.scaler else {})
+
+    def _of_sources(self) -> dict:
+        """What a blend adds to a step's metrics: how often each source has been read."""
+        return {"epochs": self.loader.epochs} if self.config.data.sources else {}
 
     def _skipped(self) -> int:
         """Steps that have not changed the model."""

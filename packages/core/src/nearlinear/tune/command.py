@@ -99,7 +99,7 @@ def vocabulary(config: TrainConfig) -> int:
     Raises ConfigError and DataError.
     """
     key = "vocab_size"
-    if not config.data.path and key in config.model.overrides:
+    if not config.data.folder and key in config.model.overrides:
         return coerce(config.model.overrides[key], int, f"model.overrides.{key}")
     held = preflight.open_dataset(config, "train", verified=True).manifest.vocab_size
     return coerce(config.model.overrides.get(key, held), int, f"model.overrides.{key}")

@@ -84,9 +84,9 @@ def vocabulary_of(config: TrainConfig) -> int:
     asked = config.model.overrides.get("vocab_size")
     if asked:
         return coerce(asked, int, "model.overrides.vocab_size")
-    if config.data.path:
+    if config.data.folder:
         try:
-            asked = Manifest.read(config.data.path).vocab_size
+            asked = Manifest.read(config.data.folder).vocab_size
         except DataError:  # not prepared yet
             asked = 0
     return asked or shapes.of_model(config.model).vocabulary

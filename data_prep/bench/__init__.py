@@ -1,0 +1,124 @@
+"""This preparation and other tools on the same file, in one run, by CPU seconds of one process.
+
+Each is a process of its own, from start to end: imports, reading, encoding, writing. Ids are
+compared, all of them, before any number is shown. Peers do what their users do (`peers`); nanoGPT
+does it without its split.
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+from data_prep.arguments import PEERS
+from nearlinear.errors import DataError
+
+ROW = 512
+"""tokens of a row, where a tool makes rows"""
+
+_EOS_ID = 50256
+
+
+def bench(
+    file: str | Path, peers: Sequence[str] = PEERS, folder: str | Path | None = None,
+    say: bool = True,
+) -> dict:  # fmt: skip
+    """Prepare JSON lines `file` with GPT-2's tokenizer, with each of `peers`, and compare.
+
+    The answer has `bytes`, `tokens` and for each tool `cpu_seconds`, `tokens_per_cpu_second`,
+    `peak_mb` and (of peers) `ratio` and `same_ids`. Raises `DataError` when a tool fails.
+    """
+    unknown = set(peers) - set(PEERS)
+    if unknown:
+        raise DataError(f"no peer {sorted(unknown)[0]!r}: use {', '.join(PEERS)}")
+    path = Path(file).resolve()
+    if not path.is_file():
+        raise DataError(f"no input file {file}: check the path")
+    with tempfile.TemporaryDirectory(dir=folder, prefix="bench-") as place:
+        found = {"file": str(file), "bytes": path.stat().st_size, "tools": {}}
+        for name in ("nearlinear", *peers):
+            tool = _run(name, path, Path(place, name))
+            ids = _stream(name, Path(place, name))
+            if name == "nearlinear":
+                ours, found["tokens"] = ids, len(ids)
+            tool["tokens_per_cpu_second"] = len(ours) / tool["cpu_seconds"]
+            if name != "nearlinear":
+                tool["same_ids"] = _same(name, ids, ours)
+                first = found["tools"]["nearlinear"]["tokens_per_cpu_second"]
+                tool["ratio"] = first / tool["tokens_per_cpu_second"]
+            found["tools"][name] = tool
+            if say:
+                print(_line(name, tool), flush=True)
+    return found
+
+
+def _run(name: str, file: Path, out: Path) -> dict:
+    """One tool in a process of its own: its CPU seconds and the most memory it held."""
+    out.mkdir()
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+        "HF_DATASETS_CACHE": str(out / "cache"),
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "RAYON_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    command = [sys.executable, "-m", "data_prep.bench.peers", name, str(file), str(out)]
+    with open(out / "said", "w") as said:
+        process = subprocess.Popen(command, env=environment, stdout=said, stderr=said, cwd=out)
+        _, status, used = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        last = (out / "said").read_text().strip().splitlines()[-1:]
+        raise DataError(f"{name} failed ({process.returncode}): {''.join(last)}")
+    return {"cpu_seconds": used.ru_utime + used.ru_stime, "peak_mb": used.ru_maxrss / 1024}
+
+
+def _stream(name: str, out: Path) -> np.ndarray:
+    """All ids that a tool wrote, in order."""
+    if name == "huggingface":
+        from datasets import load_from_disk
+
+        columns = load_from_disk(str(out / "rows")).data.column("input_ids").chunks
+        return np.concatenate([chunk.flatten().to_numpy() for chunk in columns])
+    patterns = {"nearlinear": "tokens/train/*.bin", "nanogpt": "train.bin", "datatrove": "*.ds"}
+    files = sorted(out.glob(patterns[name]))
+    return np.concatenate([np.fromfile(file, np.uint16) for file in files])
+
+
+def _same(name: str, ids: np.ndarray, ours: np.ndarray) -> bool:
+    """Whether a tool's ids are ours, in its order and with what it leaves out."""
+    if name == "datatrove":  # it shuffles documents
+        return _documents(ids) == _documents(ours)
+    return np.array_equal(ids, _grouped(ours) if name == "huggingface" else ours)
+
+
+def _documents(stream: np.ndarray) -> Counter:
+    """How often each document is in a stream, by its hash."""
+    ends = np.flatnonzero(stream == _EOS_ID) + 1
+    pieces = np.split(np.ascontiguousarray(stream), ends[:-1])
+    return Counter(xxhash.xxh3_128_digest(piece) for piece in pieces)
+
+
+def _grouped(stream: np.ndarray) -> np.ndarray:
+    """What run_clm.py's grouping keeps of a stream: whole rows of each 1,000 documents."""
+    ends = np.flatnonzero(stream == _EOS_ID) + 1
+    pieces = np.split(stream, ends[999:-1:1000])
+    return np.concatenate([piece[: len(piece) // ROW * ROW] for piece in pieces])
+
+
+def _line(name: str, tool: dict) -> str:
+    line = (
+        f"{name:<12} {tool['cpu_seconds']:8.2f} CPU s {tool['tokens_per_cpu_second'] / 1e6:7.2f} "
+        f"M tokens per CPU s {tool['peak_mb']:7.0f} MB"
+    )
+    if "ratio" in tool:
+        line += f"  1/{tool['ratio']:.1f}, ids {'identical' if tool['same_ids'] else 'DIFFER'}"
+    return line

@@ -1,0 +1,53 @@
+"""What is kept of each document while data is prepared: its hash, sizes, and so its place.
+
+A split's log has one entry per document, in order, 24 bytes each. The hash, xxh3_128 of the text,
+tells exact duplicates and, with the seed, who is held out for validation.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import xxhash
+
+TRAIN, VAL, DROPPED = 0, 1, 2
+
+LOG = np.dtype([("high", "<u8"), ("low", "<u8"), ("bytes", "<u4"), ("tokens", "<u4")])
+"""the text's hash in two halves; bytes of UTF-8; tokens with EOS"""
+
+
+def describe(texts: Sequence[str]) -> np.ndarray:
+    """The log's entries of documents, `tokens` still 0: `LOG` [documents].
+
+    Raises `UnicodeEncodeError` for half of a surrogate pair.
+    """
+    entries = np.zeros(len(texts), LOG)
+    raw = [text.encode() for text in texts]
+    digests = b"".join(map(xxhash.xxh3_128_digest, raw))
+    halves = np.frombuffer(digests, ">u8").reshape(-1, 2)
+    entries["high"], entries["low"] = halves[:, 0], halves[:, 1]
+    entries["bytes"] = np.fromiter(map(len, raw), np.uint32, len(raw))
+    return entries
+
+
+def hashes(entries: np.ndarray) -> bytes:
+    """The texts' hashes alone, one after another: what a text is known by."""
+    return np.stack([entries["high"], entries["low"]], axis=1).tobytes()
+
+
+def split_hash(entries: np.ndarray, seed: int) -> np.ndarray:
+    """Uniform in [0, 2**64) for each entry, from text and seed alone: uint64 [documents].
+
+    SplitMix64's output step over the hash and the seed (Steele, Lea, Flood 2014).
+    """
+    step = np.uint64((seed * 0x9E3779B97F4A7C15) % 2**64)
+    mixed = entries["low"] + step
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
+    return mixed ^ (mixed >> np.uint64(31))
+
+
+def places(entries: np.ndarray, seed: int, threshold: int) -> np.ndarray:
+    """`VAL` where the split hash is below `threshold` (at most 2**64), else `TRAIN`: uint8."""
+    if threshold >= 2**64:
+        return np.full(len(entries), VAL, np.uint8)
+    return (split_hash(entries, seed) < np.uint64(threshold)).astype(np.uint8)

@@ -1,0 +1,121 @@
+"""The same splits under datatrove's executors: on this machine, on Slurm, on Ray.
+
+The job is planned here and written to the folder of the unfinished output, which all hosts see.
+Each task does its share of the splits; one task more, after them, merges. What is done is not done
+again, whatever the engine; the bytes are those of `prepare`.
+"""
+
+from pathlib import Path
+
+from datatrove.data import DocumentsPipeline
+from datatrove.executor import LocalPipelineExecutor, SlurmPipelineExecutor
+from datatrove.pipeline.base import PipelineStep
+
+from data_prep.backends import BACKENDS, encoder
+from data_prep.job import Job
+from data_prep.merge import merge
+from data_prep.output import publish
+from data_prep.work import do_split, record_of
+from nearlinear.errors import DataError
+
+
+class DoSplits(PipelineStep):
+    """A step that does every `world_size`th split of the job in `folder`, from `rank` on."""
+
+    type, name = "Tokenizer", "nearlinear splits"
+
+    def __init__(self, folder: str | Path, backends: tuple[str, ...] = BACKENDS):
+        super().__init__()
+        self.folder, self.backends = str(folder), backends
+
+    def run(self, data: DocumentsPipeline, rank: int = 0, world_size: int = 1) -> DocumentsPipeline:
+        """Yields nothing: what it makes are files."""
+        folder = Path(self.folder)
+        job = Job.load(folder)
+        for number in range(rank, len(job.splits), world_size):
+            if record_of(folder, job, number) is None:
+                with self.track_time("split"):
+                    record = do_split(job, number, folder, encoder(job.words, self.backends))
+                self.stat_update("documents", value=record["documents"])
+                self.stat_update("tokens", value=record["tokens"], unit="split")
+        yield from data or ()
+
+
+class MergeSplits(PipelineStep):
+    """A step of one task that merges the finished splits in `folder` and publishes them at `out`.
+
+    Raises `DataError` when a split is not done.
+    """
+
+    type, name = "Tokenizer", "nearlinear merge"
+
+    def __init__(self, folder: str | Path, out: str | Path):
+        super().__init__()
+        self.folder, self.out = str(folder), str(out)
+
+    def run(self, data: DocumentsPipeline, rank: int = 0, world_size: int = 1) -> DocumentsPipeline:
+        """Yields nothing; only the first task does anything."""
+        if rank == 0:
+            folder = Path(self.folder)
+            job = Job.load(folder)
+            records = [record_of(folder, job, number) for number in range(len(job.splits))]
+            if None in records:
+                raise DataError(
+                    f"split {records.index(None)} of {folder} is not done: look into "
+                    f"{_logs(Path(self.out))}, and run the same command again"
+                )
+            merge(job, folder, records)
+            publish(folder, Path(self.out))
+        yield from data or ()
+
+
+def launch(engine: str, folder: Path, out: Path, tasks: int, backends: tuple[str, ...] = BACKENDS,
+           **options) -> None:  # fmt: skip
+    """Run, or on Slurm submit, the job in `folder` as `tasks` tasks and a merge after them.
+
+    `options` are those of datatrove's executor: `time` and `partition` on Slurm. Raises
+    `DataError` for an engine that is not known or not installed, and for options it does not take.
+    """
+    executor = _executor(engine)
+    many, one = ({"workers": tasks}, {"workers": 1}) if engine == "local" else ({}, {})
+    try:
+        work = executor(
+            [DoSplits(folder, backends)],
+            tasks=tasks,
+            logging_dir=str(_logs(out) / "splits"),
+            skip_completed=False,
+            **{**many, **options},
+        )
+        last = executor(
+            [MergeSplits(folder, out)],
+            tasks=1,
+            logging_dir=str(_logs(out) / "merge"),
+            skip_completed=False,
+            depends=work,
+            **{**options, **one},
+        )
+    except TypeError as error:
+        raise DataError(f"datatrove's {engine} executor: {error}; see --engine-option") from None
+    last.run()
+
+
+def _logs(out: Path) -> Path:
+    """Where the executors keep what they say, and which task is done: OUT.logs."""
+    return out.with_name(out.name + ".logs")
+
+
+def _executor(engine: str):
+    if engine == "ray":
+        try:
+            import ray  # noqa: F401
+        except ModuleNotFoundError:
+            raise DataError(
+                "the engine ray needs Ray: run `pip install 'datatrove[ray]'`, or use another"
+            ) from None
+        from datatrove.executor import RayPipelineExecutor
+
+        return RayPipelineExecutor
+    engines = {"local": LocalPipelineExecutor, "slurm": SlurmPipelineExecutor}
+    if engine not in engines:
+        raise DataError(f"no engine {engine!r}: use local, slurm or ray")
+    return engines[engine]

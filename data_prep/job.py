@@ -1,0 +1,106 @@
+"""A preparation, planned: what is read in which pieces, and everything that decides the shards.
+
+It is written to `job.json` in the folder of the unfinished output, so that any process, on this
+host or another, can do any of its splits, and so that a preparation that was stopped goes on.
+"""
+
+import hashlib
+import json
+import os
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from data_prep.sources import Input, Source, Split, rebuild
+from data_prep.tokenizer import TextTokenizer
+from nearlinear.data.format import TOKENIZER_FILE
+from nearlinear.errors import DataError
+
+JOB_FILE = "job.json"
+
+
+@dataclass(frozen=True)
+class Job:
+    """One preparation. `settings` is all that was asked; the splits are of the input as it is."""
+
+    source: Source
+    words: TextTokenizer
+    settings: dict
+    splits: tuple[Split, ...]
+    inputs: tuple[Input, ...] = ()
+
+    @classmethod
+    def plan(cls, source: Source, words: TextTokenizer, **options) -> "Job":
+        """Plan the splits of `source`; `options` are what `prepare` documents."""
+        settings = {
+            "source": source.name,
+            **source.settings,
+            "tokenizer_sha256": words.sha256,
+            "eos_token": words.eos_token,
+            **options,
+        }
+        return cls(source, words, settings, tuple(source.splits()), source.inputs)
+
+    @property
+    def seed(self) -> int:
+        return self.settings["seed"]
+
+    @property
+    def threshold(self) -> int:
+        """Documents whose split hash is below it are held out."""
+        return int(self.settings["val_fraction"] * 2**64)
+
+    @cached_property
+    def identity(self) -> str:
+        """16 hex digits over settings and splits: of which job a record is."""
+        plain = [self.settings, self.splits, [file.bytes for file in self.inputs]]
+        return hashlib.sha256(json.dumps(plain).encode()).hexdigest()[:16]
+
+    def save(self, folder: Path) -> None:
+        """Write it into the folder of the unfinished output, with its tokenizer."""
+        self.words.write(folder / TOKENIZER_FILE)
+        document = {
+            "settings": self.settings,
+            "source": self.source.spec,
+            "tokenizer": {"name": self.words.name, "eos_token": self.words.eos_token},
+            "inputs": self.inputs,
+            "splits": self.splits,
+        }
+        write_json(folder / JOB_FILE, document)
+
+    @classmethod
+    def load(cls, folder: Path) -> "Job":
+        """The job of an unfinished output; its source can be read if it has a spec."""
+        document = read_json(folder / JOB_FILE)
+        if document is None:
+            raise DataError(
+                f"{folder} holds no {JOB_FILE}: plan it first, with `python -m data_prep prepare`"
+            )
+        spec, words = document["source"], document["tokenizer"]
+        text = (folder / TOKENIZER_FILE).read_bytes().decode("utf-8")
+        source = Source("memory", lambda: ()) if spec is None else rebuild(spec)
+        return cls(
+            source,
+            TextTokenizer(words["name"], text, words["eos_token"]),
+            document["settings"],
+            tuple(Split(*split) for split in document["splits"]),
+            tuple(Input(*file) for file in document["inputs"]),
+        )
+
+
+def write_json(path: Path, document: dict) -> None:
+    """A JSON file that is either absent, as it was, or complete."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    with open(temporary, "w", encoding="utf-8") as file:
+        json.dump(document, file, ensure_ascii=False)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def read_json(path: Path) -> dict | None:
+    """A JSON file; None when there is none that is whole."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return None

@@ -1,0 +1,160 @@
+"""Input files: which are meant, their lines from a range of bytes, their text.
+
+A file that is not compressed is cut into ranges that begin and end at lines, found by reading at
+the cuts alone; a compressed one (.gz, .zst) can only be read from its beginning and is one range.
+"""
+
+import gzip
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from data_prep.sources.source import Input, Split
+from nearlinear.errors import DataError
+
+logger = logging.getLogger("data_prep")
+
+_CHUNK = 1024 * 1024
+_COMPRESSED = (".gz", ".zst")
+
+
+def existing_files(paths: Sequence[str | Path], folders: tuple[str, ...] = ()) -> tuple[Path, ...]:
+    """The files meant by `paths`; of a folder those with suffixes `folders`, in sorted order."""
+    files: list[Path] = []
+    for path in map(Path, [paths] if isinstance(paths, (str, Path)) else paths):
+        if path.is_dir() and folders:
+            found = [p for p in path.rglob("*") if p.name.endswith(folders) and p.is_file()]
+            if not found:
+                raise DataError(
+                    f"no {' or '.join(folders[:2])} files under {path}: name the files themselves"
+                )
+            files += sorted(found)
+        elif path.is_file():
+            files.append(path)
+        else:
+            raise DataError(f"no input file {path}: check the path")
+    if not files:
+        raise DataError("no input files were named: give at least one")
+    return tuple(files)
+
+
+def is_compressed(path: str | Path) -> bool:
+    """Whether a file can only be read from its beginning."""
+    return Path(path).suffix in _COMPRESSED
+
+
+def line_splits(inputs: Sequence[Input], target: int) -> list[Split]:
+    """Ranges of about `target` bytes that begin and end at lines, for each of the files."""
+    splits = []
+    for number, file in enumerate(inputs):
+        if is_compressed(file.path):
+            splits.append(Split(number, 0, None, file.bytes))
+            continue
+        start = 0
+        with open(file.path, "rb") as stream:
+            for cut in range(target, file.bytes + target, target):
+                end = _line_start(stream, cut) if cut < file.bytes else file.bytes
+                if end > start:
+                    splits.append(Split(number, start, end, end - start))
+                    start = end
+    return splits
+
+
+def line_batches(path: str | Path, start: int = 0, end: int | None = None) -> Iterator[list[bytes]]:
+    """The lines [start, end) of a file, with their ends, about 1 MiB of them at a time.
+
+    Of what it packs, when the file is compressed. A line that is longer comes alone.
+    """
+    with _opened(path) as stream:
+        if start:
+            stream.seek(start)
+        left = float("inf") if end is None else end - start
+        rest: list[bytes] = []
+        while left > 0 and (chunk := stream.read(int(min(_CHUNK, left)))):
+            left -= len(chunk)
+            found = chunk.splitlines(keepends=True) if b"\r" not in chunk else _cut(chunk)
+            if rest:
+                rest.append(found[0])
+                found[0] = b"".join(rest) if found[0].endswith(b"\n") else b""
+            if found[-1].endswith(b"\n"):
+                rest = []
+            elif found[-1]:
+                rest = [found.pop()]
+            else:
+                found.pop()
+            if found:
+                yield found
+        if rest:
+            yield [b"".join(rest)]
+
+
+def lines(path: str | Path, start: int = 0, end: int | None = None) -> Iterator[bytes]:
+    """The lines of `line_batches`, one by one."""
+    for batch in line_batches(path, start, end):
+        yield from batch
+
+
+def decoded(raw: bytes, path: str | Path) -> str:
+    """UTF-8 bytes of a file as text, without a byte order mark. Raises `DataError`."""
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{path} is not UTF-8 text (byte {error.start}): convert it, for example with "
+            f"`iconv -f latin1 -t utf-8`"
+        ) from None
+
+
+def describe(paths: Sequence[Path]) -> str:
+    """A few names of files, for people."""
+    names = ", ".join(path.name for path in paths[:3])
+    return names if len(paths) <= 3 else f"{names} and {len(paths) - 3} more files"
+
+
+def plain_size(inputs: Sequence[Input]) -> int | None:
+    """Bytes of text to expect, when no file is compressed."""
+    if any(is_compressed(file.path) for file in inputs):
+        return None
+    return sum(file.bytes for file in inputs)
+
+
+def _line_start(stream, cut: int) -> int:
+    """Where the first line begins that begins at `cut` or after it; the file's size if none."""
+    position = cut - 1
+    stream.seek(position)
+    while chunk := stream.read(65_536):
+        found = chunk.find(b"\n")
+        if found >= 0:
+            return position + found + 1
+        position += len(chunk)
+    return position
+
+
+def _cut(chunk: bytes) -> list[bytes]:
+    """Lines that end in \\n alone, as files have them: bytes.splitlines cuts at \\r too."""
+    *whole, last = chunk.split(b"\n")
+    return [line + b"\n" for line in whole] + ([last] if last else [])
+
+
+@contextmanager
+def _opened(path: str | Path):
+    """A file's bytes, unpacked by the suffix of its name. Raises `DataError` for a broken one."""
+    suffix = Path(path).suffix
+    if suffix == ".gz":
+        try:
+            with gzip.open(path) as stream:
+                yield stream
+        except (gzip.BadGzipFile, EOFError) as error:
+            raise DataError(f"{path} is not a whole gzip file ({error}): copy it again") from None
+    elif suffix == ".zst":
+        import pyarrow
+
+        try:
+            with pyarrow.CompressedInputStream(str(path), "zstd") as stream:
+                yield stream
+        except OSError as error:
+            raise DataError(f"{path} is not a whole zstd file ({error}): copy it again") from None
+    else:
+        with open(path, "rb", buffering=0) as stream:
+            yield stream

@@ -1,0 +1,263 @@
+"""One split: read, encode, hold out, write. The step that every engine runs, on any host.
+
+A split is made in a folder of its own that takes its name when all in it is on disk, so it is done
+or it is not. Two workers that do the same split write the same bytes, and one of them is kept.
+"""
+
+import os
+import shutil
+import socket
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+from data_prep import documents
+from data_prep.backends import Encoder
+from data_prep.job import Job, read_json, write_json
+from nearlinear.data.format import BLOCK_BYTES, SPLITS, Shard, ShardWriter
+
+LOG_FILE = "documents.log"
+RECORD_FILE = "record.json"
+STAGES = ("read", "hash", "encode", "write")
+
+_BATCH_CHARACTERS = 4 * 1024 * 1024
+_BATCH_DOCUMENTS = 16_384
+
+
+def split_folder(folder: Path, number: int) -> Path:
+    """Where a finished split lies in the folder of an unfinished output."""
+    return folder / "splits" / f"{number:05d}"
+
+
+def record_of(folder: Path, job: Job, number: int, check: bool = True) -> dict | None:
+    """The record of a split that is done and (with `check`) intact; None when it is to be done."""
+    place = split_folder(folder, number)
+    record = read_json(place / RECORD_FILE)
+    if record is None or record["job"] != job.identity:
+        return None
+    if not check:
+        return record
+    for shards in shards_of(record).values():
+        for shard in shards:
+            if not _intact(place / shard.file, shard.bytes, shard.blocks):
+                return None
+            if not _intact(place / shard.idx_file, shard.idx_bytes):
+                return None
+    log = record["log"]
+    return record if _intact(place / LOG_FILE, log["bytes"], [log["xxh3"]], log["bytes"]) else None
+
+
+def shards_of(record: dict) -> dict[str, tuple[Shard, ...]]:
+    """The shards of a record, relative to the split's folder."""
+    return {side: tuple(map(Shard.parse, record["shards"][side])) for side in SPLITS}
+
+
+def do_split(
+    job: Job,
+    number: int,
+    folder: Path,
+    encoder: Encoder,
+    advance: Callable[[int, int, int], None] = lambda documents, bytes, tokens: None,
+) -> dict:
+    """Prepare split `number` of `job` under `folder` and return its record.
+
+    `advance` hears of documents, bytes of text and tokens as they are done.
+    """
+    spent = dict.fromkeys(STAGES, 0.0)
+    with made(split_folder(folder, number)) as place:
+        out = Output(place, job)
+        batches = _batches(job.source.read(job.splits[number]), job.settings["max_documents"])
+        left = job.settings["max_tokens"]
+        first = True
+        while left is None or left > 0:
+            clock = _Clock(spent)
+            texts = next(batches, None)
+            clock.stop("read")
+            if texts is None:
+                break
+            entries, texts = _described(texts)
+            clock.stop("hash")
+            if first:
+                encoder.certify(texts)
+                first = False
+            ids, lengths = encoder(texts)
+            clock.stop("encode")
+            lengths = lengths + 1
+            entries["tokens"] = lengths
+            if left is not None:
+                kept = int(np.searchsorted(np.cumsum(lengths), left)) + 1
+                entries, lengths = entries[:kept], lengths[:kept]
+                left -= int(lengths.sum())
+            tokens = _with_ends(ids, lengths, job.words.eos_id)
+            out.add(entries, tokens, documents.places(entries, job.seed, job.threshold))
+            clock.stop("write")
+            advance(len(entries), int(entries["bytes"].sum()), len(tokens))
+        clock = _Clock(spent)
+        record = {
+            "job": job.identity,
+            "split": number,
+            "backend": encoder.name,
+            **out.close(),
+        }
+        clock.stop("write")
+        write_json(place / RECORD_FILE, {**record, "seconds": spent})
+    return {**record, "seconds": spent}
+
+
+def same_text(job: Job, number: int, count: int, text: str) -> bool:
+    """Whether the input still begins with the `count` documents whose hash is `text`."""
+    digest, found = xxhash.xxh3_64(), 0
+    for texts in _batches(job.source.read(job.splits[number]), count):
+        entries, _ = _described(texts)
+        digest.update(documents.hashes(entries))
+        found += len(texts)
+    return found == count and digest.hexdigest() == text
+
+
+class Output:
+    """The shards of both sides of a split, and the log of its documents."""
+
+    def __init__(self, place: Path, job: Job):
+        self._writers = [
+            ShardWriter(
+                place,
+                side,
+                vocab_size=job.words.vocab_size,
+                eos_id=job.words.eos_id,
+                shard_tokens=job.settings["shard_tokens"],
+            )
+            for side in SPLITS
+        ]
+        self._log, self._xxh3 = open(place / LOG_FILE, "wb"), xxhash.xxh3_64()
+        self._text = xxhash.xxh3_64()
+        self._counts = dict.fromkeys(("documents", "tokens", "bytes"), 0)
+
+    def add(self, entries: np.ndarray, tokens: np.ndarray, places: np.ndarray) -> None:
+        """Append documents: log entries [n], tokens of them all, and where each of them goes."""
+        ends = np.cumsum(entries["tokens"], dtype=np.int64)
+        cuts = np.flatnonzero(np.diff(places)) + 1
+        for start, end in zip([0, *cuts], [*cuts, len(places)], strict=True):
+            if start < end and places[start] != documents.DROPPED:
+                first = ends[start] - entries["tokens"][start]
+                writer = self._writers[places[start]]
+                writer.extend(tokens[first : ends[end - 1]], entries["tokens"][start:end])
+        entries = entries[places != documents.DROPPED]
+        raw = entries.tobytes()
+        self._text.update(documents.hashes(entries))
+        self._log.write(raw)
+        self._xxh3.update(raw)
+        for name, count in (("documents", len(entries)), ("tokens", entries["tokens"].sum()),
+                            ("bytes", entries["bytes"].sum())):  # fmt: skip
+            self._counts[name] += int(count)
+
+    def close(self) -> dict:
+        """Have all of it on disk; the fields of a record."""
+        size = self._log.tell()
+        self._log.flush()
+        os.fsync(self._log.fileno())
+        self._log.close()
+        shards = {side: [asdict(shard) for shard in writer.close()]
+                  for side, writer in zip(SPLITS, self._writers, strict=True)}  # fmt: skip
+        log = {"bytes": size, "xxh3": self._xxh3.hexdigest()}
+        text = self._text.hexdigest()
+        return {**self._counts, "text": text, "shards": shards, "log": log}
+
+
+class made:
+    """A folder that has its name only when the block ended well; what was there is replaced."""
+
+    def __init__(self, place: Path):
+        self._place = place
+        self._work = place.with_name(f"{place.name}.{socket.gethostname()}-{os.getpid()}.tmp")
+
+    def __enter__(self) -> Path:
+        shutil.rmtree(self._work, ignore_errors=True)
+        self._work.mkdir(parents=True)
+        return self._work
+
+    def __exit__(self, kind, error, traceback) -> None:
+        if kind is None:
+            sync_folder(self._work)
+            if self._place.exists():
+                shutil.rmtree(self._place)
+            try:
+                os.rename(self._work, self._place)
+                sync_folder(self._place.parent)
+                return
+            except OSError:  # another worker was first, with the same bytes
+                if not self._place.is_dir():
+                    raise
+        shutil.rmtree(self._work, ignore_errors=True)
+
+
+def sync_folder(folder: Path) -> None:
+    """Have the names in a folder on disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+class _Clock:
+    """Adds the CPU seconds since it was last asked to a stage."""
+
+    def __init__(self, spent: dict[str, float]):
+        self._spent, self._last = spent, time.process_time()
+
+    def stop(self, stage: str) -> None:
+        now = time.process_time()
+        self._spent[stage] += now - self._last
+        self._last = now
+
+
+def _batches(texts: Iterator[str], limit: int | None) -> Iterator[list[str]]:
+    """Documents with text in them, in lists that are encoded together."""
+    usable = (text for text in texts if text and not text.isspace())
+    batch, size = [], 0
+    for text in usable if limit is None else islice(usable, limit):
+        batch.append(text)
+        size += len(text)
+        if size >= _BATCH_CHARACTERS or len(batch) >= _BATCH_DOCUMENTS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _described(texts: list[str]) -> tuple[np.ndarray, list[str]]:
+    """The log's entries of texts, and the texts as UTF-8 can hold them: surrogates become `?`."""
+    try:
+        return documents.describe(texts), texts
+    except UnicodeEncodeError:
+        texts = [text.encode("utf-8", errors="replace").decode("utf-8") for text in texts]
+        return documents.describe(texts), texts
+
+
+def _with_ends(ids: np.ndarray, lengths: np.ndarray, eos_id: int) -> np.ndarray:
+    """Documents one after another, each with its EOS: `lengths` count it, `ids` has none."""
+    ends = np.cumsum(lengths)
+    tokens = np.empty(int(ends[-1]), np.uint32)
+    inside = np.ones(len(tokens), bool)
+    inside[ends - 1] = False
+    tokens[inside] = ids[: len(tokens) - len(lengths)]
+    tokens[ends - 1] = eos_id
+    return tokens
+
+
+def _intact(path: Path, size: int, blocks=None, block_bytes: int = BLOCK_BYTES) -> bool:
+    """Whether a file is there with this size and, when given, the xxh3_64 of its blocks."""
+    try:
+        if path.stat().st_size != size:
+            return False
+        with open(path, "rb") as file:
+            return blocks is None or all(
+                xxhash.xxh3_64_hexdigest(file.read(block_bytes)) == block for block in blocks
+            )
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,109 @@
+"""Where documents begin in a shard, found in its mapped `.idx` without reading all of it.
+
+Byte offsets in Megatron's index ascend, so the documents of a window are two binary searches away:
+a few pages of the file, whatever its size. Source: MMIDIDX, `megatron/core/datasets`; a document
+there may be several sequences, and ours is one.
+"""
+
+from __future__ import annotations
+
+import bisect
+import struct
+from pathlib import Path
+
+import numpy as np
+
+from ..errors import DataError
+from .format.index import INDEX_HEADER
+
+_DTYPES = {4: np.dtype("<i4"), 8: np.dtype("<u2")}  # Megatron's codes of those that hold ids
+
+
+class DocumentIndex:
+    """The documents of a shard of so many `bytes_`. Raises `DataError` if `path` is not its index.
+
+    The arrays are mapped: opening reads two pages.
+    """
+
+    def __init__(self, path: Path, bytes_: int):
+        try:
+            raw = np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
+            header = INDEX_HEADER.unpack(raw[: INDEX_HEADER.size].tobytes())
+        except FileNotFoundError:
+            raise DataError(f"{path} is missing: copy it again beside its .bin") from None
+        except (OSError, ValueError, struct.error) as error:  # the last two: it is too short
+            raise DataError(
+                f"{path} is no index of documents ({error}): copy it again beside its .bin"
+            ) from None
+        magic, version, code, sequences, documents = header
+        size = INDEX_HEADER.size + 12 * sequences + 8 * documents
+        if magic != b"MMIDIDX\x00\x00" or version != 1 or code not in _DTYPES or len(raw) != size:
+            raise DataError(
+                f"{path} is no index of documents of uint16 or int32 tokens (MMIDIDX version 1): "
+                "write it again with Megatron's preprocess_data.py or python -m data_prep"
+            )
+        self.dtype, self.documents = _DTYPES[code], documents - 1
+        lengths, offsets = INDEX_HEADER.size + 4 * sequences, 8 * sequences
+        self._lengths = raw[INDEX_HEADER.size : lengths].view("<i4")
+        self._offsets = raw[lengths : lengths + offsets].view("<i8")
+        self._firsts = raw[lengths + offsets :].view("<i8")
+        self._plain = self.documents == sequences  # then sequence i is document i
+        self.tokens = bytes_ // self.dtype.itemsize
+        end = 0
+        if sequences:
+            end = int(self._offsets[-1]) + int(self._lengths[-1]) * self.dtype.itemsize
+        if end != bytes_:
+            raise DataError(
+                f"{path} describes {end} bytes and its .bin has {bytes_}: they are not a pair; "
+                "copy both again"
+            )
+
+    def inside(self, start: int, stop: int) -> list[int]:
+        """The tokens at which documents begin between `start` and `stop`, both excluded."""
+        size = self.dtype.itemsize
+        first = self._bisect(start * size, right=True)
+        last = self._bisect(stop * size, right=False, least=first)
+        return [offset // size for offset in self._begins(first, last).tolist()]
+
+    def lengths(self) -> np.ndarray:
+        """Tokens of every document, int64 [documents]; reads all of the index."""
+        if self._plain:
+            return self._lengths.astype(np.int64)
+        begins = self._begins(0, self.documents) // self.dtype.itemsize
+        return np.diff(begins, append=self.tokens)
+
+    def _bisect(self, offset: int, right: bool, least: int = 0) -> int:
+        search = bisect.bisect_right if right else bisect.bisect_left
+        if self._plain:
+            return search(self._offsets, offset, least)
+        return search(
+            range(self.documents), offset, least, key=lambda i: self._offsets[self._firsts[i]]
+        )
+
+    def _begins(self, first: int, last: int) -> np.ndarray:
+        """Byte offsets of documents [first, last)."""
+        if self._plain:
+            return self._offsets[first:last]
+        return self._offsets[self._firsts[first:last]]
+
+
+class DocumentsByToken:
+    """The documents of a file without an index: each ends with the token `eos`."""
+
+    def __init__(self, tokens: np.ndarray, eos: int):
+        self._tokens, self._eos = tokens, eos
+
+    def inside(self, start: int, stop: int) -> list[int]:
+        """As `DocumentIndex.inside`; reads these tokens."""
+        ends = np.flatnonzero(self._tokens[start : stop - 1] == self._eos)
+        return (ends + start + 1).tolist()
+
+    def lengths(self) -> np.ndarray:
+        """As `DocumentIndex.lengths`; reads the whole file, and takes memory for the ends alone."""
+        step, count = 2**24, len(self._tokens)
+        ends = [
+            np.flatnonzero(self._tokens[start : start + step] == self._eos) + start + 1
+            for start in range(0, count, step)
+        ]
+        ends = np.concatenate([*ends, [count]])
+        return np.diff(ends[: -1 if len(ends) > 1 and ends[-2] == count else None], prepend=0)

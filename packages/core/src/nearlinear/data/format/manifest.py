@@ -1,0 +1,146 @@
+"""`index.json`: every shard of a dataset with its checksums, and where the tokens come from.
+
+What decides which tokens are read is identity, and goes into the fingerprint; the rest, settings,
+plan, statistics and origin, is told and changes nothing.
+"""
+
+import functools
+import hashlib
+import json
+import os
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from ...errors import DataError
+from .index import dtype_for
+from .shards import Shard, sync_and_close
+
+FORMAT_NAME = "nearlinear-token-shards"
+FORMAT_VERSION = 2
+MANIFEST_FILE = "index.json"
+TOKENIZER_FILE = "tokenizer/tokenizer.json"
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What `index.json` says. Vocabulary, tokenizer and shards are identity, the rest is not."""
+
+    vocab_size: int
+    eos_id: int
+    tokenizer: dict  # name, file, sha256
+    splits: dict[str, tuple[Shard, ...]]
+    settings: dict = field(default_factory=dict)
+    """what was asked of the preparation; another answer is refused where the data is"""
+    source: dict = field(default_factory=dict)
+    """name, description and versions of what the text was read from"""
+    libraries: dict = field(default_factory=dict)
+    """versions of what made it"""
+    plan: dict = field(default_factory=dict)
+    """`inputs`: path, bytes, documents and tokens kept; `splits`, in order: input, start, end,
+    documents read, xxh3_64 of the hashes of their texts"""
+    statistics: dict = field(default_factory=dict)
+    """documents, tokens, text bytes, duplicates, histogram of lengths, tokens kept by packing"""
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The dtype of the `.bin` files."""
+        return dtype_for(self.vocab_size)
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """64 hex digits over everything that decides which tokens are read, and nothing else.
+
+        Settings, plan, statistics, library versions and source do not change it.
+        """
+        identity = {
+            "format": [FORMAT_NAME, FORMAT_VERSION],
+            "vocabulary": [self.vocab_size, self.eos_id, self.tokenizer["sha256"]],
+            "shards": {s: [[p.tokens, p.documents, p.sha256] for p in shards]
+                       for s, shards in self.splits.items()},
+        }  # fmt: skip
+        return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+
+    @property
+    def words(self) -> dict:
+        """Whose ids the tokens are: the tokenizer's name, and the sha256 of its file."""
+        return {name: self.tokenizer[name] for name in ("name", "sha256")}
+
+    def total(self, name: str, split: str | None = None) -> int:
+        """The sum of a shard field (`tokens`, `documents`, `bytes`) over one split, or all."""
+        splits = self.splits.values() if split is None else [self.splits[split]]
+        return sum(getattr(shard, name) for shards in splits for shard in shards)
+
+    def write(self, folder: str | Path) -> None:
+        """Write `index.json` so that it is either absent or complete, whatever happens."""
+        totals = {s: {n: self.total(n, s) for n in ("tokens", "documents", "bytes")}
+                  for s in self.splits}  # fmt: skip
+        document = {
+            "format": FORMAT_NAME,
+            "version": FORMAT_VERSION,
+            "dtype": self.dtype.name,
+            "fingerprint": self.fingerprint,
+            "totals": totals,
+            **asdict(self),
+        }
+        temporary = Path(folder) / (MANIFEST_FILE + ".tmp")
+        with open(temporary, "w", encoding="utf-8") as file:
+            json.dump(document, file, indent=1, ensure_ascii=False)
+            sync_and_close(file)
+        os.replace(temporary, Path(folder) / MANIFEST_FILE)
+
+    @classmethod
+    def read(cls, folder: str | Path) -> "Manifest":
+        """Read and check `folder/index.json`. Raises `DataError` saying what to do instead."""
+        path = Path(folder) / MANIFEST_FILE
+        prepare = f"prepare it with `python -m data_prep botocore --out {folder}`"
+        if not Path(folder).exists():
+            raise DataError(f"no token shards at {folder}: {prepare}")
+        if not path.is_file():
+            raise DataError(
+                f"{folder} holds no {MANIFEST_FILE}: it is not a folder of token shards, or its "
+                f"preparation did not finish; {prepare}"
+            )
+        return cls.parse(path.read_bytes(), path)
+
+    @classmethod
+    def parse(cls, raw: bytes, path: str | Path) -> "Manifest":
+        """The manifest of the bytes of an `index.json` that lies at `path`. Raises `DataError`."""
+        prepare = "prepare the data again with `python -m data_prep`"
+        try:
+            document = json.loads(raw)
+            name, version = document["format"], document["version"]
+        except (ValueError, TypeError, KeyError):
+            raise DataError(
+                f"{path} is not a token-shard manifest: name another folder, or {prepare}"
+            ) from None
+        if name != FORMAT_NAME or version != FORMAT_VERSION:
+            raise DataError(
+                f"{path} is {name!r} version {version}, this nearlinear reads {FORMAT_NAME!r} "
+                f"version {FORMAT_VERSION}: {prepare}"
+            )
+        try:
+            return cls._parse(document)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise DataError(
+                f"{path} is damaged ({error}): copy it again, or prepare the data again"
+            ) from None
+
+    @classmethod
+    def _parse(cls, document: dict) -> "Manifest":
+        splits = {s: tuple(map(Shard.parse, shards)) for s, shards in document["splits"].items()}
+        names = ("vocab_size", "eos_id", "tokenizer", "settings", "source", "libraries", "plan",
+                 "statistics")  # fmt: skip
+        manifest = cls(splits=splits, **{name: document[name] for name in names})
+        for split, shards in splits.items():
+            for number, shard in enumerate(shards):
+                if shard.file != f"{split}/shard-{number:05d}.bin":
+                    raise ValueError(f"unexpected file name {shard.file}")
+                if shard.bytes != shard.tokens * manifest.dtype.itemsize or shard.tokens < 1:
+                    raise ValueError(f"sizes of {shard.file} do not add up")
+        if document["dtype"] != manifest.dtype.name:
+            raise ValueError("dtype does not suit vocab_size")
+        if document["fingerprint"] != manifest.fingerprint:
+            raise ValueError("fingerprint does not match the contents")
+        return manifest

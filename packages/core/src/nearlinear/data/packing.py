@@ -1,0 +1,124 @@
+"""How documents become sequences of `length` tokens, and what each way keeps of them.
+
+- ``concat``: documents end to end, cut every `length` tokens; a document is cut anywhere.
+- ``best_fit``: a document is cut only where it is longer than a sequence; what is left of each
+  goes into the sequence with the least room that takes it, the longest first, with padding after.
+- ``one_document``: as best fit, but nothing shares a sequence.
+
+Source: Ding et al., "Fewer Truncations Improve Language Modeling" (2024): best-fit packing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import numpy as np
+
+Packing = Literal["concat", "best_fit", "one_document"]
+PACKINGS = get_args(Packing)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a way of making sequences keeps, and how many it makes."""
+
+    tokens: int
+    """of the documents, that are in a sequence"""
+    sequences: int
+    total: int
+    """tokens of the documents"""
+    length: int
+
+    @property
+    def share(self) -> float:
+        """Of the tokens, how many are kept."""
+        return self.tokens / self.total if self.total else 0.0
+
+    @property
+    def filled(self) -> float:
+        """Of the places in the sequences, how many hold a token of a document."""
+        return self.tokens / (self.sequences * self.length) if self.sequences else 0.0
+
+
+def kept(lengths: np.ndarray, length: int) -> dict[str, Kept]:
+    """What every packing keeps of documents of `lengths` tokens (EOS counted), by its name.
+
+    Beside them ``truncate``, the rule of SMP's public GPT example: the first `length` tokens of
+    documents that have them (without EOS, which it does not add), and no other document.
+    """
+    lengths = np.asarray(lengths, dtype=np.int64)
+    total = int(lengths.sum())
+    long = int(np.count_nonzero(lengths > length))
+    found = {
+        "concat": (total // length * length, total // length),
+        "truncate": (long * length, long),
+    }
+    for packing in ("best_fit", "one_document"):
+        _, tokens, firsts = pieces(lengths, length, packing)
+        found[packing] = int(tokens.sum()), len(firsts)
+    return {name: Kept(*counts, total, length) for name, counts in found.items()}
+
+
+def pieces(lengths: np.ndarray, length: int, packing: str) -> tuple[np.ndarray, ...]:
+    """The sequences of documents that lie one after the other, as pieces of them.
+
+    Returns begin and tokens of each piece, int64 [pieces], in the order of the sequences, and the
+    number of each sequence's first piece, int64 [sequences]. The whole pieces of long documents
+    come first, then what is left, a sequence's pieces in the documents' order. A sequence of one
+    token would predict nothing and is left out.
+    """
+    lengths = np.asarray(lengths, dtype=np.int64)
+    begins = np.cumsum(lengths) - lengths
+    counts = lengths // length
+    turn = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    whole = np.repeat(begins, counts) + turn * length
+    rest = np.flatnonzero(lengths % length)
+    sizes = lengths[rest] % length
+    of = best_fit(sizes, length) if packing == "best_fit" else np.arange(len(rest))
+    useful = np.bincount(of, sizes)[of] > 1
+    rest, sizes, of = rest[useful], sizes[useful], of[useful]
+    order = np.argsort(of, kind="stable")
+    at = (begins[rest] + lengths[rest] - sizes)[order]
+    firsts = np.flatnonzero(np.diff(of[order], prepend=-1))
+    return (
+        np.concatenate([whole, at]),
+        np.concatenate([np.full(len(whole), length), sizes[order]]),
+        np.concatenate([np.arange(len(whole)), firsts + len(whole)]),
+    )
+
+
+def best_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:
+    """The bin, int64 [n], of each of n items of 1 to `capacity`: best fit, the largest first.
+
+    Equal items are placed together: the bin with the least room that takes one takes as many as it
+    can. So it takes a turn for each pair of a size and a room, not for each item.
+    """
+    order = np.argsort(-np.asarray(sizes), kind="stable")
+    values, counts = np.unique(sizes, return_counts=True)
+    bins = np.empty(len(order), dtype=np.int64)
+    with_room: list[list[int]] = [[] for _ in range(capacity + 1)]
+    rooms = 0  # bit r: there is a bin with room r
+    made = placed = 0
+    for size, count in zip(values[::-1].tolist(), counts[::-1].tolist(), strict=True):
+        while count:
+            fits = rooms >> size
+            room = size + (fits & -fits).bit_length() - 1 if fits else capacity
+            each = room // size
+            if fits:
+                waiting = with_room[room]
+                some = max(1, min(len(waiting), count // each))
+                chosen = waiting[-some:]
+                del waiting[-some:]
+                rooms ^= 0 if waiting else 1 << room
+            else:
+                some = max(1, count // each)
+                chosen = list(range(made, made + some))
+                made += some
+            items = min(some * each, count)
+            bins[order[placed : placed + items]] = np.repeat(chosen, each)[:items]
+            if left := room - min(each, items) * size:
+                with_room[left] += chosen
+                rooms |= 1 << left
+            placed, count = placed + items, count - items
+    return bins

@@ -1,0 +1,183 @@
+"""Token shards in a bucket: what is fetched, that it is checked, and a cache that ranks share."""
+
+import logging
+import os
+import threading
+
+import numpy as np
+import pytest
+
+import nearlinear as nl
+from nearlinear.data import bucket as bucket_module
+from nearlinear.data.dataset import TokenDataset
+from nearlinear.data.format import ShardWriter, checksums
+from nearlinear.data.format.manifest import Manifest
+from nearlinear.data.loader import BlockShuffle, Loader
+from nearlinear.data.masking import Masks
+from nearlinear.errors import DataError
+from nearlinear.train import config as train_config
+from tests.support import bucket
+
+pytest.importorskip("moto.server")
+
+BLOCK = 1024  # bytes, in place of 4 MiB
+AT = "s3://my-bucket/tokens"
+
+
+@pytest.fixture
+def door(aws_services, monkeypatch):
+    logging.getLogger("werkzeug").setLevel(logging.CRITICAL)
+    with bucket.opened() as (door, address):
+        monkeypatch.setenv("AWS_ENDPOINT_URL", address)
+        yield door
+
+
+@pytest.fixture
+def local(tmp_path, aws_services, monkeypatch):
+    """8 KiB of tokens in three shards, here and in the bucket."""
+    for module in (checksums, bucket_module):
+        monkeypatch.setattr(module, "BLOCK_BYTES", BLOCK)
+    folder = tmp_path / "tokens"
+    writer = ShardWriter(folder, "train", vocab_size=60_000, eos_id=0, shard_tokens=1500)
+    random = np.random.default_rng(0)
+    while sum(p.tokens for p in writer._shards) < 3000:
+        writer.add(random.integers(1, 60_000, random.integers(5, 200)))
+    tokenizer = {"name": "t", "file": "tokenizer/tokenizer.json", "sha256": "0"}
+    Manifest(60_000, 0, tokenizer, {"train": writer.close()}).write(folder)
+    upload(aws_services["s3"], folder)
+    return TokenDataset(folder, sequence_length=100, verify="size")
+
+
+def upload(s3, folder, prefix="tokens"):
+    for path in folder.rglob("*"):
+        if path.is_file():
+            s3.upload_file(str(path), "my-bucket", f"{prefix}/{path.relative_to(folder)}")
+
+
+def remote(tmp_path, **options):
+    return TokenDataset(AT, sequence_length=100, **{"cache": tmp_path / "cache"} | options)
+
+
+def ranges(door):
+    return [(c.key, c.range) for c in door.calls if c.range]
+
+
+def test_windows_are_those_of_the_folder(local, door, tmp_path):
+    found = remote(tmp_path)
+    assert (len(found), found.fingerprint) == (len(local), local.fingerprint)
+    assert not ranges(door), "nothing is fetched that is not read"
+    order = np.random.default_rng(1).permutation(len(local))
+    one = order[:1]
+    assert np.array_equal(found.windows(one), local.windows(one))
+    assert len(ranges(door)) <= 3
+    assert np.array_equal(found.windows(order), local.windows(order))
+    blocks = sum(len(shard.blocks) for shard in local.source.shards)
+    assert 6 < len(ranges(door)) == len(set(ranges(door))) <= blocks
+    before = len(ranges(door))
+    again = remote(tmp_path, verify="full")
+    assert np.array_equal(again.windows(order), local.windows(order))
+    assert len(ranges(door)) == before, "what has come once is read from the cache"
+
+
+@pytest.mark.parametrize("packing", ["concat", "best_fit"])
+def test_documents_too(local, door, tmp_path, packing):
+    here = TokenDataset(
+        local.path, sequence_length=100, verify="size", packing=packing, cache=tmp_path / "other"
+    )
+    masks, blocks = Masks(documents=True), BlockShuffle(1, 2) if packing == "concat" else None
+    options = {"masks": masks, "blocks": blocks, "data_rank": 0, "data_ranks": 1}
+    loaders = [
+        Loader(dataset, 3, 2, read_ahead=ahead, **options)
+        for dataset, ahead in ((here, 0), (remote(tmp_path, packing=packing), 2))
+    ]
+    for _ in range(12):
+        for mine, its in zip(*map(next, loaders), strict=True):
+            assert all(np.array_equal(mine[name], its[name]) for name in mine)
+
+
+def test_ranks_fetch_a_block_once(local, door, tmp_path):
+    everything, found = np.arange(len(local)), []
+    datasets = [remote(tmp_path) for _ in range(6)]
+    threads = [
+        threading.Thread(target=lambda d=d: found.append(d.windows(everything))) for d in datasets
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 6 and all(np.array_equal(f, local.windows(everything)) for f in found)
+    assert len(ranges(door)) == len(set(ranges(door)))
+
+
+def test_what_is_altered_is_refused_by_name(local, aws_services, door, tmp_path):
+    body = bytearray((local.path / "train/shard-00001.bin").read_bytes())
+    body[BLOCK + 7] ^= 16
+    aws_services["s3"].put_object(
+        Bucket="my-bucket", Key="tokens/train/shard-00001.bin", Body=bytes(body)
+    )
+    found = remote(tmp_path)
+    with pytest.raises(
+        DataError, match=rf"block 1 of {AT}/train/shard-00001\.bin \(from byte {BLOCK}\) is altered"
+    ):
+        found.windows(np.arange(len(found)))
+    whole = [path for path in (tmp_path / "cache").rglob("1.block")]
+    assert len(whole) <= 2, "a block that is not right is not kept"
+
+
+def test_a_damaged_cache_is_mended(local, door, tmp_path):
+    everything = np.arange(len(local))
+    remote(tmp_path).windows(everything)
+    blocks = sorted((tmp_path / "cache").rglob("*.block"))
+    blocks[0].write_bytes(b"")
+    blocks[1].write_bytes(blocks[1].read_bytes()[:-2])
+    blocks[2].write_bytes(bytes(len(blocks[2].read_bytes())))
+    before = len(ranges(door))
+    assert np.array_equal(remote(tmp_path).windows(everything), local.windows(everything))
+    assert len(ranges(door)) == before + 3
+
+
+def test_the_cache_keeps_to_its_limit_and_drops_the_oldest(local, door, tmp_path):
+    found = remote(tmp_path, cache_gib=3 * BLOCK / 2**30)
+    for window in [*range(len(local)), *range(len(local))]:
+        assert np.array_equal(found.windows([window]), local.windows([window]))
+        kept = list((tmp_path / "cache/blocks").rglob("*.block"))
+        assert sum(path.stat().st_size for path in kept) <= 3 * BLOCK
+    last = max(kept, key=lambda path: path.stat().st_mtime_ns)
+    for path in kept:
+        if path != last:
+            os.utime(path, ns=(1, 1))
+    found._stream.file.cache_clear()
+    fresh = remote(tmp_path, cache_gib=3 * BLOCK / 2**30)
+    fresh.windows([0])
+    assert last.exists(), "the block used last stays"
+
+
+def test_faults_say_what_to_do(local, aws_services, door, tmp_path):
+    s3 = aws_services["s3"]
+    with pytest.raises(DataError, match="s3://my-bucket/none/index.json is not there: name a pre"):
+        TokenDataset("s3://my-bucket/none", sequence_length=8, cache=tmp_path)
+    with pytest.raises(DataError, match="no such bucket"):
+        TokenDataset("s3://nobody/none", sequence_length=8, cache=tmp_path)
+    with pytest.raises(DataError, match="has no split 'val'"):
+        TokenDataset(AT, "val", sequence_length=8, cache=tmp_path)
+    with pytest.raises(DataError, match=r"drop data\.vocab_size and data\.eos_id"):
+        remote(tmp_path, vocab_size=7)
+    s3.put_object(Bucket="my-bucket", Key="tokens/train/shard-00001.bin", Body=b"short")
+    with pytest.raises(DataError, match=r"shard-00001\.bin has 5 of \d+ bytes: copy it there"):
+        remote(tmp_path)
+    s3.delete_object(Bucket="my-bucket", Key="tokens/train/shard-00001.bin")
+    with pytest.raises(DataError, match=r"shard-00001\.bin is missing"):
+        remote(tmp_path)
+
+
+def test_a_run_reads_from_a_bucket(small_run, token_folder, aws_services, door, tmp_path):
+    upload(aws_services["s3"], token_folder)
+    here = nl.spmd.run(lambda rank: nl.Trainer(train_config.load(small_run)).fit(), 1)[0]
+    small_run["data"] |= {"path": AT, "cache": str(tmp_path / "cache"), "read_ahead": 1}
+    there = nl.spmd.run(lambda rank: nl.Trainer(train_config.load(small_run)).fit(), 2)
+    small = here.loss, here.sample
+    assert there[0] == there[1] and there[0].sample
+    small_run["parallel"] = {}
+    small_run["run"]["folder"] = str(tmp_path / "run2")
+    again = nl.spmd.run(lambda rank: nl.Trainer(train_config.load(small_run)).fit(), 1)[0]
+    assert (again.loss, again.sample) == small

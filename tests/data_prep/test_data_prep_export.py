@@ -1,0 +1,91 @@
+import json
+
+import numpy as np
+import pytest
+
+import data_prep
+from data_prep.export import export
+from nearlinear.data.format import Manifest
+from nearlinear.errors import DataError
+
+TEXTS = [f"Document {i} says {'word ' * (i % 7)}end." for i in range(300)]
+
+
+@pytest.fixture
+def folder(tmp_path, source):
+    data_prep.prepare(source(TEXTS), tmp_path / "d", val_fraction=0.1, shard_tokens=700,
+                      progress=False)  # fmt: skip
+    return tmp_path / "d"
+
+
+@pytest.fixture
+def stream(folder):
+    """A function of a side: its tokens, one shard after another."""
+    manifest = Manifest.read(folder)
+    return lambda side: np.concatenate(
+        [np.fromfile(folder / shard.file, manifest.dtype) for shard in manifest.splits[side]]
+    )
+
+
+@pytest.mark.parametrize("side", ["train", "val"])
+def test_nanogpt_maps_one_file_of_ids(folder, stream, tmp_path, side):
+    assert export(folder, tmp_path / "out", "nanogpt")["tokens"] == sum(
+        len(stream(s)) for s in ("train", "val")
+    )
+    found = np.memmap(tmp_path / "out" / f"{side}.bin", dtype=np.uint16, mode="r")
+    np.testing.assert_array_equal(found, stream(side))
+
+
+def test_smp_rows_are_windows_of_the_stream(folder, stream, tmp_path):
+    rows = export(folder, tmp_path / "out", "smp-json", 64)["rows"]
+    found = []
+    for side in ("train", "val"):
+        (path,) = (tmp_path / "out" / side).glob(f"{side}_dataset_64_filtered_*.json")
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        assert all(line["attention_mask"] == [1] * 64 for line in lines)
+        ids = np.array([line["input_ids"] for line in lines]).reshape(-1)
+        np.testing.assert_array_equal(ids, stream(side)[: len(ids)])
+        assert len(stream(side)) - len(ids) < 64
+        found += lines
+    assert len(found) == rows
+
+
+def test_arrow_is_loaded_from_disk(folder, stream, tmp_path):
+    datasets = pytest.importorskip("datasets")
+    export(folder, tmp_path / "out", "hf-arrow", 64)
+    found = datasets.load_from_disk(str(tmp_path / "out"))
+    for side, name in (("train", "train"), ("val", "validation")):
+        ids = np.array(found[name]["input_ids"])
+        assert ids.shape[1] == 64
+        np.testing.assert_array_equal(ids.reshape(-1), stream(side)[: ids.size])
+        assert found[name][0]["labels"] == found[name][0]["input_ids"]
+        assert found[name][0]["attention_mask"] == [1] * 64
+    assert {p.name for p in (tmp_path / "out").iterdir()} == {
+        "train", "validation", "dataset_dict.json"
+    }  # fmt: skip
+
+
+def test_datatrove_reads_its_own_format(folder, stream, tmp_path):
+    dataset = pytest.importorskip("datatrove.utils.dataset")
+    export(folder, tmp_path / "out", "datatrove")
+    shards = sorted((tmp_path / "out/train").glob("*.ds"))
+    first = Manifest.read(folder).splits["train"][0]
+    assert len(shards) > 1
+    windows = dataset.DatatroveFileDataset(str(shards[0]), 31, token_size=2, return_positions=True)
+    tokens = np.concatenate([windows[i]["input_ids"].numpy() for i in range(len(windows))])
+    np.testing.assert_array_equal(tokens, stream("train")[: len(tokens)])
+    positions = windows[0]["positions"].numpy()
+    ends = np.flatnonzero(tokens[:31] == 50256)
+    assert positions[0] == 0 and all(positions[ends + 1] == 0)
+    assert first.tokens == np.fromfile(f"{shards[0]}.index", "<u8")[-1]
+
+
+def test_what_cannot_be_exported_is_said(folder, tmp_path):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full/x").write_text("1")
+    with pytest.raises(DataError, match="full is not empty"):
+        export(folder, tmp_path / "full", "nanogpt")
+    with pytest.raises(DataError, match="no format 'csv': use smp-json"):
+        export(folder, tmp_path / "out", "csv")
+    with pytest.raises(DataError, match="sequence_length is 0"):
+        export(folder, tmp_path / "out", "smp-json", 0)

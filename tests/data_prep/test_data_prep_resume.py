@@ -1,0 +1,242 @@
+"""The same bytes whoever does the splits, in what order, and however often it is stopped."""
+
+import json
+import os
+import random
+import signal
+from itertools import count
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import data_prep
+from data_prep import output, pool
+from data_prep.sources import source as splitting
+from nearlinear.data.format import Manifest, verify
+from nearlinear.errors import DataError
+
+OPTIONS = {"progress": False, "val_fraction": 0.2, "workers": 1, "backends": ("tokenizers",)}
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory):
+    """A small tokenizer: making it takes no time."""
+    path = tmp_path_factory.mktemp("words") / "tokenizer.json"
+    vocabulary = {word: number for number, word in enumerate("? a b c d e f g".split())}
+    path.write_text(json.dumps({
+        "version": "1.0", "truncation": None, "padding": None, "normalizer": None,
+        "added_tokens": [{"id": 8, "content": "</s>", "single_word": False, "lstrip": False,
+                          "rstrip": False, "normalized": False, "special": True}],
+        "pre_tokenizer": {"type": "WhitespaceSplit"}, "post_processor": None, "decoder": None,
+        "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "?"},
+    }))  # fmt: skip
+    return str(path)
+
+
+@pytest.fixture(autouse=True)
+def small_splits(monkeypatch):
+    monkeypatch.setattr(splitting, "SPLIT_BYTES", 1200)
+    monkeypatch.setattr(os, "fsync", lambda handle: None)  # a kill loses nothing that was written
+
+
+def write_lines(path, documents=120, seed=0):
+    draw = random.Random(seed)
+    texts = [" ".join(draw.choices("abcdefg", k=draw.randint(1, 30))) for _ in range(documents)]
+    texts += texts[10:20]  # duplicates, in another split
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return texts
+
+
+def contents(folder):
+    """Every file but the history of its making."""
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*")
+            if p.is_file() and p.name != "preparation.json"}  # fmt: skip
+
+
+def killed_at(number, work):
+    """Whether a process that does `work` dies at its `number`th call that makes things last."""
+    child = os.fork()
+    if child:
+        return os.WIFSIGNALED(os.waitpid(child, 0)[1])
+    left = [number]
+
+    def deadly(call):
+        def dying(*arguments, **options):
+            left[0] -= 1
+            if not left[0]:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return call(*arguments, **options)
+
+        return dying
+
+    for name in ("fsync", "rename", "replace", "link", "rmdir", "unlink"):
+        setattr(os, name, deadly(getattr(os, name)))
+    try:
+        work()
+    finally:
+        os._exit(0)
+
+
+@pytest.mark.parametrize("options", [{}, {"dedup": "exact", "max_documents": 100}])
+def test_killed_at_any_moment_it_goes_on_to_the_same_bytes(tmp_path, words, options):
+    path, out = tmp_path / "a.jsonl", tmp_path / "out"
+    write_lines(path)
+    reference = tmp_path / "reference"
+
+    def prepare(folder):
+        source = data_prep.sources.jsonl(path)
+        return data_prep.prepare(source, folder, tokenizer=words, **OPTIONS, **options)
+
+    expected = prepare(reference)
+    again = 0
+    for number in count(1, 7):
+        if not killed_at(number, lambda: prepare(out)):
+            break
+        again += out.with_name("out.partial").exists() and not out.exists()
+        assert not out.exists() or verify(out) == expected
+        assert prepare(out) == expected and contents(out) == contents(reference)
+        assert sorted(p.name for p in tmp_path.iterdir()) == ["a.jsonl", "out", "reference"]
+        for file in sorted(out.rglob("*"), reverse=True):
+            file.rmdir() if file.is_dir() else file.unlink()
+        out.rmdir()
+    assert again > 5
+
+
+def test_what_is_done_is_not_done_again(tmp_path, words, monkeypatch):
+    path, out = tmp_path / "a.jsonl", tmp_path / "out"
+    write_lines(path)
+    done, do_split = [], pool.do_split
+
+    def stopping(job, number, *arguments):
+        if len(done) == 2:
+            raise KeyboardInterrupt
+        done.append(number)
+        return do_split(job, number, *arguments)
+
+    monkeypatch.setattr(pool, "do_split", stopping)
+    prepare = lambda **more: data_prep.prepare(  # noqa: E731
+        data_prep.sources.jsonl(path), out, tokenizer=words, **OPTIONS, **more
+    )
+    with pytest.raises(KeyboardInterrupt):
+        prepare()
+    with pytest.raises(DataError, match=r"unfinished .*\(seed 0 -> 1\): pass --overwrite"):
+        prepare(seed=1)
+    assert done == [0, 1]
+    done[:] = [-1]
+    shard = out.with_name("out.partial") / "splits/00001/train/shard-00000.bin"
+    shard.write_bytes(bytes(len(shard.read_bytes())))
+    with pytest.raises(KeyboardInterrupt):
+        prepare()
+    assert done == [-1, 1]  # the first is as it was, the second is not
+    done[:] = [-1]
+    os.utime(path, (1, 1))
+    with pytest.raises(KeyboardInterrupt):
+        prepare()
+    assert done == [-1, 2]
+    path.write_text(path.read_text().replace("a", "b", 1))
+    with pytest.raises(DataError, match="the text of split 0 is another"):
+        prepare()
+
+
+@pytest.mark.parametrize("engine", ["two workers", "backwards", "batches of one"])
+def test_bytes_do_not_depend_on_who_does_it(tmp_path, words, engine, monkeypatch):
+    path = tmp_path / "a.jsonl"
+    texts = write_lines(path)
+    source = data_prep.sources.jsonl(path)
+    expected = data_prep.prepare(source, tmp_path / "one", tokenizer=words, **OPTIONS)
+    options = dict(OPTIONS)
+    if engine == "two workers":
+        options["workers"] = 2
+    elif engine == "backwards":
+        run = pool.run
+        monkeypatch.setattr(
+            pool, "run", lambda job, folder, numbers, *rest: run(
+                job, folder, iter(sorted(numbers, reverse=True)), *rest)
+        )  # fmt: skip
+    else:
+        monkeypatch.setattr("data_prep.work._BATCH_CHARACTERS", 1)
+    assert len(source.splits()) > 4
+    found = data_prep.prepare(source, tmp_path / "two", tokenizer=words, **options)
+    assert found == expected and contents(tmp_path / "two") == contents(tmp_path / "one")
+    assert found.statistics["documents"] == len(texts)
+    assert found.statistics["duplicates"]["documents"] == len(texts) - len(set(texts))
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    texts=st.lists(st.text("abc \n", max_size=8), min_size=1, max_size=60),
+    most=st.one_of(st.none(), st.integers(1, 70)),
+    tokens=st.one_of(st.none(), st.integers(1, 200)),
+    dedup=st.sampled_from([None, "exact"]),
+    split_bytes=st.integers(20, 400),
+)
+def test_limits_and_duplicates_are_those_of_the_whole(
+    tmp_path_factory, words, texts, most, tokens, dedup, split_bytes
+):
+    folder = tmp_path_factory.mktemp("d")
+    splitting.SPLIT_BYTES = split_bytes  # the fixture puts it back
+    path = folder / "a.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    lengths = lambda text: len(text.split()) + 1  # noqa: E731
+    read = [text for text in texts if text.strip()][:most]
+    if tokens is not None:
+        sums = [sum(map(lengths, read[:n])) for n in range(len(read))]
+        read = [text for text, before in zip(read, sums, strict=True) if before < tokens]
+    expected = list(dict.fromkeys(read)) if dedup else read
+    options = {**OPTIONS, "val_fraction": 0, "max_documents": most, "max_tokens": tokens}
+    prepare = lambda: data_prep.prepare(  # noqa: E731
+        data_prep.sources.jsonl(path), folder / "out", tokenizer=words, dedup=dedup, **options
+    )
+    if not read:
+        with pytest.raises(DataError, match="no document with text"):
+            prepare()
+        return
+    manifest = prepare()
+    assert verify(folder / "out") == manifest
+    assert manifest.total("tokens") == sum(map(lengths, expected))
+    assert manifest.statistics["documents"] == len(expected)
+    assert manifest.statistics["duplicates"]["documents"] == len(read) - len(set(read))
+    assert sum(manifest.statistics["length_histogram"]["documents"]) == len(expected)
+
+
+def test_a_finished_output_is_told_from_another_input(tmp_path, words):
+    path, out = tmp_path / "a.jsonl", tmp_path / "out"
+    write_lines(path)
+    prepare = lambda **more: data_prep.prepare(  # noqa: E731
+        data_prep.sources.jsonl(path), out, tokenizer=words, **OPTIONS, **more
+    )
+    first = prepare()
+    os.utime(path, (1, 1))
+    assert prepare() == first
+    path.rename(tmp_path / "b.jsonl")
+    path = tmp_path / "b.jsonl"
+    assert prepare() == first
+    with pytest.raises(DataError, match=r"\(dedup None -> exact\)"):
+        prepare(dedup="exact")
+    write_lines(path, seed=1)
+    with pytest.raises(DataError, match="input .* -> .* bytes"):
+        prepare()
+    assert Manifest.read(out) == first and prepare(overwrite=True) != first
+
+
+def test_a_bad_line_in_a_worker_is_named(tmp_path, words):
+    path = tmp_path / "a.jsonl"
+    write_lines(path)
+    path.write_text(path.read_text() + "{\n")
+    with pytest.raises(DataError, match=r"a.jsonl:131 is not JSON"):
+        data_prep.prepare(data_prep.sources.jsonl(path), tmp_path / "out", tokenizer=words,
+                          **{**OPTIONS, "workers": 2})  # fmt: skip
+    assert not (tmp_path / "out").exists()
+
+
+def test_another_process_is_waited_for(tmp_path, words, monkeypatch):
+    monkeypatch.setattr(output, "_SECONDS_FOR_LOCK", 0)
+    path = tmp_path / "a.jsonl"
+    write_lines(path)
+    job = data_prep.job.Job.plan(
+        data_prep.sources.jsonl(path), data_prep.tokenizer.load(words), val_fraction=0.1
+    )
+    with output.staging(tmp_path / "out", job, False):
+        with pytest.raises(DataError, match="another process is preparing"):
+            data_prep.prepare(data_prep.sources.jsonl(path), tmp_path / "out", tokenizer=words)
