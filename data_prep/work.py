@@ -25,8 +25,8 @@ LOG_FILE = "documents.log"
 RECORD_FILE = "record.json"
 STAGES = ("read", "hash", "encode", "write")
 
-_BATCH_CHARACTERS = 4 * 1024 * 1024
-_BATCH_DOCUMENTS = 16_384
+_BATCH_CHARACTERS = 1024 * 1024
+_BATCH_DOCUMENTS = 4096
 
 
 def split_folder(folder: Path, number: int) -> Path:

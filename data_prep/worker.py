@@ -35,6 +35,8 @@ def main(folder: str, backends: str) -> None:
             do_split(job, number, Path(folder), encode, told.advance)
             told.say()
             _say(done=number)
+    except BrokenPipeError:  # who started it is gone
+        os._exit(0)
     except Exception as error:
         from nearlinear.errors import NearlinearError
 

@@ -112,6 +112,30 @@ def test_a_missing_package_is_named(package, corpus, tmp_path):
     assert f"the package {package} is not installed" in done.stderr and "pip inst" in done.stderr
 
 
+def test_plan_says_the_pieces_and_does_nothing(capsys, corpus, tmp_path):
+    code, said, _ = run(capsys, "plan", "jsonl", corpus)
+    assert code == 0 and "jsonl: 1 inputs in 1 splits" in said
+    code, said, _ = run(capsys, "plan", "jsonl", corpus, "--json")
+    size = corpus.stat().st_size
+    assert json.loads(said)["splits"] == [[0, 0, size, size]]
+    assert [p.name for p in tmp_path.iterdir()] == [corpus.name]
+
+
+def test_json_is_a_line_for_a_program(capsys, corpus, tmp_path):
+    out = tmp_path / "out"
+    code, said, _ = run(capsys, "prepare", "jsonl", corpus, "--out", out, "--json")
+    lines = [json.loads(line) for line in said.splitlines()]
+    assert code == 0 and [line["event"] for line in lines] == ["done", "prepared"]
+    assert lines[0]["documents"] == 400 and lines[0]["splits"] == lines[0]["of_splits"] == 1
+    code, said, _ = run(capsys, "verify", out, "--json")
+    assert code == 0 and json.loads(said)["fingerprint"] == lines[1]["fingerprint"]
+    code, said, _ = run(capsys, "export", out, "--format", "nanogpt", "--out", tmp_path / "n",
+                        "--json")  # fmt: skip
+    assert code == 0 and json.loads(said)["tokens"] == lines[0]["tokens"]
+    code, _, error = run(capsys, "prepare", "jsonl", corpus, "--engine-option", "time")
+    assert code == 2 and "--engine-option time has no value: write KEY=VALUE" in error
+
+
 def test_interrupt_exits_130(monkeypatch, capsys, corpus, tmp_path):
     def interrupted(*arguments, **options):
         raise KeyboardInterrupt
@@ -134,7 +158,7 @@ def test_help_is_light_and_shows_examples():
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=REPOSITORY, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert "python -m data_prep botocore" in done.stdout
+    assert "python -m data_prep prepare botocore" in done.stdout
 
 
 def test_as_a_module(corpus, tmp_path):
