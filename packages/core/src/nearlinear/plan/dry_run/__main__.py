@@ -38,12 +38,20 @@ def main(arguments: list[str] | None = None) -> int:
         default=0,
         help="ids; 0 = those of the data, or of the model as published",
     )
+    parser.add_argument(
+        "--pipeline-rank",
+        type=int,
+        metavar="N",
+        help="of a pipeline, from 0; default: the one that by the closed form needs the most",
+    )
     parser.add_argument("--json", action="store_true", help="print numbers, in bytes and seconds")
     asked = parser.parse_args(arguments)
     begin = time.perf_counter()
     try:
         config = train_config.load(asked.config, asked.set)
-        plan = measure(config, asked.gpus, vocabulary=asked.vocabulary)
+        plan = measure(
+            config, asked.gpus, vocabulary=asked.vocabulary, pipeline_rank=asked.pipeline_rank
+        )
     except NearlinearError as error:
         print(f"{error.word}: {error}", file=sys.stderr)
         return error.exit_code
