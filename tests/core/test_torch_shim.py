@@ -1,4 +1,4 @@
-"""The private names of torch that nearlinear stands on are where `_torch.py` says."""
+"""The private names of torch that nearlinear stands on are where `_torch` says."""
 
 import pytest
 import torch
@@ -10,7 +10,9 @@ from tests.support import tiny
 def test_the_thread_group_has_the_collectives_we_count():
     group, *_ = _torch.thread_group_base()
     for name in ("allreduce", "broadcast", "exception_handle", "reset"):
-        assert hasattr(group, name), f"torch {torch.__version__} moved {name}: mend _torch.py"
+        assert hasattr(group, name), (
+            f"torch {torch.__version__} moved {name}: mend _torch/groups.py"
+        )
     gathers = {"all_gather_single", "_allgather_base"} & set(vars(group))
     scatters = {"reduce_scatter_single", "_reduce_scatter_base"} & set(vars(group))
     assert gathers and scatters, f"torch {torch.__version__} renamed collectives: mend threads.py"
