@@ -5,9 +5,10 @@ files; each is a `split`, and `format` is our files. `stream` has their tokens e
 `documents` where documents begin in them; `dataset` has the sequences of a fixed length, `packing`
 how documents fill them, by a `plan` in a `cache`, and `blend` mixes datasets. `shuffle` and `order`
 say which come when, `blocks` is another order for large reads. `loader` has the batches of one data
-rank, `masking` what a batch hides, `fetch` reads ahead, `reads` counts what that asks of a file
-system, and `grain` is for who uses Grain. Names are imported on first use: but for `loader`,
-`masking`, `fetch` and `grain` nothing needs torch, so preparing data does not import it.
+rank, `state` what a run keeps of their order, `masking` what a batch hides, `fetch` reads ahead,
+`reads` counts what that asks of a file system, and `grain` is for who uses Grain. Names are
+imported on first use: but for `loader`, `masking`, `fetch` and `grain` nothing needs torch, so
+preparing data does not import it.
 """
 
 from importlib import import_module

@@ -12,13 +12,13 @@ import hashlib
 from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
-from itertools import zip_longest
 
 import numpy as np
 import torch
 
 from .. import runtime
 from ..errors import DataError
+from . import state
 from .blend import Blend
 from .blocks import BlockOrder
 from .dataset import TokenDataset
@@ -27,22 +27,10 @@ from .masking import IGNORED_LABEL, NOTHING, Masks, batch
 from .order import Blended, Shuffled, key
 from .reads import UNIT
 
-_STATE_FORMAT, _BLOCK_STATE_FORMAT = 1, 2  # the second also names the blocks
 _AT_ONCE = 1024
 """samples whose windows are worked out together: the arithmetic costs little more than of one"""
 _CHUNKS = 64
 """times as many are remembered, at 8 bytes each"""
-
-
-_IDENTITY = {
-    "dataset": None,
-    "seed": None,
-    "sequence_length": None,
-    "packing": "concat",
-    "shuffle_block_mib": 0,
-    "shuffle_blocks": 0,
-}
-"""What of a state decides which windows come, and what it is where a state does not say."""
 
 
 @dataclass(frozen=True)
@@ -174,57 +162,17 @@ class Loader:
 
     def state_dict(self) -> dict:
         """The position, small and JSON-able; the same on every rank."""
-        state = {
-            "format": _BLOCK_STATE_FORMAT if self.blocks else _STATE_FORMAT,
-            "next_sample": self._next_sample,
-            "seed": self.seed,
-            "sequence_length": self.dataset.sequence_length,
-            "dataset": self.dataset.fingerprint,
-            "tokenizer": self.dataset.manifest.words,
-        }
-        if isinstance(self.dataset, Blend):
-            state["sources"] = self.dataset.describe()
-        if self.dataset.packing != "concat":
-            state["packing"] = self.dataset.packing
-        if self.blocks:
-            state["shuffle_block_mib"] = self.blocks.block_mib
-            state["shuffle_blocks"] = self.blocks.blocks
-        return state
+        return state.of(self.dataset, self.seed, self.blocks, self._next_sample)
 
-    def load_state_dict(self, state: dict) -> None:
-        """Go on where `state` was taken, whatever the number of ranks and micro-batches was.
+    def load_state_dict(self, saved: dict) -> None:
+        """Go on where `saved` was taken, whatever the number of ranks and micro-batches was.
 
-        Raises `DataError` when the state is of another dataset, seed, sequence length or order,
-        since the run would repeat some samples and never see others; and of another tokenizer,
-        whose ids are other words than those that a model has learned.
+        Raises `DataError` when that is of another dataset, seed, sequence length or order, since
+        the run would repeat some samples and never see others; and of another tokenizer, whose ids
+        are other words than those that a model has learned.
         """
-        here = self.state_dict()
-        words = state.get("tokenizer", here["tokenizer"])  # older states do not say
-        if words["sha256"] != here["tokenizer"]["sha256"]:
-            raise DataError(
-                f"the state is of a run on ids of {_tokenizer(words)}, and {self.dataset.path} has "
-                f"ids of {_tokenizer(here['tokenizer'])}, which mean other words to its model: "
-                "prepare the data with that tokenizer (python -m data_prep ... --tokenizer), or "
-                "start a new run in another folder"
-            )
-        known = _BLOCK_STATE_FORMAT if "shuffle_block_mib" in state else _STATE_FORMAT
-        if state.get("format") != known:
-            raise DataError(
-                f"the loader state has format {state.get('format')!r}, this nearlinear reads "
-                f"{known}: resume with the version that wrote it, or start a new run"
-            )
-        differing = _other_sources(state.get("sources", []), here.get("sources", [])) or [
-            f"{name} was {state.get(name, usual)} and is {here.get(name, usual)}"
-            for name, usual in _IDENTITY.items()
-            if state.get(name, usual) != here.get(name, usual)
-        ]
-        if differing:
-            what = ", ".join(differing)
-            raise DataError(
-                f"cannot resume the data order: {what}; use the settings of the interrupted run, "
-                "or start a new run without the loader's state"
-            )
-        self._next_sample, self._last_step = int(state["next_sample"]), None
+        state.check(saved, self.state_dict(), self.dataset.path)
+        self._next_sample, self._last_step = int(saved["next_sample"]), None
         self._coming.clear()
 
     def _windows(self, first: int, count: int) -> np.ndarray:
@@ -291,26 +239,6 @@ def _block_order(dataset: TokenDataset | Blend, blocks: BlockShuffle, seed: int)
     _require_positive(block_mib=blocks.block_mib, blocks=blocks.blocks)
     starts = dataset.block_starts(blocks.block_mib * UNIT)
     return BlockOrder(starts, len(dataset), blocks.blocks, lambda *words: key(seed, *words))
-
-
-def _other_sources(before: list[dict], now: list[dict]) -> list[str]:
-    """What is different of a blend's sources, in words."""
-    found = []
-    for number, (was, is_) in enumerate(zip_longest(before, now), 1):
-        identity = [each and (each["dataset"], each["share"]) for each in (was, is_)]
-        if identity[0] != identity[1]:
-            found.append(f"source {number} was {_source(was)} and is {_source(is_)}")
-    return found
-
-
-def _source(told: dict | None) -> str:
-    if told is None:
-        return "none"
-    return f"{told['share']:.6g} of {told['path']} ({told['dataset'][:12]})"
-
-
-def _tokenizer(words: dict) -> str:
-    return f"the tokenizer {words['name']} (sha256 {words['sha256'][:12]})"
 
 
 def _require_positive(**values: int) -> None:
