@@ -5,8 +5,9 @@ import dataclasses
 import pytest
 
 from ci.cluster import why_not
-from ci.planner import emulated
-from ci.planner.emulated import PLACES, USUAL, Case, Place, Row
+from ci.planner import cases, emulated
+from ci.planner.cases import PLACES, USUAL, Case, Place
+from ci.planner.emulated import Row
 from ci.race import theory
 from ci.race.contestants import ENTRIES
 from nearlinear.plan import workload
@@ -18,7 +19,7 @@ FOUR = Place(4, 1, ("1gbit",), USUAL)
 @pytest.mark.parametrize("case", [case for place in PLACES for case in place.cases], ids=str)
 def test_the_config_gathers_and_reduces_as_the_contestant_does(case):
     plan = case.plan(FOUR)
-    config = emulated.config_of(case, plan)
+    config = cases.config_of(case, plan)
     found = workload.from_config(config, plan.world, plan.ranks_per_node, plan.vocabulary)
     units = theory.units(plan)
     root = found.shape.root_parameters
@@ -43,18 +44,18 @@ def test_the_config_gathers_and_reduces_as_the_contestant_does(case):
 def test_a_case_is_predicted_by_the_tuned_machine_alone():
     node = a_node()
     plan = USUAL[1].plan(FOUR)
-    before = emulated.predicted(USUAL[1], plan, node)
+    before = cases.predicted(USUAL[1], plan, node)
     rows = [dataclasses.replace(row, points=[[s, 2 * t] for s, t in row.points])
             for row in node.collectives]  # fmt: skip
-    slower = emulated.predicted(USUAL[1], plan, dataclasses.replace(node, collectives=rows))
-    compute = emulated.predicted(USUAL[0], USUAL[0].plan(FOUR), node)
+    slower = cases.predicted(USUAL[1], plan, dataclasses.replace(node, collectives=rows))
+    compute = cases.predicted(USUAL[0], USUAL[0].plan(FOUR), node)
     assert slower - compute == pytest.approx(2 * (before - compute), rel=0.05)
     with pytest.raises(ZeroDivisionError):  # nothing else knows this network
-        emulated.predicted(USUAL[1], plan, dataclasses.replace(node, measured={}, network_gbps=0))
+        cases.predicted(USUAL[1], plan, dataclasses.replace(node, measured={}, network_gbps=0))
 
 
 def test_cases_that_train_alike_share_processes():
-    teams = emulated.in_teams(FOUR)
+    teams = cases.in_teams(FOUR)
     assert sorted(map(str, (case for team in teams for case in team))) == sorted(map(str, USUAL))
     for team in teams:
         assert len({case.contestant for case in team}) == len(team)
@@ -97,8 +98,8 @@ SMALL = {"layers": 2, "width": 48, "heads": 2, "vocabulary": 128, "sequence": 16
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 def test_measured_tuned_and_predicted(monkeypatch):
     monkeypatch.setattr(emulated, "TRIES", 1)
-    cases = tuple(Case(name, SMALL) for name in ("compute", "fsdp2", "ours"))
-    rows, tunings = emulated.at_place(Place(2, 1, ("1gbit",), cases), steps=1, rounds=1)
+    few = tuple(Case(name, SMALL) for name in ("compute", "fsdp2", "ours"))
+    rows, tunings = emulated.at_place(Place(2, 1, ("1gbit",), few), steps=1, rounds=1)
     assert [row.layout.split(",")[0] for row in rows] == ["compute", "fsdp2", "ours"]
     for row in rows:
         assert row.seconds and row.measured > 0 and len(row.predicted) == len(tunings) > 0
