@@ -39,6 +39,14 @@ DOCUMENTS = st.lists(
 )
 
 
+def some_lengths_are_those(index, lengths, data):
+    """Of documents that lie one after the other, found by their tokens alone."""
+    first = data.draw(st.integers(0, len(lengths)))
+    end = data.draw(st.integers(first, len(lengths)))
+    start, stop = sum(lengths[:first]), sum(lengths[:end])
+    assert index.lengths(start, stop).tolist() == lengths[first:end]
+
+
 @settings(max_examples=60, deadline=None)
 @given(documents=DOCUMENTS, dtype=st.sampled_from(["<u2", "<i4"]), data=st.data())
 def test_documents_of_several_sequences(tmp_path_factory, documents, dtype, data):
@@ -51,6 +59,7 @@ def test_documents_of_several_sequences(tmp_path_factory, documents, dtype, data
     start = data.draw(st.integers(0, len(stream) - 1))
     stop = data.draw(st.integers(start + 1, len(stream)))
     assert index.inside(start, stop) == [b for b in begins if start < b < stop]
+    some_lengths_are_those(index, lengths, data)
     tokens = TokenDataset(path, sequence_length=1, vocab_size=1000)
     assert tokens.windows(np.arange(len(tokens)))[:, 0].tolist() == stream.tolist()
 
@@ -65,6 +74,7 @@ def test_documents_that_end_with_a_token(lengths, data):
     start = data.draw(st.integers(0, len(tokens) - 1))
     stop = data.draw(st.integers(start + 1, len(tokens)))
     assert found.inside(start, stop) == [b for b in begins if start < b < stop]
+    some_lengths_are_those(found, lengths, data)
     assert DocumentsByToken(tokens[:-1], 7).lengths().sum() == len(tokens) - 1
 
 

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import nearlinear as nl
-from nearlinear.data import packing
-from nearlinear.data import plan as plan_module
+from nearlinear.data import packing, plan
 from nearlinear.data.dataset import TokenDataset
 from nearlinear.data.loader import Loader, evaluation_batches
 from nearlinear.data.masking import Masks, batch, cu_seqlens
@@ -145,26 +144,46 @@ def opened(folder, **options):
 
 
 def test_eight_ranks_make_a_plan_once_and_mend_a_damaged_one(folder, tmp_path, monkeypatch):
-    made, real = [], plan_module._make
-    monkeypatch.setattr(plan_module, "_make", lambda *a: (made.append(1), real(*a)))
-    lengths = []
+    made = []
+    for step in ("sequences", "pieces"):
+        real = getattr(packing, step)
+        monkeypatch.setattr(
+            plan, step, lambda *a, step=step, real=real: (made.append(step), real(*a))[1]
+        )
+    read = []
 
     def rank():
-        lengths.append(len(opened(folder, packing="best_fit", cache=tmp_path)))
+        dataset = opened(folder, packing="best_fit", cache=tmp_path)
+        read.append(dataset.windows([0, len(dataset) - 1]).tolist())
 
     threads = [threading.Thread(target=rank) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(lengths) == 8 and len(set(lengths)) == 1 and len(made) == 1
-    (begins,) = tmp_path.glob("packing/*/begins")
-    begins.write_bytes(begins.read_bytes()[:-9])
-    assert len(opened(folder, packing="best_fit", cache=tmp_path)) == lengths[0] and len(made) == 2
+    assert len(read) == 8 and all(found == read[0] for found in read)
+    files = sorted(tmp_path.glob("packing/*/*.npy"))
+    shards = made.count("sequences")
+    assert shards > 2 and made.count("pieces") == 2, "only the groups that were read are packed"
+    assert [path.name for path in files] == ["group-0.npy", f"group-{shards - 1}.npy", "groups.npy"]
+    for path in files:
+        path.write_bytes(path.read_bytes()[:-9])
+    rank()
+    assert read[-1] == read[0] and len(made) == 2 * (shards + 2)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, 120), min_size=1, max_size=60),
+    length=st.integers(1, 60),
+    way=st.sampled_from(["best_fit", "one_document"]),
+)
+def test_sequences_are_counted_without_making_them(lengths, length, way):
+    assert packing.sequences(lengths, length, way) == len(packing.pieces(lengths, length, way)[2])
 
 
 def test_groups_of_documents_are_packed_by_themselves(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(plan_module, "GROUP", 5)
+    monkeypatch.setattr(plan, "GROUP", 5)
     small = opened(folder, packing="best_fit", cache=tmp_path)
     found = small.windows(np.arange(len(small)))
     whole = opened(folder, packing="best_fit")

@@ -16,7 +16,7 @@ from ..errors import DataError
 from .cache import cache_folder
 from .opening import open_split
 from .packing import PACKINGS, Packing
-from .plan import Plan, plan
+from .plan import Plan
 from .reads import Reads
 from .stream import MOST_OPEN, Stream
 
@@ -94,9 +94,8 @@ class TokenDataset:
             )
 
     def _planned(self, cache: str | Path | None) -> Plan:
-        lengths = (self.source.documents(n).lengths() for n in range(len(self.files)))
-        folder = cache_folder(cache)
-        return plan(folder, self.fingerprint, self.sequence_length, self.packing, lengths)
+        identity = self.fingerprint, self.sequence_length, self.packing
+        return Plan(cache_folder(cache), *identity, self._documents, len(self.files))
 
     def __repr__(self) -> str:
         windows = f"{len(self):,} windows of {self.sequence_length}"
@@ -133,34 +132,26 @@ class TokenDataset:
         self.source.bring(extents)
         if self.reads is not None:
             self.reads.faults(extents)
-        tokens, filled = np.empty(shape, dtype=np.int64), None
-        if self._plan is not None:
-            sizes = pieces[:, 3] - pieces[:, 2]
-            filled = np.bincount(pieces[:, 0], sizes, minlength=len(indices)).astype(np.int64)
-            for row in np.flatnonzero(filled < self.sequence_length).tolist():
-                tokens[row, filled[row] :] = self.manifest.eos_id
-        self._stream.read(pieces, tokens)
-        return Rows(tokens, filled, self._begins(pieces, filled) if documents else None)
+        tokens = np.empty(shape, dtype=np.int64)
+        begins, filled = self._stream.read(pieces, tokens)
+        if self._plan is None:
+            if documents:
+                begins = self._begins(pieces, begins)
+            return Rows(tokens, None, begins if documents else None)
+        for row, count in enumerate(filled):
+            if count < self.sequence_length:
+                tokens[row, count:] = self.manifest.eos_id
+                begins.append(row * self.sequence_length + count)
+        return Rows(tokens, np.array(filled), np.array(sorted(begins)) if documents else None)
 
-    def _begins(self, pieces: np.ndarray, filled: np.ndarray | None) -> np.ndarray:
-        """As `Rows.begins`, of windows that consist of `pieces` and are `filled` so far."""
-        length, begins = self.sequence_length, []
-        if filled is None:
-            # A piece begins a row, or is the first of a shard and so of a document.
-            column = [0] * len(pieces)
-            for row, shard, start, stop in pieces.tolist():
-                place = row * length + column[row]
-                begins.append(place)
-                inside = self._documents(shard).inside(start, stop)
-                begins += [place + begin - start for begin in inside]
-                column[row] += stop - start
-            return np.sort(np.array(begins, dtype=np.int64))
-        sizes = pieces[:, 3] - pieces[:, 2]
-        row, ends = pieces[:, 0], np.cumsum(sizes)
-        before = np.cumsum(filled) - filled
-        short = np.flatnonzero(filled < length)
-        begins = row * length + ends - sizes - before[row]
-        return np.sort(np.concatenate([begins, short * length + filled[short]]))
+    def _begins(self, pieces: np.ndarray, places: list[int]) -> np.ndarray:
+        """As `Rows.begins`, of windows that consist of `pieces` at `places`."""
+        begins = list(places)  # a piece begins a row, or a shard and with it a document
+        for (_, shard, start, stop), place in zip(pieces.tolist(), places, strict=True):
+            begins += [
+                place + begin - start for begin in self._documents(shard).inside(start, stop)
+            ]
+        return np.array(sorted(begins))
 
     def tokenizer(self) -> Path:
         """The file of the tokenizer whose ids these are. Raises `DataError` if that is not told."""
@@ -192,15 +183,13 @@ class TokenDataset:
     def _pieces(self, indices) -> np.ndarray:
         """As `Stream.pieces`, of the windows `indices`. Raises IndexError."""
         indices = np.asarray(indices, dtype=np.int64)
-        if indices.size and not 0 <= int(indices.min()) <= int(indices.max()) < len(self):
+        # As unsigned numbers, negative ones are beyond the end, too.
+        if indices.size and int(indices.view(np.uint64).max()) >= len(self):
             raise IndexError(f"windows {indices.min()}..{indices.max()} of {len(self)}")
+        if self._plan is not None:
+            return self._plan.pieces(indices)
         length = self.sequence_length
-        if self._plan is None:
-            return self._stream.pieces(indices * length, (indices + 1) * length)
-        parts = self._plan.of(indices)
-        found = self._stream.pieces(parts[:, 1], parts[:, 1] + parts[:, 2])
-        found[:, 0] = parts[found[:, 0], 0]
-        return found
+        return self._stream.pieces(indices * length, (indices + 1) * length)
 
     def _bytes(self, pieces: np.ndarray) -> np.ndarray:
         """File, first byte and end of pieces of files."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -48,6 +49,9 @@ class DocumentIndex:
         self._offsets = raw[lengths : lengths + offsets].view("<i8")
         self._firsts = raw[lengths + offsets :].view("<i8")
         self._plain = self.documents == sequences  # then sequence i is document i
+        self._begins = _numbers(self._offsets)
+        if not self._plain:
+            self._begins = _Begins(self._begins, _numbers(self._firsts))
         self.tokens = bytes_ // self.dtype.itemsize
         end = 0
         if sequences:
@@ -60,31 +64,45 @@ class DocumentIndex:
 
     def inside(self, start: int, stop: int) -> list[int]:
         """The tokens at which documents begin between `start` and `stop`, both excluded."""
-        size = self.dtype.itemsize
-        first = self._bisect(start * size, right=True)
-        last = self._bisect(stop * size, right=False, least=first)
-        return [offset // size for offset in self._begins(first, last).tolist()]
+        size, begins = self.dtype.itemsize, []
+        document = bisect.bisect_right(self._begins, start * size)
+        while document < self.documents and (begin := self._begins[document] // size) < stop:
+            begins.append(begin)
+            document += 1
+        return begins
 
-    def lengths(self) -> np.ndarray:
-        """Tokens of every document, int64 [documents]; reads all of the index."""
-        if self._plain:
-            return self._lengths.astype(np.int64)
-        begins = self._begins(0, self.documents) // self.dtype.itemsize
-        return np.diff(begins, append=self.tokens)
+    def lengths(self, start: int = 0, stop: int | None = None) -> np.ndarray:
+        """Tokens of every document, int64 [documents]; reads all of the index.
 
-    def _bisect(self, offset: int, right: bool, least: int = 0) -> int:
-        search = bisect.bisect_right if right else bisect.bisect_left
+        Or of those of the tokens [start, stop), which are whole documents; reads what is of them.
+        """
+        first, end = 0, self.documents
+        if stop is not None:
+            size = self.dtype.itemsize
+            first = bisect.bisect_left(self._begins, start * size)
+            end = bisect.bisect_left(self._begins, stop * size, first)
         if self._plain:
-            return search(self._offsets, offset, least)
-        return search(
-            range(self.documents), offset, least, key=lambda i: self._offsets[self._firsts[i]]
-        )
+            return self._lengths[first:end].astype(np.int64)
+        begins = self._offsets[self._firsts[first:end]] // self.dtype.itemsize
+        return np.diff(begins, append=self.tokens if stop is None else stop)
 
-    def _begins(self, first: int, last: int) -> np.ndarray:
-        """Byte offsets of documents [first, last)."""
-        if self._plain:
-            return self._offsets[first:last]
-        return self._offsets[self._firsts[first:last]]
+
+def _numbers(array: np.ndarray) -> Sequence[int]:
+    """Those of an int64 array of a file, which are had one by one in a third of the time."""
+    return memoryview(array.view(np.uint8)).cast("q") if len(array) else ()
+
+
+class _Begins:
+    """Byte offsets at which documents begin that may be several sequences each."""
+
+    def __init__(self, offsets: Sequence[int], firsts: Sequence[int]):
+        self._offsets, self._firsts = offsets, firsts
+
+    def __len__(self) -> int:
+        return len(self._firsts) - 1
+
+    def __getitem__(self, document: int) -> int:
+        return self._offsets[self._firsts[document]]
 
 
 class DocumentsByToken:
@@ -98,12 +116,12 @@ class DocumentsByToken:
         ends = np.flatnonzero(self._tokens[start : stop - 1] == self._eos)
         return (ends + start + 1).tolist()
 
-    def lengths(self) -> np.ndarray:
-        """As `DocumentIndex.lengths`; reads the whole file, and takes memory for the ends alone."""
-        step, count = 2**24, len(self._tokens)
+    def lengths(self, start: int = 0, stop: int | None = None) -> np.ndarray:
+        """As `DocumentIndex.lengths`; reads these tokens, and takes memory for the ends alone."""
+        step, stop = 2**24, len(self._tokens) if stop is None else stop
         ends = [
-            np.flatnonzero(self._tokens[start : start + step] == self._eos) + start + 1
-            for start in range(0, count, step)
+            np.flatnonzero(self._tokens[at : min(at + step, stop)] == self._eos) + at + 1
+            for at in range(start, stop, step)
         ]
-        ends = np.concatenate([*ends, [count]])
-        return np.diff(ends[: -1 if len(ends) > 1 and ends[-2] == count else None], prepend=0)
+        ends = np.concatenate([[start], *ends])
+        return np.diff(ends if ends[-1] == stop else np.append(ends, stop))

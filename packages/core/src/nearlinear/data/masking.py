@@ -8,6 +8,7 @@ parallelism here. For kernels over sequences of their own lengths `cu_seqlens` a
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import numpy as np
@@ -46,8 +47,8 @@ def arrays(dataset, windows: np.ndarray, masks: Masks) -> dict[str, np.ndarray]:
     if masks.eos:
         labels[rows.tokens == dataset.manifest.eos_id] = IGNORED_LABEL
     if rows.filled is not None:
-        for row in np.flatnonzero(rows.filled < labels.shape[1]).tolist():
-            labels[row, rows.filled[row] :] = IGNORED_LABEL
+        for row, count in enumerate(rows.filled.tolist()):
+            labels[row, count:] = IGNORED_LABEL
     found = {"input_ids": rows.tokens, "labels": labels}
     if masks.documents:
         labels.reshape(-1)[rows.begins] = IGNORED_LABEL
@@ -66,6 +67,14 @@ def cu_seqlens(position_ids: torch.Tensor) -> torch.Tensor:
 
 
 def _since(begins: np.ndarray, count: int) -> np.ndarray:
-    """The distance from the last of `begins` of each of `count` places, int64 [count]."""
-    sizes = np.diff(begins, append=count)
-    return np.arange(count) - np.repeat(begins, sizes)
+    """The distance from the last of `begins`, of which 0 is one, of each of `count` places."""
+    sizes = np.empty_like(begins)
+    np.subtract(begins[1:], begins[:-1], out=sizes[:-1])
+    sizes[-1] = count - begins[-1]
+    found = np.repeat(begins, sizes)
+    return np.subtract(_ramp(count), found, out=found)
+
+
+@functools.lru_cache(maxsize=4)
+def _ramp(count: int) -> np.ndarray:
+    return np.arange(count)

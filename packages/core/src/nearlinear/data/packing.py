@@ -10,6 +10,7 @@ Source: Ding et al., "Fewer Truncations Improve Language Modeling" (2024): best-
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -78,7 +79,7 @@ def pieces(lengths: np.ndarray, length: int, packing: str) -> tuple[np.ndarray, 
     of = best_fit(sizes, length) if packing == "best_fit" else np.arange(len(rest))
     useful = np.bincount(of, sizes)[of] > 1
     rest, sizes, of = rest[useful], sizes[useful], of[useful]
-    order = np.argsort(of, kind="stable")
+    order = _sorted(of, len(lengths))
     at = (begins[rest] + lengths[rest] - sizes)[order]
     firsts = np.flatnonzero(np.diff(of[order], prepend=-1))
     return (
@@ -88,37 +89,81 @@ def pieces(lengths: np.ndarray, length: int, packing: str) -> tuple[np.ndarray, 
     )
 
 
-def best_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:
-    """The bin, int64 [n], of each of n items of 1 to `capacity`: best fit, the largest first.
+def sequences(lengths: np.ndarray, length: int, packing: str) -> int:
+    """How many sequences `pieces` makes, without making them."""
+    lengths = np.asarray(lengths, dtype=np.int64)
+    whole = int((lengths // length).sum())
+    counts = np.bincount(lengths % length, minlength=2)
+    if packing == "one_document":
+        return whole + int(counts[2:].sum())
+    made = 0
+    for size, room, _, bins, _, items in _turns(counts, length):
+        if room == length and size * items > 1:
+            made += bins
+    return whole + made
 
+
+def best_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:
+    """The bin, int64 [n], of each of n items of 1 to `capacity`: best fit, the largest first."""
+    sizes = np.asarray(sizes)
+    with_room: list[list[int]] = [[] for _ in range(capacity + 1)]
+    made, found = 0, []
+    for _, room, left, bins, each, items in _turns(np.bincount(sizes), capacity):
+        if room == capacity:
+            chosen = list(range(made, made + bins))
+            made += bins
+        else:
+            waiting = with_room[room]
+            chosen = waiting[-bins:]
+            del waiting[-bins:]
+        with_room[left] += chosen
+        if each == 1:
+            found += chosen
+        else:
+            found += [number for number in chosen for _ in range(each)][:items]
+    of = np.empty(len(sizes), dtype=np.int64)
+    of[_sorted(capacity - sizes, capacity)] = found
+    return of
+
+
+def _turns(counts: np.ndarray, capacity: int) -> Iterator[tuple[int, int, int, int, int, int]]:
+    """Best fit of `counts[s]` items of size s, the largest first: who goes where.
+
+    Of each turn the items' size, the room of the bins that take them, what is left of it, how many
+    bins, how many items each takes, and how many items there are: the last bin may take fewer.
     Equal items are placed together: the bin with the least room that takes one takes as many as it
     can. So it takes a turn for each pair of a size and a room, not for each item.
     """
-    order = np.argsort(-np.asarray(sizes), kind="stable")
-    values, counts = np.unique(sizes, return_counts=True)
-    bins = np.empty(len(order), dtype=np.int64)
-    with_room: list[list[int]] = [[] for _ in range(capacity + 1)]
+    with_room = [0] * capacity
     rooms = 0  # bit r: there is a bin with room r
-    made = placed = 0
-    for size, count in zip(values[::-1].tolist(), counts[::-1].tolist(), strict=True):
+    values = np.flatnonzero(counts[1:])[::-1] + 1
+    for size, count in zip(values.tolist(), counts[values].tolist(), strict=True):
+        if 2 * size > capacity:  # nothing has room for it, and it has room for no other
+            yield size, capacity, capacity - size, count, 1, count
+            with_room[capacity - size] = count
+            rooms |= 1 << capacity - size
+            continue
         while count:
             fits = rooms >> size
-            room = size + (fits & -fits).bit_length() - 1 if fits else capacity
-            each = room // size
             if fits:
-                waiting = with_room[room]
-                some = max(1, min(len(waiting), count // each))
-                chosen = waiting[-some:]
-                del waiting[-some:]
-                rooms ^= 0 if waiting else 1 << room
+                room = size + (fits & -fits).bit_length() - 1
+                each = room // size
+                bins = min(with_room[room], count // each or 1)
+                with_room[room] -= bins
+                if not with_room[room]:
+                    rooms ^= 1 << room
             else:
-                some = max(1, count // each)
-                chosen = list(range(made, made + some))
-                made += some
-            items = min(some * each, count)
-            bins[order[placed : placed + items]] = np.repeat(chosen, each)[:items]
-            if left := room - min(each, items) * size:
-                with_room[left] += chosen
+                room, each = capacity, capacity // size
+                bins = count // each or 1
+            items = min(bins * each, count)
+            left = room - min(each, items) * size
+            if left:
+                with_room[left] += bins
                 rooms |= 1 << left
-            placed, count = placed + items, count - items
-    return bins
+            yield size, room, left, bins, each, items
+            count -= items
+
+
+def _sorted(values: np.ndarray, most: int) -> np.ndarray:
+    """The order that sorts `values` of at most `most`, stable: small numbers sort by radix."""
+    return np.argsort(values.astype(np.uint16) if most < 2**16 else values, kind="stable")

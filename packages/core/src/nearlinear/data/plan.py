@@ -1,116 +1,132 @@
-"""The sequences of a packing, computed once for a node and mapped from a file by all of its ranks.
+"""The sequences of a packing: counted once for a node, and worked out where they are first read.
 
-A plan lists pieces of documents in the order of the sequences: 12 bytes a piece, 8 a sequence, on
-disk. So a sequence is found by its number alone, and memory holds the pages that are used. It
-follows from the documents' lengths: it is no part of a run's state, and is made again where it is
-not. Documents are packed with those of their shard, at most `GROUP` together.
+Documents are packed with those of their shard, `GROUP` together. How many sequences a group makes
+follows from its documents' lengths alone, by counting; so a sequence is found by its number, and
+only the groups that are read are packed, each in a few milliseconds: 16 bytes a piece and 8 a
+sequence, in a file that all ranks of the node map. A plan follows from the documents' lengths: it
+is no part of a run's state, and is made again where it is not.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import io
 import json
-import os
-import shutil
-import uuid
-from collections.abc import Iterable
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
-from .cache import locked
-from .packing import pieces
+from .cache import locked, put
+from .documents import DocumentIndex, DocumentsByToken
+from .packing import pieces, sequences
+from .stream import MOST_OPEN
 
-GROUP = 2**18
-"""documents packed together at most; 2 GiB of text of a shard hold about as many"""
+GROUP = 2**17
+"""documents packed together at most"""
 
-_VERSION = 1
-_ABOUT = "plan.json"
-_ARRAYS = {"begins": "<i8", "tokens": "<i4", "firsts": "<i8"}
+_VERSION = 2
+_GROUPS = "groups"
+_DAMAGED = (OSError, ValueError, EOFError)
+
+Documents = Callable[[int], DocumentIndex | DocumentsByToken]
 
 
 class Plan:
-    """A plan in a folder: `begins` and `tokens` of pieces, `firsts`, the first of each sequence."""
+    """The sequences of `length` tokens of the documents of so many `shards`.
 
-    def __init__(self, folder: Path):
-        about = json.loads((folder / _ABOUT).read_text())
-        sizes = {"begins": about["pieces"], "tokens": about["pieces"], "firsts": about["sequences"]}
-        for name, dtype in _ARRAYS.items():
-            setattr(self, name, _mapped(folder / name, dtype, sizes[name]))
-        self.pieces, self.total = about["pieces"], about["tokens"]
+    `identity` stands for the documents' lengths; what has been worked out lies under `cache`.
+    """
 
-    begins: np.ndarray
-    tokens: np.ndarray
-    firsts: np.ndarray
+    def __init__(
+        self, cache: Path, identity: str, length: int, packing: str, documents: Documents,
+        shards: int,
+    ):  # fmt: skip
+        words = json.dumps([_VERSION, identity, length, packing, GROUP])
+        folder = cache / "packing" / hashlib.sha256(words.encode()).hexdigest()[:32]
+        groups = _kept(folder / _GROUPS, lambda: _count(length, packing, documents, shards))
+        self._shards = groups[:, 0]
+        self._ends = np.cumsum(groups[:, 3])
+        # Of a partial function, not a method: who drops a plan drops its maps at once.
+        self._group = functools.lru_cache(MOST_OPEN)(
+            functools.partial(_group, folder, groups, length, packing, documents)
+        )
 
     def __len__(self) -> int:
-        return len(self.firsts)
+        return int(self._ends[-1]) if len(self._ends) else 0
 
-    def of(self, sequences: np.ndarray) -> np.ndarray:
-        """The pieces of `sequences` [N]: int64 [pieces, 3] of row, begin, tokens."""
-        first = self.firsts[sequences]
-        after = sequences + 1
-        last = np.where(
-            after < len(self), self.firsts[np.minimum(after, len(self) - 1)], self.pieces
-        )
-        counts = last - first
-        row = np.repeat(np.arange(len(first)), counts)
-        at = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts) + first[row]
-        return np.stack([row, self.begins[at], self.tokens[at]], axis=1)
+    def pieces(self, numbers: np.ndarray) -> np.ndarray:
+        """Where the sequences `numbers` [N] lie: int64 [pieces, 4] of row, shard, token, end there.
 
-
-def _mapped(path: Path, dtype: str, count: int) -> np.ndarray:
-    if not count:  # which cannot be mapped
-        return np.empty(0, dtype)
-    return np.asarray(np.memmap(path, dtype=dtype, mode="r", shape=(count,)))
-
-
-def plan(
-    cache: Path, identity: str, length: int, packing: str, shards: Iterable[np.ndarray]
-) -> Plan:
-    """The plan of documents whose lengths `shards` has, shard by shard; from `cache` if there.
-
-    `identity` stands for those lengths. One rank of a node makes it, others wait for it.
-    """
-    words = json.dumps([_VERSION, identity, length, packing, GROUP])
-    name = hashlib.sha256(words.encode()).hexdigest()[:32]
-    folder = cache / "packing" / name
-    try:
-        return Plan(folder)
-    except (OSError, ValueError, KeyError):
-        pass
-    with locked(folder.with_suffix(".lock")):
-        try:
-            return Plan(folder)
-        except (OSError, ValueError, KeyError):  # not there yet, or damaged
-            _make(folder, length, packing, shards)
-    return Plan(folder)
+        In the order of the rows.
+        """
+        groups = np.searchsorted(self._ends, numbers, side="right")
+        found, counts = [np.empty((0, 2), dtype=np.int64)], []
+        for group, left in zip(
+            groups.tolist(), (self._ends[groups] - numbers).tolist(), strict=True
+        ):
+            firsts, parts = self._group(group)
+            first, end = firsts[-1 - left], firsts[-left]
+            found.append(parts[first:end])
+            counts.append(end - first)
+        whole = np.empty((sum(counts), 4), dtype=np.int64)
+        whole[:, 0] = np.repeat(np.arange(len(counts)), counts)
+        whole[:, 1] = self._shards[groups][whole[:, 0]]
+        np.concatenate(found, out=whole[:, 2:])
+        return whole
 
 
-def _make(folder: Path, length: int, packing: str, shards: Iterable[np.ndarray]) -> None:
-    partial = folder.with_name(f"{folder.name}.{uuid.uuid4().hex}.partial")
-    partial.mkdir(parents=True)
-    try:
-        about = _write(partial, length, packing, shards)
-        (partial / _ABOUT).write_text(json.dumps(about))
-        shutil.rmtree(folder, ignore_errors=True)
-        os.replace(partial, folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-def _write(folder: Path, length: int, packing: str, shards: Iterable[np.ndarray]) -> dict:
-    start = done = sequences = 0
-    files = {name: open(folder / name, "wb") for name in _ARRAYS}
-    for lengths in shards:
+def _count(length: int, packing: str, documents: Documents, shards: int) -> np.ndarray:
+    """Every group's shard, first token there, tokens, and sequences: int64 [groups, 4]."""
+    found = []
+    for shard in range(shards):
+        lengths, start = documents(shard).lengths(), 0
         for at in range(0, len(lengths), GROUP):
             group = lengths[at : at + GROUP]
-            begins, tokens, firsts = pieces(group, length, packing)
-            arrays = {"begins": begins + start, "tokens": tokens, "firsts": firsts + done}
-            for name, dtype in _ARRAYS.items():
-                files[name].write(arrays[name].astype(dtype).tobytes())
-            start += int(group.sum())
-            done, sequences = done + len(begins), sequences + len(firsts)
-    for file in files.values():
-        file.close()
-    return {"pieces": done, "sequences": sequences, "tokens": start}
+            tokens = int(group.sum())
+            found.append((shard, start, tokens, sequences(group, length, packing)))
+            start += tokens
+    return np.array(found, dtype=np.int64).reshape(-1, 4)
+
+
+def _group(
+    folder: Path, groups: np.ndarray, length: int, packing: str, documents: Documents, number: int
+) -> tuple[memoryview, np.ndarray]:
+    """Of a group, the first piece of each sequence and the end of all, [sequences + 1].
+
+    And its pieces: int64 [pieces, 2] of first token in the shard and end.
+    """
+    shard, start, tokens, count = groups[number].tolist()
+
+    def make() -> np.ndarray:
+        lengths = documents(shard).lengths(start, start + tokens)
+        begins, sizes, firsts = pieces(lengths, length, packing)
+        begins += start
+        return np.concatenate(
+            [firsts, [len(begins)], np.stack([begins, begins + sizes], axis=1).reshape(-1)]
+        )
+
+    found = _kept(folder / f"group-{number}", make)
+    return memoryview(found[: count + 1]), found[count + 1 :].reshape(-1, 2)
+
+
+def _kept(path: Path, make: Callable[[], np.ndarray]) -> np.ndarray:
+    """An array that is mapped from `path`, where the first to need it puts what `make` gives."""
+    path = path.with_suffix(".npy")
+    try:
+        return _mapped(path)
+    except _DAMAGED:  # not there yet, or damaged
+        pass
+    with locked(path.with_suffix(".lock")):
+        try:
+            return _mapped(path)
+        except _DAMAGED:
+            file = io.BytesIO()
+            np.save(file, make(), allow_pickle=False)
+            put(path, file.getvalue())
+    return _mapped(path)
+
+
+def _mapped(path: Path) -> np.ndarray:
+    return np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))

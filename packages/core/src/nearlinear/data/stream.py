@@ -45,10 +45,15 @@ class Stream:
             begin, end, row, file = stop[rest], end[rest], row[rest], file[rest] + 1
         return found[0] if len(found) == 1 else np.concatenate(found)
 
-    def read(self, pieces: np.ndarray, out: np.ndarray) -> None:
-        """Fill the rows of `out` [N, L] from the left: `pieces` as above, by number of row."""
-        column = [0] * len(out)
+    def read(self, pieces: np.ndarray, out: np.ndarray) -> tuple[list[int], list[int]]:
+        """Fill the rows of `out` [N, L] from the left: `pieces` as above, by number of row.
+
+        Returns each piece's place in the rows laid end to end, and how many of each row are filled.
+        """
+        places, filled, length = [], [0] * len(out), out.shape[1]
         for row, file, start, stop in pieces.tolist():
-            first = column[row]
-            column[row] = first + stop - start
-            out[row, first : column[row]] = self.file(file)[start:stop]
+            first = filled[row]
+            filled[row] = first + stop - start
+            places.append(row * length + first)
+            out[row, first : filled[row]] = self.file(file)[start:stop]
+        return places, filled
