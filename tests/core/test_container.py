@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from nearlinear import leaving
 from nearlinear.launch import local
 from nearlinear.launch.sagemaker import container, request
 from nearlinear.train import config as train_config
+from nearlinear.train import preflight
 
 TALKER = """\
 import os, sys
@@ -146,6 +148,24 @@ def test_the_config_comes_out_as_it_went_in(tmp_path, monkeypatch):
     assert made == expected
     monkeypatch.setenv("SM_HP_MP_PARAMETERS", container.variables(found)["SM_HP_MP_PARAMETERS"])
     assert train_config.load(made).parallel == asked.parallel
+
+
+def test_sources_of_a_blend_are_channels(tmp_path, monkeypatch, token_folder):
+    """The container leaves data.path to them; the training finds them where they were laid out."""
+    blend = {"channel:train": 0.75, "channel:more-code": 0.25}
+    asked = train_config.load({"data": {"sources": blend, "sequence_length": 64}})
+    lay_out(tmp_path, request.hyperparameters(asked), {"train": {}, "more-code": {}})
+    data = tmp_path / "input" / "data"
+    for name in ("train", "more-code"):
+        shutil.copytree(token_folder, data / name)
+    found = container.read(tmp_path)
+    made = train_config.load(container.config(found))
+    assert made.data.sources == blend and not made.data.path
+    for name, value in container.variables(found).items():
+        monkeypatch.setenv(name, value)
+    read = preflight.open_dataset(made, "train")
+    assert [source.path for source in read.sources] == [data / "train", data / "more-code"]
+    assert read.weights == [0.75, 0.25]
 
 
 def test_names_are_what_a_shell_takes():

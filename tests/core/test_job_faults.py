@@ -179,6 +179,21 @@ def test_a_description_that_makes_no_sense(changes, words):
         job_and_config(**changes)
 
 
+@pytest.mark.parametrize(
+    ("data", "fix"),
+    [
+        ({"path": "channel:books"}, "name its place under job.inputs.books"),
+        ({"sources": {"channel:train": 1, "channel:books": 1}}, "job.inputs.books"),
+        ({"sources": {"channel:val": 1}}, 'as "channel:train" = 0.5, or leave the input out'),
+        ({"sources": {"channel:train": 3, "channel:val": 1, "s3://bucket/tokens": 1}}, None),
+    ],
+)
+def test_data_are_of_channels_that_the_job_has(data, fix):
+    job, config = job_and_config(data=data)
+    found = faults(request.request(job, config, NAME, FOLDER), job, config)
+    assert [fix in fault.fix for fault in found] == ([True] if fix else []), found
+
+
 def test_what_a_job_must_say_is_asked_for_in_its_own_words(tmp_path, capsys):
     path = tmp_path / "run.toml"
     path.write_text('[job]\nplace = "sagemaker"\nrole = "arn:aws:iam::123456789012:role/me"\n')

@@ -195,6 +195,15 @@ def test_pods_find_their_config():
     assert train["subPath"] == "gpt2" and train["readOnly"]
 
 
+def test_sources_of_a_blend_stand_in_place_of_the_input_train():
+    blended = TRAINING | {"data": {"sources": {"/data/train": 0.7, "/data/val": 0.3}}}
+    made = kubernetes.render(*spec.load(blended | {"job": USUAL}), NAME)
+    _, training = yaml.safe_load_all(made)
+    container = container_of(training)
+    assert "data.path" not in " ".join(container["command"])
+    assert "input-train" in {mount["name"] for mount in container["volumeMounts"]}
+
+
 def test_what_a_run_leaves_outlives_its_pods():
     container = container_of(rendered(checkpoint_path="/checkpoints")[1])
     mounts = {mount["name"]: mount for mount in container["volumeMounts"]}

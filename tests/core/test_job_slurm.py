@@ -140,6 +140,14 @@ def test_a_batch_script_asks_for_what_the_job_says():
     assert not {"account", "partition", "gpus", "container"} & set(re.findall(r"\w+", least))
 
 
+def test_the_input_train_is_the_data_unless_the_config_names_its_own():
+    job = job_of({}, image="nearlinear.sqsh", inputs={"train": {"path": "/fsx/books"}})
+    assert "--set data.path=/fsx/books" in sbatch.script(job, "run.toml")
+    script = sbatch.script(job, "run.toml", sources=["/fsx/books", "/fsx/code", "s3://b/web"])
+    assert "data.path" not in script
+    assert "/fsx/books:/fsx/books,/fsx/code:/fsx/code," in script and "s3://" not in script
+
+
 def test_a_machine_of_ones_own_has_gpus():
     script = sbatch.script(job_of({}, instance_type="dgx", accelerators=4), "run.toml")
     assert "--gpus-per-node=4\n" in script and "--ntasks-per-node=4\n" in script

@@ -174,3 +174,16 @@ def test_a_row_of_another_kind_of_run_is_drawn_too():
     found = History()
     found.add({"step": 1, "loss": ROW["loss"]})
     assert shown(found)
+
+
+def test_a_blend_says_how_often_each_source_has_been_read():
+    found = history(1)
+    assert not [line for line in shown(found) if line.startswith("epochs")]
+    found.add(ROW | {"step": 2, "epochs": {"data/books": 0.5, "s3://bucket/code": 1.25}})
+    lines = shown(found)
+    first = lines.index(about(lines, "epochs"))
+    assert lines[first].split() == ["epochs", "1.250", "of", "s3://bucket/code"]
+    assert lines[first + 1].split() == ["0.500", "of", "data/books"]
+    found.add(ROW | {"step": 3, "epochs": {f"data/{n}": n / 10 for n in range(12)}})
+    assert sum(" of data/" in line for line in shown(found)) == 8
+    assert any("and 4 sources that were read less" in line for line in shown(found))

@@ -61,8 +61,9 @@ def _refuse_words(path: str, vocab_size: int, eos_id: int) -> None:
 
 def _channel(name: str) -> Path:
     """A channel's folder, as SageMaker tells it to the job."""
-    told = os.environ.get("SM_CHANNEL_" + re.sub("[^A-Z0-9]", "_", name.upper()))
-    folder = Path(told or CHANNELS / name)
+    words = name.upper(), re.sub("[^A-Z0-9]", "_", name.upper())  # by whoever lays it out
+    told = [os.environ[known] for word in words if (known := f"SM_CHANNEL_{word}") in os.environ]
+    folder = Path(told[0] if told else CHANNELS / name)
     if not folder.is_dir():
         raise DataError(
             f"{CHANNEL}{name}: this job has no such channel ({folder} is not there): name an input "

@@ -20,7 +20,7 @@ from . import kubernetes, kubernetes_rules, layout, sbatch
 from .faults import Fault, FaultyJob
 from .sagemaker import emulate, request
 from .sagemaker.faultless import faultless
-from .spec import JobSpec
+from .spec import JobSpec, tokens
 
 
 @dataclass(frozen=True)
@@ -73,8 +73,8 @@ def _local(asked: Launch) -> int:
     if job.nodes > 1:
         faults.append(Fault("job.nodes", f"{job.nodes} machines", "a local job has one"))
     _refuse(faults)
-    tokens = job.inputs.get("train")
-    settings = [*([f"data.path={tokens.folder}"] if tokens else []), *asked.settings]
+    found = tokens(job, asked.config)
+    settings = [*([f"data.path={found.folder}"] if found else []), *asked.settings]
     if job.ranks_per_node:
         settings.append(f"run.nproc={job.ranks_per_node}")
     changes = [part for setting in settings for part in ("--set", setting)]
@@ -88,7 +88,8 @@ def _local(asked: Launch) -> int:
 def _slurm(asked: Launch) -> int:
     _refuse([*sbatch.check(asked.job), *layout.check(asked.job, asked.config.parallel)])
     written = [asked.config.run.folder, asked.config.checkpoint.folder]
-    script = sbatch.script(asked.job, str(Path(asked.file).resolve()), asked.settings, written)
+    file, sources = str(Path(asked.file).resolve()), list(asked.config.data.sources)
+    script = sbatch.script(asked.job, file, asked.settings, written, sources)
     return _hand_over(asked, script, ["sbatch"])
 
 

@@ -15,7 +15,7 @@ from ..storage import elsewhere
 from ..train.config import TrainConfig
 from . import instances
 from .local import GRACE, NOTICE
-from .spec import Input, JobSpec
+from .spec import Input, JobSpec, tokens
 
 CONFIG, DATA = "/etc/nearlinear", "/data"
 FILE = "run.toml"
@@ -101,7 +101,7 @@ def command(job: JobSpec, config: TrainConfig) -> list[str]:
 
 def _places(job: JobSpec, config: TrainConfig) -> dict[str, str]:
     """Settings of the training that say where things lie in a pod."""
-    data = {"data.path": f"{DATA}/train"} if "train" in job.inputs else {}
+    data = {"data.path": f"{DATA}/train"} if tokens(job, config) else {}
     if not job.checkpoint_claim:
         return data
     # What a run leaves goes where it outlives its pods, unless it has a full path already.

@@ -47,19 +47,24 @@ def _names(job: JobSpec) -> Iterator[Fault]:
 
 
 def script(
-    job: JobSpec, config: str, settings: Sequence[str] = (), written: Sequence[str] = ()
+    job: JobSpec,
+    config: str,
+    settings: Sequence[str] = (),
+    written: Sequence[str] = (),
+    sources: Sequence[str] = (),
 ) -> str:
     """The script that trains ``config``, a file that all nodes see, with ``settings`` changed.
 
     ``written``: folders that the training writes; a container must be shown those with full paths.
+    ``sources``: data that the config names, in place of the input train.
     """
     lines = ["#!/bin/bash", *(f"#SBATCH --{option}" for option in _options(job))]
     lines += ["set -euo pipefail", *_exports(job)]
     if job.source:
         lines.append(f"cd {shlex.quote(job.source)}")
-    lines.append(
-        f"{_srun(job, config, written)} \\\n  {shlex.join(_command(job, config, settings))}"
-    )
+    tokens = None if sources else job.inputs.get("train")
+    settings = [*([f"data.path={tokens.folder}"] if tokens else []), *settings]
+    lines.append(f"{_srun(job, config, [*written, *sources])} \\\n  {_command(config, settings)}")
     return "\n".join(lines) + "\n"
 
 
@@ -96,19 +101,12 @@ def _srun(job: JobSpec, config: str, written: Sequence[str]) -> str:
     inputs = (given.folder for given in job.inputs.values())
     full = (folder for folder in written if folder.startswith("/"))
     here = str(PurePosixPath(config).parent)
-    folders = dict.fromkeys([here, *inputs, *_places(job).values(), *full])
+    folders = dict.fromkeys([here, *inputs, *full])
     mounts = shlex.quote(",".join(f"{folder}:{folder}" for folder in folders))
     image = shlex.quote(f"--container-image={job.image}")
     return f'{words} {image} --container-mounts={mounts},"$PWD:$PWD" --container-workdir="$PWD"'
 
 
-def _places(job: JobSpec) -> dict[str, str]:
-    """Settings of the training that say where things lie on the nodes."""
-    tokens = job.inputs.get("train")
-    return {"data.path": tokens.folder} if tokens else {}
-
-
-def _command(job: JobSpec, config: str, settings: Sequence[str]) -> list[str]:
-    found = [f"{name}={value}" for name, value in _places(job).items()]
-    changes = [part for setting in [*found, *settings] for part in ("--set", setting)]
-    return ["python", "-m", "nearlinear.cli", "train", config, *changes]
+def _command(config: str, settings: Sequence[str]) -> str:
+    changes = [part for setting in settings for part in ("--set", setting)]
+    return shlex.join(["python", "-m", "nearlinear.cli", "train", config, *changes])

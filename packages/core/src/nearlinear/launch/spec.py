@@ -89,7 +89,7 @@ class JobSpec:
     source: str = ""
     """folder of code to take along; its requirements.txt is installed there"""
     inputs: dict[str, Input] = field(default_factory=dict)
-    """data by channel; the channel named train holds the token shards"""
+    """data by channel; the channel named train holds the token shards, unless data.sources does"""
     output: str = ""
     """s3://bucket/prefix for what the run leaves"""
     checkpoints: str = ""
@@ -176,3 +176,8 @@ def load(source, settings=()) -> tuple[JobSpec, TrainConfig]:
     job = train_config.merged({"job": data.get("job", {})}, {"job": changes.get("job", {})})["job"]
     rest = [setting for setting in settings if not of_job(setting)]
     return schema.build(JobSpec, job, "job"), train_config.load(data, rest)
+
+
+def tokens(job: JobSpec, config: TrainConfig) -> Input | None:
+    """The input that is ``data.path``: train, unless the config names sources of its own."""
+    return None if config.data.sources else job.inputs.get("train")

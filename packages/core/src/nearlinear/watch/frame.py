@@ -18,6 +18,7 @@ LABEL = 12  # columns for what a line shows
 NUMBER = 9  # and for its value
 EACH_RANK = 8  # with more ranks than that, the extremes only
 MOST_NAMED = 3
+MOST_SOURCES = 8
 LEAST_WIDTH = 40
 
 
@@ -47,6 +48,7 @@ class _Frame:
             *self._loss(),
             Text(),
             *self._rates(),
+            *self._sources(),
             Text(),
             *self._memory(),
         ]
@@ -104,6 +106,15 @@ class _Frame:
         tflops, mfu = history.last("tflops_per_gpu")[0], history.last("mfu")[0]
         share = f"MFU {mfu:.1%}" if math.isfinite(mfu) else "MFU unknown"
         yield self._line("TFLOP/s", draw.number(tflops, ".4g"), f"of each GPU; {share}")
+
+    def _sources(self) -> Iterator[Text]:
+        label = "epochs"
+        often = sorted(self.history.epochs.items(), key=lambda item: -item[1])
+        for name, epochs in often[:MOST_SOURCES]:
+            yield self._line(label, f"{epochs:.3f}", f"of {name}")
+            label = ""
+        if rest := often[MOST_SOURCES:]:
+            yield self._line("", "", f"and {len(rest)} sources that were read less")
 
     def _memory(self) -> Iterator[Text]:
         history = self.history

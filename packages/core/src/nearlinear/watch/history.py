@@ -50,6 +50,8 @@ class History:
         """Forget the steps."""
         self._columns = {name: array("d") for name in (*FORMATS, "time")}
         self.ranks: deque[tuple[float, dict]] = deque(maxlen=RECENT)
+        self.epochs: dict[str, float] = {}
+        """how often each source of a blend has been read, by the latest row; empty = no blend"""
 
     def __len__(self) -> int:
         return len(self["step"])
@@ -78,6 +80,9 @@ class History:
         for name, column in self._columns.items():
             value = row.get(name)
             column.append(value if _is_number(value) else math.nan)
+        epochs = row.get("epochs")
+        if isinstance(epochs, dict) and all(map(_is_number, epochs.values())):
+            self.epochs = epochs
         arrays = {name: value for name, value in row.items() if isinstance(value, list)}
         if arrays:
             self.ranks.append((step, arrays))

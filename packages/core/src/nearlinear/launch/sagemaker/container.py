@@ -114,7 +114,7 @@ def config(found: Container) -> dict:
     values.pop(PARALLEL, None)  # the ranks read it from SM_HP_MP_PARAMETERS
     given = {name.replace("-", "."): value for name, value in values.items()}
     given.setdefault("run.folder", str(found.root / "output" / "data"))
-    if "train" in found.channels:
+    if "train" in found.channels and "data.sources" not in given:  # which name their channels
         given["data.path"] = str(found.root / "input" / "data" / "train")
     made: dict = {}
     for name, value in given.items():

@@ -11,9 +11,10 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 
+from ...data.opening import CHANNEL
 from .. import instances
 from ..faults import Fault
-from .request import CODE, DRIVERS
+from .request import CODE, DRIVERS, plain
 
 OURS = (CODE, DRIVERS)  # channels
 RESERVED_PATHS = ("/opt/ml/input", "/opt/ml/output", "/opt/ml/model", "/opt/ml/code")
@@ -23,7 +24,7 @@ REGION = re.compile(r"\.dkr\.ecr\.([a-z0-9-]+)\.amazonaws\.com")
 
 def check(request: dict) -> list[Fault]:
     """Every fault between members of a CreateTrainingJob request."""
-    rules = (_inputs, _network, _time, _image, _metrics, _tags, _machines, _checkpoints)
+    rules = (_inputs, _data, _network, _time, _image, _metrics, _tags, _machines, _checkpoints)
     return [fault for rule in rules for fault in rule(request)]
 
 
@@ -47,6 +48,21 @@ def _inputs(request: dict) -> Iterator[Fault]:
                 "FastFile does not unpack",
                 "use InputMode File, or store it unpacked",
             )
+
+
+def _data(request: dict) -> Iterator[Fault]:
+    """Channels that the training reads, by what nearlinear's hyperparameters say."""
+    given = {name.replace("-", "."): it for name, it in request.get("HyperParameters", {}).items()}
+    sources = plain(given.get("data.sources", "{}"))
+    there = {channel.get("ChannelName") for channel in request.get("InputDataConfig", [])}
+    for name in [given.get("data.path", ""), *sources]:
+        channel = name.removeprefix(CHANNEL)
+        if channel != name and channel not in there:
+            fix = f"name its place under job.inputs.{channel}"
+            yield Fault("InputDataConfig", f"no channel is called {channel!r}, as in {name}", fix)
+    if sources and "train" in there and f"{CHANNEL}train" not in sources:
+        fix = f'name it there, as "{CHANNEL}train" = 0.5, or leave the input out'
+        yield Fault("InputDataConfig", "data.sources does not name the channel train", fix)
 
 
 def _file_system(channel: dict, system: dict, where: str, request: dict) -> Iterator[Fault]:
