@@ -92,6 +92,42 @@ def test_every_preset_has_a_family_the_code_knows():
     assert families == set(CONFIG) == set(CONTEXT_KEY) == set(LAYERS_KEY)
 
 
+def test_attention_that_does_not_hide_documents_is_refused():
+    from nearlinear.train.config import ModelConfig
+    from nearlinear.train.model import build_model
+
+    asked = {"attn_implementation": "flash_attention_2"}
+    with pytest.raises(ConfigError, match="attn_implementation: .* attend by sdpa, .*; drop it"):
+        build_model(ModelConfig(overrides=asked), 100)
+
+
+@pytest.mark.parametrize(
+    ("family", "words"),
+    [
+        ("gemma2", None),  # full and sliding attention
+        ("bloom", "takes no position_ids"),
+        ("lfm2", "passes conv from token to token"),
+        ("granitemoehybrid", "passes .*, which no mask of attention hides; drop it, or take"),
+    ],
+)
+def test_models_that_cannot_hide_documents_are_refused(family, words):
+    import torch
+    import transformers
+
+    from nearlinear.train.batches import check_positions
+
+    config = transformers.CONFIG_MAPPING[family](num_hidden_layers=2, vocab_size=100)
+    if family == "lfm2":
+        config.layer_types = ["conv", "full_attention"]
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    if words is None:
+        check_positions(model)
+        return
+    with pytest.raises(ConfigError, match=f"data.document_mask = true: .*{words}"):
+        check_positions(model)
+
+
 def test_an_override_the_model_does_not_have():
     from nearlinear.train.config import ModelConfig
     from nearlinear.train.model import build_model

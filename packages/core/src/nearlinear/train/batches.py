@@ -15,6 +15,9 @@ from ..errors import ConfigError
 from .config import TrainConfig
 from .tables import DataConfig
 
+MASKED = ("full_attention", "sliding_attention", "chunked_attention")
+"""kinds of layers, as configs of transformers name them, that do not see other documents"""
+
 
 def loader_of(config: TrainConfig, dataset: TokenDataset, **place: int) -> Loader:
     """The batches of ``dataset`` for the data rank at ``place``; default: this one."""
@@ -50,6 +53,14 @@ def check_positions(model: nn.Module) -> None:
         raise ConfigError(
             f"data.document_mask = true: {type(model).__name__} takes no position_ids, by which a "
             "model is told where documents begin; drop it, or take another model"
+        )
+    config = getattr(model, "config", None)
+    others = set(getattr(config, "layer_types", None) or ()) - set(MASKED)
+    if others or getattr(model, "_is_stateful", False):
+        what = ", ".join(sorted(others)) or "a state"
+        raise ConfigError(
+            f"data.document_mask = true: {type(model).__name__} passes {what} from token to token, "
+            "which no mask of attention hides; drop it, or take another model"
         )
 
 

@@ -36,6 +36,12 @@ def build_model(config: ModelConfig, vocabulary: int) -> nn.Module:
             f"{found['family']} models; pip install -U transformers"
         )
     family = transformers.CONFIG_MAPPING[found["family"]]
+    if asked := {"attn_implementation", "_attn_implementation"} & set(config.overrides):
+        raise ConfigError(
+            f"model.overrides.{min(asked)}: the trainer's models attend by sdpa, which takes a "
+            "flash kernel where there is one and hides documents from each other (transformers' "
+            "flash_attention_2 does so for one sequence at a time alone); drop it"
+        )
     unknown = sorted(set(config.overrides) - set(family().to_dict()))
     if unknown:
         raise ConfigError(f"model.overrides.{unknown[0]}: {family.__name__} has no such key")
