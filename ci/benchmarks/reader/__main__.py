@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from . import readers
+from . import readers, start
 
 WARM_UP = 0.3  # seconds that are not timed
 
@@ -31,14 +31,20 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m ci.benchmarks.reader")
     parser.add_argument("--lengths", type=int, nargs="+", default=[512, 2048])
     parser.add_argument("--batch", type=int, default=8, help="sequences (default: %(default)s)")
-    parser.add_argument("--tokens", type=int, default=40_000_000, help="(default: %(default)s)")
+    parser.add_argument("--start", action="store_true", help="time the first batch alone")
+    parser.add_argument(
+        "--tokens", type=int, help="(default: 40,000,000; of --start 10,000,000,000, sparse)"
+    )
     parser.add_argument("--rounds", type=int, default=7, help="(default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=0.5, help="of a round")
     parser.add_argument("--json", action="store_true", help="print one line of JSON per reader")
     options = parser.parse_args(argv)
     with tempfile.TemporaryDirectory(prefix="reader-") as name:
         folder = Path(name)
-        readers.write(folder, options.tokens, options.lengths)
+        if options.start:
+            start.report(folder, options.tokens or 10**10, options.lengths, options.json)
+            return 0
+        readers.write(folder, options.tokens or 40_000_000, options.lengths)
         for length in options.lengths:
             for found in measure(folder, length, options):
                 print(json.dumps(asdict(found)) if options.json else line(found), flush=True)
