@@ -14,7 +14,7 @@ from nearlinear.data import packing, plan
 from nearlinear.data.dataset import TokenDataset
 from nearlinear.data.loader import Loader, evaluation_batches
 from nearlinear.data.masking import Masks, batch, cu_seqlens
-from nearlinear.errors import DataError
+from nearlinear.errors import ConfigError, DataError
 from nearlinear.train import config as train_config
 from tests.core.test_data_dataset import write_dataset
 from tests.support import parity
@@ -275,6 +275,8 @@ def test_another_packing_is_refused_on_resume(folder):
         opened(folder, packing="tight")
     with pytest.raises(DataError, match=r"drop data\.shuffle_block_mib, or data\.packing"):
         Loader(opened(folder, packing="best_fit"), 2, blocks=nl.data.BlockShuffle())
+    with pytest.raises(ConfigError, match="packing = best_fit and data.shuffle_block_mib: .*drop"):
+        train_config.load({"data": {"packing": "best_fit", "shuffle_block_mib": 4}}, environment={})
 
 
 def losses(rank, config):

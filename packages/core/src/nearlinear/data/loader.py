@@ -111,16 +111,21 @@ class Loader:
         self._last_step, self._next_sample = base, base + self.samples_per_step
         return step
 
+    def _mine(self, base: int) -> np.ndarray:
+        """This rank's windows of the step from sample `base` in the usual order, as `_share`."""
+        everyones = self._windows(base, self.samples_per_step)
+        shape = self.micro_batches, self.data_ranks, self.micro_batch_size
+        return everyones.reshape(shape)[:, self.data_rank]
+
     def _share(self, base: int) -> tuple[np.ndarray, np.ndarray]:
         """This rank's windows of the step from sample `base`, int64 [micro_batches, B].
 
         And what to read for them: ranges of windows, [N, 2] of first and end.
         """
-        size, count = self.micro_batch_size, self.micro_batches
         if self.order is None:
-            everyones = self._windows(base, self.samples_per_step)
-            mine = everyones.reshape(count, self.data_ranks, size)[:, self.data_rank]
+            mine = self._mine(base)
             return mine, mine.reshape(-1, 1) + np.array([0, 1])
+        size, count = self.micro_batch_size, self.micro_batches
         # Neighbours in the files go to one rank, and to the same one in every step of a group.
         places = self.order.places(np.arange(base, base + self.samples_per_step))
         ranks = np.argsort(places[:, 1], kind="stable").reshape(self.data_ranks, -1)
@@ -131,7 +136,7 @@ class Loader:
     def _read(self, base: int) -> np.ndarray:
         """The windows of `_share`, read from the files, with the steps after it under way."""
         if self._fetcher is None:
-            return self._share(base)[0]
+            return self._mine(base)
         last = base + self.read_ahead * self.samples_per_step
         for ahead in range(base, last + 1, self.samples_per_step):
             if ahead not in self._coming:

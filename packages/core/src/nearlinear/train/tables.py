@@ -110,6 +110,11 @@ class DataConfig:
                 "data.sources and data.shuffle_block_mib: blocks are shuffled of one folder alone; "
                 "drop one of them"
             )
+        if self.packing != "concat" and self.shuffle_block_mib:
+            raise ConfigError(
+                f"data.packing = {self.packing} and data.shuffle_block_mib: blocks are shuffled of "
+                "documents laid end to end; drop one of them"
+            )
 
     @property
     def folders(self) -> list[str]:
