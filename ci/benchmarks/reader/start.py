@@ -46,6 +46,8 @@ class Started:
     cache: str
     """empty, or of an earlier start"""
     seconds: float
+    cpu_seconds: float
+    """of them; what is beyond waited for the disk, or for others on this machine"""
     mib: float
     """of memory that it took"""
 
@@ -95,16 +97,16 @@ def start(
 ) -> dict:
     """Open, go on, and read the first batch, in this process."""
     nl.Loader, nl.TokenDataset  # noqa: B018  imports are not timed
-    before, begin = peak_mib(), time.perf_counter()
+    before, begin, cpu = peak_mib(), time.perf_counter(), time.process_time()
     dataset = nl.TokenDataset(
         folder, sequence_length=length, verify="size", packing=packing, cache=cache
     )
     loader = nl.Loader(dataset, BATCH, data_rank=0, data_ranks=1, masks=nl.Masks(documents=mask))
     loader.load_state_dict(loader.state_dict() | {"next_sample": int(epochs * len(dataset))})
     (batch,) = next(loader)
-    seconds = time.perf_counter() - begin
+    seconds, cpu_seconds = time.perf_counter() - begin, time.process_time() - cpu
     assert batch["input_ids"].shape == (BATCH, length)
-    return {"seconds": seconds, "mib": peak_mib() - before}
+    return {"seconds": seconds, "cpu_seconds": cpu_seconds, "mib": peak_mib() - before}
 
 
 def peak_mib() -> float:
@@ -115,7 +117,7 @@ def peak_mib() -> float:
 def line(of: Started) -> str:
     return (
         f"{of.length:6} {of.reader:26} from epoch {of.epochs:.1f}  cache {of.cache:6}"
-        f"{of.seconds:8.3f} s {of.mib:7.0f} MiB"
+        f"{of.seconds:8.3f} s, {of.cpu_seconds:.3f} of CPU {of.mib:7.0f} MiB"
     )
 
 
