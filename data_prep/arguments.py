@@ -15,6 +15,7 @@ _EXAMPLES = """examples:
   python -m data_prep prepare hf HuggingFaceFW/fineweb-edu --config sample-10BT
   python -m data_prep prepare jsonl crawl/ --engine slurm --tasks 200 \\
       --engine-option time=2:00:00 --engine-option partition=cpu
+  python -m data_prep prepare jsonl s3://crawl/2024/ --out s3://tokens/mine
   python -m data_prep plan jsonl corpus/                what would be done, in which pieces
   python -m data_prep verify data/botocore              every byte, by its checksums
   python -m data_prep stats data/botocore --report report.html
@@ -101,7 +102,7 @@ def _preparing_options() -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(add_help=False)
     group = options.add_argument_group("preparing")
     add = group.add_argument
-    add("--out", metavar="DIR", help="output folder (default: data/SOURCE)")
+    add("--out", metavar="DIR", help="a folder, or s3://bucket/prefix (default: data/SOURCE)")
     add("--tokenizer", default="gpt2", metavar="gpt2|PATH",
         help="gpt2, or the path of a tokenizer.json (default: gpt2)")  # fmt: skip
     add("--eos-token", metavar="TOKEN", help="end-of-text token, if the tokenizer does not say")

@@ -25,7 +25,7 @@ def all_of(folder: str | Path) -> dict[str, Figure]:
     }
     if len(manifest.plan.get("inputs", [])) > 1:
         figures["Inputs"] = inputs(manifest)
-    seconds = history(Path(folder)).get("cpu_seconds")
+    seconds = history(folder).get("cpu_seconds")
     if seconds:
         figures["Throughput by stage"] = stages(manifest, seconds)
     return figures

@@ -1,6 +1,7 @@
 """What is in a folder of token shards: in text, and as a page with figures.
 
-Reads the folder alone: the tokenizer that decodes a document is the one beside the shards.
+Reads the folder, or the prefix of a bucket, alone: the tokenizer that decodes a document is the one
+beside the shards.
 """
 
 import base64
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from data_prep import places
 from data_prep.tokenizer import TextTokenizer
 from nearlinear.data.format import SPLITS, Manifest, read_index
 from nearlinear.errors import DataError
@@ -21,7 +23,7 @@ _SHOWN_INPUTS = 20
 
 def summary(folder: str | Path) -> str:
     """Documents, tokens, bytes per token, shards, origin and the next command, as text."""
-    folder, manifest = Path(folder), Manifest.read(folder)
+    manifest = Manifest.read(folder)
     rows = [f"{manifest.source.get('name', '?')} -> {folder}"]
     for split in SPLITS:
         shards = manifest.splits[split]
@@ -48,7 +50,6 @@ def summary(folder: str | Path) -> str:
 
 def inspect(folder: str | Path) -> str:
     """The summary's counts, a histogram of document lengths, and the first document decoded."""
-    folder = Path(folder)
     lines = summary(folder).splitlines()[:-1]
     lengths = document_lengths(folder)
     lines += ["", "tokens per document (end-of-text counted), all splits", *histogram(lengths)]
@@ -150,9 +151,10 @@ def histogram(lengths: np.ndarray) -> list[str]:
 
 def first_document(folder: str | Path) -> str:
     """The first document of split "train" as text, decoded by the tokenizer beside the shards."""
-    folder, manifest = Path(folder), Manifest.read(folder)
+    place, manifest = places.at(folder), Manifest.read(folder)
     shard = manifest.splits["train"][0]
-    count = int(read_index(folder, shard, manifest.dtype)[0])
-    ids = np.fromfile(folder / shard.file, dtype=manifest.dtype, count=count)
-    text = (folder / manifest.tokenizer["file"]).read_bytes().decode("utf-8")
+    count = int(read_index(place, shard, manifest.dtype)[0])
+    raw = b"".join((place / shard.file).stream(0, count * manifest.dtype.itemsize))
+    ids = np.frombuffer(raw, manifest.dtype)
+    text = (place / manifest.tokenizer["file"]).read().decode("utf-8")
     return TextTokenizer(manifest.tokenizer["name"], text, "").decode(ids[:-1])

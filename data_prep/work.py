@@ -1,14 +1,17 @@
 """One split: read, encode, hold out, write. The step that every engine runs, on any host.
 
 A split is made in a folder of its own that takes its name when all in it is on disk, so it is done
-or it is not. Two workers that do the same split write the same bytes, and one of them is kept.
+or it is not; in a bucket its record is written when the rest is there. Two workers that do the same
+split write the same bytes, and one of them is kept.
 """
 
 import os
 import shutil
 import socket
+import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
@@ -16,9 +19,10 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from data_prep import documents
+from data_prep import documents, places
 from data_prep.backends import Encoder
 from data_prep.job import Job, read_json, write_json
+from data_prep.places import Place
 from nearlinear.data.format import BLOCK_BYTES, SPLITS, Shard, ShardWriter
 
 LOG_FILE = "documents.log"
@@ -29,19 +33,25 @@ _BATCH_CHARACTERS = 1024 * 1024
 _BATCH_DOCUMENTS = 4096
 
 
-def split_folder(folder: Path, number: int) -> Path:
+def split_folder(folder: Place, number: int) -> Place:
     """Where a finished split lies in the folder of an unfinished output."""
-    return folder / "splits" / f"{number:05d}"
+    return folder / f"splits/{number:05d}"
 
 
-def record_of(folder: Path, job: Job, number: int, check: bool = True) -> dict | None:
-    """The record of a split that is done and (with `check`) intact; None when it is to be done."""
+def record_of(folder: Place, job: Job, number: int, check: bool = True) -> dict | None:
+    """The record of a split that is done and (with `check`) intact; None when it is to be done.
+
+    Of what lies in a bucket sizes are compared: an object is as it was sent, or not there.
+    """
     place = split_folder(folder, number)
     record = read_json(place / RECORD_FILE)
     if record is None or record["job"] != job.identity:
         return None
     if not check:
         return record
+    if place.path is None:
+        return record if _all_there(place, record) else None
+    place = place.path
     for shards in shards_of(record).values():
         for shard in shards:
             if not _intact(place / shard.file, shard.bytes, shard.blocks):
@@ -60,7 +70,7 @@ def shards_of(record: dict) -> dict[str, tuple[Shard, ...]]:
 def do_split(
     job: Job,
     number: int,
-    folder: Path,
+    folder: Place,
     encoder: Encoder,
     advance: Callable[[int, int, int], None] = lambda documents, bytes, tokens: None,
 ) -> dict:
@@ -168,31 +178,31 @@ class Output:
         return {**self._counts, "text": text, "shards": shards, "log": log}
 
 
-class made:
-    """A folder that has its name only when the block ended well; what was there is replaced."""
-
-    def __init__(self, place: Path):
-        self._place = place
-        self._work = place.with_name(f"{place.name}.{socket.gethostname()}-{os.getpid()}.tmp")
-
-    def __enter__(self) -> Path:
-        shutil.rmtree(self._work, ignore_errors=True)
-        self._work.mkdir(parents=True)
-        return self._work
-
-    def __exit__(self, kind, error, traceback) -> None:
-        if kind is None:
-            sync_folder(self._work)
-            if self._place.exists():
-                shutil.rmtree(self._place)
-            try:
-                os.rename(self._work, self._place)
-                sync_folder(self._place.parent)
-                return
-            except OSError:  # another worker was first, with the same bytes
-                if not self._place.is_dir():
-                    raise
-        shutil.rmtree(self._work, ignore_errors=True)
+@contextmanager
+def made(place: Place) -> Iterator[Path]:
+    """A folder to work in that is at `place`, in place of what was there, once the block ended."""
+    if place.path is None:
+        with tempfile.TemporaryDirectory(prefix="nearlinear-") as work:
+            yield Path(work)
+            places.upload(Path(work), place, last=RECORD_FILE)
+        return
+    path = place.path
+    work = path.with_name(f"{path.name}.{socket.gethostname()}-{os.getpid()}.tmp")
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir(parents=True)
+    try:
+        yield work
+        sync_folder(work)
+        if path.exists():
+            shutil.rmtree(path)
+        try:
+            os.rename(work, path)
+            sync_folder(path.parent)
+        except OSError:  # another worker was first, with the same bytes
+            if not path.is_dir():
+                raise
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
 
 
 def sync_folder(folder: Path) -> None:
@@ -248,6 +258,18 @@ def _with_ends(ids: np.ndarray, lengths: np.ndarray, eos_id: int) -> np.ndarray:
     tokens[inside] = ids[: len(tokens) - len(lengths)]
     tokens[ends - 1] = eos_id
     return tokens
+
+
+def _all_there(place: Place, record: dict) -> bool:
+    """Whether the files of a record are in a bucket, with their sizes."""
+    wanted = {LOG_FILE: record["log"]["bytes"]}
+    for shards in shards_of(record).values():
+        wanted |= {shard.file: shard.bytes for shard in shards}
+        wanted |= {shard.idx_file: shard.idx_bytes for shard in shards}
+    there = place.sizes()
+    for side in SPLITS:
+        there |= {f"{side}/{name}": size for name, size in (place / side).sizes().items()}
+    return wanted.items() <= there.items()
 
 
 def _intact(path: Path, size: int, blocks=None, block_bytes: int = BLOCK_BYTES) -> bool:

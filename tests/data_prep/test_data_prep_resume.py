@@ -19,21 +19,6 @@ from nearlinear.errors import DataError
 OPTIONS = {"progress": False, "val_fraction": 0.2, "workers": 1, "backends": ("tokenizers",)}
 
 
-@pytest.fixture(scope="module")
-def words(tmp_path_factory):
-    """A small tokenizer: making it takes no time."""
-    path = tmp_path_factory.mktemp("words") / "tokenizer.json"
-    vocabulary = {word: number for number, word in enumerate("? a b c d e f g".split())}
-    path.write_text(json.dumps({
-        "version": "1.0", "truncation": None, "padding": None, "normalizer": None,
-        "added_tokens": [{"id": 8, "content": "</s>", "single_word": False, "lstrip": False,
-                          "rstrip": False, "normalized": False, "special": True}],
-        "pre_tokenizer": {"type": "WhitespaceSplit"}, "post_processor": None, "decoder": None,
-        "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "?"},
-    }))  # fmt: skip
-    return str(path)
-
-
 @pytest.fixture(autouse=True)
 def small_splits(monkeypatch):
     monkeypatch.setattr(splitting, "SPLIT_BYTES", 1200)
