@@ -9,9 +9,9 @@ import torch.distributed as dist
 
 import nearlinear as nl
 from nearlinear.checkpoint import file, index, kept, reading
-from nearlinear.checkpoint.storage.disk import Disk
 from nearlinear.errors import CheckpointError
 from nearlinear.spmd.failures import RankError
+from nearlinear.storage.disk import Disk
 from tests.support import tiny
 
 ROWS = 8

@@ -12,10 +12,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from nearlinear.checkpoint import index, reading, stream
-from nearlinear.checkpoint.storage.disk import Disk
-from nearlinear.checkpoint.storage.place import Place
-from nearlinear.checkpoint.storage.s3 import _parts
-from nearlinear.checkpoint.threads import side_by_side
+from nearlinear.storage.disk import Disk
+from nearlinear.storage.place import Place
+from nearlinear.storage.s3 import _parts
+from nearlinear.storage.threads import side_by_side
 
 TENSORS = st.dictionaries(
     st.text(min_size=1, max_size=4).filter(lambda name: name != "__metadata__"),

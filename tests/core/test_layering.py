@@ -11,7 +11,7 @@ import nearlinear
 
 SOURCE = Path(nearlinear.__file__).parent
 FLOORS = {
-    "ground": ("_torch", "c10d_names", "errors", "orphan"),
+    "ground": ("_torch", "c10d_names", "errors", "orphan", "storage"),
     "wish": ("config", "config_words", "moe", "schema"),
     "place": ("backends", "counts", "leaving", "mesh", "runtime", "spmd", "watchdog"),
     "techniques": ("parallel",),

@@ -29,3 +29,7 @@ class CheckpointError(NearlinearError, ValueError):
     """A checkpoint that cannot be written, or is not whole, altered, or of another run."""
 
     everywhere = True
+
+
+class StorageError(CheckpointError, DataError):
+    """A folder or a bucket, of checkpoints or of data, that is not there or does not let us in."""

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from . import storage
+from .. import storage
 from .index import File
 from .stream import beginning, bytes_of, in_order
 

@@ -17,10 +17,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from .. import storage
 from ..errors import CheckpointError
-from . import storage
+from ..storage import Place
 from .pieces import Piece, covers
-from .storage import Place
 
 NAME = "index.json"
 FORMAT = 2

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 
+from .. import storage
 from ..errors import CheckpointError
-from . import index, saving, storage
+from ..storage import Place, Unreachable
+from . import index, saving
 from .agree import everyone, together
 from .save import begin, remove
 from .saving import Saving
-from .storage import Place, Unreachable
 
 LATEST = "latest"
 _NAME = re.compile(r"step-(\d+)")

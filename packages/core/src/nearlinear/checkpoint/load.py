@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 from safetensors import SafetensorError
 
-from .. import runtime
+from .. import runtime, storage
 from ..errors import CheckpointError
 from ..parallel import loss_scale
-from . import index, reading, saving, state, storage
+from ..storage import Place
+from ..storage.threads import side_by_side
+from . import index, reading, saving, state
 from .agree import everyone, some, together
 from .pieces import Piece, blocks
-from .storage import Place
-from .threads import side_by_side
 
 _AT_ONCE = 2  # files, each hashed while it is copied from
 _MUCH = 0.1  # of a file: who reads more of it checks it, too

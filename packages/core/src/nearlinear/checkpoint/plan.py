@@ -16,12 +16,12 @@ import torch
 from .. import runtime
 from ..errors import CheckpointError
 from ..parallel import loss_scale
+from ..storage import Place
 from . import about, holdings, index, saving, state
 from .agree import everyone
 from .index import Index
 from .pieces import Piece, writers
 from .saving import Saves, Saving, file_of
-from .storage import Place
 
 
 @dataclass(frozen=True)

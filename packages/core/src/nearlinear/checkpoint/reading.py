@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator
 import torch
 from safetensors import SafetensorError, safe_open
 
+from ..storage import Place
 from . import index, stream
-from .storage import Place
 
 READ = 2**20
 """bytes at a time, which a processor's cache holds until they are hashed"""

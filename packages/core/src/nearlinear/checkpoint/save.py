@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from .. import storage
 from ..errors import CheckpointError
-from . import about, index, saving, storage
+from ..storage import Place
+from . import about, index, saving
 from .plan import plan, values_of
 from .saving import Saving
-from .storage import Place
 
 RESERVED = {about.KEY, "optimizer", "loss_scaler"}
 

@@ -23,11 +23,11 @@ from torch.utils.hooks import RemovableHandle
 from .. import _torch, runtime
 from ..errors import CheckpointError
 from ..leaving import before_leaving
+from ..storage import Place
 from . import file, index
 from .index import File, Index
 from .meeting import Deserted, Meeting
 from .snapshot import Copy, Snapshot
-from .storage import Place
 
 log = logging.getLogger(__name__)
 

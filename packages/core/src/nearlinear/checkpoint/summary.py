@@ -6,10 +6,11 @@ import math
 
 import torch
 
+from .. import storage
 from ..errors import CheckpointError
-from . import about, index, storage
+from ..storage import Place
+from . import about, index
 from .index import Index, Tensor
-from .storage import Place
 
 LARGEST = 5
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")

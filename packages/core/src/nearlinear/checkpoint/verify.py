@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterator
 
 from safetensors import SafetensorError
 
+from .. import storage
 from ..errors import CheckpointError
-from . import index, storage
+from ..storage import Place
+from . import index
 from .index import Index
 from .reading import opened
-from .storage import Place
 from .stream import DTYPES
 
 _TORCH = {word: str(dtype).removeprefix("torch.") for dtype, word in DTYPES.items()}

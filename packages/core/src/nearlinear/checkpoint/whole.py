@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from safetensors import SafetensorError
 
+from .. import storage
 from ..errors import CheckpointError
-from . import index, storage
+from . import index
 from .pieces import Piece
 from .reading import opened
 

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
-from ..checkpoint import storage
-from ..errors import CheckpointError, DataError
+from .. import storage
+from ..errors import DataError, StorageError
 from .block_cache import BlockCache, Wanted
 from .cache import put
 from .documents import DocumentIndex
@@ -150,5 +150,5 @@ def _told() -> Iterator[None]:
         yield
     except FileNotFoundError as error:
         raise DataError(f"{error.filename} is not there: copy it again") from None
-    except (CheckpointError, OSError) as error:
+    except (StorageError, OSError) as error:
         raise DataError(f"the data cannot be read: {error}") from None

@@ -10,8 +10,8 @@ import re
 from pathlib import PurePosixPath
 
 from .. import schema
-from ..checkpoint.storage import elsewhere
 from ..errors import ConfigError
+from ..storage import elsewhere
 from ..train.config import TrainConfig
 from . import instances
 from .local import GRACE, NOTICE

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 
-from ..checkpoint import index, kept, storage
+from .. import storage
+from ..checkpoint import index, kept
 from ..checkpoint.agree import together
 from ..checkpoint.load import load
 from ..checkpoint.saving import Saving

@@ -10,12 +10,12 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
-from ..checkpoint import storage
+from .. import storage
 from ..config import Config, divisors
 from ..data.blend import Blend
 from ..data.dataset import TokenDataset
 from ..data.split import NoSplit
-from ..errors import CheckpointError, ConfigError, DataError
+from ..errors import ConfigError, DataError, StorageError
 from ..mesh import Mesh
 from ..schema import coerce
 from . import pretrained
@@ -100,7 +100,7 @@ def _check_folder(key: str, folder: str, named: Callable = storage.at) -> None:
     """Make a folder and leave nothing in it. Raises ConfigError if it cannot be written."""
     try:
         storage.at(named(folder)).try_out()
-    except CheckpointError as error:
+    except StorageError as error:
         raise ConfigError(f"{key} = {error}") from None
     except OSError as error:
         raise ConfigError(

@@ -15,10 +15,10 @@ from torch import nn
 
 from ... import runtime
 from ...errors import CheckpointError
+from ...storage import on_disk
 from .. import holdings, state
 from ..agree import everyone, together
 from ..pieces import Piece, writers
-from ..storage import on_disk
 from ..stream import DTYPES, Stream
 from ..whole import Whole
 from . import skeleton

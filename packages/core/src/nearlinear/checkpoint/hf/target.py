@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ...errors import CheckpointError
-from ..storage.disk import settle
+from ...storage.disk import settle
 from ..stream import Stream, in_order
 from .listing import CONFIG, INDEX, WEIGHTS
 from .naming import Stored

@@ -1,4 +1,4 @@
-"""What a checkpoint needs of the place where it lies, whatever keeps it."""
+"""What checkpoints and data need of the place where they lie, whatever keeps it."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Protocol
 
-from ...errors import CheckpointError
+from ..errors import StorageError
 
 
-class Unreachable(CheckpointError):
+class Unreachable(StorageError):
     """A place that cannot be asked, or says no: nothing is known of what is there."""
 
 

@@ -9,7 +9,7 @@ import os
 import threading
 from collections.abc import Iterator
 
-from ...errors import CheckpointError
+from ..errors import StorageError
 from .place import Place, Unreachable
 
 PATIENCE = 10
@@ -48,7 +48,7 @@ NOT_THERE = {"NoSuchKey", "404"}
 def using():
     """The client of this process, by AWS's settings in the environment as they are now.
 
-    Raises CheckpointError without boto3, and where the settings make no client.
+    Raises StorageError without boto3, and where the settings make no client.
     """
     settings = tuple(sorted(item for item in os.environ.items() if item[0].startswith("AWS_")))
     with _making:  # ranks may be threads, and sessions are not for several
@@ -62,12 +62,12 @@ def _client(settings: tuple):
         from botocore.config import Config
         from botocore.exceptions import BotoCoreError
     except ImportError:
-        raise CheckpointError('s3:// needs boto3: pip install "nearlinear[s3]"') from None
+        raise StorageError('s3:// needs boto3: pip install "nearlinear[s3]"') from None
     config = Config(connect_timeout=PATIENCE, max_pool_connections=CONNECTIONS, tcp_keepalive=True)
     try:
         return boto3.session.Session().client("s3", config=config)
     except (BotoCoreError, ValueError) as error:  # ValueError: an endpoint that is no URL
-        raise CheckpointError(f"s3:// cannot be used: {error}; mend AWS_*, or {KNOWN}") from None
+        raise StorageError(f"s3:// cannot be used: {error}; mend AWS_*, or {KNOWN}") from None
 
 
 @contextlib.contextmanager

@@ -15,10 +15,10 @@ import uuid
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from ...errors import CheckpointError
-from ..threads import side_by_side
+from ..errors import StorageError
 from .place import Place, Unreachable
 from .s3_client import told, using
+from .threads import side_by_side
 
 log = logging.getLogger(__name__)
 
@@ -43,10 +43,10 @@ class S3(Place):
 
     @classmethod
     def named(cls, address: str) -> S3:
-        """What is meant by ``bucket/key``. Raises CheckpointError."""
+        """What is meant by ``bucket/key``. Raises StorageError."""
         bucket, _, key = address.partition("/")
         if not bucket:
-            raise CheckpointError("s3:// names no bucket: write s3://bucket/prefix")
+            raise StorageError("s3:// names no bucket: write s3://bucket/prefix")
         using()  # says at once that boto3 is missing
         return cls(bucket, "/".join(part for part in key.split("/") if part))
 

@@ -27,7 +27,7 @@ def begun(work: Callable[[], R]) -> Callable[[], R]:
         except BaseException as error:  # raised where it is waited for
             fault.append(error)
 
-    thread = threading.Thread(target=run, name="checkpoint part", daemon=True)
+    thread = threading.Thread(target=run, name="nearlinear part", daemon=True)
     thread.start()
 
     def result() -> R:
