@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from data_prep import documents, places
-from data_prep.documents import DROPPED, LOG
+from data_prep.documents import DROPPED, LOG, TRAIN
 from data_prep.job import Job, read_json, write_json
 from data_prep.places import Place
 from data_prep.settle import Settled, needed, settle
@@ -132,17 +132,20 @@ class _Merging:
             shard_tokens=self.job.settings["shard_tokens"],
         )
         for number, record in enumerate(self.records):
-            place, record = self._settled_split(number, record)
+            place, record, lengths = self._settled_split(number, record)
             train, val = (shards_of(record)[side] for side in SPLITS)
             for shard in train:
                 numbered = replace(shard, file=f"train/shard-{len(self.shards['train']):05d}.bin")
                 self.shards["train"].append(numbered)
+                self.statistics.add_shard("train", lengths[: shard.documents])
+                lengths = lengths[shard.documents :]
                 yield place / shard.file, numbered.file
                 yield place / shard.idx_file, numbered.idx_file
             _append(held_out, place.path or self.splits.local(number, val), val)
             self.splits.leave(number)
         for shard in held_out.close():
             self.shards["val"].append(shard)
+            self.statistics.add_shard("val", read_index(merged, shard, held_out.dtype))
             for name in (shard.file, shard.idx_file):
                 yield places.at(merged / name), name
 
@@ -152,8 +155,10 @@ class _Merging:
             self.job, self.records, self.shards, self.statistics.finish(), self.by_input
         )
 
-    def _settled_split(self, number: int, record: dict) -> tuple[Place, dict]:
-        """A split with every document where it belongs, and its record; it is counted."""
+    def _settled_split(self, number: int, record: dict) -> tuple[Place, dict, np.ndarray]:
+        """A split with every document where it belongs, which is counted: its place, its record,
+        and the lengths of what is for training, int64 [documents].
+        """
         job, entries = self.job, self.splits.log(number)
         where = self.settled.of(number, entries)
         kept = where != DROPPED
@@ -163,10 +168,11 @@ class _Merging:
             of_input = self.by_input[job.splits[number].input]
             of_input[0] += int(kept.sum())
             of_input[1] += int(entries["tokens"][kept].sum())
+        lengths = entries["tokens"][where == TRAIN].astype(np.int64)
         before = documents.places(entries, job.seed, job.threshold)
         if np.array_equal(where, before):
-            return split_folder(self.splits.folder, number), record
-        return self._written_anew(number, record, entries, before, where)
+            return split_folder(self.splits.folder, number), record, lengths
+        return *self._written_anew(number, record, entries, before, where), lengths
 
     def _written_anew(
         self, number: int, record: dict, entries: np.ndarray, before: np.ndarray, where: np.ndarray

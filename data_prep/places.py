@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from nearlinear.checkpoint import storage
-from nearlinear.checkpoint.storage import Place
-from nearlinear.checkpoint.threads import side_by_side
+from nearlinear import storage
+from nearlinear.storage import Place
+from nearlinear.storage.threads import side_by_side
 
 __all__ = ["Place", "at", "beside", "elsewhere", "fetch", "in_turn", "lay", "on_disk", "room",
            "upload"]  # fmt: skip
@@ -91,7 +91,7 @@ def _write(path: Path, place: Place) -> None:
 
 def _copy_in_bucket(source: Place, target: Place) -> None:
     """A copy that S3 makes itself: nothing of it comes here."""
-    from nearlinear.checkpoint.storage.s3_client import told, using
+    from nearlinear.storage.s3_client import told, using
 
     kind = getattr(using().meta.config, "request_checksum_calculation", "")
     sums = {"ChecksumAlgorithm": "CRC32"} if kind == "when_supported" else {}

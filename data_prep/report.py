@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from data_prep import places
+from data_prep.statistics import WAYS
 from data_prep.tokenizer import TextTokenizer
 from nearlinear.data.format import SPLITS, Manifest, read_index
 from nearlinear.errors import DataError
@@ -75,12 +76,13 @@ def stats(folder: str | Path) -> str:
         f"  exact duplicates: {again['documents']:,} documents, {again['tokens']:,} tokens "
         f"({share:.1%})" + (", dropped" if manifest.settings.get("dedup") else ""),
         "",
-        "tokens kept of all, by sequence length",
-        "  length   windows of the stream   first window, padded   whole windows only",
+        "tokens of train that are kept, by sequence length and packing",
+        "  length" + "".join(f"{way:>14}" for way in WAYS),
     ]
-    for length, kept in found["kept"].items():
-        shares = [kept[way] / found["tokens"] for way in ("concat", "one_document", "truncate")]
-        lines.append(f"  {length:>6} {shares[0]:>20.1%} {shares[1]:>22.1%} {shares[2]:>20.1%}")
+    train = found["kept"]["train"]
+    for length, kept in train["lengths"].items():
+        shares = (f"{kept[way] / train['tokens']:>14.2%}" for way in WAYS)
+        lines.append(f"  {length:>6}" + "".join(shares))
     inputs = manifest.plan.get("inputs", [])
     if inputs:
         lines += ["", "inputs"]

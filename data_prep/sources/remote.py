@@ -16,7 +16,7 @@ def files_under(address: str, suffixes: tuple[str, ...]) -> Iterator[Input]:
 
     In sorted order. Raises `DataError` when there is none.
     """
-    from nearlinear.checkpoint.storage.s3_client import told, using
+    from nearlinear.storage.s3_client import told, using
 
     place = at(address)
     found = []

@@ -148,6 +148,20 @@ def test_bytes_do_not_depend_on_who_does_it(tmp_path, words, engine, monkeypatch
     assert found.statistics["duplicates"]["documents"] == len(texts) - len(set(texts))
 
 
+def test_what_is_held_out_is_written_together(tmp_path, words, read_documents):
+    """In shards of the usual size, with the documents in their order."""
+    path = tmp_path / "a.jsonl"
+    texts = write_lines(path)
+    options = {**OPTIONS, "shard_tokens": 200}
+    source = data_prep.sources.jsonl(path)
+    manifest = data_prep.prepare(source, tmp_path / "d", tokenizer=words, **options)
+    sizes = [shard.tokens for shard in manifest.splits["val"]]
+    assert len(source.splits()) > len(sizes) > 1
+    assert all(200 - 31 < size <= 200 for size in sizes[:-1])
+    found = [" ".join("?abcdefg"[i] for i in ids) for ids in read_documents(tmp_path / "d")["val"]]
+    assert found == [text for text in texts if text in set(found)]
+
+
 @settings(max_examples=15, deadline=None)
 @given(
     texts=st.lists(st.text("abc \n", max_size=8), min_size=1, max_size=60),

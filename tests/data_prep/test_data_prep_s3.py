@@ -14,10 +14,10 @@ from data_prep import pool, report
 from data_prep.__main__ import main
 from data_prep.sources import source as splitting
 from data_prep.sources.remote import RemoteFile
-from nearlinear.checkpoint import storage
-from nearlinear.checkpoint.storage import s3
+from nearlinear import storage
 from nearlinear.data.format import Manifest, verify
 from nearlinear.errors import DataError, NearlinearError
+from nearlinear.storage import s3
 from tests.support import bucket
 
 pytest.importorskip("moto.server")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ...checkpoint import storage
+from ... import storage
 from ...errors import DataError
 from .index import dtype_for
 from .shards import Shard

@@ -8,7 +8,7 @@ from pathlib import Path, PurePosixPath
 
 import numpy as np
 
-from ...checkpoint import storage
+from ... import storage
 from ...errors import DataError
 from .checksums import Checksums
 from .index import INDEX_HEADER, dtype_for, encode_index

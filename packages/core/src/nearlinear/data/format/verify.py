@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from ...checkpoint import storage
-from ...checkpoint.storage import Place
+from ... import storage
 from ...errors import DataError
+from ...storage import Place
 from .checksums import BLOCK_BYTES, flipped_bit
 from .index import encode_index
 from .manifest import MANIFEST_FILE, TOKENIZER_FILE, Manifest
