@@ -11,6 +11,7 @@ _EXAMPLES = """examples:
   python -m data_prep prepare openwebtext --max-tokens 100000000
   python -m data_prep prepare jsonl corpus/*.jsonl.gz --text-field content --out data/corpus
   python -m data_prep prepare parquet crawl/ --workers 32 --dedup exact
+  python -m data_prep prepare jsonl crawl/ --filters gopher,c4,fineweb --near-duplicates minhash
   python -m data_prep prepare text books/ --document paragraph --tokenizer llama/tokenizer.json
   python -m data_prep prepare hf HuggingFaceFW/fineweb-edu --config sample-10BT
   python -m data_prep prepare jsonl crawl/ --engine slurm --tasks 200 \\
@@ -110,6 +111,9 @@ def _preparing_options() -> argparse.ArgumentParser:
         help="share of the documents held out for validation (default: 0.01)")  # fmt: skip
     add("--seed", type=int, default=0, help="which documents are held out (default: 0)")
     add("--dedup", choices=("exact",), help="drop documents whose text came before")
+    add("--filters", default="", metavar="NAMES",
+        help="datatrove's quality filters: some of gopher,c4,fineweb")  # fmt: skip
+    add("--near-duplicates", choices=("minhash",), help="keep the first of texts nearly alike")
     add("--max-documents", type=int, metavar="N", help="stop after N documents")
     add("--max-tokens", type=int, metavar="N", help="stop after the document that reaches N tokens")
     add("--shard-tokens", type=int, metavar="N", help="tokens per shard file (default: 64 Mi)")

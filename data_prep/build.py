@@ -12,6 +12,7 @@ from pathlib import Path
 
 from data_prep import output, places, pool
 from data_prep.backends import BACKENDS
+from data_prep.filters import FILTERS, datatrove_version
 from data_prep.job import Job
 from data_prep.output import discard, existing, staging
 from data_prep.places import Place
@@ -33,6 +34,8 @@ def prepare(
     val_fraction: float = 0.01,
     seed: int = 0,
     dedup: str | None = None,
+    filters: Sequence[str] = (),
+    near_duplicates: str | None = None,
     max_documents: int | None = None,
     max_tokens: int | None = None,
     shard_tokens: int = DEFAULT_SHARD_TOKENS,
@@ -51,7 +54,8 @@ def prepare(
     small source leaves val empty, the one text with the lowest hash goes there instead (unless
     `val_fraction` is 0 or all documents are alike). `max_documents` and `max_tokens` (EOS counted)
     stop after that many; documents are kept whole. Blank documents are left out, and with `dedup`
-    "exact" those whose text came before.
+    "exact" those whose text came before. `filters` are names of `data_prep.filters.FILTERS`, which
+    are applied in turn. With `near_duplicates` "minhash" the first of texts nearly alike stays.
 
     `workers` processes work at a time (default: one per core, as many as there are splits);
     `backends` are the encoders to try, in turn. `progress` may be "json": a line of JSON each.
@@ -71,6 +75,14 @@ def prepare(
             raise DataError(f"{name} is {value}: give at least 1")
     if dedup not in (None, "exact"):
         raise DataError(f"dedup is {dedup!r}: give 'exact', or leave it out")
+    if near_duplicates not in (None, "minhash"):
+        raise DataError(f"near_duplicates is {near_duplicates!r}: give 'minhash', or leave it out")
+    for name in set(filters) - set(FILTERS):
+        raise DataError(f"no filter {name!r}: use {', '.join(FILTERS)}")
+    blocks = {}
+    if filters or near_duplicates:
+        blocks = {"filters": list(filters), "near_duplicates": near_duplicates,
+                  "datatrove": datatrove_version()}  # fmt: skip
     words = load(tokenizer, eos_token) if isinstance(tokenizer, str) else tokenizer
     job = Job.plan(
         source,
@@ -81,6 +93,7 @@ def prepare(
         max_documents=max_documents,
         max_tokens=max_tokens,
         shard_tokens=shard_tokens,
+        **blocks,
     )
     done = existing(out, job, overwrite)
     if done is not None:

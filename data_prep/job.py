@@ -51,6 +51,11 @@ class Job:
         """Documents whose split hash is below it are held out."""
         return int(self.settings["val_fraction"] * 2**64)
 
+    @property
+    def filters(self) -> list[str]:
+        """Names of `data_prep.filters.FILTERS`, in order."""
+        return self.settings.get("filters", [])
+
     @cached_property
     def identity(self) -> str:
         """16 hex digits over settings and splits: of which job a record is."""

@@ -16,11 +16,21 @@ import numpy as np
 
 from data_prep import documents, places
 from data_prep.documents import DROPPED, LOG, TRAIN
+from data_prep.filters import BANDS
 from data_prep.job import Job, read_json, write_json
 from data_prep.places import Place
 from data_prep.settle import Settled, needed, settle
 from data_prep.statistics import Statistics
-from data_prep.work import LOG_FILE, RECORD_FILE, STAGES, Output, made, shards_of, split_folder
+from data_prep.work import (
+    LOG_FILE,
+    NEAR_FILE,
+    RECORD_FILE,
+    STAGES,
+    Output,
+    made,
+    shards_of,
+    split_folder,
+)
 from nearlinear import __version__
 from nearlinear.data.format import (
     MANIFEST_FILE,
@@ -80,6 +90,10 @@ class _Splits:
         """Its documents: `LOG` [documents]."""
         return np.fromfile(self.file(number, LOG_FILE), LOG)
 
+    def signatures(self, number: int) -> np.ndarray:
+        """Those of its documents: uint64 [documents, 14]."""
+        return np.fromfile(self.file(number, NEAR_FILE), np.uint64).reshape(-1, BANDS)
+
     def file(self, number: int, name: str) -> Path:
         """A file of a split, on this machine."""
         place = split_folder(self.folder, number) / name
@@ -116,7 +130,8 @@ class _Merging:
     settled: Settled = field(init=False)
 
     def __post_init__(self):
-        self.settled = settle(self.job, self.records, self.splits.log, self.splits.work)
+        near = self.splits.signatures if self.job.settings.get("near_duplicates") else None
+        self.settled = settle(self.job, self.records, self.splits.log, self.splits.work, near)
         self.statistics = Statistics()
         self.shards = {side: [] for side in SPLITS}
         self.by_input = [[0, 0] for _ in self.job.inputs]
@@ -163,7 +178,11 @@ class _Merging:
         where = self.settled.of(number, entries)
         kept = where != DROPPED
         self.statistics.add(entries[kept])
-        self.statistics.add_duplicates(entries[self.settled.repeated(number, entries)])
+        self.statistics.add_dropped(
+            record["dropped"],
+            duplicates=entries[self.settled.repeated(number, entries)],
+            near_duplicates=entries[self.settled.resembling(number, entries)],
+        )
         if self.by_input:
             of_input = self.by_input[job.splits[number].input]
             of_input[0] += int(kept.sum())

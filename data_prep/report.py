@@ -7,6 +7,7 @@ beside the shards.
 import base64
 import html
 import io
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -75,6 +76,7 @@ def stats(folder: str | Path) -> str:
         f"{found['longest']:,} tokens",
         f"  exact duplicates: {again['documents']:,} documents, {again['tokens']:,} tokens "
         f"({share:.1%})" + (", dropped" if manifest.settings.get("dedup") else ""),
+        *_dropped(found),
         "",
         "tokens of train that are kept, by sequence length and packing",
         "  length" + "".join(f"{way:>14}" for way in WAYS),
@@ -91,6 +93,18 @@ def stats(folder: str | Path) -> str:
     if len(inputs) > _SHOWN_INPUTS:
         lines.append(f"  and {len(inputs) - _SHOWN_INPUTS} more files")
     return "\n".join(lines)
+
+
+def _dropped(found: dict) -> Iterator[str]:
+    """Lines on what filters and near-duplicates took out, when they did."""
+    alike = found["near_duplicates"]
+    if alike["documents"]:
+        yield (f"  near-duplicates: {alike['documents']:,} documents, {alike['tokens']:,} tokens, "
+               "dropped")  # fmt: skip
+    if found["filtered"]:
+        yield f"  filtered: {sum(found['filtered'].values()):,} documents"
+    for why, count in sorted(found["filtered"].items(), key=lambda item: -item[1]):
+        yield f"    {count:>10,} {why}"
 
 
 def write_page(folder: str | Path, path: str | Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data_prep import documents, duplicates
+from data_prep import documents, duplicates, near
 from data_prep.documents import DROPPED, TRAIN, VAL
 from data_prep.job import Job
 from nearlinear.errors import DataError
@@ -32,6 +32,8 @@ class Settled:
     """whose text came before: bool [documents]"""
     threshold: int
     """documents whose split hash is below it are held out"""
+    alike: np.ndarray | None = None
+    """which are near-duplicates of one that came before: bool [documents]; None: not asked"""
 
     def of(self, number: int, entries: np.ndarray) -> np.ndarray:
         """The places of the documents of one split: uint8 [documents]."""
@@ -40,18 +42,33 @@ class Settled:
         places[max(self.cut - first, 0) :] = DROPPED
         if self.job.settings["dedup"] == "exact":
             places[self.repeated(number, entries)] = DROPPED
+        places[self.resembling(number, entries)] = DROPPED
         return places
 
     def repeated(self, number: int, entries: np.ndarray) -> np.ndarray:
         """Which documents of one split are read and came before: bool [documents]."""
+        return self._read(self.again, number, len(entries))
+
+    def resembling(self, number: int, entries: np.ndarray) -> np.ndarray:
+        """Which documents of one split are near-duplicates, but no duplicates: bool [documents]."""
+        if self.alike is None:
+            return np.zeros(len(entries), bool)
+        found = self._read(self.alike, number, len(entries))
+        return found & ~self.repeated(number, entries)
+
+    def _read(self, marks: np.ndarray, number: int, count: int) -> np.ndarray:
         first = self.firsts[number]
-        again = np.array(self.again[first : first + len(entries)])
-        again[max(self.cut - first, 0) :] = False
-        return again
+        found = np.array(marks[first : first + count])
+        found[max(self.cut - first, 0) :] = False
+        return found
 
 
-def settle(job: Job, records: list[dict], log: Log, work: Path) -> Settled:
+def settle(
+    job: Job, records: list[dict], log: Log, work: Path, signatures: Log | None = None
+) -> Settled:
     """Where the documents of `records`, the first splits in order, belong; `work` is for files.
+
+    With the `signatures` of each split's documents, near-duplicates are dropped.
 
     Raises `DataError` when there is no document, or none for training.
     """
@@ -60,12 +77,17 @@ def settle(job: Job, records: list[dict], log: Log, work: Path) -> Settled:
     if not cut:
         raise DataError(
             f"the source {job.source.name} gave no document with text in it: check the path, and "
-            "--text-field for JSON lines"
+            "--text-field for JSON lines, and --filters"
         )
     logs = (log(number) for number in range(len(records)))
     again = duplicates.find(logs, count, work)
     firsts = [0, *accumulate(record["documents"] for record in records)]
-    settled = Settled(job, firsts, cut, again, job.threshold)
+    alike = None
+    if signatures is not None:
+        read = (signatures(number)[: max(cut - first, 0)]
+                for number, first in zip(range(len(records)), firsts, strict=False))  # fmt: skip
+        alike = near.find(read, count, work)
+    settled = Settled(job, firsts, cut, again, job.threshold, alike)
     held_out = training = 0
     lowest, highest = 2**64, -1
     for number in range(len(records)):

@@ -1,5 +1,6 @@
 """What a dataset holds, counted from the logs of its documents a split at a time."""
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -26,9 +27,9 @@ class Statistics:
     tokens: int = 0
     text_bytes: int = 0
     longest: int = 0
-    duplicates: dict = field(
-        default_factory=lambda: dict.fromkeys(("documents", "tokens", "text_bytes"), 0)
-    )
+    duplicates: Counter = field(default_factory=Counter)
+    near_duplicates: Counter = field(default_factory=Counter)
+    filtered: Counter = field(default_factory=Counter)
 
     def __post_init__(self):
         self._histogram = np.zeros(len(BIN_EDGES), np.int64)
@@ -55,11 +56,18 @@ class Statistics:
                 for way, found in kept(lengths[start : start + GROUP], length).items():
                     sums[way] = sums.get(way, 0) + found.tokens
 
-    def add_duplicates(self, entries: np.ndarray) -> None:
-        """Count the documents whose text came before, kept or not."""
-        self.duplicates["documents"] += len(entries)
-        self.duplicates["tokens"] += int(entries["tokens"].sum(dtype=np.int64))
-        self.duplicates["text_bytes"] += int(entries["bytes"].sum(dtype=np.int64))
+    def add_dropped(
+        self, filtered: dict[str, int], duplicates: np.ndarray, near_duplicates: np.ndarray
+    ) -> None:
+        """Count the documents that filters dropped, the entries of those whose text came before,
+        kept or not, and of those that are alike to one before, which are dropped.
+        """
+        self.filtered.update(filtered)
+        for counts, entries in ((self.duplicates, duplicates),
+                                (self.near_duplicates, near_duplicates)):  # fmt: skip
+            counts["documents"] += len(entries)
+            counts["tokens"] += int(entries["tokens"].sum(dtype=np.int64))
+            counts["text_bytes"] += int(entries["bytes"].sum(dtype=np.int64))
 
     def finish(self) -> dict:
         """As in the manifest. `kept` has, by side and by sequence length, the tokens that each way
@@ -77,7 +85,9 @@ class Statistics:
             "tokens": self.tokens,
             "text_bytes": self.text_bytes,
             "longest": self.longest,
-            "duplicates": self.duplicates,
+            "duplicates": dict(self.duplicates),
+            "near_duplicates": dict(self.near_duplicates),
+            "filtered": dict(sorted(self.filtered.items())),
             "length_histogram": {
                 "at_least": BIN_EDGES[:last].tolist(),
                 "documents": self._histogram[:last].tolist(),
