@@ -39,7 +39,7 @@ def tokenizers(gpt2):
     return [gpt2, *(split_by(gpt2, pattern) for pattern in pieces._ENDING_WORDS)]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(text=TEXTS, size=st.integers(2, 40))
 def test_pieces_have_the_ids_of_the_whole(tokenizers, text, size):
     before, pieces.PIECE = pieces.PIECE, size
