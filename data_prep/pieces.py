@@ -9,6 +9,7 @@ import json
 import logging
 import re
 from collections.abc import Iterator
+from string import ascii_letters
 
 from data_prep.tokenizer import TextTokenizer
 
@@ -43,13 +44,25 @@ def pieces(text: str) -> Iterator[str]:
     """`text` cut where that is safe, into pieces of about `PIECE` characters."""
     start = 0
     while len(text) - start > PIECE:
-        *_, found = None, *_CUT.finditer(text, start + PIECE // 2, start + PIECE)
-        found = found or _CUT.search(text, start + PIECE)
-        if found is None:
-            break
-        yield text[start : found.end()]
-        start = found.end()
+        end = _last_cut(text, start + 1, start + PIECE)
+        if end is None:
+            found = _CUT.search(text, start + PIECE - 1)
+            if found is None:
+                break
+            end = found.end()
+        yield text[start:end]
+        start = end
     yield text[start:]
+
+
+def _last_cut(text: str, first: int, end: int) -> int | None:
+    """The last place before `end`, from `first` on, where `_CUT` matches before it."""
+    for mark in " \n":
+        at = end
+        while (at := text.rfind(mark, first, at)) >= 0:
+            if text[at - 1] in ascii_letters:
+                return at
+    return None
 
 
 def tell_if_long(length: int) -> None:
