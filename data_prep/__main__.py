@@ -53,6 +53,8 @@ def _prepare(options: argparse.Namespace) -> None:
         val_fraction=options.val_fraction,
         seed=options.seed,
         dedup=options.dedup,
+        filters=[name for name in options.filters.split(",") if name],
+        near_duplicates=options.near_duplicates,
         max_documents=options.max_documents,
         max_tokens=options.max_tokens,
         workers=options.workers,

@@ -11,10 +11,12 @@ _EXAMPLES = """examples:
   python -m data_prep prepare openwebtext --max-tokens 100000000
   python -m data_prep prepare jsonl corpus/*.jsonl.gz --text-field content --out data/corpus
   python -m data_prep prepare parquet crawl/ --workers 32 --dedup exact
+  python -m data_prep prepare jsonl crawl/ --filters gopher,c4,fineweb --near-duplicates minhash
   python -m data_prep prepare text books/ --document paragraph --tokenizer llama/tokenizer.json
   python -m data_prep prepare hf HuggingFaceFW/fineweb-edu --config sample-10BT
   python -m data_prep prepare jsonl crawl/ --engine slurm --tasks 200 \\
       --engine-option time=2:00:00 --engine-option partition=cpu
+  python -m data_prep prepare jsonl s3://crawl/2024/ --out s3://tokens/mine
   python -m data_prep plan jsonl corpus/                what would be done, in which pieces
   python -m data_prep verify data/botocore              every byte, by its checksums
   python -m data_prep stats data/botocore --report report.html
@@ -101,7 +103,7 @@ def _preparing_options() -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(add_help=False)
     group = options.add_argument_group("preparing")
     add = group.add_argument
-    add("--out", metavar="DIR", help="output folder (default: data/SOURCE)")
+    add("--out", metavar="DIR", help="a folder, or s3://bucket/prefix (default: data/SOURCE)")
     add("--tokenizer", default="gpt2", metavar="gpt2|PATH",
         help="gpt2, or the path of a tokenizer.json (default: gpt2)")  # fmt: skip
     add("--eos-token", metavar="TOKEN", help="end-of-text token, if the tokenizer does not say")
@@ -109,6 +111,9 @@ def _preparing_options() -> argparse.ArgumentParser:
         help="share of the documents held out for validation (default: 0.01)")  # fmt: skip
     add("--seed", type=int, default=0, help="which documents are held out (default: 0)")
     add("--dedup", choices=("exact",), help="drop documents whose text came before")
+    add("--filters", default="", metavar="NAMES",
+        help="datatrove's quality filters: some of gopher,c4,fineweb")  # fmt: skip
+    add("--near-duplicates", choices=("minhash",), help="keep the first of texts nearly alike")
     add("--max-documents", type=int, metavar="N", help="stop after N documents")
     add("--max-tokens", type=int, metavar="N", help="stop after the document that reaches N tokens")
     add("--shard-tokens", type=int, metavar="N", help="tokens per shard file (default: 64 Mi)")

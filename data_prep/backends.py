@@ -8,11 +8,12 @@ not, the next one is taken, and that is said. So ids never depend on which was u
 import json
 import logging
 from collections.abc import Callable, Sequence
-from functools import cache, lru_cache
+from functools import cache, cached_property, lru_cache
 from importlib.metadata import PackageNotFoundError, version
 
 import numpy as np
 
+from data_prep import pieces
 from data_prep.adversarial import strings
 from data_prep.tokenizer import TextTokenizer
 from nearlinear.errors import DataError
@@ -49,7 +50,25 @@ class Encoder:
 
     def __call__(self, texts: list[str]) -> Encoded:
         """The ids of `texts`, without EOS."""
-        return self._encode(texts)
+        if max(map(len, texts), default=0) <= pieces.PIECE:
+            return self._encode(texts)
+        found = [self._long(text) if len(text) > pieces.PIECE else self._encode([text])
+                 for text in texts]  # fmt: skip
+        ids, lengths = zip(*found, strict=True)
+        return np.concatenate(ids), np.concatenate(lengths)
+
+    def _long(self, text: str) -> Encoded:
+        """The ids of a long document, a piece at a time."""
+        found = []
+        for piece in pieces.pieces(text) if self._can_cut else [text]:
+            pieces.tell_if_long(len(piece))
+            found.append(self._encode([piece])[0])
+        ids = np.concatenate(found)
+        return ids, np.array([len(ids)])
+
+    @cached_property
+    def _can_cut(self) -> bool:
+        return pieces.can_cut(self.words)
 
     def certify(self, texts: Sequence[str]) -> None:
         """Compare with the reference on the first of `texts`; take the next backend if they differ.

@@ -10,12 +10,14 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from data_prep import pool
+from data_prep import output, places, pool
 from data_prep.backends import BACKENDS
+from data_prep.filters import FILTERS, datatrove_version
 from data_prep.job import Job
-from data_prep.merge import limited, merge, reached
-from data_prep.output import discard, existing, publish, staging
+from data_prep.output import discard, existing, staging
+from data_prep.places import Place
 from data_prep.progress import Progress
+from data_prep.settle import limited, reached
 from data_prep.sources import Source
 from data_prep.tokenizer import TextTokenizer, load
 from data_prep.work import record_of
@@ -32,6 +34,8 @@ def prepare(
     val_fraction: float = 0.01,
     seed: int = 0,
     dedup: str | None = None,
+    filters: Sequence[str] = (),
+    near_duplicates: str | None = None,
     max_documents: int | None = None,
     max_tokens: int | None = None,
     shard_tokens: int = DEFAULT_SHARD_TOKENS,
@@ -43,13 +47,15 @@ def prepare(
     overwrite: bool = False,
     progress: bool | str = True,
 ) -> Manifest | None:
-    """Write `source` as token shards to `out` (default `data/<source name>`).
+    """Write `source` as token shards to `out`, a folder (default `data/<source name>`) or
+    `s3://bucket/prefix`.
 
     `val_fraction` of the documents, chosen by a hash of (seed, text), go to split "val". When a
     small source leaves val empty, the one text with the lowest hash goes there instead (unless
     `val_fraction` is 0 or all documents are alike). `max_documents` and `max_tokens` (EOS counted)
     stop after that many; documents are kept whole. Blank documents are left out, and with `dedup`
-    "exact" those whose text came before.
+    "exact" those whose text came before. `filters` are names of `data_prep.filters.FILTERS`, which
+    are applied in turn. With `near_duplicates` "minhash" the first of texts nearly alike stays.
 
     `workers` processes work at a time (default: one per core, as many as there are splits);
     `backends` are the encoders to try, in turn. `progress` may be "json": a line of JSON each.
@@ -60,7 +66,7 @@ def prepare(
     stopped goes on. Raises `DataError` for one of other settings (unless `overwrite`), an empty
     source or an empty split "train". Whatever interrupts, `out` is complete or untouched.
     """
-    out = Path(out) if out is not None else Path("data") / source.name
+    out = places.at(Path("data") / source.name if out is None else out)
     if not 0 <= val_fraction < 1:
         raise DataError(f"val_fraction is {val_fraction}: give 0 or more and less than 1")
     for name, value in (("max_documents", max_documents), ("max_tokens", max_tokens),
@@ -69,6 +75,14 @@ def prepare(
             raise DataError(f"{name} is {value}: give at least 1")
     if dedup not in (None, "exact"):
         raise DataError(f"dedup is {dedup!r}: give 'exact', or leave it out")
+    if near_duplicates not in (None, "minhash"):
+        raise DataError(f"near_duplicates is {near_duplicates!r}: give 'minhash', or leave it out")
+    for name in set(filters) - set(FILTERS):
+        raise DataError(f"no filter {name!r}: use {', '.join(FILTERS)}")
+    blocks = {}
+    if filters or near_duplicates:
+        blocks = {"filters": list(filters), "near_duplicates": near_duplicates,
+                  "datatrove": datatrove_version()}  # fmt: skip
     words = load(tokenizer, eos_token) if isinstance(tokenizer, str) else tokenizer
     job = Job.plan(
         source,
@@ -79,6 +93,7 @@ def prepare(
         max_documents=max_documents,
         max_tokens=max_tokens,
         shard_tokens=shard_tokens,
+        **blocks,
     )
     done = existing(out, job, overwrite)
     if done is not None:
@@ -107,25 +122,22 @@ def _on_engine(engine, job, out, overwrite, tasks, backends, options) -> Manifes
         raise DataError(
             f"--engine needs datatrove ({error}): run `pip install 'nearlinear[datatrove]'`"
         ) from None
-    out = Path(os.path.abspath(out))
     with staging(out, job, overwrite, keep=engine == "slurm") as (folder, _):
         engines.launch(engine, folder, out, min(tasks, len(job.splits)), backends, **options)
     return Manifest.read(out) if engine != "slurm" else None
 
 
-def finish(job: Job, folder: Path, out: Path, bar: Progress, *, workers: int | None = 1,
+def finish(job: Job, folder: Place, out: Place, bar: Progress, *, workers: int | None = 1,
            backends: Sequence[str] = BACKENDS, lock: int | None = None) -> Manifest:  # fmt: skip
     """Do the splits of `job` that are not done in `folder`, merge them, and publish at `out`."""
     pending = _Pending(job, folder, bar)
     workers = min(workers or cores(), max(len(job.splits) - pending.found, 1))
     pool.run(job, folder, iter(pending), workers, backends, bar, lock)
     try:
-        manifest = merge(job, folder, pending.records())
+        return output.finish(job, folder, pending.records(), out)
     except DataError:  # of the text: nothing that could go on
         discard(out)
         raise
-    publish(folder, out)
-    return manifest
 
 
 def cores() -> int:
@@ -137,11 +149,13 @@ def cores() -> int:
 class _Pending:
     """The splits that are to be done, in order, until a limit is reached."""
 
-    def __init__(self, job: Job, folder: Path, bar: Progress):
+    def __init__(self, job: Job, folder: Place, bar: Progress):
         self._job, self._folder = job, folder
         self._records = {}
-        for number in range(len(job.splits)):
-            if record := record_of(folder, job, number):
+        numbers = range(len(job.splits))
+        found = places.in_turn(folder, lambda number: record_of(folder, job, number), numbers)
+        for number, record in zip(numbers, found, strict=True):
+            if record:
                 self._records[number] = record
                 bar.finish_split(number, record)
         self.found = len(self._records)
@@ -168,7 +182,7 @@ class _Pending:
         return records
 
 
-def _reuse_notes(out: Path, manifest: Manifest, source: Source) -> Iterator[str]:
+def _reuse_notes(out: Place, manifest: Manifest, source: Source) -> Iterator[str]:
     yield f"{out} is already prepared with these settings and intact: nothing to do"
     for key, value in source.provenance.items():
         if manifest.source.get(key) != value:

@@ -11,10 +11,10 @@ from datatrove.data import DocumentsPipeline
 from datatrove.executor import LocalPipelineExecutor, SlurmPipelineExecutor
 from datatrove.pipeline.base import PipelineStep
 
+from data_prep import output, places
 from data_prep.backends import BACKENDS, encoder
 from data_prep.job import Job
-from data_prep.merge import merge
-from data_prep.output import publish
+from data_prep.places import Place
 from data_prep.work import do_split, record_of
 from nearlinear.errors import DataError
 
@@ -24,13 +24,13 @@ class DoSplits(PipelineStep):
 
     type, name = "Tokenizer", "nearlinear splits"
 
-    def __init__(self, folder: str | Path, backends: tuple[str, ...] = BACKENDS):
+    def __init__(self, folder: str | Place, backends: tuple[str, ...] = BACKENDS):
         super().__init__()
         self.folder, self.backends = str(folder), backends
 
     def run(self, data: DocumentsPipeline, rank: int = 0, world_size: int = 1) -> DocumentsPipeline:
         """Yields nothing: what it makes are files."""
-        folder = Path(self.folder)
+        folder = places.at(self.folder)
         job = Job.load(folder)
         for number in range(rank, len(job.splits), world_size):
             if record_of(folder, job, number) is None:
@@ -49,27 +49,26 @@ class MergeSplits(PipelineStep):
 
     type, name = "Tokenizer", "nearlinear merge"
 
-    def __init__(self, folder: str | Path, out: str | Path):
+    def __init__(self, folder: str | Place, out: str | Place):
         super().__init__()
         self.folder, self.out = str(folder), str(out)
 
     def run(self, data: DocumentsPipeline, rank: int = 0, world_size: int = 1) -> DocumentsPipeline:
         """Yields nothing; only the first task does anything."""
         if rank == 0:
-            folder = Path(self.folder)
+            folder = places.at(self.folder)
             job = Job.load(folder)
             records = [record_of(folder, job, number) for number in range(len(job.splits))]
             if None in records:
                 raise DataError(
                     f"split {records.index(None)} of {folder} is not done: look into "
-                    f"{_logs(Path(self.out))}, and run the same command again"
+                    f"{_logs(places.at(self.out))}, and run the same command again"
                 )
-            merge(job, folder, records)
-            publish(folder, Path(self.out))
+            output.finish(job, folder, records, self.out)
         yield from data or ()
 
 
-def launch(engine: str, folder: Path, out: Path, tasks: int, backends: tuple[str, ...] = BACKENDS,
+def launch(engine: str, folder: Place, out: Place, tasks: int, backends: tuple[str, ...] = BACKENDS,
            **options) -> None:  # fmt: skip
     """Run, or on Slurm submit, the job in `folder` as `tasks` tasks and a merge after them.
 
@@ -99,9 +98,13 @@ def launch(engine: str, folder: Path, out: Path, tasks: int, backends: tuple[str
     last.run()
 
 
-def _logs(out: Path) -> Path:
-    """Where the executors keep what they say, and which task is done: OUT.logs."""
-    return out.with_name(out.name + ".logs")
+def _logs(out: Place) -> Path:
+    """Where the executors keep what they say, and which task is done: OUT.logs.
+
+    For an output in a bucket it is a folder of that name here, which the tasks see.
+    """
+    beside = places.beside(out, ".logs")
+    return beside.path or Path(beside.name).absolute()
 
 
 def _executor(engine: str):

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from data_prep.arguments import FORMATS
+from data_prep.places import on_disk
 from nearlinear.data.format import Manifest, read_index
 from nearlinear.errors import DataError
 
@@ -32,7 +33,7 @@ def export(
         raise DataError(f"no format {kind!r}: use {', '.join(FORMATS)}")
     if sequence_length < 1:
         raise DataError(f"sequence_length is {sequence_length}: give at least 1")
-    folder, out = Path(folder), Path(out)
+    folder, out = on_disk(folder), on_disk(out)
     manifest = Manifest.read(folder)
     if out.exists() and any(out.iterdir()):
         raise DataError(f"{out} is not empty: name another folder")

@@ -9,8 +9,9 @@ from data_prep.merge import history
 from nearlinear.data.format import Manifest
 
 _WAYS = {
-    "concat": "windows of the stream",
-    "one_document": "first window of each document, padded",
+    "concat": "concat: windows of the stream",
+    "best_fit": "best_fit: documents whole, packed",
+    "one_document": "one_document: padded",
     "truncate": "documents that fill a window, cut",
 }
 
@@ -25,7 +26,7 @@ def all_of(folder: str | Path) -> dict[str, Figure]:
     }
     if len(manifest.plan.get("inputs", [])) > 1:
         figures["Inputs"] = inputs(manifest)
-    seconds = history(Path(folder)).get("cpu_seconds")
+    seconds = history(folder).get("cpu_seconds")
     if seconds:
         figures["Throughput by stage"] = stages(manifest, seconds)
     return figures
@@ -43,12 +44,13 @@ def lengths(manifest: Manifest) -> Figure:
 
 
 def kept(manifest: Manifest) -> Figure:
-    """The share of all tokens that training sees: what truncation throws away."""
+    """The share of train's tokens that training sees: what truncation throws away."""
     figure, axes = _axes()
-    found = manifest.statistics
+    train = manifest.statistics["kept"]["train"]
+    found = {int(length): row for length, row in train["lengths"].items()}
     for way, words in _WAYS.items():
-        share = [100 * row[way] / found["tokens"] for row in found["kept"].values()]
-        axes.plot([int(length) for length in found["kept"]], share, marker="o", label=words)
+        share = [100 * row[way] / train["tokens"] for row in found.values()]
+        axes.plot(list(found), share, marker="o", label=words)
     axes.set_xscale("log", base=2)
     axes.set(xlabel="sequence length", ylabel="tokens kept, %", ylim=(0, 105))
     axes.legend()

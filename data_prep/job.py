@@ -6,11 +6,12 @@ host or another, can do any of its splits, and so that a preparation that was st
 
 import hashlib
 import json
-import os
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from data_prep import places
+from data_prep.places import Place
 from data_prep.sources import Input, Source, Split, rebuild
 from data_prep.tokenizer import TextTokenizer
 from nearlinear.data.format import TOKENIZER_FILE
@@ -50,15 +51,20 @@ class Job:
         """Documents whose split hash is below it are held out."""
         return int(self.settings["val_fraction"] * 2**64)
 
+    @property
+    def filters(self) -> list[str]:
+        """Names of `data_prep.filters.FILTERS`, in order."""
+        return self.settings.get("filters", [])
+
     @cached_property
     def identity(self) -> str:
         """16 hex digits over settings and splits: of which job a record is."""
         plain = [self.settings, self.splits, [file.bytes for file in self.inputs]]
         return hashlib.sha256(json.dumps(plain).encode()).hexdigest()[:16]
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Place) -> None:
         """Write it into the folder of the unfinished output, with its tokenizer."""
-        self.words.write(folder / TOKENIZER_FILE)
+        self.words.write(folder)
         document = {
             "settings": self.settings,
             "source": self.source.spec,
@@ -69,7 +75,7 @@ class Job:
         write_json(folder / JOB_FILE, document)
 
     @classmethod
-    def load(cls, folder: Path) -> "Job":
+    def load(cls, folder: Place) -> "Job":
         """The job of an unfinished output; its source can be read if it has a spec."""
         document = read_json(folder / JOB_FILE)
         if document is None:
@@ -77,7 +83,7 @@ class Job:
                 f"{folder} holds no {JOB_FILE}: plan it first, with `python -m data_prep prepare`"
             )
         spec, words = document["source"], document["tokenizer"]
-        text = (folder / TOKENIZER_FILE).read_bytes().decode("utf-8")
+        text = (folder / TOKENIZER_FILE).read().decode("utf-8")
         source = Source("memory", lambda: ()) if spec is None else rebuild(spec)
         return cls(
             source,
@@ -88,19 +94,14 @@ class Job:
         )
 
 
-def write_json(path: Path, document: dict) -> None:
+def write_json(path: Path | Place, document: dict) -> None:
     """A JSON file that is either absent, as it was, or complete."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    with open(temporary, "w", encoding="utf-8") as file:
-        json.dump(document, file, ensure_ascii=False)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    places.at(path).put(json.dumps(document, ensure_ascii=False).encode())
 
 
-def read_json(path: Path) -> dict | None:
+def read_json(path: Path | Place) -> dict | None:
     """A JSON file; None when there is none that is whole."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(places.at(path).read())
     except (FileNotFoundError, NotADirectoryError, ValueError):
         return None

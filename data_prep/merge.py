@@ -1,209 +1,228 @@
-"""From finished splits to a dataset: limits, duplicates and validation settled, shards numbered.
+"""From finished splits to a dataset: what is kept is laid out and numbered, and told.
 
-All of it follows from the logs of the splits alone, and nothing of the splits is changed: it can
-be stopped anywhere and done again. A split of which not every document stays where it is gets
-written anew from its own shards, without its text.
+Nothing of the splits is changed: it can be stopped anywhere and done again. A split of which not
+every document stays where it is gets written anew from its own shards, without its text. What the
+splits hold out is little in each, and is written together: shards of the usual size.
 """
 
-import os
 import platform
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
-from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
 
-from data_prep import documents, duplicates
-from data_prep.documents import DROPPED, LOG, TRAIN, VAL
+from data_prep import documents, places
+from data_prep.documents import DROPPED, LOG, TRAIN
+from data_prep.filters import BANDS
 from data_prep.job import Job, read_json, write_json
+from data_prep.places import Place
+from data_prep.settle import Settled, needed, settle
 from data_prep.statistics import Statistics
 from data_prep.work import (
     LOG_FILE,
+    NEAR_FILE,
     RECORD_FILE,
     STAGES,
     Output,
     made,
     shards_of,
     split_folder,
-    sync_folder,
 )
 from nearlinear import __version__
-from nearlinear.data.format import SPLITS, TOKENIZER_FILE, Manifest, Shard, dtype_for, read_index
-from nearlinear.errors import DataError
+from nearlinear.data.format import (
+    MANIFEST_FILE,
+    SPLITS,
+    TOKENIZER_FILE,
+    Manifest,
+    Shard,
+    ShardWriter,
+    dtype_for,
+    read_index,
+)
 
 HISTORY_FILE = "preparation.json"
+_TOKENS_AT_ONCE = 1024 * 1024
 
 
-@dataclass(frozen=True)
-class _Settled:
-    """Where the documents of all splits belong."""
-
-    job: Job
-    firsts: list[int]
-    """the number of each split's first document"""
-    cut: int
-    """documents that are read, over all splits"""
-    again: np.ndarray
-    """whose text came before: bool [documents]"""
-    threshold: int
-    """documents whose split hash is below it are held out"""
-
-    def of(self, number: int, entries: np.ndarray) -> np.ndarray:
-        """The places of the documents of one split: uint8 [documents]."""
-        first = self.firsts[number]
-        places = documents.places(entries, self.job.seed, self.threshold)
-        places[max(self.cut - first, 0) :] = DROPPED
-        if self.job.settings["dedup"] == "exact":
-            places[self.repeated(number, entries)] = DROPPED
-        return places
-
-    def repeated(self, number: int, entries: np.ndarray) -> np.ndarray:
-        """Which documents of one split are read and came before: bool [documents]."""
-        first = self.firsts[number]
-        again = np.array(self.again[first : first + len(entries)])
-        again[max(self.cut - first, 0) :] = False
-        return again
-
-
-def merge(job: Job, folder: Path, records: list[dict]) -> Manifest:
-    """Lay out the dataset of finished `records`, in order, in `folder`/dataset.
+def merge(job: Job, folder: Place, records: list[dict], dataset: Place) -> Manifest:
+    """Write the dataset of finished `records`, in order, to `dataset`; what was there is removed.
 
     Raises `DataError` when there is no document, or none for training.
     """
-    records = _needed(job, records)
-    out = folder / "dataset"
-    shutil.rmtree(out, ignore_errors=True)
-    for side in SPLITS:
-        (out / side).mkdir(parents=True)
-    settled = _settle(job, folder, records)
-    statistics, shards = Statistics(), {side: [] for side in SPLITS}
-    by_input = [[0, 0] for _ in job.inputs]
-    for number, record in enumerate(records):
-        entries = _log(folder, number)
-        places = settled.of(number, entries)
-        kept = places != DROPPED
-        statistics.add(entries[kept])
-        statistics.add_duplicates(entries[settled.repeated(number, entries)])
-        if by_input:
-            by_input[job.splits[number].input][0] += int(kept.sum())
-            by_input[job.splits[number].input][1] += int(entries["tokens"][kept].sum())
-        place = split_folder(folder, number)
-        if not np.array_equal(places, documents.places(entries, job.seed, job.threshold)):
-            place, record = _written_anew(job, folder, number, record, entries, places)
-        for side, found in shards_of(record).items():
-            for shard in found:
-                name = f"{side}/shard-{len(shards[side]):05d}.bin"
-                numbered = replace(shard, file=name)
-                _link(place / shard.file, out / name)
-                _link(place / shard.idx_file, out / numbered.idx_file)
-                shards[side].append(numbered)
-    manifest = _manifest(job, records, shards, statistics.finish(), by_input)
-    job.words.write(out / TOKENIZER_FILE)
-    for side in SPLITS:
-        sync_folder(out / side)
-    manifest.write(out)
+    records = needed(job, records)
+    with places.room(folder) as work:
+        for stale in ("settled", "merged"):
+            shutil.rmtree(work / stale, ignore_errors=True)
+        merging = _Merging(job, _Splits(folder, work), records)
+        (dataset / MANIFEST_FILE).remove()  # first: without it, the rest is no dataset
+        dataset.clear()
+        for side in SPLITS:
+            (dataset / side).make()
+        pairs = ((source, dataset / name) for source, name in merging.files())
+        for _ in places.in_turn(dataset, lambda pair: places.lay(*pair), pairs):
+            pass
+        manifest = merging.manifest()
+    job.words.write(dataset)
     seconds = {stage: sum(record["seconds"][stage] for record in records) for stage in STAGES}
-    write_json(out / HISTORY_FILE, {"cpu_seconds": seconds, "inputs": job.inputs})
-    sync_folder(out)
+    write_json(dataset / HISTORY_FILE, {"cpu_seconds": seconds, "inputs": job.inputs})
+    for side in SPLITS:
+        (dataset / side).settle()
+    manifest.write(dataset)
     return manifest
 
 
-def reached(job: Job, records: list[dict]) -> bool:
-    """Whether the splits so far, the first ones in order, are all that the limits let be read."""
-    return any(
-        limit is not None and sum(record[name] for record in records) >= limit
-        for name, limit in _limits(job)
-    )
+def history(folder: str | Path | Place) -> dict:
+    """How a dataset was made, as far as that is known: CPU seconds by stage, inputs."""
+    return read_json(places.at(folder) / HISTORY_FILE) or {}
 
 
-def _needed(job: Job, records: list[dict]) -> list[dict]:
-    """The first records, up to the one that reaches a limit: others may be done as well."""
-    for count in range(1, len(records) if limited(job) else 0):
-        if reached(job, records[:count]):
-            return records[:count]
-    return records
+@dataclass(frozen=True)
+class _Splits:
+    """The finished splits in `folder`, and `work`, where this machine has room."""
+
+    folder: Place
+    work: Path
+
+    def log(self, number: int) -> np.ndarray:
+        """Its documents: `LOG` [documents]."""
+        return np.fromfile(self.file(number, LOG_FILE), LOG)
+
+    def signatures(self, number: int) -> np.ndarray:
+        """Those of its documents: uint64 [documents, 14]."""
+        return np.fromfile(self.file(number, NEAR_FILE), np.uint64).reshape(-1, BANDS)
+
+    def file(self, number: int, name: str) -> Path:
+        """A file of a split, on this machine."""
+        place = split_folder(self.folder, number) / name
+        if place.path:
+            return place.path
+        path = self._fetched(number) / name
+        if not path.exists():
+            places.fetch(place, path)
+        return path
+
+    def local(self, number: int, shards: tuple[Shard, ...]) -> Path:
+        """The folder of this machine where the split has these shards."""
+        for shard in shards:
+            for name in (shard.file, shard.idx_file):
+                self.file(number, name)
+        place = split_folder(self.folder, number)
+        return place.path or self._fetched(number)
+
+    def leave(self, number: int) -> None:
+        """Of this split nothing more is needed."""
+        shutil.rmtree(self._fetched(number), ignore_errors=True)
+
+    def _fetched(self, number: int) -> Path:
+        return self.work / "fetched" / f"{number:05d}"
 
 
-def limited(job: Job) -> bool:
-    """Whether not all of the input is to be read."""
-    return any(limit is not None for _, limit in _limits(job))
+@dataclass
+class _Merging:
+    """The files of a dataset, as they come, and then its manifest."""
 
+    job: Job
+    splits: _Splits
+    records: list[dict]
+    settled: Settled = field(init=False)
 
-def _limits(job: Job) -> tuple[tuple[str, int | None], ...]:
-    settings = job.settings
-    return ("documents", settings["max_documents"]), ("tokens", settings["max_tokens"])
+    def __post_init__(self):
+        near = self.splits.signatures if self.job.settings.get("near_duplicates") else None
+        self.settled = settle(self.job, self.records, self.splits.log, self.splits.work, near)
+        self.statistics = Statistics()
+        self.shards = {side: [] for side in SPLITS}
+        self.by_input = [[0, 0] for _ in self.job.inputs]
 
-
-def _settle(job: Job, folder: Path, records: list[dict]) -> _Settled:
-    count = sum(record["documents"] for record in records)
-    cut = _cut(job, folder, records)
-    if not cut:
-        raise DataError(
-            f"the source {job.source.name} gave no document with text in it: check the path, and "
-            "--text-field for JSON lines"
+    def files(self) -> Iterator[tuple[Place, str]]:
+        """Where each file of the dataset's shards is, and its name there."""
+        merged = self.splits.work / "merged"
+        held_out = ShardWriter(
+            merged,
+            "val",
+            vocab_size=self.job.words.vocab_size,
+            eos_id=self.job.words.eos_id,
+            shard_tokens=self.job.settings["shard_tokens"],
         )
-    logs = (_log(folder, number) for number in range(len(records)))
-    again = duplicates.find(logs, count, folder)
-    firsts = [0, *accumulate(record["documents"] for record in records)]
-    settled = _Settled(job, firsts, cut, again, job.threshold)
-    held_out = training = 0
-    lowest, highest = 2**64, -1
-    for number in range(len(records)):
-        entries = _log(folder, number)
-        places = settled.of(number, entries)
-        held_out += int((places == VAL).sum())
-        training += int((places == TRAIN).sum())
-        if (kept := places != DROPPED).any():
-            hashes = documents.split_hash(entries[kept], job.seed)
-            lowest, highest = min(lowest, int(hashes.min())), max(highest, int(hashes.max()))
-    if job.threshold and not held_out and lowest < highest:
-        return replace(settled, threshold=lowest + 1)
-    if not training:
-        raise DataError(
-            f"all documents fell into val at --val-fraction {job.settings['val_fraction']}: lower "
-            "it, or give more text"
+        for number, record in enumerate(self.records):
+            place, record, lengths = self._settled_split(number, record)
+            train, val = (shards_of(record)[side] for side in SPLITS)
+            for shard in train:
+                numbered = replace(shard, file=f"train/shard-{len(self.shards['train']):05d}.bin")
+                self.shards["train"].append(numbered)
+                self.statistics.add_shard("train", lengths[: shard.documents])
+                lengths = lengths[shard.documents :]
+                yield place / shard.file, numbered.file
+                yield place / shard.idx_file, numbered.idx_file
+            _append(held_out, place.path or self.splits.local(number, val), val)
+            self.splits.leave(number)
+        for shard in held_out.close():
+            self.shards["val"].append(shard)
+            self.statistics.add_shard("val", read_index(merged, shard, held_out.dtype))
+            for name in (shard.file, shard.idx_file):
+                yield places.at(merged / name), name
+
+    def manifest(self) -> Manifest:
+        """What is in it, when all `files` have been asked for."""
+        return _manifest(
+            self.job, self.records, self.shards, self.statistics.finish(), self.by_input
         )
-    return settled
+
+    def _settled_split(self, number: int, record: dict) -> tuple[Place, dict, np.ndarray]:
+        """A split with every document where it belongs, which is counted: its place, its record,
+        and the lengths of what is for training, int64 [documents].
+        """
+        job, entries = self.job, self.splits.log(number)
+        where = self.settled.of(number, entries)
+        kept = where != DROPPED
+        self.statistics.add(entries[kept])
+        self.statistics.add_dropped(
+            record["dropped"],
+            duplicates=entries[self.settled.repeated(number, entries)],
+            near_duplicates=entries[self.settled.resembling(number, entries)],
+        )
+        if self.by_input:
+            of_input = self.by_input[job.splits[number].input]
+            of_input[0] += int(kept.sum())
+            of_input[1] += int(entries["tokens"][kept].sum())
+        lengths = entries["tokens"][where == TRAIN].astype(np.int64)
+        before = documents.places(entries, job.seed, job.threshold)
+        if np.array_equal(where, before):
+            return split_folder(self.splits.folder, number), record, lengths
+        return *self._written_anew(number, record, entries, before, where), lengths
+
+    def _written_anew(
+        self, number: int, record: dict, entries: np.ndarray, before: np.ndarray, where: np.ndarray
+    ) -> tuple[Place, dict]:
+        """The split with its documents moved from where they were `before` to `where`."""
+        place = places.at(self.splits.work / "settled" / f"{number:05d}")
+        streams = [_documents(self.job, self.splits.local(number, shards), shards)
+                   for shards in shards_of(record).values()]  # fmt: skip
+        with made(place) as work:
+            out = Output(work, self.job)
+            for start in range(0, len(entries), 1024):
+                piece = slice(start, start + 1024)
+                tokens = [next(streams[side]) for side in before[piece]]
+                out.add(entries[piece], np.concatenate(tokens), where[piece])
+            again = {**record, **out.close()}
+            write_json(work / RECORD_FILE, again)
+        return place, again
 
 
-def _cut(job: Job, folder: Path, records: list[dict]) -> int:
-    """How many documents the limits let be read, in the order of the splits."""
-    most, limit = (limit for _, limit in _limits(job))
-    count = sum(record["documents"] for record in records)
-    count = count if most is None else min(count, most)
-    first = tokens = 0
-    for number, record in enumerate(records):
-        if limit is not None and tokens + record["tokens"] >= limit:
-            sums = tokens + np.cumsum(_log(folder, number)["tokens"], dtype=np.int64)
-            return min(count, first + int(np.searchsorted(sums, limit)) + 1)
-        first, tokens = first + record["documents"], tokens + record["tokens"]
-    return count
-
-
-def _log(folder: Path, number: int) -> np.ndarray:
-    return np.fromfile(split_folder(folder, number) / LOG_FILE, LOG)
-
-
-def _written_anew(
-    job: Job, folder: Path, number: int, record: dict, entries: np.ndarray, places: np.ndarray
-) -> tuple[Path, dict]:
-    """The split with its documents at other `places`, beside the split that was made."""
-    place = folder / "settled" / f"{number:05d}"
-    before = documents.places(entries, job.seed, job.threshold)
-    streams = [_documents(job, split_folder(folder, number), shards)
-               for shards in shards_of(record).values()]  # fmt: skip
-    with made(place) as work:
-        out = Output(work, job)
-        for start in range(0, len(entries), 1024):
-            piece = slice(start, start + 1024)
-            tokens = [next(streams[side]) for side in before[piece]]
-            out.add(entries[piece], np.concatenate(tokens), places[piece])
-        again = {**record, **out.close()}
-        write_json(work / RECORD_FILE, again)
-    return place, again
+def _append(writer: ShardWriter, place: Path, shards: tuple[Shard, ...]) -> None:
+    """Write the documents of shards in `place` on, a few MiB at a time."""
+    for shard in shards:
+        tokens = np.memmap(place / shard.file, dtype=writer.dtype, mode="r")
+        lengths = read_index(place, shard, writer.dtype)
+        ends = np.cumsum(lengths, dtype=np.int64)
+        first = start = 0
+        while first < len(ends):
+            after = int(np.searchsorted(ends, start + _TOKENS_AT_ONCE, side="right"))
+            after = max(after, first + 1)
+            writer.extend(tokens[start : ends[after - 1]], lengths[first:after])
+            first, start = after, int(ends[after - 1])
 
 
 def _documents(job: Job, place: Path, shards: tuple[Shard, ...]) -> Iterator[np.ndarray]:
@@ -240,18 +259,3 @@ def _manifest(
         plan={"inputs": inputs, "splits": splits},
         statistics=statistics,
     )  # fmt: skip
-
-
-def _link(source: Path, target: Path) -> None:
-    """The same file under another name; a copy where a file system has no links."""
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copyfile(source, target)
-        with open(target, "rb") as file:
-            os.fsync(file.fileno())
-
-
-def history(folder: Path) -> dict:
-    """How a dataset was made, as far as that is known: CPU seconds by stage, inputs."""
-    return read_json(folder / HISTORY_FILE) or {}

@@ -7,16 +7,16 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from pathlib import Path
 
 from data_prep.backends import encoder
 from data_prep.job import Job
+from data_prep.places import Place
 from data_prep.progress import Progress
 from data_prep.work import do_split
 from nearlinear.errors import DataError
 
 
-def run(job: Job, folder: Path, numbers: Iterator[int], workers: int, backends: Sequence[str],
+def run(job: Job, folder: Place, numbers: Iterator[int], workers: int, backends: Sequence[str],
         bar: Progress, lock: int | None = None) -> None:  # fmt: skip
     """Do the splits that `numbers` yields; each is asked for when a worker is free.
 
@@ -48,7 +48,7 @@ def run(job: Job, folder: Path, numbers: Iterator[int], workers: int, backends: 
 class _Worker:
     """A process of `data_prep.worker`."""
 
-    def __init__(self, folder: Path, backends: Sequence[str], lock: int | None):
+    def __init__(self, folder: Place, backends: Sequence[str], lock: int | None):
         environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),

@@ -1,15 +1,19 @@
 """What is in a folder of token shards: in text, and as a page with figures.
 
-Reads the folder alone: the tokenizer that decodes a document is the one beside the shards.
+Reads the folder, or the prefix of a bucket, alone: the tokenizer that decodes a document is the one
+beside the shards.
 """
 
 import base64
 import html
 import io
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
+from data_prep import places
+from data_prep.statistics import WAYS
 from data_prep.tokenizer import TextTokenizer
 from nearlinear.data.format import SPLITS, Manifest, read_index
 from nearlinear.errors import DataError
@@ -21,7 +25,7 @@ _SHOWN_INPUTS = 20
 
 def summary(folder: str | Path) -> str:
     """Documents, tokens, bytes per token, shards, origin and the next command, as text."""
-    folder, manifest = Path(folder), Manifest.read(folder)
+    manifest = Manifest.read(folder)
     rows = [f"{manifest.source.get('name', '?')} -> {folder}"]
     for split in SPLITS:
         shards = manifest.splits[split]
@@ -48,7 +52,6 @@ def summary(folder: str | Path) -> str:
 
 def inspect(folder: str | Path) -> str:
     """The summary's counts, a histogram of document lengths, and the first document decoded."""
-    folder = Path(folder)
     lines = summary(folder).splitlines()[:-1]
     lengths = document_lengths(folder)
     lines += ["", "tokens per document (end-of-text counted), all splits", *histogram(lengths)]
@@ -73,13 +76,15 @@ def stats(folder: str | Path) -> str:
         f"{found['longest']:,} tokens",
         f"  exact duplicates: {again['documents']:,} documents, {again['tokens']:,} tokens "
         f"({share:.1%})" + (", dropped" if manifest.settings.get("dedup") else ""),
+        *_dropped(found),
         "",
-        "tokens kept of all, by sequence length",
-        "  length   windows of the stream   first window, padded   whole windows only",
+        "tokens of train that are kept, by sequence length and packing",
+        "  length" + "".join(f"{way:>14}" for way in WAYS),
     ]
-    for length, kept in found["kept"].items():
-        shares = [kept[way] / found["tokens"] for way in ("concat", "one_document", "truncate")]
-        lines.append(f"  {length:>6} {shares[0]:>20.1%} {shares[1]:>22.1%} {shares[2]:>20.1%}")
+    train = found["kept"]["train"]
+    for length, kept in train["lengths"].items():
+        shares = (f"{kept[way] / train['tokens']:>14.2%}" for way in WAYS)
+        lines.append(f"  {length:>6}" + "".join(shares))
     inputs = manifest.plan.get("inputs", [])
     if inputs:
         lines += ["", "inputs"]
@@ -88,6 +93,18 @@ def stats(folder: str | Path) -> str:
     if len(inputs) > _SHOWN_INPUTS:
         lines.append(f"  and {len(inputs) - _SHOWN_INPUTS} more files")
     return "\n".join(lines)
+
+
+def _dropped(found: dict) -> Iterator[str]:
+    """Lines on what filters and near-duplicates took out, when they did."""
+    alike = found["near_duplicates"]
+    if alike["documents"]:
+        yield (f"  near-duplicates: {alike['documents']:,} documents, {alike['tokens']:,} tokens, "
+               "dropped")  # fmt: skip
+    if found["filtered"]:
+        yield f"  filtered: {sum(found['filtered'].values()):,} documents"
+    for why, count in sorted(found["filtered"].items(), key=lambda item: -item[1]):
+        yield f"    {count:>10,} {why}"
 
 
 def write_page(folder: str | Path, path: str | Path) -> None:
@@ -150,9 +167,10 @@ def histogram(lengths: np.ndarray) -> list[str]:
 
 def first_document(folder: str | Path) -> str:
     """The first document of split "train" as text, decoded by the tokenizer beside the shards."""
-    folder, manifest = Path(folder), Manifest.read(folder)
+    place, manifest = places.at(folder), Manifest.read(folder)
     shard = manifest.splits["train"][0]
-    count = int(read_index(folder, shard, manifest.dtype)[0])
-    ids = np.fromfile(folder / shard.file, dtype=manifest.dtype, count=count)
-    text = (folder / manifest.tokenizer["file"]).read_bytes().decode("utf-8")
+    count = int(read_index(place, shard, manifest.dtype)[0])
+    raw = b"".join((place / shard.file).stream(0, count * manifest.dtype.itemsize))
+    ids = np.frombuffer(raw, manifest.dtype)
+    text = (place / manifest.tokenizer["file"]).read().decode("utf-8")
     return TextTokenizer(manifest.tokenizer["name"], text, "").decode(ids[:-1])

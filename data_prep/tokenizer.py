@@ -15,6 +15,8 @@ from pathlib import Path
 
 import orjson
 
+from data_prep.places import Place
+from nearlinear.data.format import TOKENIZER_FILE
 from nearlinear.errors import DataError
 
 GPT2_SHA256 = {
@@ -69,12 +71,13 @@ class TextTokenizer:
         batch = self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in batch]
 
-    def write(self, path: Path) -> None:
+    def write(self, folder: Place) -> None:
         """tokenizer.json as it is, and the two lines `AutoTokenizer.from_pretrained` needs."""
-        path.parent.mkdir(exist_ok=True)
-        path.write_bytes(self.json_text.encode("utf-8"))
+        place = (folder / TOKENIZER_FILE).parent
+        place.make()
+        (folder / TOKENIZER_FILE).put(self.json_text.encode("utf-8"))
         config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": self.eos_token}
-        path.with_name("tokenizer_config.json").write_text(json.dumps(config, indent=1) + "\n")
+        (place / "tokenizer_config.json").put((json.dumps(config, indent=1) + "\n").encode())
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids; special tokens such as EOS are left out."""

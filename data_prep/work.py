@@ -1,14 +1,17 @@
 """One split: read, encode, hold out, write. The step that every engine runs, on any host.
 
 A split is made in a folder of its own that takes its name when all in it is on disk, so it is done
-or it is not. Two workers that do the same split write the same bytes, and one of them is kept.
+or it is not; in a bucket its record is written when the rest is there. Two workers that do the same
+split write the same bytes, and one of them is kept.
 """
 
 import os
 import shutil
 import socket
+import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
@@ -16,40 +19,53 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from data_prep import documents
+from data_prep import documents, places
 from data_prep.backends import Encoder
+from data_prep.filters import Filters, signatures
 from data_prep.job import Job, read_json, write_json
+from data_prep.places import Place
 from nearlinear.data.format import BLOCK_BYTES, SPLITS, Shard, ShardWriter
+from nearlinear.data.format.shards import sync_and_close
 
 LOG_FILE = "documents.log"
+NEAR_FILE = "near.signatures"
 RECORD_FILE = "record.json"
-STAGES = ("read", "hash", "encode", "write")
+STAGES = ("read", "hash", "encode", "near-duplicates", "write")
+"""filters are part of reading"""
 
 _BATCH_CHARACTERS = 1024 * 1024
 _BATCH_DOCUMENTS = 4096
 
 
-def split_folder(folder: Path, number: int) -> Path:
+def split_folder(folder: Place, number: int) -> Place:
     """Where a finished split lies in the folder of an unfinished output."""
-    return folder / "splits" / f"{number:05d}"
+    return folder / f"splits/{number:05d}"
 
 
-def record_of(folder: Path, job: Job, number: int, check: bool = True) -> dict | None:
-    """The record of a split that is done and (with `check`) intact; None when it is to be done."""
+def record_of(folder: Place, job: Job, number: int, check: bool = True) -> dict | None:
+    """The record of a split that is done and (with `check`) intact; None when it is to be done.
+
+    Of what lies in a bucket sizes are compared: an object is as it was sent, or not there.
+    """
     place = split_folder(folder, number)
     record = read_json(place / RECORD_FILE)
     if record is None or record["job"] != job.identity:
         return None
     if not check:
         return record
+    if place.path is None:
+        return record if _all_there(place, record) else None
+    place = place.path
     for shards in shards_of(record).values():
         for shard in shards:
             if not _intact(place / shard.file, shard.bytes, shard.blocks):
                 return None
             if not _intact(place / shard.idx_file, shard.idx_bytes):
                 return None
-    log = record["log"]
-    return record if _intact(place / LOG_FILE, log["bytes"], [log["xxh3"]], log["bytes"]) else None
+    logs = {name: record[name] for name in (LOG_FILE, NEAR_FILE) if name in record}
+    intact = (_intact(place / name, log["bytes"], [log["xxh3"]], log["bytes"])
+              for name, log in logs.items())  # fmt: skip
+    return record if all(intact) else None
 
 
 def shards_of(record: dict) -> dict[str, tuple[Shard, ...]]:
@@ -60,7 +76,7 @@ def shards_of(record: dict) -> dict[str, tuple[Shard, ...]]:
 def do_split(
     job: Job,
     number: int,
-    folder: Path,
+    folder: Place,
     encoder: Encoder,
     advance: Callable[[int, int, int], None] = lambda documents, bytes, tokens: None,
 ) -> dict:
@@ -70,8 +86,9 @@ def do_split(
     """
     spent = dict.fromkeys(STAGES, 0.0)
     with made(split_folder(folder, number)) as place:
-        out = Output(place, job)
-        batches = _batches(job.source.read(job.splits[number]), job.settings["max_documents"])
+        out, filters = Output(place, job), Filters(job.filters)
+        near = _Hashed(place / NEAR_FILE) if job.settings.get("near_duplicates") else None
+        batches = _batches(_texts(job, number, filters), job.settings["max_documents"])
         left = job.settings["max_tokens"]
         first = True
         while left is None or left > 0:
@@ -93,6 +110,9 @@ def do_split(
                 kept = int(np.searchsorted(np.cumsum(lengths), left)) + 1
                 entries, lengths = entries[:kept], lengths[:kept]
                 left -= int(lengths.sum())
+            if near is not None:
+                near.write(signatures()(texts[: len(entries)]).tobytes())
+                clock.stop("near-duplicates")
             tokens = _with_ends(ids, lengths, job.words.eos_id)
             out.add(entries, tokens, documents.places(entries, job.seed, job.threshold))
             clock.stop("write")
@@ -102,7 +122,9 @@ def do_split(
             "job": job.identity,
             "split": number,
             "backend": encoder.name,
+            "dropped": dict(sorted(filters.dropped.items())),
             **out.close(),
+            **({} if near is None else {NEAR_FILE: near.close()}),
         }
         clock.stop("write")
         write_json(place / RECORD_FILE, {**record, "seconds": spent})
@@ -112,7 +134,7 @@ def do_split(
 def same_text(job: Job, number: int, count: int, text: str) -> bool:
     """Whether the input still begins with the `count` documents whose hash is `text`."""
     digest, found = xxhash.xxh3_64(), 0
-    for texts in _batches(job.source.read(job.splits[number]), count):
+    for texts in _batches(_texts(job, number, Filters(job.filters)), count):
         entries, _ = _described(texts)
         digest.update(documents.hashes(entries))
         found += len(texts)
@@ -133,8 +155,7 @@ class Output:
             )
             for side in SPLITS
         ]
-        self._log, self._xxh3 = open(place / LOG_FILE, "wb"), xxhash.xxh3_64()
-        self._text = xxhash.xxh3_64()
+        self._log, self._text = _Hashed(place / LOG_FILE), xxhash.xxh3_64()
         self._counts = dict.fromkeys(("documents", "tokens", "bytes"), 0)
 
     def add(self, entries: np.ndarray, tokens: np.ndarray, places: np.ndarray) -> None:
@@ -147,52 +168,63 @@ class Output:
                 writer = self._writers[places[start]]
                 writer.extend(tokens[first : ends[end - 1]], entries["tokens"][start:end])
         entries = entries[places != documents.DROPPED]
-        raw = entries.tobytes()
         self._text.update(documents.hashes(entries))
-        self._log.write(raw)
-        self._xxh3.update(raw)
+        self._log.write(entries.tobytes())
         for name, count in (("documents", len(entries)), ("tokens", entries["tokens"].sum()),
                             ("bytes", entries["bytes"].sum())):  # fmt: skip
             self._counts[name] += int(count)
 
     def close(self) -> dict:
         """Have all of it on disk; the fields of a record."""
-        size = self._log.tell()
-        self._log.flush()
-        os.fsync(self._log.fileno())
-        self._log.close()
+        log = self._log.close()
         shards = {side: [asdict(shard) for shard in writer.close()]
                   for side, writer in zip(SPLITS, self._writers, strict=True)}  # fmt: skip
-        log = {"bytes": size, "xxh3": self._xxh3.hexdigest()}
         text = self._text.hexdigest()
-        return {**self._counts, "text": text, "shards": shards, "log": log}
+        return {**self._counts, "text": text, "shards": shards, LOG_FILE: log}
 
 
-class made:
-    """A folder that has its name only when the block ended well; what was there is replaced."""
+class _Hashed:
+    """A file that is written, and its hash."""
 
-    def __init__(self, place: Path):
-        self._place = place
-        self._work = place.with_name(f"{place.name}.{socket.gethostname()}-{os.getpid()}.tmp")
+    def __init__(self, path: Path):
+        self._file, self._xxh3 = open(path, "wb"), xxhash.xxh3_64()
 
-    def __enter__(self) -> Path:
-        shutil.rmtree(self._work, ignore_errors=True)
-        self._work.mkdir(parents=True)
-        return self._work
+    def write(self, raw: bytes) -> None:
+        self._file.write(raw)
+        self._xxh3.update(raw)
 
-    def __exit__(self, kind, error, traceback) -> None:
-        if kind is None:
-            sync_folder(self._work)
-            if self._place.exists():
-                shutil.rmtree(self._place)
-            try:
-                os.rename(self._work, self._place)
-                sync_folder(self._place.parent)
-                return
-            except OSError:  # another worker was first, with the same bytes
-                if not self._place.is_dir():
-                    raise
-        shutil.rmtree(self._work, ignore_errors=True)
+    def close(self) -> dict:
+        """Have it on disk; its `bytes` and `xxh3`."""
+        size = self._file.tell()
+        sync_and_close(self._file)
+        return {"bytes": size, "xxh3": self._xxh3.hexdigest()}
+
+
+@contextmanager
+def made(place: Place) -> Iterator[Path]:
+    """A folder to work in that is at `place`, in place of what was there, once the block ended."""
+    if place.path is None:
+        with tempfile.TemporaryDirectory(prefix="nearlinear-") as work:
+            yield Path(work)
+            places.upload(Path(work), place, last=RECORD_FILE)
+        return
+    path = place.path
+    work = path.with_name(f"{path.name}.{socket.gethostname()}-{os.getpid()}.tmp")
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir(parents=True)
+    try:
+        yield work
+        sync_folder(work)
+        if path.exists():
+            shutil.rmtree(path)
+        try:
+            os.rename(work, path)
+            sync_folder(path.parent)
+        except OSError:  # another worker was first, with the same bytes
+            if not path.is_dir():
+                raise
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
 
 
 def sync_folder(folder: Path) -> None:
@@ -216,11 +248,16 @@ class _Clock:
         self._last = now
 
 
+def _texts(job: Job, number: int, filters: Filters) -> Iterator[str]:
+    """The documents of a split that have text in them, and pass the job's filters."""
+    texts = (text for text in job.source.read(job.splits[number]) if text and not text.isspace())
+    return filters(texts) if job.filters else texts
+
+
 def _batches(texts: Iterator[str], limit: int | None) -> Iterator[list[str]]:
-    """Documents with text in them, in lists that are encoded together."""
-    usable = (text for text in texts if text and not text.isspace())
+    """Documents in lists that are encoded together."""
     batch, size = [], 0
-    for text in usable if limit is None else islice(usable, limit):
+    for text in texts if limit is None else islice(texts, limit):
         batch.append(text)
         size += len(text)
         if size >= _BATCH_CHARACTERS or len(batch) >= _BATCH_DOCUMENTS:
@@ -248,6 +285,18 @@ def _with_ends(ids: np.ndarray, lengths: np.ndarray, eos_id: int) -> np.ndarray:
     tokens[inside] = ids[: len(tokens) - len(lengths)]
     tokens[ends - 1] = eos_id
     return tokens
+
+
+def _all_there(place: Place, record: dict) -> bool:
+    """Whether the files of a record are in a bucket, with their sizes."""
+    wanted = {name: record[name]["bytes"] for name in (LOG_FILE, NEAR_FILE) if name in record}
+    for shards in shards_of(record).values():
+        wanted |= {shard.file: shard.bytes for shard in shards}
+        wanted |= {shard.idx_file: shard.idx_bytes for shard in shards}
+    there = place.sizes()
+    for side in SPLITS:
+        there |= {f"{side}/{name}": size for name, size in (place / side).sizes().items()}
+    return wanted.items() <= there.items()
 
 
 def _intact(path: Path, size: int, blocks=None, block_bytes: int = BLOCK_BYTES) -> bool:

@@ -11,7 +11,6 @@ import signal
 import sys
 import threading
 import time
-from pathlib import Path
 
 _SECONDS_BETWEEN_LINES = 0.2
 
@@ -22,17 +21,19 @@ def main(folder: str, backends: str) -> None:
     numbers: queue.Queue[str] = queue.Queue()
     threading.Thread(target=_listen, args=(numbers,), daemon=True).start()
     try:
+        from data_prep import places
         from data_prep.backends import encoder
         from data_prep.job import Job
         from data_prep.work import do_split
 
-        job = Job.load(Path(folder))
+        place = places.at(folder)
+        job = Job.load(place)
         encode = encoder(job.words, tuple(backends.split(",")))
         _say(ready=encode.name)
         while True:
             number = int(numbers.get())
             told = _Told()
-            do_split(job, number, Path(folder), encode, told.advance)
+            do_split(job, number, place, encode, told.advance)
             told.say()
             _say(done=number)
     except BrokenPipeError:  # who started it is gone

@@ -51,6 +51,7 @@ import numpy as np
 
 import data_prep
 import nearlinear as nl
+from nearlinear.data import kept
 from nearlinear.plots import GRID, INK, MUTED, PALETTE, loss_curve, rank_map, read_metrics
 from nearlinear.train import config as train_config
 
@@ -284,32 +285,45 @@ print(f"{100 * shorter:.1f} % of the documents are shorter than one window")
 # \text{ tokens}\}}{\text{all tokens}} \qquad
 # \text{kept by packing} = \frac{L \cdot \lfloor T / L \rfloor}{T}$$
 #
-# Packing loses less than one window in all, however long the windows are.
+# The shards hold documents, not windows, so what a window holds is chosen when they are read.
+# `concat` takes them end to end and loses less than one window in all; it may cut a document in
+# two. `best_fit` cuts only those longer than a window, and puts what is left of each where it fits
+# best; `one_document` lets nothing share a window. Both fill windows up with padding.
+# `nl.data.kept` computes what each of them keeps, of the documents' lengths alone.
 
 # %%
 window_lengths = [L for L in (128, 256, 512, 1024, 2048, 4096) if 100 * L <= dataset.tokens]
-text = lengths - 1  # without end-of-text, which the truncating rule does not add
-truncated, packed = {}, {}
-for L in window_lengths:
-    truncated[L] = L * np.count_nonzero(text >= L) / text.sum()
-    packed[L] = L * len(nl.TokenDataset(out, sequence_length=L)) / dataset.tokens
-    print(f"L = {L:>4}: truncating keeps {truncated[L]:6.1%}, packing keeps {packed[L]:7.2%}")
-    assert dataset.tokens * (1 - packed[L]) < L
-    assert packed[L] > 0.99
-    assert packed[L] > truncated[L]
+found = {L: kept(lengths, L) for L in window_lengths}
+for L, ways in found.items():
+    print(f"L = {L:>4}:", ", ".join(f"{way} {ways[way].share:.2%}" for way in ways))
+    assert ways["concat"].tokens == L * len(nl.TokenDataset(out, sequence_length=L))
+    assert dataset.tokens - ways["concat"].tokens < L
+    assert ways["best_fit"].share > 0.995
+    assert ways["truncate"].tokens == L * np.count_nonzero(lengths - 1 >= L)  # without EOS
+    assert ways["truncate"].share < ways["concat"].share
+    assert ways["best_fit"].filled >= ways["one_document"].filled
+for L, counted in index["statistics"]["kept"]["train"]["lengths"].items():
+    for way in ("concat", "one_document", "truncate"):  # best fit packs the documents of a shard
+        assert int(L) not in found or counted[way] == found[int(L)][way].tokens
 
 # %% [markdown]
 # The documents of botocore are short, so truncating costs more here than on web pages. The diamonds
 # are OpenWebText: 31.5 % of the tokens kept at 512 and 19.8 % at 2048, measured on 1,000
-# OpenWebText documents with the public SMP example's rules.
+# OpenWebText documents with the public SMP example's rules. The dotted lines are the price of not
+# cutting: how much of the windows holds text, the rest is padding.
 
 # %%
 figure, ax = plt.subplots(figsize=(7.4, 3.7), layout="constrained")
-for kept, colour, label in (
-    (packed, PALETTE[2], "packing, this corpus"),
-    (truncated, PALETTE[1], "truncating and dropping, this corpus"),
+for way, colour, label in (
+    ("concat", PALETTE[2], "concat"),
+    ("best_fit", PALETTE[0], "best fit"),
+    ("truncate", PALETTE[1], "truncating and dropping"),
 ):
-    ax.plot(kept.keys(), [100 * share for share in kept.values()], "o-", color=colour, label=label)
+    share = [100 * found[L][way].share for L in window_lengths]
+    ax.plot(window_lengths, share, "o-", color=colour, label=f"{label}, this corpus")
+for way, colour in (("best_fit", PALETTE[0]), ("one_document", INK)):
+    filled = [100 * found[L][way].filled for L in window_lengths]
+    ax.plot(window_lengths, filled, ":", color=colour, label=f"places filled, {way}")
 ax.plot([512, 2048], [31.5, 19.8], "D", ms=8, color=PALETTE[3], ls="none",
         label="truncating and dropping, 1,000 OpenWebText documents")  # fmt: skip
 ax.set_xscale("log", base=2)
@@ -317,13 +331,13 @@ ax.set_xticks(window_lengths, window_lengths)
 ax.set(xlabel="sequence length, tokens", ylabel="tokens kept, %", ylim=(0, 108))
 ax.grid(color=GRID)
 ax.spines[["top", "right"]].set_visible(False)
-ax.legend(frameon=False, loc="center right", bbox_to_anchor=(1, 0.66))
+ax.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
 plt.show()
 
 # %% [markdown]
-# Packing has a price: documents that share a window attend to each other. The end-of-text token
-# between them is how the model learns where one ends. GPT-3 was trained so (Brown et al. 2020,
-# appendix B).
+# Sharing a window has a price: its documents attend to each other, unless the run masks that
+# (`nl.Masks`). The end-of-text token between them is how the model learns where one ends. GPT-3 was
+# trained so (Brown et al. 2020, appendix B).
 
 # %% [markdown]
 # ## One order for all ranks

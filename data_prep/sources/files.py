@@ -1,4 +1,4 @@
-"""Input files: which are meant, their lines from a range of bytes, their text.
+"""Input files, here or in a bucket: which are meant, their lines from a range of bytes, their text.
 
 A file that is not compressed is cut into ranges that begin and end at lines, found by reading at
 the cuts alone; a compressed one (.gz, .zst) can only be read from its beginning and is one range.
@@ -10,6 +10,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from data_prep.places import elsewhere
+from data_prep.sources import remote
 from data_prep.sources.source import Input, Split
 from nearlinear.errors import DataError
 
@@ -19,24 +21,40 @@ _CHUNK = 64 * 1024  # fits a core's cache, with what is made of it
 _COMPRESSED = (".gz", ".zst")
 
 
-def existing_files(paths: Sequence[str | Path], folders: tuple[str, ...] = ()) -> tuple[Path, ...]:
-    """The files meant by `paths`; of a folder those with suffixes `folders`, in sorted order."""
-    files: list[Path] = []
-    for path in map(Path, [paths] if isinstance(paths, (str, Path)) else paths):
-        if path.is_dir() and folders:
-            found = [p for p in path.rglob("*") if p.name.endswith(folders) and p.is_file()]
-            if not found:
-                raise DataError(
-                    f"no {' or '.join(folders[:2])} files under {path}: name the files themselves"
-                )
-            files += sorted(found)
-        elif path.is_file():
-            files.append(path)
+def inputs_of(
+    paths: str | Path | Sequence[str | Path], folders: tuple[str, ...] = ()
+) -> tuple[Input, ...]:
+    """The files meant by `paths`; of a folder those with suffixes `folders`, in sorted order.
+
+    `s3://bucket/key` is an object, or all below it with those suffixes.
+    """
+    found: list[Input] = []
+    for path in [paths] if isinstance(paths, (str, Path)) else paths:
+        if elsewhere(path):
+            found += remote.files_under(str(path), folders)
         else:
-            raise DataError(f"no input file {path}: check the path")
-    if not files:
+            found += map(Input.of, _files(Path(path), folders))
+    if not found:
         raise DataError("no input files were named: give at least one")
-    return tuple(files)
+    return tuple(found)
+
+
+def _files(path: Path, folders: tuple[str, ...]) -> list[Path]:
+    if path.is_dir() and folders:
+        found = [p for p in path.rglob("*") if p.name.endswith(folders) and p.is_file()]
+        if not found:
+            raise DataError(
+                f"no {' or '.join(folders[:2])} files under {path}: name the files themselves"
+            )
+        return sorted(found)
+    if not path.is_file():
+        raise DataError(f"no input file {path}: check the path")
+    return [path]
+
+
+def opened(path: str | Path):
+    """A file of this machine or of a bucket, to read from and seek in, without a buffer."""
+    return remote.opened(str(path)) if elsewhere(path) else open(path, "rb", buffering=0)
 
 
 def is_compressed(path: str | Path) -> bool:
@@ -52,7 +70,7 @@ def line_splits(inputs: Sequence[Input], target: int) -> list[Split]:
             splits.append(Split(number, 0, None, file.bytes))
             continue
         start = 0
-        with open(file.path, "rb") as stream:
+        with opened(file.path) as stream:
             for cut in range(target, file.bytes + target, target):
                 end = _line_start(stream, cut) if cut < file.bytes else file.bytes
                 if end > start:
@@ -106,10 +124,10 @@ def decoded(raw: bytes, path: str | Path) -> str:
         ) from None
 
 
-def describe(paths: Sequence[Path]) -> str:
+def describe(inputs: Sequence[Input]) -> str:
     """A few names of files, for people."""
-    names = ", ".join(path.name for path in paths[:3])
-    return names if len(paths) <= 3 else f"{names} and {len(paths) - 3} more files"
+    names = ", ".join(Path(file.path).name for file in inputs[:3])
+    return names if len(inputs) <= 3 else f"{names} and {len(inputs) - 3} more files"
 
 
 def plain_size(inputs: Sequence[Input]) -> int | None:
@@ -143,7 +161,7 @@ def _opened(path: str | Path):
     suffix = Path(path).suffix
     if suffix == ".gz":
         try:
-            with gzip.open(path) as stream:
+            with opened(path) as packed, gzip.open(packed) as stream:
                 yield stream
         except (gzip.BadGzipFile, EOFError) as error:
             raise DataError(f"{path} is not a whole gzip file ({error}): copy it again") from None
@@ -151,10 +169,11 @@ def _opened(path: str | Path):
         import pyarrow
 
         try:
-            with pyarrow.CompressedInputStream(str(path), "zstd") as stream:
+            source = opened(path) if elsewhere(path) else str(path)
+            with pyarrow.CompressedInputStream(source, "zstd") as stream:
                 yield stream
         except OSError as error:
             raise DataError(f"{path} is not a whole zstd file ({error}): copy it again") from None
     else:
-        with open(path, "rb", buffering=0) as stream:
+        with opened(path) as stream:
             yield stream

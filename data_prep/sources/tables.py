@@ -1,19 +1,21 @@
-"""JSON lines, plain text and Parquet: files of this machine, cut into splits."""
+"""JSON lines, plain text and Parquet: files of this machine or of a bucket, cut into splits."""
 
 import logging
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from data_prep.places import elsewhere
 from data_prep.sources import fields
 from data_prep.sources.files import (
     decoded,
     describe,
-    existing_files,
+    inputs_of,
     is_compressed,
     line_batches,
     line_splits,
     lines,
+    opened,
     plain_size,
 )
 from data_prep.sources.source import Input, Source, Split, of_files
@@ -34,8 +36,7 @@ def jsonl(
     Its `text_field` is the document. Raises `DataError` naming file and line for a line that is
     not such an object; with `skip_bad_lines` those are left out and counted in a warning.
     """
-    paths = existing_files(files, folders=_JSON_SUFFIXES)
-    inputs = tuple(map(Input.of, paths))
+    inputs = inputs_of(files, folders=_JSON_SUFFIXES)
 
     def read(split: Split) -> Iterator[str]:
         path = inputs[split.input].path
@@ -66,13 +67,13 @@ def jsonl(
     return Source(
         name="jsonl",
         documents=of_files(plan, read),
-        description=describe(paths),
+        description=describe(inputs),
         settings={"text_field": text_field, "skip_bad_lines": skip_bad_lines},
         expected_bytes=plain_size(inputs),
         inputs=inputs,
         plan=plan,
         reader=read,
-        spec={"kind": "jsonl", "files": [str(path) for path in paths],
+        spec={"kind": "jsonl", "files": [file.path for file in inputs],
               "text_field": text_field, "skip_bad_lines": skip_bad_lines},
     )  # fmt: skip
 
@@ -85,8 +86,7 @@ def text(paths: Sequence[str | Path], document: str = "file") -> Source:
     """
     if document not in ("file", "line", "paragraph"):
         raise DataError(f"document is {document!r}: use 'file', 'line' or 'paragraph'")
-    files = existing_files(paths, folders=_TEXT_SUFFIXES)
-    inputs = tuple(map(Input.of, files))
+    inputs = inputs_of(paths, folders=_TEXT_SUFFIXES)
 
     def read(split: Split) -> Iterator[str]:
         path = inputs[split.input].path
@@ -105,13 +105,13 @@ def text(paths: Sequence[str | Path], document: str = "file") -> Source:
     return Source(
         name="text",
         documents=of_files(plan, read),
-        description=describe(files),
+        description=describe(inputs),
         settings={"document": document},
         expected_bytes=plain_size(inputs),
         inputs=inputs,
         plan=plan,
         reader=read,
-        spec={"kind": "text", "paths": [str(path) for path in files], "document": document},
+        spec={"kind": "text", "paths": [file.path for file in inputs], "document": document},
     )
 
 
@@ -121,8 +121,7 @@ def parquet(files: Sequence[str | Path], text_field: str = "text") -> Source:
     Splits are runs of row groups, so one row group is what is in memory. Raises `DataError` for a
     file that is none, a column that is not there or not text; rows without a value are left out.
     """
-    paths = existing_files(files, folders=(".parquet",))
-    inputs = tuple(map(Input.of, paths))
+    inputs = inputs_of(files, folders=(".parquet",))
 
     def read(split: Split) -> Iterator[str]:
         with _parquet(inputs[split.input].path, text_field) as table:
@@ -149,13 +148,13 @@ def parquet(files: Sequence[str | Path], text_field: str = "text") -> Source:
     return Source(
         name="parquet",
         documents=of_files(plan, read),
-        description=describe(paths),
+        description=describe(inputs),
         settings={"text_field": text_field},
         expected_bytes=sum(split.bytes for split in plan(2**40)),
         inputs=inputs,
         plan=plan,
         reader=read,
-        spec={"kind": "parquet", "files": [str(path) for path in paths], "text_field": text_field},
+        spec={"kind": "parquet", "files": [file.path for file in inputs], "text_field": text_field},
     )
 
 
@@ -181,7 +180,8 @@ def _parquet(path: str, text_field: str):
     from pyarrow import parquet as pq
 
     try:
-        table = pq.ParquetFile(path, memory_map=False, buffer_size=2**20)
+        table = pq.ParquetFile(opened(path) if elsewhere(path) else path, memory_map=False,
+                               buffer_size=2**20)  # fmt: skip
     except pyarrow.ArrowInvalid as error:
         raise DataError(f"{path} is not a Parquet file ({error}): copy it again") from None
     names = table.schema_arrow.names

@@ -1,6 +1,7 @@
 """Small sources and an independent GPT-2 encoder for the tests of data preparation."""
 
 import hashlib
+import json
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 import data_prep
 from nearlinear.data.format import Manifest, read_index
+from tests.core.conftest import aws_services, moto_address  # noqa: F401
 
 # As in tiktoken_ext/openai_public.py.
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
@@ -39,6 +41,21 @@ def reference_encode():
         explicit_n_vocab=50257,
     )
     return encoding.encode_ordinary
+
+
+@pytest.fixture(scope="session")
+def words(tmp_path_factory):
+    """A small tokenizer of the words a to g: making it takes no time."""
+    path = tmp_path_factory.mktemp("words") / "tokenizer.json"
+    vocabulary = {word: number for number, word in enumerate("? a b c d e f g".split())}
+    path.write_text(json.dumps({
+        "version": "1.0", "truncation": None, "padding": None, "normalizer": None,
+        "added_tokens": [{"id": 8, "content": "</s>", "single_word": False, "lstrip": False,
+                          "rstrip": False, "normalized": False, "special": True}],
+        "pre_tokenizer": {"type": "WhitespaceSplit"}, "post_processor": None, "decoder": None,
+        "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "?"},
+    }))  # fmt: skip
+    return str(path)
 
 
 @pytest.fixture

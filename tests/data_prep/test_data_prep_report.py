@@ -7,7 +7,8 @@ import data_prep
 from data_prep.__main__ import main
 from data_prep.report import document_lengths
 from data_prep.statistics import SEQUENCE_LENGTHS
-from nearlinear.data.format import Manifest
+from nearlinear.data.dataset import TokenDataset
+from nearlinear.data.format import Manifest, read_index
 
 TEXTS = [f"Document {i} says {'word ' * (i * i % 1700)}end." for i in range(120)]
 
@@ -28,11 +29,29 @@ def test_statistics_are_those_of_the_documents(folder):
     expected, _ = np.histogram(lengths, edges)
     assert found["length_histogram"]["documents"] == expected.tolist()
     assert edges[:8] == [1, 2, 3, 4, 6, 8, 11, 16]
-    for length in SEQUENCE_LENGTHS:
-        kept = found["kept"][str(length)]
-        assert kept["concat"] == lengths.sum() // length * length
-        assert kept["one_document"] == np.minimum(lengths, length).sum()
-        assert kept["truncate"] == length * (lengths - 1 >= length).sum()  # without EOS
+
+
+def test_what_packing_keeps_is_what_training_reads(tmp_path, source):
+    """Of each side and every length, by the datasets themselves, over several shards."""
+    folder = tmp_path / "d"
+    manifest = data_prep.prepare(source(TEXTS), folder, val_fraction=0.2, shard_tokens=20_000,
+                                 progress=False)  # fmt: skip
+    assert len(manifest.splits["train"]) > 2
+    for side, found in manifest.statistics["kept"].items():
+        lengths = np.concatenate([read_index(folder, shard, manifest.dtype)
+                                  for shard in manifest.splits[side]])  # fmt: skip
+        assert found["tokens"] == lengths.sum() == manifest.total("tokens", side)
+        assert list(found["lengths"]) == [str(length) for length in SEQUENCE_LENGTHS]
+        for length, kept in found["lengths"].items():
+            length = int(length)
+            assert kept["concat"] == lengths.sum() // length * length
+            assert kept["truncate"] == length * (lengths - 1 >= length).sum()  # without EOS
+            if length > 2048:
+                continue
+            for packing in ("best_fit", "one_document"):
+                dataset = TokenDataset(folder, side, sequence_length=length, packing=packing,
+                                       cache=tmp_path / "cache")  # fmt: skip
+                assert kept[packing] == dataset.rows(np.arange(len(dataset))).filled.sum()
 
 
 def test_stats_and_report(folder, tmp_path, capsys):
@@ -41,6 +60,8 @@ def test_stats_and_report(folder, tmp_path, capsys):
     assert main(["stats", str(folder), "--report", str(page)]) == 0
     said = capsys.readouterr().out
     assert "127 documents" in said and "exact duplicates: 7 documents" in said
+    (line,) = (line for line in said.splitlines() if line.split()[:1] == ["2048"])
+    assert line.split()[2:] == ["100.00%", "100.00%", "0.00%"]
     assert page.read_text().count("data:image/png;base64,") == 4
     assert "What each way of packing keeps" in page.read_text()
     assert main(["stats", str(folder), "--json"]) == 0

@@ -19,21 +19,6 @@ from nearlinear.errors import DataError
 OPTIONS = {"progress": False, "val_fraction": 0.2, "workers": 1, "backends": ("tokenizers",)}
 
 
-@pytest.fixture(scope="module")
-def words(tmp_path_factory):
-    """A small tokenizer: making it takes no time."""
-    path = tmp_path_factory.mktemp("words") / "tokenizer.json"
-    vocabulary = {word: number for number, word in enumerate("? a b c d e f g".split())}
-    path.write_text(json.dumps({
-        "version": "1.0", "truncation": None, "padding": None, "normalizer": None,
-        "added_tokens": [{"id": 8, "content": "</s>", "single_word": False, "lstrip": False,
-                          "rstrip": False, "normalized": False, "special": True}],
-        "pre_tokenizer": {"type": "WhitespaceSplit"}, "post_processor": None, "decoder": None,
-        "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "?"},
-    }))  # fmt: skip
-    return str(path)
-
-
 @pytest.fixture(autouse=True)
 def small_splits(monkeypatch):
     monkeypatch.setattr(splitting, "SPLIT_BYTES", 1200)
@@ -161,6 +146,20 @@ def test_bytes_do_not_depend_on_who_does_it(tmp_path, words, engine, monkeypatch
     assert found == expected and contents(tmp_path / "two") == contents(tmp_path / "one")
     assert found.statistics["documents"] == len(texts)
     assert found.statistics["duplicates"]["documents"] == len(texts) - len(set(texts))
+
+
+def test_what_is_held_out_is_written_together(tmp_path, words, read_documents):
+    """In shards of the usual size, with the documents in their order."""
+    path = tmp_path / "a.jsonl"
+    texts = write_lines(path)
+    options = {**OPTIONS, "shard_tokens": 200}
+    source = data_prep.sources.jsonl(path)
+    manifest = data_prep.prepare(source, tmp_path / "d", tokenizer=words, **options)
+    sizes = [shard.tokens for shard in manifest.splits["val"]]
+    assert len(source.splits()) > len(sizes) > 1
+    assert all(200 - 31 < size <= 200 for size in sizes[:-1])
+    found = [" ".join("?abcdefg"[i] for i in ids) for ids in read_documents(tmp_path / "d")["val"]]
+    assert found == [text for text in texts if text in set(found)]
 
 
 @settings(max_examples=15, deadline=None)

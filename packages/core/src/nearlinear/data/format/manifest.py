@@ -7,15 +7,15 @@ plan, statistics and origin, is told and changes nothing.
 import functools
 import hashlib
 import json
-import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import numpy as np
 
+from ... import storage
 from ...errors import DataError
 from .index import dtype_for
-from .shards import Shard, sync_and_close
+from .shards import Shard
 
 FORMAT_NAME = "nearlinear-token-shards"
 FORMAT_VERSION = 2
@@ -72,7 +72,7 @@ class Manifest:
         splits = self.splits.values() if split is None else [self.splits[split]]
         return sum(getattr(shard, name) for shards in splits for shard in shards)
 
-    def write(self, folder: str | Path) -> None:
+    def write(self, folder: str | Path | storage.Place) -> None:
         """Write `index.json` so that it is either absent or complete, whatever happens."""
         totals = {s: {n: self.total(n, s) for n in ("tokens", "documents", "bytes")}
                   for s in self.splits}  # fmt: skip
@@ -84,25 +84,27 @@ class Manifest:
             "totals": totals,
             **asdict(self),
         }
-        temporary = Path(folder) / (MANIFEST_FILE + ".tmp")
-        with open(temporary, "w", encoding="utf-8") as file:
-            json.dump(document, file, indent=1, ensure_ascii=False)
-            sync_and_close(file)
-        os.replace(temporary, Path(folder) / MANIFEST_FILE)
+        raw = json.dumps(document, indent=1, ensure_ascii=False).encode()
+        (storage.at(folder) / MANIFEST_FILE).put(raw)
 
     @classmethod
-    def read(cls, folder: str | Path) -> "Manifest":
-        """Read and check `folder/index.json`. Raises `DataError` saying what to do instead."""
-        path = Path(folder) / MANIFEST_FILE
-        prepare = f"prepare it with `python -m data_prep botocore --out {folder}`"
-        if not Path(folder).exists():
-            raise DataError(f"no token shards at {folder}: {prepare}")
-        if not path.is_file():
+    def read(cls, folder: str | Path | storage.Place) -> "Manifest":
+        """Read and check `index.json` of a folder, or of `s3://bucket/prefix`.
+
+        Raises `DataError` saying what to do instead.
+        """
+        place = storage.at(folder)
+        prepare = f"prepare it with `python -m data_prep botocore --out {place}`"
+        try:
+            raw = (place / MANIFEST_FILE).read()
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+            if not place.exists():
+                raise DataError(f"no token shards at {place}: {prepare}") from None
             raise DataError(
-                f"{folder} holds no {MANIFEST_FILE}: it is not a folder of token shards, or its "
+                f"{place} holds no {MANIFEST_FILE}: it is not a folder of token shards, or its "
                 f"preparation did not finish; {prepare}"
-            )
-        return cls.parse(path.read_bytes(), path)
+            ) from None
+        return cls.parse(raw, f"{place / MANIFEST_FILE}")
 
     @classmethod
     def parse(cls, raw: bytes, path: str | Path) -> "Manifest":

@@ -8,6 +8,7 @@ from pathlib import Path, PurePosixPath
 
 import numpy as np
 
+from ... import storage
 from ...errors import DataError
 from .checksums import Checksums
 from .index import INDEX_HEADER, dtype_for, encode_index
@@ -48,16 +49,17 @@ class Shard:
         return str(PurePosixPath(self.file).with_suffix(".idx"))
 
 
-def read_index(folder: str | Path, shard: Shard, dtype: np.dtype) -> np.ndarray:
+def read_index(folder: str | Path | storage.Place, shard: Shard, dtype: np.dtype) -> np.ndarray:
     """Document lengths in tokens, int32 [documents], EOS counted, from a shard's `.idx`.
 
     Raises `DataError` when the index does not describe exactly this shard.
     """
-    raw = (Path(folder) / shard.idx_file).read_bytes()
+    place = storage.at(folder) / shard.idx_file
+    raw = place.read()
     lengths = np.frombuffer(raw[INDEX_HEADER.size :][: 4 * shard.documents], dtype="<i4")
     if int(lengths.sum(dtype=np.int64)) != shard.tokens or raw != encode_index(lengths, dtype):
         raise DataError(
-            f"{Path(folder) / shard.idx_file} disagrees with {shard.file} "
+            f"{place} disagrees with {shard.file} "
             f"({shard.documents} documents, {shard.tokens} tokens): prepare the data again"
         )
     return lengths

@@ -1,0 +1,186 @@
+"""Filters and near-duplicates keep what datatrove's own pipeline keeps, whoever does the splits."""
+
+import json
+import random
+import re
+from importlib.util import find_spec
+
+import numpy as np
+import pytest
+
+import data_prep
+from data_prep import near, report
+from data_prep.__main__ import main
+from data_prep.filters import BANDS, FILTERS, Filters, minhash_config
+from data_prep.sources import source as splitting
+from nearlinear.data.format import Manifest, verify
+from nearlinear.errors import DataError
+
+pytest.importorskip("datatrove")
+from loguru import logger  # noqa: E402  it comes with datatrove
+
+OPTIONS = {"progress": False, "val_fraction": 0.1, "backends": ("tokenizers",)}
+
+
+@pytest.fixture(autouse=True)
+def words_apart(monkeypatch):
+    """Without spaCy, a simpler word tokenizer in its place: datatrove's rules are the same."""
+    logger.remove()  # datatrove's lines, to a stream that an earlier test may have closed
+    monkeypatch.setattr(splitting, "SPLIT_BYTES", 12_000)
+    if find_spec("spacy"):
+        return
+    from datatrove.utils.word_tokenizers import SpaCyTokenizer
+
+    monkeypatch.setattr(SpaCyTokenizer, "__init__", lambda self, language, config=None: None)
+    monkeypatch.setattr(
+        SpaCyTokenizer, "word_tokenize", lambda self, text: re.findall(r"\w+|[^\w\s]", text)
+    )
+    monkeypatch.setattr(
+        SpaCyTokenizer,
+        "span_tokenize",
+        lambda self, text: [match.span() for match in re.finditer(r"[^.!?]+[.!?]*", text)],
+    )
+
+
+@pytest.fixture(scope="module")
+def texts():
+    """Good, bad and nearly equal documents."""
+    draw = random.Random(0)
+    names = [f"{a}{b}{c}" for a in "bdfgklmnprst" for b in "aeiou" for c in "lmnrst"]
+
+    def sentence():
+        words = [draw.choice(["the", "of", "that", "have", "and"] if draw.random() < 0.2 else names)
+                 for _ in range(14)]  # fmt: skip
+        return " ".join(words).capitalize() + "."
+
+    good = ["\n".join(" ".join(sentence() for _ in range(3)) for _ in range(6)) for _ in range(40)]
+    alike = [f"{text[:-1]} indeed." for text in good[::4]]
+    far = [" ".join(draw.sample(text.split(), len(text.split()))) + "." for text in good[:5]]
+    bad = ["short", "# # # # " * 40, "The same line of that and the.\n" * 30,
+           "\n".join(f"- item {i}" for i in range(90)), good[1] + "\n{ code of that."]  # fmt: skip
+    found = [*good, *alike, *far, *bad, *good[:3]]
+    draw.shuffle(found)
+    return found
+
+
+@pytest.fixture
+def corpus(tmp_path, texts):
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return path
+
+
+def kept(folder, gpt2, read_documents):
+    found = read_documents(folder)
+    return sorted(gpt2.decode(ids) for side in found.values() for ids in side)
+
+
+def by_datatrove(texts, names):
+    from datatrove.data import Document
+    from datatrove.pipeline import filters
+
+    stream = iter([Document(text, id=str(number)) for number, text in enumerate(texts)])
+    for name in names:
+        for kind in FILTERS[name]:
+            stream = getattr(filters, kind)().run(stream)
+    return [document.text for document in stream]
+
+
+def test_filters_keep_what_datatrove_keeps(corpus, texts, tmp_path, gpt2, read_documents, capsys):
+    source = data_prep.sources.jsonl(corpus)
+    assert len(source.splits()) > 4
+    names = list(FILTERS)
+    manifest = data_prep.prepare(source, tmp_path / "d", filters=names, workers=1, **OPTIONS)
+    expected = by_datatrove(texts, names)
+    assert kept(tmp_path / "d", gpt2, read_documents) == sorted(expected)
+    filtered = manifest.statistics["filtered"]
+    assert 10 < len(expected) == len(texts) - sum(filtered.values())
+    assert filtered["gopher: gopher_short_doc"] and filtered["c4: curly_bracket"]
+    said = report.stats(tmp_path / "d")
+    assert f"filtered: {sum(filtered.values())} documents" in said
+    assert "1 c4: curly_bracket" in said and "near-duplicates" not in said
+    verify(tmp_path / "d")
+    whole = data_prep.prepare(source, tmp_path / "w", workers=1, **OPTIONS)
+    assert "filters" not in whole.settings and whole.statistics["filtered"] == {}
+
+
+def test_near_duplicates_are_those_of_datatrove(corpus, texts, tmp_path, gpt2, read_documents):
+    from datatrove.data import Document
+    from datatrove.pipeline.dedup import minhash
+
+    source = data_prep.sources.jsonl(corpus)
+    manifest = data_prep.prepare(source, tmp_path / "d", near_duplicates="minhash",
+                                 dedup="exact", workers=1, **OPTIONS)  # fmt: skip
+    place, config = lambda name: str(tmp_path / name), minhash_config()
+    documents = [Document(text, id=str(number)) for number, text in enumerate(texts)]
+    minhash.MinhashDedupSignature(place("s"), config).run(iter(documents), 0, 1)
+    for band in range(BANDS):
+        step = minhash.MinhashDedupBuckets(place("s"), place("b"), config=config)
+        step.run(None, band, BANDS)
+    minhash.MinhashDedupCluster(place("b"), place("c"), config).run(None, 0, 1)
+    expected = list(minhash.MinhashDedupFilter(place("c")).run(iter(documents), 0, 1))
+    found = kept(tmp_path / "d", gpt2, read_documents)
+    short = [text for text in texts if len(text.split()) < 5]
+    assert len(found) == len(expected) and set(short) <= set(found)
+    dropped = manifest.statistics["near_duplicates"]["documents"]
+    assert dropped == 11 and manifest.statistics["duplicates"]["documents"] == 3
+    for number, text in enumerate(texts):  # the first of what is alike
+        if f"{text[:-1]} indeed." in texts[:number]:
+            assert text not in found
+
+
+def test_bytes_do_not_depend_on_workers_or_stops(corpus, tmp_path, monkeypatch):
+    source = data_prep.sources.jsonl(corpus)
+    options = {**OPTIONS, "filters": ["gopher"], "near_duplicates": "minhash", "val_fraction": 0.3}
+    one = data_prep.prepare(source, tmp_path / "one", workers=1, **options)
+    do_split, done = data_prep.pool.do_split, []
+
+    def stopping(job, number, *rest):
+        if len(done) == 2:
+            raise KeyboardInterrupt
+        done.append(number)
+        return do_split(job, number, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(data_prep.pool, "do_split", stopping)
+        with pytest.raises(KeyboardInterrupt):
+            data_prep.prepare(source, tmp_path / "two", workers=1, **options)
+    with pytest.raises(DataError, match=r"\(filters \['gopher'\] -> \['c4'\]\)"):
+        data_prep.prepare(source, tmp_path / "two", workers=1, **{**options, "filters": ["c4"]})
+    workers = 2 if find_spec("spacy") else 1
+    assert data_prep.prepare(source, tmp_path / "two", workers=workers, **options) == one
+    assert one.statistics["near_duplicates"]["documents"] > 5
+    with pytest.raises(DataError, match="no filter 'mine': use gopher, c4, fineweb"):
+        data_prep.prepare(source, tmp_path / "x", filters=["mine"], **OPTIONS)
+
+
+def test_the_command_line_takes_them(corpus, tmp_path, capsys):
+    arguments = ["jsonl", str(corpus), "--out", str(tmp_path / "d"), "--workers", "1",
+                 "--filters", "gopher,fineweb", "--near-duplicates", "minhash"]  # fmt: skip
+    assert main(arguments) == 0
+    settings = Manifest.read(tmp_path / "d").settings
+    assert settings["filters"] == ["gopher", "fineweb"] and settings["datatrove"]
+
+
+def test_half_of_a_surrogate_pair_is_no_fault():
+    (text,) = Filters([])(["a \ud800 b"])
+    assert text == "a ? b"
+
+
+def test_clusters_are_those_of_a_plain_search(tmp_path, monkeypatch):
+    """Documents that share a band with one that shares a band: by breadth-first search."""
+    monkeypatch.setattr(near, "_BUCKET_DOCUMENTS", 7)
+    rows = np.random.default_rng(0).integers(1, 700, (200, BANDS)).astype(np.uint64)
+    rows[::17] = 0
+    found = near.find([rows[:50], rows[50:50], rows[50:]], 200, tmp_path)
+    first = np.arange(200)
+    for _ in range(200):
+        for a in range(200):
+            shared = (rows == rows[a]).any(axis=1) & rows.any(axis=1)
+            if rows[a].any():
+                first[shared] = first[shared].min()
+        if (again := first.copy()).tolist() == first.tolist():
+            break
+        first = again
+    assert np.array_equal(found, first != np.arange(200))
+    assert 20 < found.sum() < 190 and not found[::17].any()

@@ -1,0 +1,244 @@
+"""Text from a bucket and token shards into one: as on a disk, whole or not there."""
+
+import gzip
+import json
+import logging
+import random
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import data_prep
+from data_prep import pool, report
+from data_prep.__main__ import main
+from data_prep.sources import source as splitting
+from data_prep.sources.remote import RemoteFile
+from nearlinear import storage
+from nearlinear.data.format import Manifest, verify
+from nearlinear.errors import DataError, NearlinearError
+from nearlinear.storage import s3
+from tests.support import bucket
+
+pytest.importorskip("moto.server")
+
+TEXT, OUT = "s3://my-bucket/text", "s3://my-bucket/tokens/mine"
+OPTIONS = {"progress": False, "val_fraction": 0.2, "workers": 1, "backends": ("tokenizers",)}
+
+
+@pytest.fixture(autouse=True)
+def small_splits(monkeypatch):
+    monkeypatch.setattr(splitting, "SPLIT_BYTES", 1500)
+
+
+@pytest.fixture
+def door(aws_services, monkeypatch):
+    """To a bucket whose objects go up and come down in small parts."""
+    logging.getLogger("werkzeug").setLevel(logging.CRITICAL)
+    monkeypatch.setattr("moto.s3.models.S3_UPLOAD_PART_MIN_SIZE", 1)
+    monkeypatch.setattr(s3, "PART", 1024)
+    with bucket.opened() as (door, address):
+        monkeypatch.setenv("AWS_ENDPOINT_URL", address)
+        yield door
+
+
+@pytest.fixture
+def text(tmp_path, aws_services):
+    """Two files of documents, some of them twice, here and in the bucket."""
+    folder = tmp_path / "text"
+    folder.mkdir()
+    draw = random.Random(0)
+    texts = [" ".join(draw.choices("abcdefg", k=draw.randint(1, 60))) for _ in range(60)]
+    rows = [json.dumps({"text": text}) + "\n" for text in [*texts, *texts[:9]]]
+    (folder / "a.jsonl").write_text("".join(rows[:50]))
+    (folder / "b.jsonl.gz").write_bytes(gzip.compress("".join(rows[50:]).encode()))
+    for path in folder.iterdir():
+        aws_services["s3"].upload_file(str(path), "my-bucket", f"text/{path.name}")
+    return folder
+
+
+@pytest.fixture
+def local(text, tmp_path, words):
+    data_prep.prepare(
+        data_prep.sources.jsonl(text), tmp_path / "local", tokenizer=words, **OPTIONS, dedup="exact"
+    )
+    return tmp_path / "local"
+
+
+def prepare(words, **options):
+    source = data_prep.sources.jsonl(options.pop("text", TEXT))
+    options = {**OPTIONS, "dedup": "exact", **options}
+    return data_prep.prepare(source, OUT, tokenizer=words, **options)
+
+
+def there(services, prefix="tokens/"):
+    client = services["s3"]
+    found = client.list_objects_v2(Bucket="my-bucket", Prefix=prefix).get("Contents", [])
+    return {
+        each["Key"].removeprefix(prefix): client.get_object(Bucket="my-bucket", Key=each["Key"])[
+            "Body"
+        ].read()
+        for each in found
+    }
+
+
+def shards(files):
+    """The files that do not tell of paths and times."""
+    return {name: raw for name, raw in files.items() if not name.endswith(".json")}
+
+
+def on_disk(folder):
+    return {f"mine/{path.relative_to(folder)}": path.read_bytes()
+            for path in folder.rglob("*") if path.is_file()}  # fmt: skip
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_bucket_gets_the_bytes_of_a_folder(local, door, aws_services, words, workers):
+    manifest = prepare(words, workers=workers)
+    found = there(aws_services)
+    assert shards(found) == shards(on_disk(local)) and len(shards(found)) > 8
+    assert sorted(found) == sorted(on_disk(local))
+    assert manifest.fingerprint == Manifest.read(local).fingerprint
+    assert manifest.statistics == Manifest.read(local).statistics
+    assert found["mine/tokenizer/tokenizer.json"] == open(words, "rb").read()
+    puts = [call for call in door.calls if call.method == "PUT" or "uploadId" in call.query]
+    assert puts[-1].key == "my-bucket/tokens/mine/index.json"
+    assert any(call.is_part for call in puts), "nothing went up in parts"
+    before = len(door.calls)
+    assert prepare(words) == manifest, "what is done is not done again"
+    assert all(call.method in ("GET", "HEAD", "POST") for call in door.calls[before:])
+
+
+def test_it_is_read_where_it_is(local, door, words, capsys):
+    prepare(words)
+    assert verify(OUT) == Manifest.read(OUT)
+    assert main(["verify", OUT]) == 0 and "every byte as written" in capsys.readouterr().out
+    assert main(["stats", OUT]) == 0 and main(["inspect", OUT]) == 0
+    said = capsys.readouterr().out
+    assert report.stats(local).splitlines()[1:4] == report.stats(OUT).splitlines()[1:4]
+    assert report.first_document(local) == report.first_document(OUT) != ""
+    assert report.first_document(local) in said
+    assert main(["export", OUT, "--format", "nanogpt", "--out", "x"]) == 2
+    assert "is no folder of this machine's" in capsys.readouterr().err
+
+
+def test_stopped_at_any_call_it_goes_on_to_the_same(local, door, aws_services, words, monkeypatch):
+    prepare(words)
+    writes, expected = [], shards(there(aws_services))
+    storage.at(OUT).clear()
+    done, do_split = [], pool.do_split
+
+    def refuse_from(first):
+        def refuse(call):
+            if call.method in ("PUT", "POST", "DELETE"):
+                writes.append(call)
+                return (403, "AccessDenied") if len(writes) >= first else None
+
+        return refuse
+
+    def doing(job, number, *rest):
+        done.append(number)
+        return do_split(job, number, *rest)
+
+    monkeypatch.setattr(pool, "do_split", doing)
+    stopped = 0
+    for at in range(1, 1000, 25):
+        writes.clear()
+        door.refuse = refuse_from(at)
+        try:
+            prepare(words)
+        except NearlinearError as error:
+            assert "AccessDenied" in str(error)
+        else:
+            break
+        door.refuse = lambda call: None
+        stopped += 1
+        assert "mine/index.json" not in there(aws_services) or len(writes) > 100
+        records = [name for name in there(aws_services) if name.endswith("record.json")]
+        done.clear()
+        prepare(words)
+        assert shards(there(aws_services)) == expected
+        assert not [name for name in there(aws_services) if "partial" in name]
+        if records:
+            assert not {int(name.split("/")[-2]) for name in records} & set(done)
+        storage.at(OUT).clear()
+    assert stopped > 1
+
+
+def test_other_settings_are_refused_with_what_differs(text, door, aws_services, words):
+    first = prepare(words)
+    with pytest.raises(DataError, match=r"other settings \(seed 0 -> 1\): pass --overwrite"):
+        prepare(words, seed=1)
+    door.calls.clear()
+    second = prepare(words, seed=1, overwrite=True)
+    assert second != first and verify(OUT) == second
+    taken = [call.key for call in door.calls if call.method == "DELETE" or "delete" in call.query]
+    laid = [n for n, call in enumerate(door.calls) if call.key.startswith("my-bucket/tokens/mine/")
+            and call.method == "PUT"]  # fmt: skip
+    assert taken[0] == "my-bucket/tokens/mine/index.json"
+    assert [c.key for c in door.calls].index(taken[0]) < laid[0], "without it, the rest is no data"
+    aws_services["s3"].put_object(Bucket="my-bucket", Key="text/a.jsonl", Body=b'{"text": "a"}\n')
+    with pytest.raises(DataError, match="input .* -> .* bytes"):
+        prepare(words, seed=1)
+    aws_services["s3"].put_object(Bucket="my-bucket", Key="mine/own", Body=b"mine")
+    with pytest.raises(DataError, match="is not a folder of token shards"):
+        data_prep.prepare(data_prep.sources.jsonl(text), "s3://my-bucket/mine", tokenizer=words,
+                          **OPTIONS)  # fmt: skip
+
+
+def test_damage_in_a_bucket_is_named(text, door, aws_services, words):
+    prepare(words)
+    client = aws_services["s3"]
+    key = "tokens/mine/train/shard-00001.bin"
+    raw = bytearray(there(aws_services)["mine/train/shard-00001.bin"])
+    raw[7] ^= 8
+    client.put_object(Bucket="my-bucket", Key=key, Body=bytes(raw))
+    with pytest.raises(DataError, match=r"s3://.*shard-00001\.bin is altered.*bit 3 of byte 7 is"):
+        verify(OUT)
+    client.put_object(Bucket="my-bucket", Key=key, Body=bytes(raw[:-2]))
+    with pytest.raises(DataError, match=r"shard-00001\.bin is truncated"):
+        prepare(words)
+    client.delete_object(Bucket="my-bucket", Key=key)
+    with pytest.raises(DataError, match=r"shard-00001\.bin is missing"):
+        verify(OUT, full=False)
+    with pytest.raises(DataError, match="no token shards at s3://my-bucket/nothing"):
+        verify("s3://my-bucket/nothing")
+
+
+def test_every_kind_of_file_is_read_from_a_bucket(tmp_path, door, aws_services):
+    texts = [f"row {number} " + "x" * (number % 50) for number in range(300)]
+    rows = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+    pq.write_table(pa.table({"text": texts}), tmp_path / "a.parquet", row_group_size=50)
+    with pa.CompressedOutputStream(str(tmp_path / "a.jsonl.zst"), "zstd") as stream:
+        stream.write(rows)
+    (tmp_path / "a.txt").write_text("\n".join(texts))
+    for path in tmp_path.iterdir():
+        aws_services["s3"].upload_file(str(path), "my-bucket", f"kinds/{path.name}")
+    at, sources = "s3://my-bucket/kinds", data_prep.sources
+    for source in (sources.jsonl(at), sources.parquet(at), sources.text(at, document="line")):
+        assert len(source.inputs) == 1 and source.inputs[0].path.startswith("s3://")
+        again = sources.rebuild(json.loads(json.dumps(source.spec)))
+        found = [text for split in again.splits() for text in again.read(split)]
+        assert found == texts
+    assert len(sources.parquet(f"{at}/a.parquet").splits()) > 3
+    with pytest.raises(DataError, match=r"no object s3://my-bucket/none, and no \.jsonl or"):
+        sources.jsonl("s3://my-bucket/none")
+
+
+def test_a_remote_file_reads_as_a_file_does(aws_services, tmp_path):
+    raw = random.Random(1).randbytes(300_000)
+    (tmp_path / "f").write_bytes(raw)
+    aws_services["s3"].put_object(Bucket="my-bucket", Key="f", Body=raw)
+    remote, draw = RemoteFile(storage.at("s3://my-bucket/f")), random.Random(2)
+    with open(tmp_path / "f", "rb") as here:
+        for _ in range(40):
+            if draw.random() < 0.5:
+                whence = draw.choice([0, 1, 2])
+                offset = draw.randint(0, 300_100) if whence == 0 else draw.randint(-999, 999)
+                where = max(0, here.tell() * (whence == 1) + offset + len(raw) * (whence == 2))
+                assert remote.seek(offset, whence) == here.seek(where) == remote.tell()
+            wanted = draw.choice([1, 100, 70_000])
+            mine, its = b"", here.read(wanted)
+            while len(mine) < len(its):
+                mine += remote.read(wanted - len(mine))
+            assert mine == its
