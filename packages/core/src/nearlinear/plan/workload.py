@@ -166,9 +166,13 @@ def group(mesh: Mesh, *axes: str) -> Group:
     return Group(ranks, nodes, max(1, min(node, mesh.world) // on_node))
 
 
-def from_config(config: TrainConfig, world: int, ranks_per_node: int, vocabulary=0) -> Workload:
+def from_config(
+    config: TrainConfig, world: int, ranks_per_node: int, vocabulary: int = 0, on_cpu: bool = False
+) -> Workload:
     """The step that ``config`` asks for on ``world`` ranks.
 
+    ``on_cpu``: there nothing goes beside computation unless ``overlap_communication`` has it so;
+    on accelerators FSDP2 gathers one unit ahead whatever it is told: see `parallel.overlap`.
     Raises ConfigError, as the trainer would before it starts.
     """
     parallel = config.parallel
@@ -182,7 +186,7 @@ def from_config(config: TrainConfig, world: int, ranks_per_node: int, vocabulary
         )
     found = shape.of_model(config.model, vocabulary)
     piped = mesh.pipeline > 1
-    beside = parallel.overlap_communication
+    beside = parallel.overlap_communication or not on_cpu
     asked = Workload(
         shape=found,
         sequence=config.sequence_length,
@@ -197,7 +201,7 @@ def from_config(config: TrainConfig, world: int, ranks_per_node: int, vocabulary
         gather_bytes=_gather_bytes(parallel),
         two_hop=config.train.two_hop,
         stays_gathered=not piped,
-        prefetch=parallel.prefetch_depth if beside or piped else 0,
+        prefetch=max(not on_cpu, parallel.prefetch_depth) if beside or piped else 0,
         overlapped_reduce=beside and not piped,  # a schedule reduces when it has ended
         hierarchical=parallel.hierarchical_all_gather == "on" and not piped,
         split_sends=mesh.tensor > 1,
