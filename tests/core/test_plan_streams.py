@@ -290,3 +290,17 @@ def test_divided_experts_are_shared_by_fewer_ranks():
     rows = 2 * 2048 * SHAPE.width * 2  # bytes: each token for each of its two experts
     assert divided.dispatch == divided.links.exchange(rows, Group(8, 1, 1))
     assert whole.dispatch == 0.0
+
+
+@pytest.mark.parametrize(
+    ("asked", "exchanges"),
+    [
+        ({"sequence_parallel": True}, 1.5),  # the second half's gather, without its scatter
+        ({}, 1.0),
+        ({"stops_early": False, "sequence_parallel": True}, 2.0),
+    ],
+)
+def test_stopping_early_spares_the_last_scatter(asked, exchanges):
+    mesh = Mesh(shard=8, tensor=4, ranks_per_node=8)
+    found = run(mesh=mesh, recompute="block", **asked).parts
+    assert sum(piece.tensor for piece in found.again) == pytest.approx(exchanges * found.exchange)

@@ -41,3 +41,23 @@ def test_on_a_cpu_only_lanes_go_beside():
 def test_a_cpu_has_one_multiprocessor():
     gpu = hardware.accelerator("A100-40GB")
     assert not gpu.is_cpu and dataclasses.replace(gpu, multiprocessors=1).is_cpu
+
+
+def test_as_many_blocks_stay_gathered_as_the_trainer_keeps():
+    """Llama-2 7B: 32 blocks of 202,383,360 parameters, 262,148,096 at the ends."""
+    block, root = 202_383_360, 262_148_096
+    many = root + 2 * block + 10 * block  # the root, the block at hand and the next, ten more
+    for live, kept in ((many, 10), (many - 1, 9), (0, 0), (root + 32 * block, 32)):
+        found = planned("llama2-7b", sdp_max_live_parameters=live)
+        assert (found.kept_blocks, found.resharded) == (kept, kept < 32)
+
+
+@pytest.mark.parametrize(("kept", "gathers"), [(0, 32 + 31 + 31 + 31), (10, 32 + 21 + 22 + 21)])
+def test_what_stays_is_not_gathered_again(kept, gathers):
+    """Of two passes: all blocks, then backwards all but the last and those that stay; and so on,
+    where the first one is there from the pass before."""
+    work = dataclasses.replace(planned("llama2-7b"), kept_blocks=kept)
+    assert (work.passes, work.resharded) == (2, True)
+    found = step(work, parse_cluster("p4d.24xlarge:8"), FITTED)
+    expected = found.parts.gather(found.parts.root) + gathers * found.parts.gather_block
+    assert found.busy["all-gather"] == pytest.approx(expected)

@@ -90,7 +90,8 @@ class Passes:
         computing = parts.forward.total + parts.again.total + parts.backward.total
         if not (work.prefetch and self.sharded):
             return 0.0
-        times = 2.0 if work.resharded else 1.0 / work.passes if work.stays_gathered else 0.0
+        kept = work.kept_blocks / self.layers if work.resharded else 1.0
+        times = 2.0 * (1 - kept) + (kept / work.passes if work.stays_gathered else 0.0)
         gathers = self.gather_block * times
         moving = gathers + self.reduce_block
         taken = gathers * (DIRECT_BORROWS if work.direct else 1.0) + self.reduce_block
@@ -171,9 +172,11 @@ class Passes:
         talk = self.exchange * work.recomputed_blocks if whole else 0.0
         asked = self.dispatch * work.recomputed_blocks if whole else 0.0
         rotation = self.rotation if work.recompute in ("block", "attention") else 0.0
+        # of a gather before a product and a scatter after it, stopping early spares the scatter
+        after = talk * (0.5 if work.sequence_parallel else 0.0) if work.stops_early else talk
         return [
             Piece(parts.attention * slower, talk, context=rotation),
-            Piece(parts.feed_forward * slower, 0.0 if work.stops_early else talk, 2 * asked),
+            Piece(parts.feed_forward * slower, after, 2 * asked),
         ]
 
     @cached_property

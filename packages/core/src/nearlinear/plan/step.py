@@ -115,9 +115,11 @@ def _pass(timeline, work: Workload, parts: Passes, before, final: bool, first: b
         root = timeline.add(GATHER, parts.gather(parts.root), [before], lane)
 
     def gather(visit: int) -> None:
-        kept = visit == layers or (visit > layers and not work.resharded)
-        kept = kept or stays and (visit == 0 or not work.resharded)
-        if visit < len(visits) and parts.sharded and not kept:
+        if visit >= len(visits) or not parts.sharded:
+            return
+        whole = not work.resharded or visits[visit] < work.kept_blocks
+        kept = visit == layers or (visit > layers and whole) or (stays and (visit == 0 or whole))
+        if not kept:
             after = [done[-1 - work.prefetch]] if work.prefetch else [done[-1]]
             label = f"block {visits[visit]}"
             gathered[visit] = timeline.add(GATHER, parts.gather_block, after, lane, label)

@@ -13,11 +13,14 @@ from ..errors import ConfigError
 from ..memory.states import AVERAGES
 from ..mesh import PLACED, Mesh
 from ..parallel.activations import strategy
+from ..parallel.kept import kept_blocks, stays_gathered
 from ..parallel.pipeline.partition import memory_weight
 from ..parallel.pipeline.schedules import Plan, plan_for
 from ..train.config import TrainConfig
 from ..train.preflight import check_degrees
 from . import shape
+from .memory.blocks import known_as
+from .memory.units import Unit, block_of, root_of
 from .shape import Shape
 from .stages import Stages, split
 
@@ -69,6 +72,8 @@ class Workload:
     """parameters that a collective moves at most; 0 = a block's"""
     resharded: bool = True
     """gathered parameters are freed after the forward pass, and gathered again"""
+    kept_blocks: int = 0
+    """the first blocks, which are not: see `parallel.kept`"""
     stays_gathered: bool = False
     """from one micro-batch to the next, the root and what else may: see `parallel.schedule`"""
     two_hop: bool = True
@@ -212,9 +217,20 @@ def from_config(
         updaters=mesh.replicate if parallel.shard_optimizer_state else 1,
         backend=parallel.communication_backend,
     )
+    live = parallel.sdp_max_live_parameters
     if piped:
         asked = replace(asked, **_pipeline(config, found, mesh, size, passes))
-    return replace(asked, resharded=_resharded(asked, parallel.sdp_max_live_parameters))
+        return replace(asked, resharded=_resharded(asked, live))
+    kept = kept_blocks(_sizes(config, found, mesh), parallel.prefetch_depth, live)
+    return replace(asked, resharded=kept < found.layers, kept_blocks=kept)
+
+
+def _sizes(config: TrainConfig, found: Shape, mesh: Mesh) -> list[int]:
+    """Parameters of the root, then of every block, before ranks share them."""
+    family = known_as(config.model.family, found)
+    root = Unit(root_of(family, found, mesh.tensor), mesh.sharing).elements
+    block = sum(unit.elements for unit in block_of(family, found, mesh))
+    return [root, *[block] * found.layers]
 
 
 def _pipeline(config: TrainConfig, found: Shape, mesh: Mesh, size: int, batches: int) -> dict:
@@ -242,16 +258,11 @@ def _recompute(asked: str) -> Recompute:
 
 
 def _resharded(work: Workload, live: int) -> bool:
-    """Whether a rank's part of the model is more than may stay gathered; of a pipeline, the most.
-
-    A schedule that puts off gradients of weights looks for them in what stays gathered.
-    """
+    """Whether a pipeline's rank frees its stages, of all ranks the one that has the most."""
     found, mesh = work.shape, work.mesh
-    if mesh.pipeline == 1:
-        return found.parameters / mesh.tensor > live
     ends = tuple(end / mesh.tensor for end in found.ends)
     held = work.cut.most_parameters(found.block_parameters / mesh.tensor, ends)
-    return held > live and not work.cut.plan.schedule.apart
+    return not stays_gathered(held, live, work.cut.plan.schedule.apart)
 
 
 def _gather_bytes(parallel: Config) -> float:
