@@ -4,8 +4,11 @@ import dataclasses
 
 import pytest
 
+from nearlinear.errors import ConfigError
 from nearlinear.plan import hardware, parameters, search, workload
 from nearlinear.plan.hardware import parse_cluster
+from nearlinear.plan.memory.pipeline import stages_of
+from nearlinear.plan.memory.rank import Rank
 from nearlinear.plan.step import step
 from nearlinear.train import config as train_config
 
@@ -13,12 +16,16 @@ FITTED = parameters.load()
 BATCH = {"micro_batch_size": 2, "accumulation": 2}
 
 
-def planned(preset="gpt2-30b", world=64, on_cpu=False, **tables):
+def config_of(preset="gpt2-30b", **tables):
     """``tables``: keys of [parallel], or whole tables by their names."""
     data = {name: tables.pop(name) for name in ("activations", "data") if name in tables}
     batch = tables.pop("batch", BATCH)
     data |= {"model": {"preset": preset}, "batch": batch, "parallel": {"bf16": True} | tables}
-    return workload.from_config(train_config.load(data, environment={}), world, 8, on_cpu=on_cpu)
+    return train_config.load(data, environment={})
+
+
+def planned(preset="gpt2-30b", world=64, on_cpu=False, **tables):
+    return workload.from_config(config_of(preset, **tables), world, 8, on_cpu=on_cpu)
 
 
 @pytest.mark.parametrize("keys", [{"overlap_communication": False}, {"prefetch_depth": 0}])
@@ -61,3 +68,22 @@ def test_what_stays_is_not_gathered_again(kept, gathers):
     found = step(work, parse_cluster("p4d.24xlarge:8"), FITTED)
     expected = found.parts.gather(found.parts.root) + gathers * found.parts.gather_block
     assert found.busy["all-gather"] == pytest.approx(expected)
+
+
+PIPE = {"pipeline_parallel_degree": 8, "microbatches": 16}
+
+
+@pytest.mark.parametrize("preset", ["gpt2-30b", "llama2-70b", "mixtral-8x7b"])
+@pytest.mark.parametrize("keys", [{}, {"tensor_parallel_degree": 2}, {"memory_weight": 0.3}])
+def test_a_pipeline_is_cut_once_for_time_and_for_memory(preset, keys):
+    asked = PIPE | keys | {"pipeline": "interleaved_1f1b", "batch": {"micro_batch_size": 16}}
+    found, config = planned(preset, **asked), config_of(preset, **asked)
+    rank = Rank(config, found.mesh, found.shape, config.model.family)
+    assert found.stages == tuple(map(len, stages_of(rank, found.cut.plan)))
+    assert sum(found.stages) == found.shape.layers
+
+
+def test_a_cut_that_the_config_does_not_name_is_refused():
+    """The trainer would, too: `nl.pipeline` is what takes stages of one's own."""
+    with pytest.raises(ConfigError, match="default_partition"):
+        planned(batch={"micro_batch_size": 16}, auto_partition=False, **PIPE)

@@ -14,15 +14,16 @@ from ..memory.states import AVERAGES
 from ..mesh import PLACED, Mesh
 from ..parallel.activations import strategy
 from ..parallel.kept import kept_blocks, stays_gathered
-from ..parallel.pipeline.partition import memory_weight
 from ..parallel.pipeline.schedules import Plan, plan_for
 from ..train.config import TrainConfig
 from ..train.preflight import check_degrees
 from . import shape
 from .memory.blocks import known_as
-from .memory.units import Unit, block_of, root_of
+from .memory.pipeline import stages_of
+from .memory.rank import Rank
+from .memory.units import Unit, root_of
 from .shape import Shape
-from .stages import Stages, split
+from .stages import Stages
 
 Recompute = Literal["none", "block", "attention", "elementwise", "alternate"]
 """What the backward pass computes again: nothing; whole blocks; softmax and the two products around
@@ -190,6 +191,7 @@ def from_config(
             f"context_parallel_degree = {mesh.context}"
         )
     found = shape.of_model(config.model, vocabulary)
+    rank = Rank(config, mesh, found, known_as(config.model.family, found))
     piped = mesh.pipeline > 1
     beside = parallel.overlap_communication or not on_cpu
     asked = Workload(
@@ -219,24 +221,24 @@ def from_config(
     )
     live = parallel.sdp_max_live_parameters
     if piped:
-        asked = replace(asked, **_pipeline(config, found, mesh, size, passes))
+        asked = replace(asked, **_pipeline(rank, size, passes))
         return replace(asked, resharded=_resharded(asked, live))
-    kept = kept_blocks(_sizes(config, found, mesh), parallel.prefetch_depth, live)
+    kept = kept_blocks(_sizes(rank), parallel.prefetch_depth, live)
     return replace(asked, resharded=kept < found.layers, kept_blocks=kept)
 
 
-def _sizes(config: TrainConfig, found: Shape, mesh: Mesh) -> list[int]:
+def _sizes(rank: Rank) -> list[int]:
     """Parameters of the root, then of every block, before ranks share them."""
-    family = known_as(config.model.family, found)
-    root = Unit(root_of(family, found, mesh.tensor), mesh.sharing).elements
-    block = sum(unit.elements for unit in block_of(family, found, mesh))
-    return [root, *[block] * found.layers]
+    mesh, found = rank.mesh, rank.shape
+    root = Unit(root_of(rank.family, found, mesh.tensor), mesh.sharing).elements
+    return [root, *[sum(unit.elements for unit in rank.block)] * found.layers]
 
 
-def _pipeline(config: TrainConfig, found: Shape, mesh: Mesh, size: int, batches: int) -> dict:
+def _pipeline(rank: Rank, size: int, batches: int) -> dict:
     """What a pipeline makes of ``batches`` of ``size`` sequences. Raises ConfigError."""
-    parallel, count = config.parallel, config.parallel.microbatches
-    plan = plan_for(parallel.pipeline, mesh.pipeline, parallel.virtual_pipeline_degree, count)
+    parallel, ranks = rank.config.parallel, rank.mesh.pipeline
+    count = parallel.microbatches
+    plan = plan_for(parallel.pipeline, ranks, parallel.virtual_pipeline_degree, count)
     plan.check(count)
     most = plan.in_flight(parallel.active_microbatches, count) or count
     runs = [min(most, count - begin) for begin in range(0, count, most)]
@@ -246,7 +248,7 @@ def _pipeline(config: TrainConfig, found: Shape, mesh: Mesh, size: int, batches:
         "schedule": plan.name,
         "virtual": plan.per_rank,
         "at_once": tuple(runs * batches),
-        "stages": split(found, plan, memory_weight(parallel)) if parallel.auto_partition else (),
+        "stages": tuple(len(blocks) for blocks in stages_of(rank, plan)),
     }
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 
 from ...parallel.kept import stays_gathered
 from ...parallel.pipeline import partition
@@ -48,11 +48,11 @@ def pipelined(rank: Rank) -> MemoryPlan:
     return dataclasses.replace(found[place], pipeline_rank=place, rough=rough)
 
 
-def stages_of(rank: Rank, plan: Plan) -> list[range]:
+def stages_of(rank: Rank, plan: Plan) -> tuple[range, ...]:
     """The blocks of every stage, as `parallel.pipeline` cuts them. Raises ConfigError."""
     asked, layers = rank.config.parallel, rank.shape.layers
     if not asked.auto_partition:
-        return partition.by_hand({}, layers, plan.stages, asked.default_partition)
+        return tuple(partition.by_hand({}, layers, plan.stages, asked.default_partition))
     shape, tensor = rank.shape, rank.mesh.tensor
     met = shape.experts_per_token / shape.experts
     block = [dims for unit in rank.block for dims in unit.parameters]
@@ -61,7 +61,13 @@ def stages_of(rank: Rank, plan: Plan) -> list[range]:
         (_cost(block, 1.0, met),) * layers,
         _cost(head_of(rank.family, shape, tensor), 1.0, met),
     )
-    return partition.split(costs, plan.stages, partition.memory_weight(asked))
+    return _split(costs, plan.stages, partition.memory_weight(asked))
+
+
+@cache
+def _split(costs: partition.Costs, stages: int, memory_weight: float) -> tuple[range, ...]:
+    """A search asks for the same one often."""
+    return tuple(partition.split(costs, stages, memory_weight))
 
 
 def _cost(parameters, of_matrices: float, of_experts: float) -> partition.Cost:
