@@ -198,18 +198,6 @@ def test_tensor_ranks_wait_for_each_other(tensor):
     assert beside == pytest.approx(found.busy["tensor"] / tensor)
 
 
-def test_offloaded_activations_come_back_in_time_or_are_waited_for():
-    kept = run()
-    block = run(offload=True, recompute="block")
-    assert block.seconds == pytest.approx(run(recompute="block").seconds, rel=0.02)
-    everything = run(offload=True)
-    hidden = 4 * 2048 * SHAPE.width * 2
-    assert block.parts.copy == pytest.approx(hidden / block.parts.links.host)
-    assert everything.parts.copy == pytest.approx(17 * block.parts.copy)  # 9 + 2 x 4 of its width
-    assert everything.exposed["offload"] > 0
-    assert everything.seconds > kept.seconds
-
-
 def test_the_figure_shows_every_task():
     from nearlinear import plots
 

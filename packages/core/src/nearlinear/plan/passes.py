@@ -261,12 +261,4 @@ class Passes:
     @cached_property
     def copy(self) -> float:
         """What a block keeps for its backward pass goes to host memory, or comes back."""
-        work, shape = self.work, self.work.shape
-        if not work.offload:
-            return 0.0
-        inner = shape.inner * shape.experts_per_token
-        kept = {
-            "block": shape.width,  # its input
-            "elementwise": 6 * shape.width + (1 + shape.gated) * inner,  # what products give
-        }.get(work.recompute, 9 * shape.width + (2 + shape.gated) * inner)
-        return work.tokens * kept * self.compute.bytes / work.mesh.tensor / self.links.host
+        return self.work.offloaded / self.links.host

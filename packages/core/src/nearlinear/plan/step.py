@@ -134,10 +134,14 @@ def _pass(timeline, work: Workload, parts: Passes, before, final: bool, first: b
             last = timeline.add(COMPUTE, sum(parts.head), [last], label="head")
         if visit < layers:
             last = _run(timeline, parts.forward, [last, *waits], f"forward {block}")
-            if parts.copy:
+            if parts.copy and work.copies_in_line:
+                last = timeline.add(OFFLOAD, parts.copy, [last])
+            elif parts.copy:
                 copies[block] = timeline.add(OFFLOAD, parts.copy, [last], lane="copies out")
         else:
-            if parts.copy and block < layers - 1:
+            if parts.copy and work.copies_in_line:
+                last = timeline.add(OFFLOAD, parts.copy, [last, *waits])
+            elif parts.copy and block < layers - 1:
                 ahead = done[-1 - min(work.horizon, visit - layers + 1)]
                 waits.append(timeline.add(OFFLOAD, parts.copy, [copies[block], ahead], "copies in"))
             last = _run(timeline, parts.again, [last, *waits], f"again {block}")

@@ -99,8 +99,10 @@ class Workload:
     """tensor ranks each send a part of what goes to the next stage, which gathers them"""
     virtual: int = 1
     """stages per rank of a pipeline"""
-    offload: bool = False
-    """activations go to host memory"""
+    offloaded: float = 0.0
+    """bytes of activations that a block sends to host memory; 0 = they stay"""
+    copies_in_line: bool = False
+    """computation waits for every copy"""
     horizon: int = 2
     """blocks ahead of backward whose activations come back"""
     backend: str = ""
@@ -112,6 +114,11 @@ class Workload:
     """values and averages are in host memory, and updated there"""
     updaters: int = 1
     """replicas that share an update"""
+
+    @property
+    def offload(self) -> bool:
+        """Activations go to host memory."""
+        return self.offloaded > 0
 
     @property
     def tokens(self) -> int:
@@ -212,7 +219,7 @@ def from_config(
         overlapped_reduce=beside and not piped,  # a schedule reduces when it has ended
         hierarchical=parallel.hierarchical_all_gather == "on" and not piped,
         split_sends=mesh.tensor > 1,
-        offload=config.activations.offload,
+        copies_in_line=not parallel.sm_activation_offloading,
         horizon=parallel.activation_loading_horizon,
         optimizer_bytes=16.0 + 2 * AVERAGES[config.optimizer.kind],
         offload_optimizer=parallel.offload_optimizer,
@@ -222,9 +229,19 @@ def from_config(
     live = parallel.sdp_max_live_parameters
     if piped:
         asked = replace(asked, **_pipeline(rank, size, passes))
-        return replace(asked, resharded=_resharded(asked, live))
+        asked = replace(asked, resharded=_resharded(asked, live))
+        return replace(asked, offloaded=_offloaded(rank, math.ceil(asked.cut.most_blocks)))
     kept = kept_blocks(_sizes(rank), parallel.prefetch_depth, live)
-    return replace(asked, resharded=kept < found.layers, kept_blocks=kept)
+    asked = replace(asked, resharded=kept < found.layers, kept_blocks=kept)
+    return replace(asked, offloaded=_offloaded(rank, found.layers))
+
+
+def _offloaded(rank: Rank, blocks: int) -> float:
+    """Bytes that one of ``blocks`` blocks in a row keeps, on average, where that is moved."""
+    if not rank.config.activations.offload:
+        return 0.0
+    of = rank.activations(blocks, rank.sizes.hidden)
+    return sum(of.kept_by(number) for number in range(1, blocks + 1)) / blocks
 
 
 def _sizes(rank: Rank) -> list[int]:
