@@ -292,3 +292,25 @@ def test_stopping_early_spares_the_last_scatter(asked, exchanges):
     mesh = Mesh(shard=8, tensor=4, ranks_per_node=8)
     found = run(mesh=mesh, recompute="block", **asked).parts
     assert sum(piece.tensor for piece in found.again) == pytest.approx(exchanges * found.exchange)
+
+
+def test_context_ranks_send_gradients_in_float32():
+    """There keys and values; back both again, and their gradients, twice as wide."""
+    mesh = Mesh(shard=4, context=8, ranks_per_node=8)
+    ring, at_once = (run(mesh=mesh, context_at_once=each).parts for each in (False, True))
+    there = ring.forward[0].context
+    size = 2 * 4 * 2048 * SHAPE.width * 2  # of keys and values of all tokens, in 16 bits
+    assert there == ring.links.gather(size, Group(8, 1, 4)) > 0
+    twice = ring.links.gather(2 * size, Group(8, 1, 4))
+    assert ring.backward[1].context == pytest.approx(there + twice)
+    assert (at_once.forward[0].at_once, at_once.backward[1].at_once) == (there, twice)
+    assert at_once.forward[0].context == at_once.backward[1].context == 0.0
+
+
+def test_keys_that_are_gathered_at_once_are_waited_for():
+    mesh = Mesh(shard=4, context=8, ranks_per_node=8)
+    found = run(mesh=mesh, context_at_once=True, recompute="block")
+    parts = found.parts
+    each = 2 * parts.forward[0].at_once + parts.backward[1].at_once  # once more to compute again
+    assert found.busy["context"] == pytest.approx(8 * each)
+    assert run(mesh=mesh, recompute="block").seconds < found.seconds

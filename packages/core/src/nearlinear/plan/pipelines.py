@@ -298,7 +298,7 @@ def _drawn(line: Pipeline, count: int) -> Timeline:
 
 def waiting(pieces: list[Piece]) -> float:
     """Seconds of a block with everything that its stage waits for."""
-    return sum(max(p.compute, p.context) + p.tensor + p.expert for p in pieces)
+    return sum(piece.seconds for piece in pieces)
 
 
 def accounts(step: Step) -> tuple[dict[str, float], dict[str, float]]:
@@ -313,7 +313,7 @@ def accounts(step: Step) -> tuple[dict[str, float], dict[str, float]]:
         COMPUTE: blocks * sum(n * p.compute for n, p in pieces) + work.passes * sum(parts.head),
         TENSOR: blocks * sum(n * p.tensor for n, p in pieces),
         EXPERT: blocks * sum(n * p.expert for n, p in pieces),
-        CONTEXT: blocks * sum(n * p.context for n, p in pieces),
+        CONTEXT: blocks * sum(n * (p.context + p.at_once) for n, p in pieces),
         OFFLOAD: blocks * (2 + line.twice) * parts.copy,
         PIPELINE: work.passes * 2 * work.virtual * parts.handing_on + parts.tie,
         GATHER: line.gathers,
@@ -325,7 +325,7 @@ def accounts(step: Step) -> tuple[dict[str, float], dict[str, float]]:
         TENSOR: busy[TENSOR],
         EXPERT: busy[EXPERT],
         PIPELINE: parts.tie if work.overlapped_sends else busy[PIPELINE],
-        CONTEXT: blocks * sum(n * max(0.0, p.context - p.compute) for n, p in pieces),
+        CONTEXT: blocks * sum(n * (max(0.0, p.context - p.compute) + p.at_once) for n, p in pieces),
         OFFLOAD: blocks * line.copying,
         GATHER: times * line.first_gather + work.passes * line.waited,
         SCATTER: max(0.0, line.reduction - hidden) + (times - 1) * line.reduction,

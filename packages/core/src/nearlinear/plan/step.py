@@ -167,7 +167,11 @@ def _run(timeline, pieces: list[Piece], after: list, label: str) -> Task:
         last = timeline.add(COMPUTE, piece.compute, waits, label=label)
         if beside is not None and beside.end > last.end:
             last = timeline.add(COMPUTE, 0.0, [beside])
-        for kind, seconds in ((EXPERT, piece.expert), (TENSOR, piece.tensor)):
+        for kind, seconds in (
+            (CONTEXT, piece.at_once),
+            (EXPERT, piece.expert),
+            (TENSOR, piece.tensor),
+        ):
             if seconds:
                 last = timeline.add(kind, seconds, [last], label=label)
     return last if last is not None else after[0]

@@ -69,6 +69,8 @@ class Workload:
     """of a gathered parameter"""
     reduce_bytes: float = 4.0
     """of a gradient that is reduced"""
+    context_at_once: bool = False
+    """context ranks gather keys and values, and compute then; they do not go round beside it"""
     message: float = 0.0
     """parameters that a collective moves at most; 0 = a block's"""
     resharded: bool = True
@@ -213,6 +215,7 @@ def from_config(
         compiled=config.train.compile_blocks,
         sequence_parallel=mesh.tensor > 1,
         gather_bytes=_gather_bytes(parallel),
+        context_at_once=parallel.cp_comm_type == "all_gather",
         two_hop=config.train.two_hop,
         stays_gathered=not piped,
         prefetch=max(not on_cpu, parallel.prefetch_depth) if beside or piped else 0,

@@ -44,7 +44,9 @@ class Rank:
         if mesh.pipeline > 1:
             sequences //= self.config.parallel.microbatches
         tokens = sequences * math.ceil(self.config.sequence_length / mesh.context)
-        return Sizes(self.shape, tokens, mesh.tensor, self.item, mesh.expert)
+        at_once = self.config.parallel.cp_comm_type == "all_gather"
+        parts = mesh.tensor, self.item, mesh.expert, mesh.context
+        return Sizes(self.shape, tokens, *parts, at_once=at_once)
 
     @cached_property
     def block(self) -> tuple[Unit, ...]:
