@@ -87,3 +87,49 @@ def test_a_cut_that_the_config_does_not_name_is_refused():
     """The trainer would, too: `nl.pipeline` is what takes stages of one's own."""
     with pytest.raises(ConfigError, match="default_partition"):
         planned(batch={"micro_batch_size": 16}, auto_partition=False, **PIPE)
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "live", "expected"),
+    [
+        ("each", 0, (1, False)),
+        ("group_4", 0, (4, True)),
+        ("group_4", 4 * 202_383_360, (4, False)),
+        ("group_4", 4 * 202_383_360 - 1, (4, True)),
+        ("contiguous", 10**9, (32, True)),
+    ],
+)
+def test_groups_that_are_too_large_are_gathered_a_third_time(checkpoint, live, expected):
+    kept = {"activations": {"checkpoint": checkpoint}, "sdp_max_live_parameters": live}
+    found = planned("llama2-7b", **kept)
+    assert (found.together, found.gathered_again) == expected
+    alone = dataclasses.replace(found, kept_blocks=0, passes=1)
+    done = step(alone, parse_cluster("p4d.24xlarge:8"), FITTED)
+    third = 31 * (1 - 1 / found.together) if found.gathered_again else 0
+    gathers = done.busy["all-gather"] - done.parts.gather(done.parts.root)
+    assert gathers == pytest.approx((32 + 31 + third) * done.parts.gather_block)
+
+
+def test_only_the_last_block_of_a_group_stops_early():
+    cluster = parse_cluster("p4d.24xlarge:8")
+    each, groups = (
+        step(planned("llama2-7b", activations={"checkpoint": way}), cluster, FITTED).parts.compute
+        for way in ("each", "group_4")
+    )
+    last = each._feed_forward_products[-1]
+    assert each.again.total == pytest.approx(each.forward.total - last)
+    assert groups.again.total == pytest.approx(each.forward.total - last / 4)
+
+
+def test_a_budget_recomputes_as_few_blocks_as_memory_says():
+    """Of 32 blocks that keep as many bytes each, half of what they keep beside their inputs."""
+    config = config_of("llama2-7b")
+    whole = planned("llama2-7b")
+    rank = Rank(config, whole.mesh, whole.shape, "llama")
+    saves, hidden = rank.calls.kept_bytes, rank.sizes.hidden
+    budget = 16 * saves + 16 * hidden
+    found = planned("llama2-7b", activations={"checkpoint": f"{budget}B"})
+    assert (found.recompute, found.recomputed_blocks) == ("block", 0.5)
+    parts = step(found, parse_cluster("p4d.24xlarge:8"), FITTED).parts.compute
+    last = parts._feed_forward_products[-1]
+    assert parts.again.total == pytest.approx((parts.forward.total - last) / 2)

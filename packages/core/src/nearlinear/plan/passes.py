@@ -114,6 +114,12 @@ class Passes:
         return self._of_block(self.gather)
 
     @cached_property
+    def gather_back(self) -> float:
+        """Of a block's gathers on the way back, those between computing again and backward, too."""
+        more = 1 - 1 / self.work.together if self.work.gathered_again else 0.0
+        return self.gather_block * (1 + more)
+
+    @cached_property
     def reduce_block(self) -> float:
         return self._of_block(self.reduce)
 
@@ -181,7 +187,8 @@ class Passes:
         asked = self.dispatch * work.recomputed_blocks if whole else 0.0
         keys = {} if work.recompute == "alternate" else self._keys(work.recomputed_blocks)
         # of a gather before a product and a scatter after it, stopping early spares the scatter
-        after = talk * (0.5 if work.sequence_parallel else 0.0) if work.stops_early else talk
+        spared = talk * (0.5 if work.sequence_parallel else 1.0) / work.together
+        after = talk - spared if work.stops_early else talk
         return [
             Piece(parts.attention * slower, talk, **keys),
             Piece(parts.feed_forward * slower, after, 2 * asked),

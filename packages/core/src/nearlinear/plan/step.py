@@ -122,7 +122,8 @@ def _pass(timeline, work: Workload, parts: Passes, before, final: bool, first: b
         if not kept:
             after = [done[-1 - work.prefetch]] if work.prefetch else [done[-1]]
             label = f"block {visits[visit]}"
-            gathered[visit] = timeline.add(GATHER, parts.gather_block, after, lane, label)
+            took = parts.gather_block if visit < layers else parts.gather_back
+            gathered[visit] = timeline.add(GATHER, took, after, lane, label)
 
     for visit in range(work.prefetch):
         gather(visit)

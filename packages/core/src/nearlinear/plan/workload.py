@@ -50,6 +50,10 @@ class Workload:
     recompute: Recompute = "none"
     recomputed_blocks: float = 1.0
     """the share of blocks that recompute"""
+    together: int = 1
+    """blocks in a row that are recomputed as one"""
+    gathered_again: bool = False
+    """of those all but the last are freed after that, and gathered for their backward pass"""
     stops_early: bool = True
     """recomputation ends where backward has what it needs: a block's last product is spared"""
     fused_attention: bool = True
@@ -233,18 +237,29 @@ def from_config(
     if piped:
         asked = replace(asked, **_pipeline(rank, size, passes))
         asked = replace(asked, resharded=_resharded(asked, live))
-        return replace(asked, offloaded=_offloaded(rank, math.ceil(asked.cut.most_blocks)))
+        return replace(asked, **_kept(rank, math.ceil(asked.cut.most_blocks)))
     kept = kept_blocks(_sizes(rank), parallel.prefetch_depth, live)
     asked = replace(asked, resharded=kept < found.layers, kept_blocks=kept)
-    return replace(asked, offloaded=_offloaded(rank, found.layers))
+    return replace(asked, **_kept(rank, found.layers))
 
 
-def _offloaded(rank: Rank, blocks: int) -> float:
-    """Bytes that one of ``blocks`` blocks in a row keeps, on average, where that is moved."""
-    if not rank.config.activations.offload:
-        return 0.0
-    of = rank.activations(blocks, rank.sizes.hidden)
-    return sum(of.kept_by(number) for number in range(1, blocks + 1)) / blocks
+def _kept(rank: Rank, blocks: int) -> dict:
+    """What is recomputed and what is moved of ``blocks`` blocks in a row, as memory counts them."""
+    asked, found = rank.config.activations, {}
+    plan = strategy.parse(asked.checkpoint) if asked.checkpoint else None
+    if plan and plan.together != 1:
+        together = min(plan.together or blocks, blocks)
+        size = together * sum(unit.elements for unit in rank.block)
+        again = size > rank.config.parallel.sdp_max_live_parameters
+        found |= {"together": together, "gathered_again": again}
+    if asked.offload or (plan and plan.budget is not None):
+        of = rank.activations(blocks, rank.sizes.hidden)
+        numbers = range(1, blocks + 1)
+        if plan and plan.budget is not None:
+            found["recomputed_blocks"] = sum(map(bool, map(of.again, numbers))) / blocks
+        if asked.offload:
+            found["offloaded"] = sum(map(of.kept_by, numbers)) / blocks
+    return found
 
 
 def _sizes(rank: Rank) -> list[int]:
@@ -273,7 +288,7 @@ def _pipeline(rank: Rank, size: int, batches: int) -> dict:
 
 
 def _recompute(asked: str) -> Recompute:
-    """A budget keeps what it can: between nothing and everything; counted as everything."""
+    """How; of how many blocks a budget does it, `_kept` says."""
     if not asked:
         return "none"
     return "elementwise" if strategy.parse(asked).selective else "block"
