@@ -113,7 +113,8 @@ def predicted(case: Case, plan: Plan, node: hardware.Node) -> float:
     options = ENTRIES[case.contestant].options
     alone = options.get("kind") == "compute"
     cluster = hardware.Cluster(node, 1, gpus=1) if alone else hardware.Cluster(node, plan.nodes)
-    work = workload.from_config(config_of(case, plan), cluster.world, node.gpus, plan.vocabulary)
+    where = cluster.world, node.gpus
+    work = workload.from_config(config_of(case, plan), *where, plan.vocabulary, node.gpu.is_cpu)
     if "kind" in options or options.get("free_blocks"):  # FSDP2's own order of gathering
         work = replace(work, stays_gathered=False)
     return step(work, cluster, parameters.on(node, work.backend)).seconds

@@ -44,6 +44,9 @@ class Case:
     """of a pipeline, each of ``micro_batch`` sequences"""
     schedule: str = "1f1b"
     expert: int = 1
+    context: int = 1
+    keys: str = "p2p"
+    """how they come to context ranks"""
 
     @property
     def config(self) -> TrainConfig:
@@ -56,6 +59,8 @@ class Case:
                     "hybrid_shard_degree": self.shard,
                     "tensor_parallel_degree": self.tensor,
                     "expert_parallel_degree": self.expert,
+                    "context_parallel_degree": self.context,
+                    "cp_comm_type": self.keys,
                     "pipeline_parallel_degree": self.pipeline,
                     "pipeline": self.schedule,
                     "microbatches": self.microbatches,
@@ -112,6 +117,8 @@ CASES = (
          checkpoint="each"),
     Case("mixtral", gpus=32, shard=8, micro_batch=1, checkpoint="each", expert=8, pipeline=4,
          microbatches=8),
+    Case("gpt2 10b", gpus=64, shard=64, micro_batch=4, checkpoint="each", context=4),
+    Case("llama 7b", gpus=32, shard=32, micro_batch=1, context=4, keys="all_gather"),
 )  # fmt: skip
 
 
@@ -130,7 +137,7 @@ def dry_run(case: Case) -> dict:
 
 
 HEAD = (
-    f"{'model':10} GPUs shard TP EP PP  mb  acc micro schedule {'':8} {'ckpt':9}  plan GiB  ms  "
+    f"{'model':10} GPUs shard CP TP EP PP  mb  acc micro schedule {'':8} {'ckpt':9}  plan GiB  ms  "
     f"dry run GiB   error  states{'s':>7}{'host GiB':>10}"
 )
 
@@ -143,7 +150,8 @@ def row(case: Case) -> tuple[str, bool]:
     found = dry_run(case)
     off = plan.peak / found["peak"] - 1
     exact = plan.persistent == found["persistent"]
-    layout = f"{case.name:10} {case.gpus:4} {case.shard:5} {case.tensor:2} {case.expert:2}"
+    layout = f"{case.name:10} {case.gpus:4} {case.shard:5} {case.context:2} "
+    layout += f"{case.tensor:2} {case.expert:2}"
     schedule = case.schedule if case.pipeline > 1 else "-"
     batch = f"{case.pipeline:2} {case.micro_batch:3} {case.accumulation:4} {case.microbatches:5} "
     batch += f"{schedule:17} {case.checkpoint or '-':9}"

@@ -70,6 +70,11 @@ LAYOUTS = {
     "no sharding": (4, config(LLAMA, "each", hybrid_shard_degree=1)),
     "tensor ranks": (8, config(NEOX, "each", tensor_parallel_degree=2)),
     "context ranks": (8, config(LLAMA, context_parallel_degree=2)),
+    "four context ranks": (8, config(GPT2, "each", context_parallel_degree=4)),
+    "keys at once": (
+        8,
+        config(GPT2, "each", context_parallel_degree=4, cp_comm_type="all_gather"),
+    ),
     "slices": (8, config(LLAMA, "each", hybrid_shard_degree=2, shard_optimizer_state=True)),
     "selective": (8, config(GPT2, "selective")),
     "groups": (8, config(LLAMA, "group_2")),

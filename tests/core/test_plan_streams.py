@@ -198,18 +198,6 @@ def test_tensor_ranks_wait_for_each_other(tensor):
     assert beside == pytest.approx(found.busy["tensor"] / tensor)
 
 
-def test_offloaded_activations_come_back_in_time_or_are_waited_for():
-    kept = run()
-    block = run(offload=True, recompute="block")
-    assert block.seconds == pytest.approx(run(recompute="block").seconds, rel=0.02)
-    everything = run(offload=True)
-    hidden = 4 * 2048 * SHAPE.width * 2
-    assert block.parts.copy == pytest.approx(hidden / block.parts.links.host)
-    assert everything.parts.copy == pytest.approx(17 * block.parts.copy)  # 9 + 2 x 4 of its width
-    assert everything.exposed["offload"] > 0
-    assert everything.seconds > kept.seconds
-
-
 def test_the_figure_shows_every_task():
     from nearlinear import plots
 
@@ -290,3 +278,39 @@ def test_divided_experts_are_shared_by_fewer_ranks():
     rows = 2 * 2048 * SHAPE.width * 2  # bytes: each token for each of its two experts
     assert divided.dispatch == divided.links.exchange(rows, Group(8, 1, 1))
     assert whole.dispatch == 0.0
+
+
+@pytest.mark.parametrize(
+    ("asked", "exchanges"),
+    [
+        ({"sequence_parallel": True}, 1.5),  # the second half's gather, without its scatter
+        ({}, 1.0),
+        ({"stops_early": False, "sequence_parallel": True}, 2.0),
+    ],
+)
+def test_stopping_early_spares_the_last_scatter(asked, exchanges):
+    mesh = Mesh(shard=8, tensor=4, ranks_per_node=8)
+    found = run(mesh=mesh, recompute="block", **asked).parts
+    assert sum(piece.tensor for piece in found.again) == pytest.approx(exchanges * found.exchange)
+
+
+def test_context_ranks_send_gradients_in_float32():
+    """There keys and values; back both again, and their gradients, twice as wide."""
+    mesh = Mesh(shard=4, context=8, ranks_per_node=8)
+    ring, at_once = (run(mesh=mesh, context_at_once=each).parts for each in (False, True))
+    there = ring.forward[0].context
+    size = 2 * 4 * 2048 * SHAPE.width * 2  # of keys and values of all tokens, in 16 bits
+    assert there == ring.links.gather(size, Group(8, 1, 4)) > 0
+    twice = ring.links.gather(2 * size, Group(8, 1, 4))
+    assert ring.backward[1].context == pytest.approx(there + twice)
+    assert (at_once.forward[0].at_once, at_once.backward[1].at_once) == (there, twice)
+    assert at_once.forward[0].context == at_once.backward[1].context == 0.0
+
+
+def test_keys_that_are_gathered_at_once_are_waited_for():
+    mesh = Mesh(shard=4, context=8, ranks_per_node=8)
+    found = run(mesh=mesh, context_at_once=True, recompute="block")
+    parts = found.parts
+    each = 2 * parts.forward[0].at_once + parts.backward[1].at_once  # once more to compute again
+    assert found.busy["context"] == pytest.approx(8 * each)
+    assert run(mesh=mesh, recompute="block").seconds < found.seconds

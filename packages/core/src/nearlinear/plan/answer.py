@@ -209,7 +209,7 @@ def plan(
             raise ConfigError(f"straggler = {straggler}: must be 0 or more, and below 1")
         fitted = dataclasses.replace(fitted, straggler=straggler)
     ids = vocabulary or vocabulary_of(asked)
-    work = workload.from_config(asked, place.world, place.node.gpus, ids)
+    work = workload.from_config(asked, place.world, place.node.gpus, ids, place.gpu.is_cpu)
     place.gpu.peak(work.precision)  # raises where the GPU has not the precision
     done = step(work, place, fitted)
     price = place.node.usd_per_hour if usd_per_hour is None else usd_per_hour

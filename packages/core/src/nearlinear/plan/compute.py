@@ -104,7 +104,9 @@ class Compute:
                 second + (sum(self._feed_forward_products) - last) / 2,
             )
         else:
-            spared = last if work.stops_early else 0.0
+            # a mixture's last product is not where its backward pass begins
+            ends = work.stops_early and work.shape.experts == 1
+            spared = last / work.together if ends else 0.0
             again = Seconds(self.forward.attention, self.forward.feed_forward - spared)
         return again * work.recomputed_blocks
 

@@ -44,6 +44,11 @@ class Accelerator:
     """a lower power limit than the maker's; 0 = none"""
 
     @property
+    def is_cpu(self) -> bool:
+        """Whether it is a rank's part of a CPU that was measured, one multiprocessor by itself."""
+        return self.multiprocessors == 1
+
+    @property
     def clock(self) -> float:
         """Share of the usual clock that the power limit leaves under load."""
         return (self.held_to_watts / self.watts) ** (1 / 3) if self.held_to_watts else 1.0

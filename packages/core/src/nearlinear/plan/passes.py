@@ -23,6 +23,14 @@ class Piece:
     expert: float = 0.0
     context: float = 0.0
     """beside this computation: keys and values round the ring"""
+    at_once: float = 0.0
+    """before or after it: keys and values of all context ranks, or their gradients"""
+
+    @property
+    def seconds(self) -> float:
+        """With everything that its ranks wait for."""
+        computing = max(self.compute, self.context) + self.at_once
+        return computing + self.tensor + self.expert
 
 
 class Passes:
@@ -90,7 +98,8 @@ class Passes:
         computing = parts.forward.total + parts.again.total + parts.backward.total
         if not (work.prefetch and self.sharded):
             return 0.0
-        times = 2.0 if work.resharded else 1.0 / work.passes if work.stays_gathered else 0.0
+        kept = work.kept_blocks / self.layers if work.resharded else 1.0
+        times = 2.0 * (1 - kept) + (kept / work.passes if work.stays_gathered else 0.0)
         gathers = self.gather_block * times
         moving = gathers + self.reduce_block
         taken = gathers * (DIRECT_BORROWS if work.direct else 1.0) + self.reduce_block
@@ -103,6 +112,12 @@ class Passes:
     @cached_property
     def gather_block(self) -> float:
         return self._of_block(self.gather)
+
+    @cached_property
+    def gather_back(self) -> float:
+        """Of a block's gathers on the way back, those between computing again and backward, too."""
+        more = 1 - 1 / self.work.together if self.work.gathered_again else 0.0
+        return self.gather_block * (1 + more)
 
     @cached_property
     def reduce_block(self) -> float:
@@ -157,7 +172,7 @@ class Passes:
     def forward(self) -> list[Piece]:
         parts, slower = self.compute.forward, self.slower
         return [
-            Piece(parts.attention * slower, self.exchange, context=self.rotation),
+            Piece(parts.attention * slower, self.exchange, **self._keys(1.0)),
             Piece(parts.feed_forward * slower, self.exchange, 2 * self.dispatch),
         ]
 
@@ -170,10 +185,13 @@ class Passes:
         whole = work.recompute == "block"
         talk = self.exchange * work.recomputed_blocks if whole else 0.0
         asked = self.dispatch * work.recomputed_blocks if whole else 0.0
-        rotation = self.rotation if work.recompute in ("block", "attention") else 0.0
+        keys = {} if work.recompute == "alternate" else self._keys(work.recomputed_blocks)
+        # of a gather before a product and a scatter after it, stopping early spares the scatter
+        spared = talk * (0.5 if work.sequence_parallel else 1.0) / work.together
+        after = talk - spared if work.stops_early else talk
         return [
-            Piece(parts.attention * slower, talk, context=rotation),
-            Piece(parts.feed_forward * slower, 0.0 if work.stops_early else talk, 2 * asked),
+            Piece(parts.attention * slower, talk, **keys),
+            Piece(parts.feed_forward * slower, after, 2 * asked),
         ]
 
     @cached_property
@@ -185,8 +203,20 @@ class Passes:
         )
         return [
             Piece(parts.feed_forward * slower, first, 2 * self.dispatch),
-            Piece(parts.attention * slower, second, context=2 * self.rotation),
+            Piece(parts.attention * slower, second, **self._gradients_of_keys),
         ]
+
+    def _keys(self, share: float) -> dict[str, float]:
+        """Of a `Piece`: a ``share`` of what brings other context ranks' keys and values."""
+        way = "at_once" if self.work.context_at_once else "context"
+        return {way: share * self._to_context(self.compute.bytes)}
+
+    @property
+    def _gradients_of_keys(self) -> dict[str, float]:
+        """In float32; round the ring keys and values go again, before them."""
+        if self.work.context_at_once:
+            return {"at_once": self._to_context(FLOAT)}
+        return {"context": self._to_context(self.compute.bytes) + self._to_context(FLOAT)}
 
     @cached_property
     def weights(self) -> float:
@@ -233,13 +263,13 @@ class Passes:
         rows = self.hidden * self.work.shape.experts_per_token
         return self.links.exchange(rows, group(self.work.mesh, "expert"))
 
-    @cached_property
-    def rotation(self) -> float:
-        """Keys and values of every other context rank pass by."""
+    def _to_context(self, width: int) -> float:
+        """A key and a value of every token, in numbers of ``width`` bytes, to all context ranks; or
+        as many from them."""
         mesh = self.work.mesh
         if mesh.context == 1:
             return 0.0
-        size = 2 * self.work.tokens * self.compute.kv_width * self.compute.bytes * mesh.context
+        size = 2 * self.work.tokens * self.compute.kv_width * width * mesh.context
         return self.links.gather(size, group(mesh, "context"))
 
     @cached_property
@@ -258,12 +288,4 @@ class Passes:
     @cached_property
     def copy(self) -> float:
         """What a block keeps for its backward pass goes to host memory, or comes back."""
-        work, shape = self.work, self.work.shape
-        if not work.offload:
-            return 0.0
-        inner = shape.inner * shape.experts_per_token
-        kept = {
-            "block": shape.width,  # its input
-            "elementwise": 6 * shape.width + (1 + shape.gated) * inner,  # what products give
-        }.get(work.recompute, 9 * shape.width + (2 + shape.gated) * inner)
-        return work.tokens * kept * self.compute.bytes / work.mesh.tensor / self.links.host
+        return self.work.offloaded / self.links.host

@@ -20,6 +20,7 @@ from .step import (
     EXPERT,
     GATHER,
     JOIN,
+    OFFLOAD,
     PIPELINE,
     SCATTER,
     TENSOR,
@@ -145,19 +146,43 @@ class Pipeline:
     def seconds(self) -> dict[str, list[float]]:
         """Of every stage, for each kind of work; the last one has the head."""
         parts, (there, back) = self.parts, self.parts.head
-        forward = [count * waiting(parts.forward) for count in self.blocks]
-        again = waiting(parts.again) + waiting(parts.backward)
-        backward = [count * again for count in self.blocks]
-        weights = [count * parts.weights for count in self.blocks]
-        forward[-1] += there
-        backward[-1] += back
-        weights[-1] += parts.head_weights
+        again, whole = waiting(parts.again), waiting(parts.backward)
+        forward = self._of_stages(waiting(parts.forward), there)
+        backward = self._of_stages(again + whole, back)
+        # cut in two, a backward pass computes again for each half
+        inputs = self._of_stages(again + whole - parts.weights, back - parts.head_weights)
+        weights = self._of_stages(again + parts.weights, parts.head_weights)
         if self._gathers_again:
-            first = forward if self.plan.schedule.all_at_once else backward
+            early = [forward] if self.plan.schedule.all_at_once else [backward, inputs]
             for stage, count in enumerate(self.blocks):
-                first[stage] += self._gathering(count, first[stage])
-        inputs = [whole - put_off for whole, put_off in zip(backward, weights, strict=True)]
+                for first in early:
+                    first[stage] += self._gathering(count, first[stage])
+        inputs[0], weights[0] = 0.0, backward[0]  # nobody asks for gradients of tokens
         return {FORWARD: forward, BACKWARD: backward, INPUTS: inputs, WEIGHTS: weights}
+
+    @property
+    def copying(self) -> float:
+        """Seconds that a block of one micro-batch waits for copies, not cut in two."""
+        parts = self.parts
+        there, back = waiting(parts.forward), waiting(parts.again) + waiting(parts.backward)
+        if self.work.copies_in_line:
+            return 2 * parts.copy
+        return max(0.0, parts.copy - there) + max(0.0, parts.copy - back)
+
+    def _of_stages(self, block: float, head: float) -> list[float]:
+        """Seconds of a pass, ``block`` each, that copies go beside or between; and the head's."""
+        copy = self.parts.copy
+        each = block + copy if self.work.copies_in_line else max(block, copy)
+        found = [count * each for count in self.blocks]
+        found[-1] += head
+        return found
+
+    @cached_property
+    def twice(self) -> float:
+        """The share of backward passes that are cut in two."""
+        done = flow(self.plan, self.laid_out(self.work.fillings[-1])).work
+        passes = sum(kind == FORWARD for kind, _, _ in done)
+        return sum(kind == WEIGHTS and stage > 0 for kind, stage, _ in done) / passes
 
     @property
     def _gathers_again(self) -> bool:
@@ -273,7 +298,7 @@ def _drawn(line: Pipeline, count: int) -> Timeline:
 
 def waiting(pieces: list[Piece]) -> float:
     """Seconds of a block with everything that its stage waits for."""
-    return sum(max(p.compute, p.context) + p.tensor + p.expert for p in pieces)
+    return sum(piece.seconds for piece in pieces)
 
 
 def accounts(step: Step) -> tuple[dict[str, float], dict[str, float]]:
@@ -281,13 +306,15 @@ def accounts(step: Step) -> tuple[dict[str, float], dict[str, float]]:
     work, parts = step.work, step.parts
     line, times = Pipeline(work, parts), len(work.fillings)
     blocks = work.passes * line.largest
-    pieces = [*parts.forward, *parts.again, *parts.backward]
+    pieces = [(1.0, piece) for piece in (*parts.forward, *parts.backward)]
+    pieces += [(1.0 + line.twice, piece) for piece in parts.again]
     hidden, _ = _ending(line)
     busy = {
-        COMPUTE: blocks * sum(p.compute for p in pieces) + work.passes * sum(parts.head),
-        TENSOR: blocks * sum(p.tensor for p in pieces),
-        EXPERT: blocks * sum(p.expert for p in pieces),
-        CONTEXT: blocks * sum(p.context for p in pieces),
+        COMPUTE: blocks * sum(n * p.compute for n, p in pieces) + work.passes * sum(parts.head),
+        TENSOR: blocks * sum(n * p.tensor for n, p in pieces),
+        EXPERT: blocks * sum(n * p.expert for n, p in pieces),
+        CONTEXT: blocks * sum(n * (p.context + p.at_once) for n, p in pieces),
+        OFFLOAD: blocks * (2 + line.twice) * parts.copy,
         PIPELINE: work.passes * 2 * work.virtual * parts.handing_on + parts.tie,
         GATHER: line.gathers,
         SCATTER: times * line.reduction,
@@ -298,7 +325,8 @@ def accounts(step: Step) -> tuple[dict[str, float], dict[str, float]]:
         TENSOR: busy[TENSOR],
         EXPERT: busy[EXPERT],
         PIPELINE: parts.tie if work.overlapped_sends else busy[PIPELINE],
-        CONTEXT: blocks * sum(max(0.0, p.context - p.compute) for p in pieces),
+        CONTEXT: blocks * sum(n * (max(0.0, p.context - p.compute) + p.at_once) for n, p in pieces),
+        OFFLOAD: blocks * line.copying,
         GATHER: times * line.first_gather + work.passes * line.waited,
         SCATTER: max(0.0, line.reduction - hidden) + (times - 1) * line.reduction,
         JOIN: max(0.0, line.join - max(0.0, hidden - line.reduction)),

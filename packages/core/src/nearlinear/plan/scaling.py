@@ -51,7 +51,7 @@ def curve(
     nodes = cluster.nodes
     while nodes * cluster.node.gpus <= most:
         place = resized(cluster, nodes)
-        work = workload.from_config(fixed, place.world, place.node.gpus, ids)
+        work = workload.from_config(fixed, place.world, place.node.gpus, ids, place.gpu.is_cpu)
         rate = work.step_tokens / step(work, place, fitted).seconds / place.world
         first = points[0].tokens_per_second_per_gpu if points else rate
         points.append(Point(place.world, rate, rate / first))

@@ -131,7 +131,8 @@ def _by_time(config, cluster: Cluster, like) -> list[tuple[_Candidate, float]]:
 def _seconds(config: TrainConfig, cluster: Cluster, like: Plan | None) -> float:
     """Of a step. Raises ConfigError for what the trainer refuses."""
     ids = _vocabulary(config, like)
-    work = workload.from_config(config, cluster.world, cluster.node.gpus, ids)
+    where = cluster.world, cluster.node.gpus
+    work = workload.from_config(config, *where, ids, cluster.gpu.is_cpu)
     backend = config.parallel.communication_backend
     fitted = like.fitted if like else parameters.on(cluster.node, backend)
     return step(work, cluster, fitted).seconds

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 
-from ..parallel.pipeline import partition
-from ..parallel.pipeline.partition import Cost, Costs
 from ..parallel.pipeline.schedules import Plan
-from .shape import Shape
 
 
 @dataclass(frozen=True)
@@ -34,19 +31,3 @@ class Stages:
     def _by_rank(self, values) -> list[float]:
         ranks = range(self.plan.ranks)
         return [sum(values[stage] for stage in self.plan.stages_of(rank)) for rank in ranks]
-
-
-@cache
-def split(shape: Shape, plan: Plan, memory_weight: float) -> tuple[int, ...]:
-    """Blocks of every stage as `parallel.pipeline.partition` cuts ``shape``. Raises ConfigError."""
-    met = shape.experts_per_token * shape.feed_forward_matrices
-    block = shape.block_parameters
-    first, last = shape.ends
-    costs = Costs(
-        Cost(first, 0.0, float(first)),
-        (Cost(block, 2.0 * (shape.attention_matrices + shape.router + met), float(block)),)
-        * shape.layers,
-        Cost(last, 2.0 * last, float(last)),
-    )
-    cut = partition.split(costs, plan.stages, memory_weight)
-    return tuple(len(blocks) for blocks in cut)

@@ -115,12 +115,15 @@ def _pass(timeline, work: Workload, parts: Passes, before, final: bool, first: b
         root = timeline.add(GATHER, parts.gather(parts.root), [before], lane)
 
     def gather(visit: int) -> None:
-        kept = visit == layers or (visit > layers and not work.resharded)
-        kept = kept or stays and (visit == 0 or not work.resharded)
-        if visit < len(visits) and parts.sharded and not kept:
+        if visit >= len(visits) or not parts.sharded:
+            return
+        whole = not work.resharded or visits[visit] < work.kept_blocks
+        kept = visit == layers or (visit > layers and whole) or (stays and (visit == 0 or whole))
+        if not kept:
             after = [done[-1 - work.prefetch]] if work.prefetch else [done[-1]]
             label = f"block {visits[visit]}"
-            gathered[visit] = timeline.add(GATHER, parts.gather_block, after, lane, label)
+            took = parts.gather_block if visit < layers else parts.gather_back
+            gathered[visit] = timeline.add(GATHER, took, after, lane, label)
 
     for visit in range(work.prefetch):
         gather(visit)
@@ -132,10 +135,14 @@ def _pass(timeline, work: Workload, parts: Passes, before, final: bool, first: b
             last = timeline.add(COMPUTE, sum(parts.head), [last], label="head")
         if visit < layers:
             last = _run(timeline, parts.forward, [last, *waits], f"forward {block}")
-            if parts.copy:
+            if parts.copy and work.copies_in_line:
+                last = timeline.add(OFFLOAD, parts.copy, [last])
+            elif parts.copy:
                 copies[block] = timeline.add(OFFLOAD, parts.copy, [last], lane="copies out")
         else:
-            if parts.copy and block < layers - 1:
+            if parts.copy and work.copies_in_line:
+                last = timeline.add(OFFLOAD, parts.copy, [last, *waits])
+            elif parts.copy and block < layers - 1:
                 ahead = done[-1 - min(work.horizon, visit - layers + 1)]
                 waits.append(timeline.add(OFFLOAD, parts.copy, [copies[block], ahead], "copies in"))
             last = _run(timeline, parts.again, [last, *waits], f"again {block}")
@@ -161,7 +168,11 @@ def _run(timeline, pieces: list[Piece], after: list, label: str) -> Task:
         last = timeline.add(COMPUTE, piece.compute, waits, label=label)
         if beside is not None and beside.end > last.end:
             last = timeline.add(COMPUTE, 0.0, [beside])
-        for kind, seconds in ((EXPERT, piece.expert), (TENSOR, piece.tensor)):
+        for kind, seconds in (
+            (CONTEXT, piece.at_once),
+            (EXPERT, piece.expert),
+            (TENSOR, piece.tensor),
+        ):
             if seconds:
                 last = timeline.add(kind, seconds, [last], label=label)
     return last if last is not None else after[0]

@@ -13,13 +13,17 @@ from ..errors import ConfigError
 from ..memory.states import AVERAGES
 from ..mesh import PLACED, Mesh
 from ..parallel.activations import strategy
-from ..parallel.pipeline.partition import memory_weight
+from ..parallel.kept import kept_blocks, stays_gathered
 from ..parallel.pipeline.schedules import Plan, plan_for
 from ..train.config import TrainConfig
 from ..train.preflight import check_degrees
 from . import shape
+from .memory.blocks import known_as
+from .memory.pipeline import stages_of
+from .memory.rank import Rank
+from .memory.units import Unit, root_of
 from .shape import Shape
-from .stages import Stages, split
+from .stages import Stages
 
 Recompute = Literal["none", "block", "attention", "elementwise", "alternate"]
 """What the backward pass computes again: nothing; whole blocks; softmax and the two products around
@@ -46,6 +50,10 @@ class Workload:
     recompute: Recompute = "none"
     recomputed_blocks: float = 1.0
     """the share of blocks that recompute"""
+    together: int = 1
+    """blocks in a row that are recomputed as one"""
+    gathered_again: bool = False
+    """of those all but the last are freed after that, and gathered for their backward pass"""
     stops_early: bool = True
     """recomputation ends where backward has what it needs: a block's last product is spared"""
     fused_attention: bool = True
@@ -65,10 +73,14 @@ class Workload:
     """of a gathered parameter"""
     reduce_bytes: float = 4.0
     """of a gradient that is reduced"""
+    context_at_once: bool = False
+    """context ranks gather keys and values, and compute then; they do not go round beside it"""
     message: float = 0.0
     """parameters that a collective moves at most; 0 = a block's"""
     resharded: bool = True
     """gathered parameters are freed after the forward pass, and gathered again"""
+    kept_blocks: int = 0
+    """the first blocks, which are not: see `parallel.kept`"""
     stays_gathered: bool = False
     """from one micro-batch to the next, the root and what else may: see `parallel.schedule`"""
     two_hop: bool = True
@@ -93,8 +105,10 @@ class Workload:
     """tensor ranks each send a part of what goes to the next stage, which gathers them"""
     virtual: int = 1
     """stages per rank of a pipeline"""
-    offload: bool = False
-    """activations go to host memory"""
+    offloaded: float = 0.0
+    """bytes of activations that a block sends to host memory; 0 = they stay"""
+    copies_in_line: bool = False
+    """computation waits for every copy"""
     horizon: int = 2
     """blocks ahead of backward whose activations come back"""
     backend: str = ""
@@ -106,6 +120,11 @@ class Workload:
     """values and averages are in host memory, and updated there"""
     updaters: int = 1
     """replicas that share an update"""
+
+    @property
+    def offload(self) -> bool:
+        """Activations go to host memory."""
+        return self.offloaded > 0
 
     @property
     def tokens(self) -> int:
@@ -166,9 +185,13 @@ def group(mesh: Mesh, *axes: str) -> Group:
     return Group(ranks, nodes, max(1, min(node, mesh.world) // on_node))
 
 
-def from_config(config: TrainConfig, world: int, ranks_per_node: int, vocabulary=0) -> Workload:
+def from_config(
+    config: TrainConfig, world: int, ranks_per_node: int, vocabulary: int = 0, on_cpu: bool = False
+) -> Workload:
     """The step that ``config`` asks for on ``world`` ranks.
 
+    ``on_cpu``: there nothing goes beside computation unless ``overlap_communication`` has it so;
+    on accelerators FSDP2 gathers one unit ahead whatever it is told: see `parallel.overlap`.
     Raises ConfigError, as the trainer would before it starts.
     """
     parallel = config.parallel
@@ -181,8 +204,9 @@ def from_config(config: TrainConfig, world: int, ranks_per_node: int, vocabulary
             f"context_parallel_degree = {mesh.context}"
         )
     found = shape.of_model(config.model, vocabulary)
+    rank = Rank(config, mesh, found, known_as(config.model.family, found))
     piped = mesh.pipeline > 1
-    beside = parallel.overlap_communication
+    beside = parallel.overlap_communication or not on_cpu
     asked = Workload(
         shape=found,
         sequence=config.sequence_length,
@@ -195,28 +219,61 @@ def from_config(config: TrainConfig, world: int, ranks_per_node: int, vocabulary
         compiled=config.train.compile_blocks,
         sequence_parallel=mesh.tensor > 1,
         gather_bytes=_gather_bytes(parallel),
+        context_at_once=parallel.cp_comm_type == "all_gather",
         two_hop=config.train.two_hop,
         stays_gathered=not piped,
-        prefetch=parallel.prefetch_depth if beside or piped else 0,
+        prefetch=max(not on_cpu, parallel.prefetch_depth) if beside or piped else 0,
         overlapped_reduce=beside and not piped,  # a schedule reduces when it has ended
         hierarchical=parallel.hierarchical_all_gather == "on" and not piped,
         split_sends=mesh.tensor > 1,
-        offload=config.activations.offload,
+        copies_in_line=not parallel.sm_activation_offloading,
         horizon=parallel.activation_loading_horizon,
         optimizer_bytes=16.0 + 2 * AVERAGES[config.optimizer.kind],
         offload_optimizer=parallel.offload_optimizer,
         updaters=mesh.replicate if parallel.shard_optimizer_state else 1,
         backend=parallel.communication_backend,
     )
+    live = parallel.sdp_max_live_parameters
     if piped:
-        asked = replace(asked, **_pipeline(config, found, mesh, size, passes))
-    return replace(asked, resharded=_resharded(asked, parallel.sdp_max_live_parameters))
+        asked = replace(asked, **_pipeline(rank, size, passes))
+        asked = replace(asked, resharded=_resharded(asked, live))
+        return replace(asked, **_kept(rank, math.ceil(asked.cut.most_blocks)))
+    kept = kept_blocks(_sizes(rank), parallel.prefetch_depth, live)
+    asked = replace(asked, resharded=kept < found.layers, kept_blocks=kept)
+    return replace(asked, **_kept(rank, found.layers))
 
 
-def _pipeline(config: TrainConfig, found: Shape, mesh: Mesh, size: int, batches: int) -> dict:
+def _kept(rank: Rank, blocks: int) -> dict:
+    """What is recomputed and what is moved of ``blocks`` blocks in a row, as memory counts them."""
+    asked, found = rank.config.activations, {}
+    plan = strategy.parse(asked.checkpoint) if asked.checkpoint else None
+    if plan and plan.together != 1:
+        together = min(plan.together or blocks, blocks)
+        size = together * sum(unit.elements for unit in rank.block)
+        again = size > rank.config.parallel.sdp_max_live_parameters
+        found |= {"together": together, "gathered_again": again}
+    if asked.offload or (plan and plan.budget is not None):
+        of = rank.activations(blocks, rank.sizes.hidden)
+        numbers = range(1, blocks + 1)
+        if plan and plan.budget is not None:
+            found["recomputed_blocks"] = sum(map(bool, map(of.again, numbers))) / blocks
+        if asked.offload:
+            found["offloaded"] = sum(map(of.kept_by, numbers)) / blocks
+    return found
+
+
+def _sizes(rank: Rank) -> list[int]:
+    """Parameters of the root, then of every block, before ranks share them."""
+    mesh, found = rank.mesh, rank.shape
+    root = Unit(root_of(rank.family, found, mesh.tensor), mesh.sharing).elements
+    return [root, *[sum(unit.elements for unit in rank.block)] * found.layers]
+
+
+def _pipeline(rank: Rank, size: int, batches: int) -> dict:
     """What a pipeline makes of ``batches`` of ``size`` sequences. Raises ConfigError."""
-    parallel, count = config.parallel, config.parallel.microbatches
-    plan = plan_for(parallel.pipeline, mesh.pipeline, parallel.virtual_pipeline_degree, count)
+    parallel, ranks = rank.config.parallel, rank.mesh.pipeline
+    count = parallel.microbatches
+    plan = plan_for(parallel.pipeline, ranks, parallel.virtual_pipeline_degree, count)
     plan.check(count)
     most = plan.in_flight(parallel.active_microbatches, count) or count
     runs = [min(most, count - begin) for begin in range(0, count, most)]
@@ -226,28 +283,23 @@ def _pipeline(config: TrainConfig, found: Shape, mesh: Mesh, size: int, batches:
         "schedule": plan.name,
         "virtual": plan.per_rank,
         "at_once": tuple(runs * batches),
-        "stages": split(found, plan, memory_weight(parallel)) if parallel.auto_partition else (),
+        "stages": tuple(len(blocks) for blocks in stages_of(rank, plan)),
     }
 
 
 def _recompute(asked: str) -> Recompute:
-    """A budget keeps what it can: between nothing and everything; counted as everything."""
+    """How; of how many blocks a budget does it, `_kept` says."""
     if not asked:
         return "none"
     return "elementwise" if strategy.parse(asked).selective else "block"
 
 
 def _resharded(work: Workload, live: int) -> bool:
-    """Whether a rank's part of the model is more than may stay gathered; of a pipeline, the most.
-
-    A schedule that puts off gradients of weights looks for them in what stays gathered.
-    """
+    """Whether a pipeline's rank frees its stages, of all ranks the one that has the most."""
     found, mesh = work.shape, work.mesh
-    if mesh.pipeline == 1:
-        return found.parameters / mesh.tensor > live
     ends = tuple(end / mesh.tensor for end in found.ends)
     held = work.cut.most_parameters(found.block_parameters / mesh.tensor, ends)
-    return held > live and not work.cut.plan.schedule.apart
+    return not stays_gathered(held, live, work.cut.plan.schedule.apart)
 
 
 def _gather_bytes(parallel: Config) -> float:

@@ -38,6 +38,10 @@ class Activations:
         kept = self.kept
         return kept.again if kept.until is None or number <= kept.until else 0
 
+    def window(self, blocks: int) -> int:
+        """The most bytes that ``blocks`` blocks in a row keep."""
+        return blocks * max(self.kept_by(1), self.kept_by(2))
+
     def kept_by(self, number: int) -> int:
         """Bytes that block ``number`` keeps for its backward pass."""
         again, enters = self.again(number), self.first if number == 1 else self.hidden

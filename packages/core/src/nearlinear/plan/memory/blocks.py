@@ -55,7 +55,7 @@ def _gpt2(to: Listing, sizes: Sizes, x: Value) -> None:
     width, inner = sizes.shape.width, sizes.shape.inner
     normed = _gathered(to, sizes, _layer_norm(to, x))
     qkv = to.linear(normed, sizes.wide(3 * width), sizes.matrix(width, 3 * width))
-    mixed = _attention(to, sizes, (_parts(to, qkv),), saves=(qkv,))
+    mixed = _in_rows(to, sizes, _attention(to, sizes, (_parts(to, qkv),), saves=(qkv,)))
     mixed = to.linear(mixed, sizes.tokens * width * sizes.item, sizes.matrix(width, width))
     x = to.add(_summed(to, sizes, mixed), x)
     normed = _gathered(to, sizes, _layer_norm(to, x))
@@ -93,7 +93,7 @@ def _attended(to: Listing, sizes: Sizes, x: Value) -> Value:
     k = to.linear(normed, sizes.wide(kv), sizes.matrix(width, kv))
     v = to.linear(normed, sizes.wide(kv), sizes.matrix(width, kv))
     qkv = _turned(to, q), _turned(to, k), v
-    mixed = _attention(to, sizes, qkv, saves=qkv)
+    mixed = _in_rows(to, sizes, _attention(to, sizes, qkv, saves=qkv))
     mixed = to.linear(mixed, sizes.tokens * width * sizes.item, sizes.matrix(width, width))
     return to.add(x, _summed(to, sizes, mixed))
 
@@ -142,10 +142,33 @@ def _parts(to: Listing, qkv: Value) -> Value:
 
 
 def _attention(to: Listing, sizes: Sizes, given: tuple[Value, ...], saves: tuple) -> Value:
+    """``saves``: queries first."""
     heads = sizes.tokens * sizes.shape.heads // sizes.tensor
     sums = to.beside(heads * FLOAT)  # of exponentials, their logarithms
     size = sizes.wide(sizes.shape.width)
-    return to.call(size, *given, saves=(*saves, sums), out=True, product=True)
+    if sizes.context == 1:
+        return to.call(size, *given, saves=(*saves, sums), out=True, product=True)
+    kv = 2 * sizes.wide(sizes.shape.kv_width)
+    held = to.beside(kv * sizes.context if sizes.at_once else kv)  # put together, before it leaves
+    finer = FLOAT // sizes.item  # attention's parts and gradients are float32
+    if sizes.at_once:  # every rank's gradients, all in a row, and the sum
+        back = (2 * sizes.context + 1) * finer * kv
+    else:  # this rank's, and of two steps those that leave and those that come
+        back = (5 if sizes.context > 2 else 3) * finer * kv + 2 * kv
+    return to.call(
+        size,
+        *given,
+        saves=(saves[0], sums, held),
+        out=True,
+        product=True,
+        scratch=2 * finer * size,
+        scratch_back=back + finer * size,
+    )
+
+
+def _in_rows(to: Listing, sizes: Sizes, mixed: Value) -> Value:
+    """Attention over context ranks puts out head after head, and rows are a copy."""
+    return to.scaled(mixed) if sizes.context > 1 else mixed
 
 
 def _gelu_by_tanh(to: Listing, x: Value) -> Value:

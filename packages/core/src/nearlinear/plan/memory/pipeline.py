@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 
 from ...parallel.kept import stays_gathered
 from ...parallel.pipeline import partition
@@ -48,11 +49,11 @@ def pipelined(rank: Rank) -> MemoryPlan:
     return dataclasses.replace(found[place], pipeline_rank=place, rough=rough)
 
 
-def stages_of(rank: Rank, plan: Plan) -> list[range]:
+def stages_of(rank: Rank, plan: Plan) -> tuple[range, ...]:
     """The blocks of every stage, as `parallel.pipeline` cuts them. Raises ConfigError."""
     asked, layers = rank.config.parallel, rank.shape.layers
     if not asked.auto_partition:
-        return partition.by_hand({}, layers, plan.stages, asked.default_partition)
+        return tuple(partition.by_hand({}, layers, plan.stages, asked.default_partition))
     shape, tensor = rank.shape, rank.mesh.tensor
     met = shape.experts_per_token / shape.experts
     block = [dims for unit in rank.block for dims in unit.parameters]
@@ -61,7 +62,13 @@ def stages_of(rank: Rank, plan: Plan) -> list[range]:
         (_cost(block, 1.0, met),) * layers,
         _cost(head_of(rank.family, shape, tensor), 1.0, met),
     )
-    return partition.split(costs, plan.stages, partition.memory_weight(asked))
+    return _split(costs, plan.stages, partition.memory_weight(asked))
+
+
+@cache
+def _split(costs: partition.Costs, stages: int, memory_weight: float) -> tuple[range, ...]:
+    """A search asks for the same one often."""
+    return tuple(partition.split(costs, stages, memory_weight))
 
 
 def _cost(parameters, of_matrices: float, of_experts: float) -> partition.Cost:
@@ -119,11 +126,43 @@ class _Walk:
         self.frees = frees
         self.whole: set[int] = set()  # stages that are gathered
         self.summed: set[int] = set()  # stages that have gradients
+        self.flight: Counter[int] = Counter()  # micro-batches of a stage that are to come back
+        self.ahead: Counter[int] = Counter()  # bytes of those that have, before their time
         self.passes: dict[tuple, Pass] = {}
 
     def go(self, kind: str, number: int) -> None:
-        """One pass of one micro-batch."""
-        stage, ledger = self.stages[number], self.ledger
+        """One pass of one micro-batch, and of activations that are in host memory those that are
+        on their way: see `parallel.activations.offload`."""
+        stage, there = self.stages[number], self._on_the_way(kind, number)
+        self.ledger.now["kept"] += there
+        self._go(kind, stage)
+        self.ledger.now["kept"] -= there
+        self.flight[number] += {FORWARD: 1, INPUTS: 0}.get(kind, -1)
+        if stage.moves and kind != FORWARD:
+            self._come_ahead(stage)
+
+    def _on_the_way(self, kind: str, number: int) -> int:
+        """Bytes there of other blocks than the one at hand, forwards; backwards with its own."""
+        stage = self.stages[number]
+        if not stage.moves:
+            return 0
+        most, blocks = stage.activations.kept.resident, len(stage.blocks)
+        others = blocks * self.flight[number]
+        if kind == FORWARD:
+            return stage.activations.window(min(most - 1, others + blocks - 1))
+        self.ledger.now["kept"] -= self.ahead.pop(number, 0)
+        return stage.activations.window(min(most, others))
+
+    def _come_ahead(self, stage: Stage) -> None:
+        """Blocks of the next micro-batch to come back do so while others go forward."""
+        blocks = min(
+            stage.activations.kept.resident - 1, len(stage.blocks) * self.flight[stage.number]
+        )
+        self.ahead[stage.number] = stage.activations.window(blocks)
+        self.ledger.now["kept"] += self.ahead[stage.number]
+
+    def _go(self, kind: str, stage: Stage) -> None:
+        number, ledger = stage.number, self.ledger
         if kind == FORWARD:
             whole = number in self.whole
             if not whole and not self.frees:

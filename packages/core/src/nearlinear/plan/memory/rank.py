@@ -44,7 +44,9 @@ class Rank:
         if mesh.pipeline > 1:
             sequences //= self.config.parallel.microbatches
         tokens = sequences * math.ceil(self.config.sequence_length / mesh.context)
-        return Sizes(self.shape, tokens, mesh.tensor, self.item, mesh.expert)
+        at_once = self.config.parallel.cp_comm_type == "all_gather"
+        parts = mesh.tensor, self.item, mesh.expert, mesh.context
+        return Sizes(self.shape, tokens, *parts, at_once=at_once)
 
     @cached_property
     def block(self) -> tuple[Unit, ...]:
@@ -101,10 +103,16 @@ class Rank:
         """Of ``blocks`` blocks in a row; ``first``: bytes of what enters them."""
         return Activations(self.calls, self._kept(blocks), self.sizes.hidden, first)
 
+    @property
+    def _resident(self) -> int:
+        """Blocks whose activations are on the device; PyTorch's own offload waits for each copy."""
+        parallel = self.config.parallel
+        return 1 + parallel.activation_loading_horizon * parallel.sm_activation_offloading
+
     def _kept(self, blocks: int) -> Kept:
         """As the table [activations] has it."""
         asked, calls = self.config.activations, self.calls
-        resident = self.config.parallel.activation_loading_horizon + 1 if asked.offload else None
+        resident = self._resident if asked.offload else None
         if not asked.checkpoint:
             return Kept(resident=resident)
         plan = strategy.parse(asked.checkpoint)

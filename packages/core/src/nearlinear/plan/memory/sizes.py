@@ -23,6 +23,10 @@ class Sizes:
     """bytes of a number in blocks"""
     expert: int = 1
     """ranks that divide the experts of a mixture"""
+    context: int = 1
+    """ranks that split a sequence"""
+    at_once: bool = False
+    """all context ranks' keys and values are gathered, and stay: see `parallel.context.gathered`"""
 
     @property
     def rows(self) -> int:

@@ -47,6 +47,11 @@ class Stage:
     def _block_gathered(self) -> int:
         return sum(unit.padded for unit in self.rank.block) * self.rank.item
 
+    @property
+    def moves(self) -> bool:
+        """Activations are in host memory: what is on the device of them is `_Walk`'s to count."""
+        return self.activations.kept.resident is not None
+
     def places(self, micro_batches: int) -> int:
         """Bytes of what is received, one place for every micro-batch and direction."""
         return micro_batches * self.rank.sizes.hidden * (2 - self.first - self.last)
@@ -62,7 +67,8 @@ class Stage:
             if frees and not whole:
                 ledger.add("gathered", block)
             ledger.look(working=activations.forward(number))
-            ledger.add("kept", activations.kept_by(number))
+            if not self.moves:
+                ledger.add("kept", activations.kept_by(number))
             if frees:
                 ledger.add("gathered", -block)
         if frees:
@@ -89,7 +95,8 @@ class Stage:
             ledger.moment = f"in the backward pass: {self._name(number)}"
             ahead = self._gather(ledger, number) if gathers else 0
             ledger.look(working=self.activations.backward(number), communication=ahead)
-            ledger.add("kept", -self.activations.kept_by(number))
+            if not self.moves:
+                ledger.add("kept", -self.activations.kept_by(number))
             if not adds:
                 ledger.add("gradients", block * REDUCED)
         return Pass(ledger.peak, ledger.at_peak, ledger.moment_of_peak, {})
@@ -107,7 +114,7 @@ class Stage:
             ledger.moment = f"in the backward pass: {self._name(number)}"
             ahead = self._gather(ledger, number) if gathers else 0
             ledger.add("kept", calls.waiting_bytes)
-            if self.activations.again(number):
+            if self.activations.again(number) and not self.moves:
                 ledger.add("kept", calls.kept_bytes)
             working = calls.backward_peak() - calls.kept_bytes - calls.waiting_bytes
             ledger.look(working=max(0, working), communication=ahead)
