@@ -48,6 +48,14 @@ def test_layouts_that_fit_are_ranked(few):
     assert again.seconds == pytest.approx(found[0].seconds)
 
 
+def test_what_a_layout_sets_is_all_that_it_takes(few):
+    """Whoever sets its keys in a config that fixed its batch has the same step."""
+    fixed = "batch.sequences=1536", "batch.micro_batch_size=3"
+    found = search.search(loaded(GPT2, *fixed), hardware.parse_cluster("p4d.24xlarge:32"), most=1)
+    keys = [f"{key}={json.dumps(value)}" for key, value in found[0].changes.items()]
+    assert loaded(GPT2, *fixed, *keys) == found[0].config
+
+
 def test_none_that_was_left_out_is_faster(few):
     """A search asks few layouts for their memory; here all are asked."""
     config, cluster = loaded(GPT2), hardware.parse_cluster("p4d.24xlarge:32")
@@ -187,9 +195,39 @@ def test_one_change_or_two_make_it_fit():
     assert " with " in said
 
 
+PIPELINE = ("parallel.pipeline_parallel_degree=4", "parallel.microbatches=16",
+            "parallel.hybrid_shard_degree=64", "activations.checkpoint=")  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("settings", "change"),
+    [
+        (["batch.micro_batch_size=32", "parallel.shard_optimizer_state=true"], "batch"),
+        (["batch.micro_batch_size=32", "optimizer.kind=adamw_8bit"], "batch"),
+        (["batch.micro_batch_size=33"], "batch.micro_batch_size = 11 with batch.accumulation = 3"),
+        (["batch.micro_batch_size=32", "batch.sequences=16384"], "batch.micro_batch_size = 8;"),
+        ([*PIPELINE, "batch.micro_batch_size=64", "model.preset=llama2-7b"],
+         "parallel.microbatches = "),
+    ],
+)  # fmt: skip
+def test_what_is_said_makes_it_fit_with_the_same_batch(settings, change):
+    """Also beside keys that go with few others."""
+    plan = nl.plan(GPT2, "p4d.24xlarge:32", settings=settings)
+    said = remedy.remedy(plan)
+    words = said.removeprefix("cheapest change that makes it fit: ").split(";")[0]
+    changed = [each.replace(" = ", "=") for each in words.split(" with ")]
+    found = nl.plan(GPT2, "p4d.24xlarge:32", settings=[*settings, *changed])
+    assert change in said
+    assert found.fits and not plan.fits
+    assert found.work.step_tokens == plan.work.step_tokens
+
+
 def test_nothing_makes_it_fit_and_that_is_said():
-    settings = ("parallel.hybrid_shard_degree=8", "batch.micro_batch_size=97")
-    found = nl.plan(GPT2, "p4d.24xlarge:1", settings=settings)
+    large = {"model": {"preset": "llama2-70b"}, "parallel": {"fp16": True}}
+    found = nl.plan(large, "p3dn.24xlarge:1")
+    assert "no change of one key or of two" in remedy.remedy(found)
+    # sixteen micro-batches of one sequence are no smaller ones
+    found = nl.plan(GPT2, "p4d.24xlarge:32", settings=(*PIPELINE, "batch.micro_batch_size=16"))
     assert "no change of one key or of two" in remedy.remedy(found)
 
 
