@@ -140,11 +140,20 @@ def test_an_interleaved_schedule_takes_what_torch_takes():
         ({"usd_per_hour": -3.0}, "price"),
         ({"usd_per_hour": float("nan")}, "price"),
         ({"straggler": float("nan")}, "straggler"),
+        ({"tokens": "5"}, "tokens = '5': expected a number"),
+        ({"straggler": "0.1"}, "straggler = '0.1': expected a number"),
+        ({"usd_per_hour": "7"}, "price per hour = '7': expected a number"),
+        ({"vocabulary": -1}, "vocabulary = -1"),
     ],
 )
 def test_numbers_that_are_none(more, word):
     with pytest.raises(ConfigError, match=word):
         nl.plan(GPT2, "p4d.24xlarge:32", **more)
+
+
+def test_settings_of_what_cannot_take_them_are_refused():
+    with pytest.raises(ConfigError, match="settings change what is read"):
+        nl.plan(loaded(GPT2), "p4d.24xlarge:32", settings=("batch.micro_batch_size=3",))
 
 
 def test_what_was_assumed_holds_for_everything_that_is_tried(few):
