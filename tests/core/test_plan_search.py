@@ -123,6 +123,29 @@ def test_a_plan_refuses_what_the_trainer_refuses(setting, word):
         nl.plan(data, "p4d.24xlarge:32", settings=settings + odd)
 
 
+@pytest.mark.parametrize(
+    ("settings", "word"),
+    [
+        (["parallel.bf16=false", "parallel.fp16=true", "parallel.gather_dtype=bf16"], "fp16"),
+        (["activations.checkpoint=1KiB"], "with every block recomputed"),
+        (["parallel.expert_parallel_degree=2", "moe.smp_moe=false"], "smp_moe = false"),
+        (["moe.moe_load_balancing=aux_loss", "parallel.context_parallel_degree=2"], "context"),
+        (["moe.moe_z_loss_coeff=0.1", "parallel.context_parallel_degree=2"], "router losses"),
+        (["model.overrides.output_router_logits=true", "parallel.pipeline_parallel_degree=2"],
+         "pipeline_parallel_degree > 1"),
+        (["moe.moe_load_balancing=sinkhorn", "parallel.pipeline_parallel_degree=2"], "all layers"),
+    ],
+)  # fmt: skip
+def test_a_plan_refuses_mixtures_and_budgets_that_the_trainer_refuses(settings, word):
+    with pytest.raises(ConfigError, match=word):
+        nl.plan(MIXTRAL, "a100-80gb:1", settings=settings)
+    without = ["moe.moe_load_balancing=none", "moe.moe_z_loss_coeff=0",
+               "parallel.gather_dtype=same",
+               "model.overrides.output_router_logits=false", "moe.smp_moe=true",
+               "activations.checkpoint=1GiB"]  # fmt: skip
+    assert nl.plan(MIXTRAL, "a100-80gb:1", settings=[*settings, *without]).fits
+
+
 def test_an_interleaved_schedule_takes_what_torch_takes():
     """Ten micro-batches on eight ranks are one round of ten."""
     settings = ("parallel.pipeline_parallel_degree=8", "parallel.microbatches=10",

@@ -172,6 +172,7 @@ def from_config(config: TrainConfig, world: int, ranks_per_node: int, vocabulary
     Raises ConfigError, as the trainer would before it starts.
     """
     parallel = config.parallel
+    parallel.check_possible()
     mesh = Mesh.from_config(parallel, world, ranks_per_node)
     check_degrees(config, mesh)
     size, passes = config.batch.micro_batch_size, config.batch.micro_batches(mesh.data_ranks)
