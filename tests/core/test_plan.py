@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import subprocess
 import sys
 import tomllib
@@ -58,7 +59,10 @@ def test_a_gpu_held_to_less_power_is_slower():
     assert share == pytest.approx((500 / 700) ** (1 / 3))
 
 
-@pytest.mark.parametrize("text", ["p4d.24xlarge:0", "p4d.24xlarge:x", "p9.large:2", "", ":3"])
+@pytest.mark.parametrize(
+    "text",
+    ["p4d.24xlarge:0", "p4d.24xlarge:x", "p9.large:2", "", ":3", "p4d.24xlarge:" + "9" * 5000],
+)
 def test_a_cluster_that_is_none(text):
     with pytest.raises(ConfigError, match="--cluster"):
         hardware.parse_cluster(text)
@@ -78,6 +82,34 @@ def test_shapes_are_those_of_the_models(preset):
     matrices = sum(p.numel() for p in model.parameters() if p.dim() >= 2)
     assert found.parameters == matrices
     assert found.flops_per_token(64) == pytest.approx(flops.flops_per_token(model, 64), rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("preset", "overrides", "words"),
+    [
+        ("gpt2-30b", {"n_head": 0}, "n_head = 0: must be at least 1"),
+        ("gpt2-30b", {"n_embd": -7168}, "n_embd = -7168: must be at least 1"),
+        ("gpt2-30b", {"n_head": 55}, "55 heads do not divide its width of 7168"),
+        ("llama2-70b", {"num_key_value_heads": "8"}, "num_key_value_heads = '8': expected an int"),
+        ("llama2-70b", {"num_key_value_heads": 5}, "does not divide its 64 heads"),
+        ("llama2-70b", {"num_attention_heads": None}, "num_attention_heads = None: expected an"),
+        ("llama2-70b", {"max_position_embeddings": -5}, "max_position_embeddings = -5"),
+        ("llama2-70b", {"hidden_act": ["silu"]}, "hidden_act"),
+        ("llama2-70b", {"tie_word_embeddings": 3}, "true or false"),
+        ("mixtral-tiny", {"num_local_experts": "8"}, "num_local_experts = '8': expected an int"),
+        ("mixtral-tiny", {"num_local_experts": [8]}, "num_local_experts"),
+        ("mixtral-tiny", {"num_experts_per_tok": 99}, "num_experts_per_tok = 99, of "),
+    ],
+)
+def test_a_model_that_cannot_be(preset, overrides, words):
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        nl.plan({"model": {"preset": preset, "overrides": overrides}}, "h100:8")
+
+
+def test_null_is_what_the_family_has():
+    null = {"num_key_value_heads": None, "num_local_experts": None}
+    asked = ModelConfig(preset="llama2-7b", overrides=null)
+    assert shape.of_model(asked) == shape.of_model(ModelConfig(preset="llama2-7b"))
 
 
 def test_a_config_becomes_a_step():

@@ -48,6 +48,14 @@ def test_layouts_that_fit_are_ranked(few):
     assert again.seconds == pytest.approx(found[0].seconds)
 
 
+def test_what_a_layout_sets_is_all_that_it_takes(few):
+    """Whoever sets its keys in a config that fixed its batch has the same step."""
+    fixed = "batch.sequences=1536", "batch.micro_batch_size=3"
+    found = search.search(loaded(GPT2, *fixed), hardware.parse_cluster("p4d.24xlarge:32"), most=1)
+    keys = [f"{key}={json.dumps(value)}" for key, value in found[0].changes.items()]
+    assert loaded(GPT2, *fixed, *keys) == found[0].config
+
+
 def test_none_that_was_left_out_is_faster(few):
     """A search asks few layouts for their memory; here all are asked."""
     config, cluster = loaded(GPT2), hardware.parse_cluster("p4d.24xlarge:32")
@@ -115,6 +123,29 @@ def test_a_plan_refuses_what_the_trainer_refuses(setting, word):
         nl.plan(data, "p4d.24xlarge:32", settings=settings + odd)
 
 
+@pytest.mark.parametrize(
+    ("settings", "word"),
+    [
+        (["parallel.bf16=false", "parallel.fp16=true", "parallel.gather_dtype=bf16"], "fp16"),
+        (["activations.checkpoint=1KiB"], "with every block recomputed"),
+        (["parallel.expert_parallel_degree=2", "moe.smp_moe=false"], "smp_moe = false"),
+        (["moe.moe_load_balancing=aux_loss", "parallel.context_parallel_degree=2"], "context"),
+        (["moe.moe_z_loss_coeff=0.1", "parallel.context_parallel_degree=2"], "router losses"),
+        (["model.overrides.output_router_logits=true", "parallel.pipeline_parallel_degree=2"],
+         "pipeline_parallel_degree > 1"),
+        (["moe.moe_load_balancing=sinkhorn", "parallel.pipeline_parallel_degree=2"], "all layers"),
+    ],
+)  # fmt: skip
+def test_a_plan_refuses_mixtures_and_budgets_that_the_trainer_refuses(settings, word):
+    with pytest.raises(ConfigError, match=word):
+        nl.plan(MIXTRAL, "a100-80gb:1", settings=settings)
+    without = ["moe.moe_load_balancing=none", "moe.moe_z_loss_coeff=0",
+               "parallel.gather_dtype=same",
+               "model.overrides.output_router_logits=false", "moe.smp_moe=true",
+               "activations.checkpoint=1GiB"]  # fmt: skip
+    assert nl.plan(MIXTRAL, "a100-80gb:1", settings=[*settings, *without]).fits
+
+
 def test_an_interleaved_schedule_takes_what_torch_takes():
     """Ten micro-batches on eight ranks are one round of ten."""
     settings = ("parallel.pipeline_parallel_degree=8", "parallel.microbatches=10",
@@ -132,11 +163,20 @@ def test_an_interleaved_schedule_takes_what_torch_takes():
         ({"usd_per_hour": -3.0}, "price"),
         ({"usd_per_hour": float("nan")}, "price"),
         ({"straggler": float("nan")}, "straggler"),
+        ({"tokens": "5"}, "tokens = '5': expected a number"),
+        ({"straggler": "0.1"}, "straggler = '0.1': expected a number"),
+        ({"usd_per_hour": "7"}, "price per hour = '7': expected a number"),
+        ({"vocabulary": -1}, "vocabulary = -1"),
     ],
 )
 def test_numbers_that_are_none(more, word):
     with pytest.raises(ConfigError, match=word):
         nl.plan(GPT2, "p4d.24xlarge:32", **more)
+
+
+def test_settings_of_what_cannot_take_them_are_refused():
+    with pytest.raises(ConfigError, match="settings change what is read"):
+        nl.plan(loaded(GPT2), "p4d.24xlarge:32", settings=("batch.micro_batch_size=3",))
 
 
 def test_what_was_assumed_holds_for_everything_that_is_tried(few):
@@ -187,9 +227,39 @@ def test_one_change_or_two_make_it_fit():
     assert " with " in said
 
 
+PIPELINE = ("parallel.pipeline_parallel_degree=4", "parallel.microbatches=16",
+            "parallel.hybrid_shard_degree=64", "activations.checkpoint=")  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("settings", "change"),
+    [
+        (["batch.micro_batch_size=32", "parallel.shard_optimizer_state=true"], "batch"),
+        (["batch.micro_batch_size=32", "optimizer.kind=adamw_8bit"], "batch"),
+        (["batch.micro_batch_size=33"], "batch.micro_batch_size = 11 with batch.accumulation = 3"),
+        (["batch.micro_batch_size=32", "batch.sequences=16384"], "batch.micro_batch_size = 8;"),
+        ([*PIPELINE, "batch.micro_batch_size=64", "model.preset=llama2-7b"],
+         "parallel.microbatches = "),
+    ],
+)  # fmt: skip
+def test_what_is_said_makes_it_fit_with_the_same_batch(settings, change):
+    """Also beside keys that go with few others."""
+    plan = nl.plan(GPT2, "p4d.24xlarge:32", settings=settings)
+    said = remedy.remedy(plan)
+    words = said.removeprefix("cheapest change that makes it fit: ").split(";")[0]
+    changed = [each.replace(" = ", "=") for each in words.split(" with ")]
+    found = nl.plan(GPT2, "p4d.24xlarge:32", settings=[*settings, *changed])
+    assert change in said
+    assert found.fits and not plan.fits
+    assert found.work.step_tokens == plan.work.step_tokens
+
+
 def test_nothing_makes_it_fit_and_that_is_said():
-    settings = ("parallel.hybrid_shard_degree=8", "batch.micro_batch_size=97")
-    found = nl.plan(GPT2, "p4d.24xlarge:1", settings=settings)
+    large = {"model": {"preset": "llama2-70b"}, "parallel": {"fp16": True}}
+    found = nl.plan(large, "p3dn.24xlarge:1")
+    assert "no change of one key or of two" in remedy.remedy(found)
+    # sixteen micro-batches of one sequence are no smaller ones
+    found = nl.plan(GPT2, "p4d.24xlarge:32", settings=(*PIPELINE, "batch.micro_batch_size=16"))
     assert "no change of one key or of two" in remedy.remedy(found)
 
 

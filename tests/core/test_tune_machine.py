@@ -217,6 +217,20 @@ GOOD = tuned.to_toml(a_node())
         (GOOD.replace("[65536.0, 0.0", "[65536.0, -0.0"), "both above 0"),
         (GOOD.replace("128.0, 0.02", "128.0, 0.0"), "[edge, TFLOPS]"),
         ("[gpu", "not valid TOML"),
+        (GOOD.replace('gpu = "device"', 'gpu = ["device"]'), "needs gpu = one of device"),
+        (GOOD.replace("hbm_gb_s = 10.0", "hbm_gb_s = 0.0"), "hbm_gb_s = 0: must be a number above"),
+        (GOOD.replace("memory_gib = 8.0", "memory_gib = nan"), "memory_gib = nan"),
+        (GOOD.replace("multiprocessors = 1", "multiprocessors = 0"), "multiprocessors = 0"),
+        (GOOD.replace("peak_tflops]  #", "peak_tflops]\nbf16 = inf #"), "peak_tflops.bf16 = inf"),
+        (GOOD.replace("held_to_watts = 0.0", "held_to_watts = 9.0"), "watts = 0: must be a number"),
+        (GOOD.replace("gpus = 1", "gpus = 0"), "gpus = 0"),
+        (GOOD.replace("network_gbps = 1.0", "network_gbps = -1.0"), "network_gbps = -1"),
+        (GOOD.replace("gpus = 1", "gpus = 1\nusd_per_hour = -3"), "usd_per_hour = -3"),
+        (GOOD.replace("matmul_share = 1.0", "matmul_share = 0.0"), "matmul_share = 0"),
+        (GOOD.replace("straggler = 0.0", "straggler = nan"), "straggler = nan"),
+        (GOOD.replace("128.0, 0.02", "512.0, 0.02"), "each edge above the one before"),
+        (GOOD.replace("[1048576.0,", "[65536.0,"), "each size above the one before"),
+        (GOOD.replace('kind = "exchange"', 'kind = "gather"'), "allowed are"),
     ],
 )
 def test_a_wrong_file_is_one_line(tmp_path, capsys, text, words):
@@ -225,6 +239,18 @@ def test_a_wrong_file_is_one_line(tmp_path, capsys, text, words):
     assert cli.main(["plan", "--cluster", f"{path}:2"]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1 and words in err and "here.toml" in err, err
+
+
+def test_links_may_be_missing_only_where_they_were_measured(tmp_path):
+    """A rank alone has none to measure; a data sheet has them."""
+    path = tmp_path / "here.toml"
+    text = GOOD.replace("link_gb_s = 1.0", "link_gb_s = 0.0")
+    path.write_text(text, encoding="utf-8")
+    assert machine.read(path).gpu.link_gb_s == 0
+    begin = text.index('[node."here".measured]')
+    path.write_text(text[:begin], encoding="utf-8")
+    with pytest.raises(ConfigError, match="link_gb_s = 0: must be a number above 0"):
+        machine.read(path)
 
 
 @pytest.fixture

@@ -181,13 +181,17 @@ class Config:
         """``placement_strategy`` as three letters, slowest first."""
         return PLACEMENTS.get(self.placement_strategy, self.placement_strategy)
 
-    def check_supported(self) -> None:
-        """Refuse what this release cannot do, and say what has no effect: nothing is ignored."""
+    def check_possible(self) -> None:
+        """Refuse what this release cannot do."""
         if self.fp16 and self.gather_dtype == "bf16":
             raise ConfigError(
                 "gather_dtype = 'bf16' with fp16 = true: as many bytes, and less of each number; "
                 "set it to 'same' or 'fp8'"
             )
+
+    def check_supported(self) -> None:
+        """Refuse what this release cannot do, and say what has no effect: nothing is ignored."""
+        self.check_possible()
         for name in () if self.fp16 else OF_FP16:
             if getattr(self, name) != getattr(Config, name):
                 log.warning("%s = %s has no effect without fp16", name, getattr(self, name))

@@ -62,6 +62,34 @@ class MoEConfig:
                 self.moe_load_balancing,
             )
 
+    def check_degrees(self, expert: int, pipeline: int, context: int, own_loss: bool) -> None:
+        """Raise ConfigError where a model with mixtures cannot be divided so.
+
+        ``own_loss``: whether the model's config asks for its router loss itself.
+        """
+        if not self.smp_moe:
+            if expert > 1:
+                raise ConfigError(
+                    "smp_moe = false keeps the model's own mixtures, whole on every rank: set "
+                    "expert_parallel_degree = 1, or smp_moe = true"
+                )
+            return
+        if not (own_loss or self.assigns or self.moe_z_loss_coeff or self._adds_loss):
+            return
+        for key, degree, looked_at in (
+            ("pipeline_parallel_degree", pipeline, "all layers, which are not on one rank"),
+            ("context_parallel_degree", context, "the tokens of one rank, which are not a batch"),
+        ):
+            if degree > 1:
+                raise ConfigError(
+                    f"router losses and assignments look at {looked_at} with {key} > 1: set it to "
+                    "1, or moe_load_balancing = 'none' and moe_z_loss_coeff = 0"
+                )
+
+    @property
+    def _adds_loss(self) -> bool:
+        return self.moe_load_balancing == "aux_loss" and self.moe_aux_loss_coeff != 0
+
     @property
     def assigns(self) -> bool:
         """Whether tokens are assigned together, in training, instead of choosing by themselves."""

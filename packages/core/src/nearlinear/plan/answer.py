@@ -11,6 +11,7 @@ from functools import cached_property
 from pathlib import Path
 
 from ..errors import ConfigError
+from ..schema import coerce
 from ..train import config as train_config
 from ..train.config import TrainConfig
 from . import parameters, workload
@@ -197,14 +198,22 @@ def plan(
     ``usd_per_hour``: of a node, above 0. ``settings``: changes of the config, as in
     ``"parallel.bf16=true"``. Raises ConfigError.
     """
-    if not 0 <= tokens < math.inf:
+    if not 0 <= coerce(tokens, float, "tokens") < math.inf:
         raise ConfigError(f"tokens = {tokens}: must be a number, 0 or more")
-    if usd_per_hour is not None and not 0 < usd_per_hour < math.inf:
+    if coerce(vocabulary, int, "vocabulary") < 0:
+        raise ConfigError(f"vocabulary = {vocabulary}: must be 0 (what the data say) or more")
+    price = coerce(usd_per_hour, float | None, "price per hour")
+    if price is not None and not 0 < price < math.inf:
         raise ConfigError(f"price per hour = {usd_per_hour}: must be a number above 0")
+    if settings and isinstance(config, TrainConfig):
+        raise ConfigError(
+            "settings change what is read from a file or a dict: give that, or a TrainConfig that "
+            "has them"
+        )
     asked = config if isinstance(config, TrainConfig) else train_config.load(config, settings)
     place = cluster if isinstance(cluster, Cluster) else _place(cluster, asked)
     fitted = parameters.on(place.node, asked.parallel.communication_backend)
-    if straggler is not None:
+    if coerce(straggler, float | None, "straggler") is not None:
         if not 0 <= straggler < 1:
             raise ConfigError(f"straggler = {straggler}: must be 0 or more, and below 1")
         fitted = dataclasses.replace(fitted, straggler=straggler)
@@ -212,13 +221,13 @@ def plan(
     work = workload.from_config(asked, place.world, place.node.gpus, ids, place.gpu.is_cpu)
     place.gpu.peak(work.precision)  # raises where the GPU has not the precision
     done = step(work, place, fitted)
-    price = place.node.usd_per_hour if usd_per_hour is None else usd_per_hour
+    price = place.node.usd_per_hour if price is None else price
     room = estimate(asked, place.world, vocabulary=ids)
     return Plan(asked, place, work, done, room, tokens, price)
 
 
 def _place(text: str, asked: TrainConfig) -> Cluster:
-    text = text or asked.plan.cluster
+    text = coerce(text, str, "cluster") or asked.plan.cluster
     if not text:
         raise ConfigError(
             "--cluster is missing: name the machines, as in --cluster p4d.24xlarge:32, or as "

@@ -112,10 +112,6 @@ class Cluster:
     def gpu(self) -> Accelerator:
         return self.node.gpu
 
-    @property
-    def usd_per_hour(self) -> float:
-        return self.nodes * self.node.usd_per_hour
-
 
 def names() -> list[str]:
     """Of all nodes in the table."""
@@ -145,7 +141,7 @@ def parse_cluster(text: str, tables: dict | None = None) -> Cluster:
     ``machine.toml:2`` is two of what ``nearlinear tune --machine machine.toml`` measured.
     ``tables``: what stands in such a file; the node they tell of goes by its name there.
     """
-    found = re.fullmatch(r"([^:]+)(?::(\d+))?", text.strip())
+    found = re.fullmatch(r"([^:]+)(?::(\d{1,7}))?", text.strip())
     if not found or found[2] is not None and int(found[2]) < 1:
         raise ConfigError(f"--cluster {text}: expected NODE or NODE:NUMBER, as in p4d.24xlarge:32")
     name, nodes = found[1], int(found[2] or 1)

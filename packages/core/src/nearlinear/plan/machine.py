@@ -7,10 +7,12 @@ in place of the fitted ones.
 """
 
 import dataclasses
+import itertools
 import math
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Literal
 
 from .. import schema
 from ..errors import ConfigError
@@ -19,12 +21,15 @@ ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE = "all-gather", "reduce-scatter", "all-re
 EXCHANGE = "exchange"
 """A reduce-scatter of parts that ranks exchange and add up themselves: `parallel.scatter`."""
 
+SHARES = ("matmul_share", "memory_share", "flash_share", "link_share", "network_share")
+"""Parameters that a rate is multiplied by."""
+
 
 @dataclass(frozen=True)
 class Collective:
     """One kind of collective between ranks that stand in one way, timed for several sizes."""
 
-    kind: str
+    kind: Literal["all-gather", "reduce-scatter", "all-reduce", "exchange"]
     backend: str
     ranks: int
     nodes: int
@@ -143,7 +148,7 @@ def of_tables(data: dict, where: str):
             "--machine writes them"
         )
     ((name, table),) = nodes.items()
-    if not isinstance(table, dict) or table.get("gpu") not in gpus:
+    if not isinstance(table, dict) or table.get("gpu") not in list(gpus):
         raise ConfigError(f"{where}: [node.{name}] needs gpu = one of {', '.join(gpus)}")
     gpu = gpus[table["gpu"]]
     if not isinstance(gpu, dict):
@@ -157,17 +162,24 @@ def of_tables(data: dict, where: str):
 
 
 def _check(node, where: str) -> None:
+    """Raise ConfigError for what no machine is, by which nothing could be divided."""
     from .parameters import Parameters
 
+    gpu = f"{where}: gpu.{node.gpu.name}"
+    here = f"{where}: node.{node.name}"
+    _check_rates(node, gpu, here)
     known = {each.name for each in dataclasses.fields(Parameters)}
     for table in (node.measured, *node.contention.values()):
-        for key in table:
+        for key, value in table.items():
             if key not in known:
-                raise schema.unknown_key(key, f"{where}: node.{node.name}", known)
+                raise schema.unknown_key(key, here, known)
+            most = 1.0 if key in SHARES or key == "straggler" else math.inf
+            _within(value, f"{here}.{key}", above=0.0 if key in SHARES else None, most=most)
     for precision, points in node.gpu.products.items():
-        if not points or any(len(p) != 2 or not min(p) > 0 for p in points):
+        if not _ascending(points):
             raise ConfigError(
-                f"{where}: products.{precision} are [edge, TFLOPS], both above 0: measure again"
+                f"{where}: products.{precision} are [edge, TFLOPS], both above 0 and each edge "
+                "above the one before: measure again"
             )
     for row in node.collectives:
         if row.ranks < 2 or not 1 <= row.nodes <= row.ranks or row.sharing < 1:
@@ -175,10 +187,44 @@ def _check(node, where: str) -> None:
                 f"{where}: a collective between {row.ranks} ranks on {row.nodes} nodes, "
                 f"{row.sharing} at once: measure again"
             )
-        if not row.points or any(len(p) != 2 or not min(p) > 0 for p in row.points):
+        if not _ascending(row.points):
             raise ConfigError(
-                f"{where}: the points of a collective are [bytes, seconds], both above 0"
+                f"{where}: the points of a collective are [bytes, seconds], both above 0 and each "
+                "size above the one before: measure again"
             )
+
+
+def _check_rates(node, gpu: str, here: str) -> None:
+    """What a data sheet has. Links that ``tune`` could not measure are 0, as watts are."""
+    for name in ("memory_gib", "hbm_gb_s", "host_gb_s", "multiprocessors"):
+        _within(getattr(node.gpu, name), f"{gpu}.{name}", above=0.0)
+    for name in ("peak_tflops", "matmul_tflops"):
+        for precision, value in getattr(node.gpu, name).items():
+            _within(value, f"{gpu}.{name}.{precision}", above=0.0)
+    _within(node.gpu.older_kernels, f"{gpu}.older_kernels", above=0.0, most=1.0)
+    _within(node.gpu.watts, f"{gpu}.watts", above=0.0 if node.gpu.held_to_watts else None)
+    _within(node.gpu.held_to_watts, f"{gpu}.held_to_watts", most=node.gpu.watts)
+    unmeasured = None if node.measured else 0.0
+    _within(node.gpu.link_gb_s, f"{gpu}.link_gb_s", above=unmeasured)
+    _within(node.network_gbps, f"{here}.network_gbps", above=unmeasured)
+    _within(node.gpus, f"{here}.gpus", above=0.0)
+    _within(node.usd_per_hour, f"{here}.usd_per_hour")
+
+
+def _within(value: float, key: str, above: float | None = None, most: float = math.inf) -> None:
+    """Raise ConfigError unless ``value`` is finite, at least 0 or ``above`` it, and ``most``."""
+    low = value >= 0 if above is None else value > above  # NaN is neither
+    if not low or not value <= most or value == math.inf:
+        least = "0 or more" if above is None else f"above {above:g}"
+        limit = f", and {most:g} at most" if most < math.inf else ""
+        raise ConfigError(f"{key} = {value:g}: must be a number {least}{limit}")
+
+
+def _ascending(points: list[list[float]]) -> bool:
+    """Whether they are pairs of finite numbers above 0, the first of each above the last one's."""
+    if not points or any(len(p) != 2 or not all(0 < v < math.inf for v in p) for p in points):
+        return False
+    return all(low < high for (low, _), (high, _) in itertools.pairwise(points))
 
 
 @dataclass(frozen=True)

@@ -1,29 +1,26 @@
 """What makes a config fit: one change of it, or two together, at the least loss of speed."""
 
 import dataclasses
-from collections.abc import Iterator
+import json
+from collections.abc import Iterable, Iterator
+from itertools import combinations
 
 from ..errors import ConfigError
 from ..train.config import TrainConfig
 from .answer import GIB, Plan
 from .hardware import Cluster
-from .search import Layout, tried
+from .search import Layout, batch_of, micro_batches, tried
 
-Change = tuple[str, str, TrainConfig]
-"""What kind of change, in words, and what comes of it."""
+Change = dict[str, object]
+"""Values by dotted key, as in ``{"activations.checkpoint": "each"}``"""
 
 
 def remedy(plan: Plan) -> str:
     """The cheapest change that makes ``plan`` fit, in a sentence; or what is missing."""
     single = list(_changes(plan.config, plan.cluster))
-    found, least = _cheapest(single, plan)
+    found, least = _cheapest((change for _, change in single), plan)
     if found is None:
-        pairs = [
-            (first, f"{one} with {other}", candidate)
-            for first, one, changed in single
-            for second, other, candidate in _changes(changed, plan.cluster)
-            if first < second
-        ]
+        pairs = (one | other for (a, one), (b, other) in combinations(single, 2) if a != b)
         found, both = _cheapest(pairs, plan)
         least = min(least, both)
     if found is None:
@@ -33,49 +30,69 @@ def remedy(plan: Plan) -> str:
             f"least, {least / GIB - has:.1f} too many; take more nodes, GPUs with more memory, or "
             "tensor or pipeline ranks (--search tries them)"
         )
-    words, layout = found
+    change, layout = found
+    words = " with ".join(f"{key} = {json.dumps(value)}" for key, value in change.items())
     return f"cheapest change that makes it fit: {words}; {layout.seconds:.3f} s per step"
 
 
-def _cheapest(changes: list[Change], plan: Plan) -> tuple[tuple[str, Layout] | None, float]:
+def _cheapest(changes: Iterable[Change], plan: Plan) -> tuple[tuple[Change, Layout] | None, float]:
     """The change with the shortest step of those that fit; the least memory of all."""
     has = plan.cluster.gpu.memory_gib * GIB
     found, least = [], plan.memory
-    for _, words, candidate in changes:
+    for change in changes:
         try:
-            layout = tried(candidate, plan.cluster, has, plan)
+            layout = tried(_applied(plan.config, change), plan.cluster, has, plan)
         except ConfigError:  # the trainer would refuse it
             continue
         least = min(least, layout.memory)
         if layout.memory <= has:
-            found.append((words, layout))
+            found.append((change, layout))
     return min(found, key=lambda each: each[1].seconds, default=None), least
 
 
-def _changes(config: TrainConfig, cluster: Cluster) -> Iterator[Change]:
-    replace, parallel, batch = dataclasses.replace, config.parallel, config.batch
-    now = config.activations.checkpoint
+def _applied(config: TrainConfig, change: Change) -> TrainConfig:
+    """``config`` with ``change``. Raises ConfigError where its keys do not go together so."""
+    tables: dict[str, dict] = {}
+    for key, value in change.items():
+        table, _, name = key.partition(".")
+        tables.setdefault(table, {})[name] = value
+    changed = {t: dataclasses.replace(getattr(config, t), **keys) for t, keys in tables.items()}
+    return dataclasses.replace(config, **changed)
+
+
+def _changes(config: TrainConfig, cluster: Cluster) -> Iterator[tuple[str, Change]]:
+    """Changes that need less memory, each with its kind: two of one kind exclude each other.
+
+    The trainer may refuse some of them.
+    """
+    parallel, now = config.parallel, config.activations.checkpoint
     for way in {"": ("selective", "each"), "selective": ("each",)}.get(now, ()):
-        kept = replace(config.activations, checkpoint=way)
-        words = f'activations.checkpoint = "{way}"'
-        yield "checkpoint", words, replace(config, activations=kept)
+        yield "checkpoint", {"activations.checkpoint": way}
     if not config.activations.offload:
-        kept = replace(config.activations, offload=True)
-        yield "offload", "activations.offload = true", replace(config, activations=kept)
-    size = batch.micro_batch_size
-    while size > 1 and size % 2 == 0 and not batch.sequences:
-        size //= 2
-        passes = batch.accumulation * batch.micro_batch_size // size
-        smaller = replace(batch, micro_batch_size=size, accumulation=passes)
-        words = f"batch.micro_batch_size = {size} with batch.accumulation = {passes}"
-        yield "batch", words, replace(config, batch=smaller)
+        yield "offload", {"activations.offload": True}
+    for change in _smaller_batches(config, cluster):
+        yield "batch", change
     data = cluster.world // (parallel.tensor_parallel_degree * parallel.pipeline_parallel_degree)
     sharing = parallel.hybrid_shard_degree or data
     while sharing < data:
         sharing = min(data, 2 * sharing)
-        wider = replace(parallel, hybrid_shard_degree=sharing)
-        words = f"parallel.hybrid_shard_degree = {sharing}"
-        yield "sharding", words, replace(config, parallel=wider)
+        yield "sharding", {"parallel.hybrid_shard_degree": sharing}
     if not parallel.offload_optimizer:
-        moved = replace(parallel, offload_optimizer=True)
-        yield "optimizer", "parallel.offload_optimizer = true", replace(config, parallel=moved)
+        yield "optimizer", {"parallel.offload_optimizer": True}
+
+
+def _smaller_batches(config: TrainConfig, cluster: Cluster) -> Iterator[Change]:
+    """The same sequences of a step in smaller micro-batches; of a pipeline in more of them, too."""
+    batch, degrees = config.batch, config.parallel.degrees(cluster.world)
+    parts = config.parallel.microbatches if degrees["pipeline"] > 1 else 1
+    readers = degrees["replicate"] * degrees["shard"]
+    mine = batch_of(config, cluster) // readers
+    now = batch.micro_batch_size // parts
+    for size in micro_batches(mine // parts, 1):
+        if size < now:
+            smaller = {"batch.micro_batch_size": size * parts}
+            passes = {} if batch.sequences else {"batch.accumulation": mine // (size * parts)}
+            yield smaller | passes
+    for size in micro_batches(batch.micro_batch_size, 1) if parts > 1 else ():
+        if size < now:
+            yield {"parallel.microbatches": batch.micro_batch_size // size}

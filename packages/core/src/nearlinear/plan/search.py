@@ -52,6 +52,7 @@ class Layout:
             "parallel.microbatches": parallel.microbatches,
             "batch.micro_batch_size": batch.micro_batch_size,
             "batch.accumulation": batch.accumulation,
+            "batch.sequences": batch.sequences,
             "activations.checkpoint": self.config.activations.checkpoint,
             "activations.offload": self.config.activations.offload,
             "parallel.activation_loading_horizon": parallel.activation_loading_horizon,
@@ -121,20 +122,23 @@ def _by_time(config, cluster: Cluster, like) -> list[tuple[_Candidate, float]]:
             for kept in KEPT:
                 candidate = changed(config, degrees, size, passes, *kept)
                 try:
-                    seconds = _seconds(candidate, cluster, like)
+                    seconds = _seconds(_work(candidate, cluster, like), cluster, like)
                 except ConfigError:
                     continue
                 found.append((_Candidate(degrees, size, kept, candidate), seconds))
     return sorted(found, key=lambda each: each[1])
 
 
-def _seconds(config: TrainConfig, cluster: Cluster, like: Plan | None) -> float:
-    """Of a step. Raises ConfigError for what the trainer refuses."""
+def _work(config: TrainConfig, cluster: Cluster, like: Plan | None) -> workload.Workload:
+    """Raises ConfigError for what the trainer refuses."""
     ids = _vocabulary(config, like)
     where = cluster.world, cluster.node.gpus
-    work = workload.from_config(config, *where, ids, cluster.gpu.is_cpu)
-    backend = config.parallel.communication_backend
-    fitted = like.fitted if like else parameters.on(cluster.node, backend)
+    return workload.from_config(config, *where, ids, cluster.gpu.is_cpu)
+
+
+def _seconds(work: workload.Workload, cluster: Cluster, like: Plan | None) -> float:
+    """Of a step."""
+    fitted = like.fitted if like else parameters.on(cluster.node, work.backend)
     return step(work, cluster, fitted).seconds
 
 
@@ -154,9 +158,10 @@ def tried(
     ``like``: a plan whose vocabulary and parameters of the time model hold here, too. Raises
     ConfigError for what the trainer refuses.
     """
-    seconds = _seconds(config, cluster, like)
+    work = _work(config, cluster, like)
     memory = _memory(config, cluster, like)
-    return Layout(config, seconds if memory <= most else math.nan, memory)
+    seconds = _seconds(work, cluster, like) if memory <= most else math.nan
+    return Layout(config, seconds, memory)
 
 
 def layouts(config: TrainConfig, cluster: Cluster) -> Iterator[Degrees]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ..errors import ConfigError
 from ..schema import coerce
-from ..train.presets import layers_key
+from ..train.presets import context_key, layers_key
 from ..train.tables import ModelConfig
 
 VOCABULARY = {
@@ -117,35 +117,68 @@ def of_model(model: ModelConfig, vocabulary: int = 0) -> Shape:
         "heads": ["n_head", "num_attention_heads"],
     }
     sizes = {name: _first(keys, names, model.name) for name, names in first.items()}
-    gpt = family == "gpt2"
-    inner = keys.get("n_inner" if gpt else "intermediate_size") or 4 * sizes["width"]
+    gpt, own = family == "gpt2", "model.overrides"
+    longest = at_least_one(model.longest_sequence, f"{own}.{context_key(family)}")
     words = vocabulary or keys.get("vocab_size") or VOCABULARY.get(family, 0)
     if not words:
         raise ConfigError(f"{model.name}: model.overrides.vocab_size is not known: give it")
-    return Shape(
+    found = Shape(
         **sizes,
-        inner=coerce(inner, int, "the inner width"),
-        vocabulary=coerce(words, int, "model.overrides.vocab_size"),
-        kv_heads=keys.get("num_key_value_heads") or 0,
+        inner=_count(keys, "n_inner" if gpt else "intermediate_size", 4 * sizes["width"]),
+        vocabulary=at_least_one(words, f"{own}.vocab_size"),
+        kv_heads=_count(keys, "num_key_value_heads", sizes["heads"]),
         gated=family not in ("gpt2", "gpt_neox"),
-        tied=bool(keys.get("tie_word_embeddings", gpt)),
-        positions=model.longest_sequence if gpt else 0,
-        experts=keys.get("num_local_experts", 1),
-        experts_per_token=keys.get("num_experts_per_tok", 1),
+        tied=coerce(keys.get("tie_word_embeddings", gpt), bool, f"{own}.tie_word_embeddings"),
+        positions=longest if gpt else 0,
+        experts=_count(keys, "num_local_experts", 1),
+        experts_per_token=_count(keys, "num_experts_per_tok", 1),
         activation=_activation(family, keys),
     )
+    _check(found, model.name, own_head_width=keys.get("head_dim") is not None)
+    return found
+
+
+def _check(found: Shape, name: str, own_head_width: bool) -> None:
+    """Raise ConfigError for heads and experts that do not go together."""
+    if found.width % found.heads and not own_head_width:
+        raise ConfigError(f"{name}: {found.heads} heads do not divide its width of {found.width}")
+    if found.heads % found.kv_heads:
+        raise ConfigError(
+            f"{name}: num_key_value_heads = {found.kv_heads} does not divide its {found.heads} "
+            "heads of queries"
+        )
+    if found.experts_per_token > found.experts > 1:
+        raise ConfigError(
+            f"{name}: num_experts_per_tok = {found.experts_per_token}, of {found.experts} experts: "
+            "lower it"
+        )
 
 
 def _activation(family: str, keys: dict) -> str:
     """As the family's code has it, unless its config names another; a name unknown here is one
     operator."""
     usual = {"gpt2": "gelu_new", "gpt_neox": "gelu"}.get(family, "silu")
-    asked = keys.get("activation_function" if family == "gpt2" else "hidden_act", usual)
+    key = "activation_function" if family == "gpt2" else "hidden_act"
+    asked = coerce(keys.get(key, usual), str, f"model.overrides.{key}")
     return asked if asked in ACTIVATIONS else "gelu"
 
 
 def _first(keys: dict, names: list[str], model: str) -> int:
     for name in names:
         if name in keys:
-            return coerce(keys[name], int, f"model.overrides.{name}")
+            return at_least_one(keys[name], f"model.overrides.{name}")
     raise ConfigError(f"{model}: its config has no {' or '.join(names)}: the planner needs it")
+
+
+def _count(keys: dict, name: str, usual: int) -> int:
+    """What ``name`` is there; ``usual`` where it is not or null, as in Hugging Face's configs."""
+    value = keys.get(name)
+    return usual if value is None else at_least_one(value, f"model.overrides.{name}")
+
+
+def at_least_one(value, key: str) -> int:
+    """``value`` as a whole number. Raises ConfigError for what is none, and below 1."""
+    found = coerce(value, int, key)
+    if found < 1:
+        raise ConfigError(f"{key} = {found}: must be at least 1")
+    return found

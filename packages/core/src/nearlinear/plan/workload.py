@@ -195,6 +195,7 @@ def from_config(
     Raises ConfigError, as the trainer would before it starts.
     """
     parallel = config.parallel
+    parallel.check_possible()
     mesh = Mesh.from_config(parallel, world, ranks_per_node)
     check_degrees(config, mesh)
     size, passes = config.batch.micro_batch_size, config.batch.micro_batches(mesh.data_ranks)

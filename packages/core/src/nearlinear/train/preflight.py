@@ -81,6 +81,9 @@ def check_degrees(config: TrainConfig, mesh: Mesh) -> None:
         )
     _divides("expert_parallel_degree", mesh.expert, "num_local_experts",
              shape.get("num_local_experts"))  # fmt: skip
+    if "num_local_experts" in shape:
+        own_loss = bool(shape.get("output_router_logits"))
+        config.moe.check_degrees(mesh.expert, mesh.pipeline, mesh.context, own_loss)
     layers = shape.get(layers_key(family))
     if isinstance(layers, int) and mesh.pipeline > layers:
         raise ConfigError(

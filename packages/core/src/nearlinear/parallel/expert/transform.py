@@ -15,7 +15,7 @@ from ...runtime import Runtime
 from .. import layout
 from ..layout import even
 from .dispatch import ParallelExperts, divide
-from .layers import KEY, UPGRADE, Mixture, check, find
+from .layers import UPGRADE, Mixture, check, find
 from .losses import RouterLosses
 from .routing import Shuffle, assign_together
 
@@ -25,33 +25,19 @@ def apply(model: nn.Module, now: Runtime, config: MoEConfig | dict | None = None
 
     A collective call. With one expert rank only the routing and its losses change.
     """
-    config, degree = moe.load(config), now.mesh.expert
+    config, mesh = moe.load(config), now.mesh
+    degree = mesh.expert
+    # what the model would add by itself is what was asked for here, and nothing else
+    own = bool(getattr(model.config, "output_router_logits", False))
     if not config.smp_moe:
-        if degree > 1:
-            raise ConfigError(
-                f"smp_moe = false keeps the model's own mixtures, whole on every rank: set {KEY} = "
-                "1, or smp_moe = true"
-            )
+        config.check_degrees(degree, mesh.pipeline, mesh.context, own)
         return
     mixtures = find(model)
     check(model, mixtures, degree)
     aux, z = _loss_factors(model, config)
-    # what the model would add by itself is what was asked for here, and nothing else
-    own = bool(getattr(model.config, "output_router_logits", False))
     if aux or z or config.assigns or own:
         _check_routers(mixtures)
-        if now.mesh.pipeline > 1:
-            raise ConfigError(
-                "router losses and assignments look at all layers, which are not on one rank with "
-                "pipeline_parallel_degree > 1: set it to 1, or moe_load_balancing = 'none' and "
-                "moe_z_loss_coeff = 0"
-            )
-        if now.mesh.context > 1:
-            raise ConfigError(
-                "router losses and assignments look at the tokens of one rank, which are not a "
-                "batch with context_parallel_degree > 1: set it to 1, or moe_load_balancing = "
-                "'none' and moe_z_loss_coeff = 0"
-            )
+        config.check_degrees(degree, mesh.pipeline, mesh.context, own)
     group = now.group("expert") if degree > 1 else None
     for mixture in mixtures:
         if config.assigns:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from ...errors import ConfigError
 from ...memory.states import AVERAGES, VALUE
 from ...mesh import Mesh
 from ...parallel.activations import strategy
@@ -119,7 +120,12 @@ class Rank:
         if plan.budget is not None:  # `parallel.activations.budget`, of equal blocks
             saves = calls.kept_bytes - self.sizes.hidden
             over = blocks * calls.kept_bytes - plan.budget
-            until = min(blocks, max(0, math.ceil(over / saves)))
+            until = max(0, math.ceil(over / saves))
+            if until > blocks:
+                raise ConfigError(
+                    f"activations.checkpoint = {asked.checkpoint!r}: with every block recomputed a "
+                    f"micro-batch still saves {blocks * self.sizes.hidden:,} bytes: raise it"
+                )
             return Kept(again=1, until=until, resident=resident)
         products = sum(value.bytes for value in calls.products) if plan.selective else 0
         return Kept(products, plan.together or blocks, resident=resident)
