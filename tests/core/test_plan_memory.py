@@ -232,3 +232,24 @@ def test_command(tmp_path, capsys):
     assert found["host_memory"] < 2 * 2**30
     assert main([*command, "--set", "parallel.offload_optimizer=true"]) == 2
     assert "offload_optimizer" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("tables", "word"),
+    [
+        ({"train": {"compile_blocks": True}}, "compiled"),
+        ({"parallel": {"bf16": True, "fp8": True}}, "float8"),
+        ({"activations": {"offload": True}}, "horizon"),
+        (
+            {
+                "parallel": {"bf16": True, "context_parallel_degree": 2},
+                "activations": {"checkpoint": "selective"},
+            },
+            "a tenth",
+        ),
+        ({}, ""),
+    ],
+)
+def test_what_nobody_has_compared_is_rough(tables, word):
+    plan = memory.estimate(load(_tables(config(LLAMA)) | tables), 8)
+    assert word in plan.rough if word else not plan.rough

@@ -35,6 +35,7 @@ def unlike(work: Workload, cluster: Cluster) -> list[str]:
         found.append(f"the largest run here has {most:,} GPUs")
     for name, asked in (
         ("offloads activations", work.offload),
+        ("recomputes groups of blocks", work.together > 1),
         ("updates in host memory", work.offload_optimizer),
         ("puts off gradients of weights (zero bubble)", work.cut.plan.schedule.apart),
         ("gathers in 8 bits", work.gather_bytes < 2),

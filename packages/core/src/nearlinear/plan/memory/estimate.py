@@ -42,12 +42,27 @@ def estimate(
     rank = Rank(asked, mesh, shape, family)
     plan = pipelined(rank) if mesh.pipeline > 1 else _whole(rank)
     reasons = [plan.rough] if plan.rough else []
+    reasons += [why for why, asked in _not_compared(asked, mesh) if asked]
     if family != asked.model.family:
         reasons.append(
             f"{asked.model.family} is counted as {family}, the family that is known here with such "
             "keys"
         )
     return dataclasses.replace(plan, rough="; ".join(reasons))
+
+
+def _not_compared(config: TrainConfig, mesh: Mesh) -> tuple[tuple[str, bool], ...]:
+    """What nobody has held against a dry run, or what one has shown to be far off."""
+    selective = config.activations.checkpoint == "selective"
+    return (
+        ("blocks that are compiled are counted as written, though fused operators keep less",
+         config.train.compile_blocks),
+        ("casts to float8 are not counted", config.parallel.fp8),
+        ("what offloading leaves on the device follows from its horizon, and was not measured on a "
+         "GPU", config.activations.offload),
+        ("selective checkpointing over context ranks keeps parts of attention that are not "
+         "counted, up to a tenth of the peak", selective and mesh.context > 1),
+    )  # fmt: skip
 
 
 def _whole(rank: Rank) -> MemoryPlan:
