@@ -94,7 +94,40 @@ def test_what_fits_nowhere_says_so(capsys, tmp_path):
     assert main(["advise", str(file), "--cluster", "p3dn.24xlarge:1", "--set",
                  "parallel.bf16=false", "--set", "parallel.fp16=true"]) == 0  # fmt: skip
     said = capsys.readouterr().out
-    assert "it does not fit even so" in said
+    assert "does not make it fit, so that the config stays as it is" in said
+    assert "no change of one key or of two makes it fit" in said
+    shown = train_config.load(tomllib.loads(said[said.index("[model]") :]))
+    assert shown.model.preset == "llama2-70b" and not shown.activations.checkpoint
+
+
+def test_machines_where_it_fits_come_first():
+    found = walked(GPT2_30B | {"batch": {"micro_batch_size": 16}}, "p4d.24xlarge:32").decisions[0]
+    assert found.best.plan.fits and not found.plan.fits
+    said = advise.text(walked(GPT2_30B, "p4d.24xlarge:32")).splitlines()[0]
+    assert "USD per billion tokens" in said
+    plan = answer.plan(train_config.load(GPT2_30B, environment={}), "p4d.24xlarge:32", tokens=1e12)
+    assert plan.usd_per_billion_tokens * 1000 == pytest.approx(plan.usd, rel=1e-3)
+
+
+def test_values_are_those_of_the_config():
+    """Of a pipeline, micro_batch_size is what all its micro-batches are together."""
+    data = {"model": {"preset": "llama2-7b"}, "batch": {"micro_batch_size": 32},
+            "parallel": {"bf16": True, "pipeline_parallel_degree": 2, "microbatches": 16},
+            "activations": {"checkpoint": "each"}}  # fmt: skip
+    plan = answer.plan(train_config.load(data, environment={}), "p4d.24xlarge:2")
+    decisions = advise.why(advise.Trial.of(plan.config, plan.cluster), plan)
+    lines = advise.why_text(decisions, plan).splitlines()
+    assert "batch.micro_batch_size = 32 with batch.accumulation = 1 with " in lines[3]
+    assert "with parallel.microbatches = 16; " in lines[3]
+    for each in decisions:
+        if each.best and each.item.keys:
+            keys = advise.as_dict(advise.Advice(plan, plan, [each]))["items"][0]["best"]["settings"]
+            asked = [f"{key}={json.dumps(value)}" for key, value in keys.items()]
+            again = train_config.load(data, asked, environment={})
+            for key in keys:
+                table, name = key.split(".")
+                one, other = (getattr(c, table) for c in (again, each.best.plan.config))
+                assert getattr(one, name) == getattr(other, name)
 
 
 def test_what_the_command_line_says_reaches_every_trial(monkeypatch):
@@ -150,6 +183,7 @@ def test_the_command(tmp_path, capsys):
     written = train_config.load(kept)
     shown = train_config.load(tomllib.loads(said[said.index("[model]") : said.index("wrote ")]))
     assert shown == written and written.parallel.bf16
+    assert written.plan.cluster == "p4d.24xlarge:32"
     found = json.loads(numbers.read_text())
     assert found["before"]["fits"] is False and found["after"]["fits"] is True
     assert found["items"][1]["keys"] == ["parallel.hybrid_shard_degree"]
@@ -173,6 +207,8 @@ def test_why_explains_without_deciding(tmp_path, capsys):
         (["--cluster", "p4d.24xlarge:32", "--write", "x.json"], "must end in .toml"),
         (["--cluster", "p4d.24xlarge:32", "--json", "x.toml"], "must end in .json"),
         (["--cluster", "p4d.24xlarge:32", "--write", "{file}"], "is the config itself"),
+        (["--cluster", "p4d.24xlarge:32", "--write", "/proc/nowhere/x.toml"], "cannot be written"),
+        (["--cluster", "p4d.24xlarge:32", "--json", "/proc/nowhere/x.json"], "cannot be written"),
         (["--cluster", "nowhere.toml:2"], "no such config file"),
         (["--cluster", "p4d.24xlarge:32", "--straggler", "2"], "straggler = 2.0"),
     ],

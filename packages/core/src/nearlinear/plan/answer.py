@@ -114,6 +114,12 @@ class Plan:
         return self.days * 24 * self.cluster.nodes * self.usd_per_hour
 
     @property
+    def usd_per_billion_tokens(self) -> float:
+        """NaN where no price is known."""
+        per_hour = self.cluster.nodes * self.usd_per_hour or math.nan
+        return per_hour / 3600 * self.seconds / self.work.step_tokens * 1e9
+
+    @property
     def priced(self) -> str:
         """When and where a node had the price that is counted with; "" = it was given."""
         node = self.cluster.node
@@ -163,6 +169,9 @@ class Plan:
             "steps": self.steps,
             "days": self.days,
             "usd": None if math.isnan(self.usd) else self.usd,
+            "usd_per_billion_tokens": (
+                None if math.isnan(self.usd) else self.usd_per_billion_tokens
+            ),
             "priced": self.priced,
             "binding": self.binding,
         }

@@ -1,10 +1,10 @@
 """``nearlinear plan``: answer, and write what was asked for."""
 
+import dataclasses
 import json
 from dataclasses import dataclass
-from pathlib import Path
 
-from .. import schema
+from .. import outputs, schema
 from ..errors import ConfigError, NearlinearError
 from . import advise, answer, remedy, scaling, search, validate
 
@@ -36,7 +36,8 @@ class Options(Asked):
 
 def run(config, options: Options) -> int:
     """Print the answer for ``config``. Raises ConfigError and NearlinearError."""
-    _check_files(("--figure", options.figure, ".png"), ("--json", options.json, ".json"))
+    outputs.check("--figure", options.figure, ".png")
+    outputs.check("--json", options.json, ".json")
     if options.validate:
         return _validate(options)
     found = answer.plan(
@@ -88,9 +89,8 @@ def advise_on(config, asked: Asked, write: str = "", source: str = "") -> int:
 
     Raises ConfigError.
     """
-    _check_files(("--json", asked.json, ".json"), ("--write", write, ".toml"))
-    if write and source and Path(write).resolve() == Path(source).resolve():
-        raise ConfigError(f"--write {write} is the config itself: name another file")
+    outputs.check("--json", asked.json, ".json")
+    outputs.check("--write", write, ".toml", source)
     found = answer.plan(
         config,
         asked.cluster,
@@ -99,9 +99,13 @@ def advise_on(config, asked: Asked, write: str = "", source: str = "") -> int:
         usd_per_hour=asked.price_per_hour,
     )
     walked = advise.advise(_trial(found, asked), found)
-    print(f"{advise.text(walked)}\n\n{advise.settings(walked.after.config)}")
+    advised = walked.after.config
+    if asked.cluster:  # so that the file is planned and trained where it was asked for
+        place = dataclasses.replace(advised.plan, cluster=asked.cluster)
+        advised = dataclasses.replace(advised, plan=place)
+    print(f"{advise.text(walked)}\n\n{advise.settings(advised)}")
     _write(asked.json, advise.as_dict(walked))
-    _write_text(write, schema.to_toml(walked.after.config))
+    outputs.write(write, schema.to_toml(advised))
     return 0
 
 
@@ -116,12 +120,6 @@ def _trial(found: answer.Plan, asked: Asked) -> advise.Trial:
     )
 
 
-def _check_files(*asked: tuple[str, str, str]) -> None:
-    for flag, path, suffix in asked:
-        if path and Path(path).suffix != suffix:
-            raise ConfigError(f"{flag} {path}: the file's name must end in {suffix}")
-
-
 def _validate(options: Options) -> int:
     found = validate.validate()
     print(found)
@@ -132,17 +130,7 @@ def _validate(options: Options) -> int:
 
 
 def _write(path: str, numbers: dict) -> None:
-    _write_text(path, json.dumps(numbers, indent=1) + "\n")
-
-
-def _write_text(path: str, text: str) -> None:
-    if not path:
-        return
-    try:
-        Path(path).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written ({error.strerror})") from None
-    print(f"wrote {path}")
+    outputs.write(path, json.dumps(numbers, indent=1) + "\n")
 
 
 def _draw(save) -> None:

@@ -5,10 +5,10 @@ Every rank measures and chooses, from the same numbers; the first one prints and
 
 import dataclasses
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from .. import outputs
 from ..config import Config
 from ..errors import ConfigError
 from ..mesh import Mesh
@@ -46,7 +46,7 @@ def check(config: TrainConfig, options: Options, world: int, ranks_per_node: int
         ("--json", options.json, ".json"),
         ("--machine", options.machine, ".toml"),
     ):
-        _check_file(flag, path, suffix, options.source)
+        outputs.check(flag, path, suffix, options.source)
     if options.machine:
         return _check_machine(config, options, world, ranks_per_node)
     config.model.architecture  # noqa: B018 - raises ConfigError
@@ -81,18 +81,6 @@ def _check_degrees(parallel: Config) -> None:
             )
 
 
-def _check_file(flag: str, path: str, suffix: str, source: str) -> None:
-    if not path:
-        return
-    file = Path(path)
-    if file.suffix != suffix:
-        raise ConfigError(f"{flag} {path}: the file's name must end in {suffix}")
-    if source and file.resolve() == Path(source).resolve():
-        raise ConfigError(f"{flag} {path} is the config itself: name another file")
-    if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
-        raise ConfigError(f"{flag} {path} cannot be written: name a file in a folder that can")
-
-
 def vocabulary(config: TrainConfig) -> int:
     """Ids of the model: those of the data, as in training, or what the overrides say.
 
@@ -117,8 +105,8 @@ def run(config: TrainConfig, options: Options) -> int:
     runtime.shutdown()
     if rank == 0:
         print(report.text(found), flush=True)
-        _write(options.write, to_toml(_with_settings(config, found.settings)))
-        _write(options.json, json.dumps(report.plain(found), indent=1) + "\n")
+        outputs.write(options.write, to_toml(_with_settings(config, found.settings)))
+        outputs.write(options.json, json.dumps(report.plain(found), indent=1) + "\n")
     return 0
 
 
@@ -131,7 +119,7 @@ def _measure_machine(config: TrainConfig, options: Options) -> int:
     runtime.shutdown()
     if rank == 0:
         print(machine.text(found), flush=True)
-        _write(options.machine, machine.to_toml(found))
+        outputs.write(options.machine, machine.to_toml(found))
     return 0
 
 
@@ -185,13 +173,3 @@ def find(config: TrainConfig, options: Options):
 def _with_settings(config: TrainConfig, settings) -> TrainConfig:
     picked = {setting.key: setting.value for setting in settings}
     return dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, **picked))
-
-
-def _write(path: str, text: str) -> None:
-    if not path:
-        return
-    try:
-        Path(path).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written ({error.strerror})") from None
-    print(f"wrote {path}", flush=True)

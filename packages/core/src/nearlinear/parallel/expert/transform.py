@@ -27,14 +27,14 @@ def apply(model: nn.Module, now: Runtime, config: MoEConfig | dict | None = None
     """
     config, mesh = moe.load(config), now.mesh
     degree = mesh.expert
-    # what the model would add by itself is what was asked for here, and nothing else
-    own = bool(getattr(model.config, "output_router_logits", False))
     if not config.smp_moe:
-        config.check_degrees(degree, mesh.pipeline, mesh.context, own)
+        config.check_degrees(degree, mesh.pipeline, mesh.context, own_loss=False)
         return
     mixtures = find(model)
     check(model, mixtures, degree)
     aux, z = _loss_factors(model, config)
+    # what the model would add by itself is what was asked for here, and nothing else
+    own = bool(getattr(model.config, "output_router_logits", False))
     if aux or z or config.assigns or own:
         _check_routers(mixtures)
         config.check_degrees(degree, mesh.pipeline, mesh.context, own)

@@ -51,7 +51,7 @@ def _sharings(plan: Plan, trial: Trial) -> Iterator[int]:
 
 
 def _checkpoint(plan: Plan, trial: Trial) -> str:
-    return "trades a forward pass for memory; groups of blocks keep least"
+    return "trades a forward pass for memory"
 
 
 def _checkpoints(plan: Plan, trial: Trial) -> Iterator[str]:

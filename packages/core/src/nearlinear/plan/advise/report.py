@@ -2,10 +2,12 @@
 
 import dataclasses
 import json
+import math
 
 from ... import schema
 from ...train.config import TrainConfig
 from ..answer import GIB, Plan
+from ..remedy import remedy
 from .items import MACHINE
 from .walk import Advice, Decision, Option
 
@@ -27,10 +29,11 @@ def why_text(decisions: list[Decision], plan: Plan) -> str:
 
 
 def _line(found: Decision, advice: bool = True) -> str:
-    best, name = found.best, _named(found.item, found.value)
-    parts = [f"{name}; {found.note}"]
+    best, now = found.best, _named(found.item, found.value, found.plan)
+    parts = [f"{now}; {found.note}"]
     if best is not None:
-        parts.append(f"{_named(found.item, best.value)} gives {change(best)}")
+        cost = "" if found.item.keys else _price(best.plan)
+        parts.append(f"{_named(found.item, best.value, best.plan)} gives {change(best)}{cost}")
     if not advice:
         right = "a better choice" if found.taken else found.why
         return "; ".join([*parts, f"{right}: {found.why}" if found.taken else right])
@@ -38,11 +41,26 @@ def _line(found: Decision, advice: bool = True) -> str:
     return "; ".join(parts) + f" -> {verdict}: {found.why}"
 
 
-def _named(item, value) -> str:
+def _named(item, value, plan: Plan) -> str:
     if not item.keys:
         return str(value)
-    shown = json.dumps(value)
-    return f"{item.keys[0]} = {shown}"
+    return " with ".join(f"{key} = {json.dumps(v)}" for key, v in _settings(item, plan).items())
+
+
+def _settings(item, plan: Plan) -> dict[str, object]:
+    """The keys of ``item`` as the config of ``plan`` has them.
+
+    A pipeline's micro-batches are parts of what the others call one.
+    """
+    cut = item.choice == "micro_batch" and plan.work.mesh.pipeline > 1
+    keys = (*item.keys, "parallel.microbatches") if cut else item.keys
+    tables = {key: key.partition(".") for key in keys}
+    return {key: getattr(getattr(plan.config, t), name) for key, (t, _, name) in tables.items()}
+
+
+def _price(plan: Plan) -> str:
+    usd = plan.usd_per_billion_tokens
+    return ", price not known" if math.isnan(usd) else f", {usd:,.0f} USD per billion tokens"
 
 
 def change(option: Option) -> str:
@@ -54,12 +72,14 @@ def change(option: Option) -> str:
 def _outcome(found: Advice) -> str:
     before, after = found.before, found.after
     rows = [f"as it was:     {_numbers(before)}"]
+    if not before.fits and after is before:
+        return (
+            "all of it together does not make it fit, so that the config stays as it is\n"
+            f"{rows[0]}\n{remedy(before)}"
+        )
     if after is before:
         return f"nothing to change\n{rows[0]}"
-    rows.append(f"as advised:    {_numbers(after)}")
-    if not after.fits:
-        rows.append(f"it does not fit even so: {after.binding}; take more nodes, or larger GPUs")
-    return "\n".join(rows)
+    return "\n".join([*rows, f"as advised:    {_numbers(after)}"])
 
 
 def _numbers(plan: Plan) -> str:
@@ -98,6 +118,7 @@ def as_dict(found: Advice) -> dict:
 def _plain(found: Decision) -> dict:
     best = found.best and {
         "value": found.best.value,
+        "settings": _settings(found.item, found.best.plan),
         "tokens_per_second": found.best.faster,
         "gib": found.best.room,
         "fits": not found.best.over,
@@ -106,6 +127,7 @@ def _plain(found: Decision) -> dict:
         "topic": found.item.topic,
         "keys": list(found.item.keys),
         "value": found.value,
+        "settings": _settings(found.item, found.plan),
         "note": found.note,
         "best": best,
         "verdict": "change" if found.taken else "keep",

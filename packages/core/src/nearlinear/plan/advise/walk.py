@@ -38,6 +38,8 @@ class Decision:
     """What was found of an item, and what was decided."""
 
     item: Item
+    plan: Plan
+    """that it was asked of"""
     value: object
     note: str
     best: Option | None
@@ -54,11 +56,15 @@ class Advice:
 
     before: Plan
     after: Plan
+    """the one before where nothing helps, or where what helps is not enough"""
     decisions: list[Decision]
 
 
 def advise(trial: Trial, plan: Plan) -> Advice:
-    """Walk from ``plan`` on, each item with what those before it have changed."""
+    """Walk from ``plan`` on, each item with what those before it have changed.
+
+    A walk that ends where memory does not suffice has nothing to advise: it stays with ``plan``.
+    """
     decisions, now = [], plan
     for walk in range(WALKS):
         changed = False
@@ -70,7 +76,7 @@ def advise(trial: Trial, plan: Plan) -> Advice:
                 decisions.append(replace(found, again=walk > 0))
         if not changed:
             break
-    return Advice(plan, now, decisions)
+    return Advice(plan, now if now.fits else plan, decisions)
 
 
 def why(trial: Trial, plan: Plan) -> list[Decision]:
@@ -90,10 +96,10 @@ def decide(item: Item, plan: Plan, trial: Trial) -> Decision:
         if tried is not None:
             found.append(_option(other, tried, plan))
     if not found:
-        return Decision(item, value, note, None, False, "there is nothing else to set here")
+        return Decision(item, plan, value, note, None, False, "there is nothing else to set here")
     best = _best(found)
     taken, words = _verdict(best, plan)
-    return Decision(item, value, note, best, taken, words)
+    return Decision(item, plan, value, note, best, taken, words)
 
 
 def _option(value, tried: Plan, plan: Plan) -> Option:
@@ -125,7 +131,7 @@ def _verdict(best: Option, plan: Plan) -> tuple[bool, str]:
 
 
 def _machine(plan: Plan, trial: Trial, note: str) -> Decision:
-    """As many of other nodes: whether they are faster. A machine is no key, so none is taken."""
+    """As many of other nodes: the fastest where it fits. A machine is no key, so none is taken."""
     cluster, found = plan.cluster, []
     for name in hardware.names():
         node = hardware.node(name)
@@ -136,6 +142,6 @@ def _machine(plan: Plan, trial: Trial, note: str) -> Decision:
             except ConfigError:
                 continue
             found.append(_option(name, tried, plan))
-    best = max(found, key=lambda option: option.faster, default=None)
+    best = min(found, key=lambda option: (option.over, -option.faster), default=None)
     words = "it fits here" if plan.fits else "it does not fit as it is: see below"
-    return Decision(MACHINE, cluster.node.name, note, best, False, words)
+    return Decision(MACHINE, plan, cluster.node.name, note, best, False, words)
