@@ -49,6 +49,7 @@ from IPython.display import Markdown
 import ci
 import nearlinear as nl
 from nearlinear.plan import scaling, search, validate
+from nearlinear.plan.advise import rule
 from nearlinear.plan.hardware import parse_cluster
 from nearlinear.plots import GRID, INK, MUTED, PALETTE, predicted_against_published
 
@@ -120,9 +121,10 @@ print(plan)
 #
 # ## What must be kept
 #
-# In mixed precision a parameter takes 16 bytes that last: a float32 value, its gradient, and the
-# two averages of AdamW, all in float32. They are divided by $p$. (The bfloat16 copies that compute
-# are made when a block is gathered, and given back after it.)
+# In mixed precision a parameter takes 16 bytes, all in float32: 12 that last, its value and the
+# two averages of AdamW, and 4 of its gradient, from the backward pass to the update. They are
+# divided by $p$. (The bfloat16 copies that compute are made when a block is gathered, and given
+# back after it.)
 
 # %%
 parameters = plan.work.shape.parameters
@@ -315,12 +317,6 @@ def gpt2(name, **leaves):
     return with_(base, **leaves)
 
 
-def rule(parameters):
-    """GPUs that the rule has share a copy, of machines with 8."""
-    machines = 2 ** math.ceil(math.log2(max(1.0, parameters / 3e9)))
-    return min(machines * place.node.gpus, place.world)
-
-
 powers = [2**n for n in range(place.world.bit_length()) if place.world % 2**n == 0]
 rows, verdicts = [], {}
 for name in SHAPES:
@@ -338,7 +334,7 @@ for name in SHAPES:
             for d in powers
         }
         fits = [d for d in powers if tried[d].fits]
-        wanted = rule(tried[1].work.shape.parameters)
+        wanted = rule(tried[1])
         if not fits:
             rows.append([name, size, wanted, "none", "", "", "too bold: nothing fits"])
             continue
@@ -373,7 +369,8 @@ table(
 # %%
 cautious = [key for key, (verdict, _) in verdicts.items() if verdict == "cautious"]
 print(f"cautious in {len(cautious)} of {len(verdicts)} cases")
-assert verdicts["10B", 1][1] > verdicts["10B", 4][1] > 0.02  # the smaller the pass, the more
+if cluster == "p4d.24xlarge:32" and sequence_length == 2048:  # two fifths, and a twentieth
+    assert 0.35 < verdicts["10B", 1][1] < 0.45 and 0.04 < verdicts["10B", 4][1] < 0.06
 LENGTHS = (512, 2048, 8192, 32768, 65536)
 rows = []
 for machines in ("p4d.24xlarge:32", "p4de.24xlarge:32", "p5.48xlarge:32"):
@@ -542,6 +539,6 @@ assert kept[128][16384] > kept[0][16384]
 #
 # 1. Set `cluster = "p5.48xlarge:16"`: the network is eight times as fast and so are not the GPUs.
 #    Which degree is the fastest now?
-# 2. `preset = "llama2-70b"`, `sequence_length = 4096`, `global_batch = 1024`: does 64 fit on p4d?
+# 2. `preset = "llama2-70b"`, `sequence_length = 4096`, `global_batch = 512`: does 64 fit on p4d?
 # 3. Your own config: `nearlinear plan run.toml --cluster ... --why`, then
 #    `nearlinear advise run.toml --cluster ...`, and see what it would change.

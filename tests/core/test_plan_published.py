@@ -1,6 +1,7 @@
 """The planner against published runs: every row is accounted for, and errors stay in bounds."""
 
 import csv
+import dataclasses
 import tomllib
 
 import pytest
@@ -108,3 +109,14 @@ def test_the_figure_has_a_mark_for_every_run(found):
     marks = sum(len(line.get_xdata()) for line in ax.lines if line.get_linestyle() == "None")
     assert marks == 243 + 62
     assert (ax.get_xscale(), ax.get_yscale()) == ("log", "log")
+
+
+def test_pairs_of_a_ranking_differ_in_layout_alone():
+    """Not in the library that ran them; those of all sources are the ranking."""
+    found = validate.validate()
+    of_sources = [validate.rank(scored) for scored in found.sources.values()]
+    assert tuple(map(sum, zip(*of_sources, strict=True))) == found.ranked
+    run = found.scored[0].run
+    for change in ({"direct": not run.work.direct}, {"prefetch": run.work.prefetch + 1}):
+        other = dataclasses.replace(run, work=dataclasses.replace(run.work, **change))
+        assert not validate.alike(run, other) and validate.alike(run, run)

@@ -15,6 +15,8 @@ from .parameters import Parameters
 from .published import Listed, Run
 from .step import step
 
+SOFTWARE = ("direct", "message", "prefetch", "overlapped_tensor")
+"""What differs between libraries, and is no layout."""
 CLEAR = 0.05  # a published difference that is worth ranking by
 
 
@@ -131,7 +133,7 @@ def rank(scored: list[Scored]) -> tuple[int, int]:
 def alike(first: Run, second: Run) -> bool:
     """Whether they differ in nothing but how the same step is laid out over the same machines."""
     one, other = first.work, second.work
-    same = ("shape", "sequence", "step_tokens", "precision", "fp8", "compiled")
+    same = ("shape", "sequence", "step_tokens", "precision", "fp8", "compiled", *SOFTWARE)
     return (
         first.source == second.source
         and first.cluster == second.cluster
@@ -140,12 +142,13 @@ def alike(first: Run, second: Run) -> bool:
 
 
 def _text(found: Validation) -> str:
-    head = ("source", "runs", "median", "90th", "bias", "median, left out")
+    head = ("source", "runs", "median", "90th", "bias", "median, left out", "pairs in order")
     rows = [head]
     for source, scored in found.sources.items():
         left = found.left_out.get(source)
-        rows.append((source, *_cells(errors(scored)), f"{left.median:.1%}" if left else "-"))
-    rows.append(("all", *_cells(found.all), ""))
+        out = f"{left.median:.1%}" if left else "-"
+        rows.append((source, *_cells(errors(scored)), out, _pairs(*rank(scored))))
+    rows.append(("all", *_cells(found.all), "", _pairs(*found.ranked)))
     lines = ["error of predicted step times, against published ones", *table(rows)]
     right, total = found.ranked
     lines.append(
@@ -173,6 +176,10 @@ def _as_dict(each: Scored) -> dict:
         "published_seconds": run.seconds,
         "predicted_seconds": each.predicted,
     }
+
+
+def _pairs(right: int, total: int) -> str:
+    return f"{right} of {total}" if total else "-"
 
 
 def _cells(found: Errors) -> tuple[str, ...]:

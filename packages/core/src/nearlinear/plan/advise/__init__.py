@@ -7,6 +7,7 @@ gigantic models with near-linear scaling", 2022). `items` is the list, `trial` h
 what a choice comes to, `walk` decides item after item, `report` puts it in words.
 """
 
+from .items import rule
 from .report import as_dict, settings, text, why_text
 from .trial import Trial
 from .walk import Advice, Decision, advise, why
@@ -17,6 +18,7 @@ __all__ = [
     "Trial",
     "advise",
     "as_dict",
+    "rule",
     "settings",
     "text",
     "why",
