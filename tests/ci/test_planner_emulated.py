@@ -20,7 +20,8 @@ FOUR = Place(4, 1, ("1gbit",), USUAL)
 def test_the_config_gathers_and_reduces_as_the_contestant_does(case):
     plan = case.plan(FOUR)
     config = cases.config_of(case, plan)
-    found = workload.from_config(config, plan.world, plan.ranks_per_node, plan.vocabulary)
+    where = plan.world, plan.ranks_per_node
+    found = workload.from_config(config, *where, plan.vocabulary, on_cpu=True)
     units = theory.units(plan)
     root = found.shape.root_parameters
     assert abs(root / units[0] - 1) < 1e-3 and found.shape.layers == plan.layers
