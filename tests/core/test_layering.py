@@ -17,7 +17,17 @@ FLOORS = {
     "techniques": ("parallel",),
     "state": ("checkpoint", "data", "memory"),
     "loop": ("train",),
-    "doors": ("cli", "environment", "launch", "outputs", "plan", "plots", "tune", "watch"),
+    "doors": (
+        "cli",
+        "columns",
+        "environment",
+        "launch",
+        "outputs",
+        "plan",
+        "plots",
+        "tune",
+        "watch",
+    ),
 }
 HEIGHT = {name: height for height, names in enumerate(FLOORS.values()) for name in names}
 MODULES = sorted(path for path in SOURCE.rglob("*.py") if path != SOURCE / "__init__.py")

@@ -2,8 +2,9 @@
 
 import math
 
+from ..columns import table
 from ..watch.draw import duration, short
-from . import trust, validate
+from . import trust
 from .answer import GIB, Plan
 from .step import BUBBLE, COMPUTE
 
@@ -46,7 +47,7 @@ def _streams(plan: Plan) -> str:
     if BUBBLE in step.exposed:
         rows.append(("a stage waits", "", f"{step.exposed[BUBBLE]:.3f}"))
     rows.append(("together", "", f"{plan.seconds:.3f}"))
-    return "\n".join(validate.table(rows))
+    return "\n".join(table(rows))
 
 
 def _rates(plan: Plan) -> str:

@@ -3,6 +3,7 @@
 import dataclasses
 from dataclasses import dataclass
 
+from ..columns import table
 from ..errors import ConfigError
 from ..train.config import TrainConfig
 from . import parameters, workload
@@ -60,8 +61,6 @@ def curve(
 
 
 def text(points: list[Point]) -> str:
-    from .validate import table
-
     rows = [("GPUs (simulated)", "tokens/s per GPU", "of the first")]
     rows += [
         (f"{p.gpus:,}", f"{p.tokens_per_second_per_gpu:,.0f}", f"{p.efficiency:.1%}")

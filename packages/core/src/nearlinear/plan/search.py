@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from ..columns import table
 from ..errors import ConfigError
 from ..train.config import TrainConfig
 from . import parameters, workload
@@ -242,8 +243,6 @@ def changed(
 
 def text(found: list[Layout], cluster: Cluster) -> str:
     """The layouts as a table."""
-    from .validate import table
-
     names = ("shard", "tensor", "context", "pipeline", "expert", "micro-batch", "passes",
              "checkpoint", "offload")  # fmt: skip
     rows = [("seconds per step", *names, "GiB per GPU")]

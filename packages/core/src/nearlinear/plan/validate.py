@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from itertools import combinations
 
+from ..columns import table
 from . import parameters, published
 from .parameters import Parameters
 from .published import Listed, Run
@@ -207,15 +208,3 @@ def _spans(lines: list[int]) -> str:
         else:
             spans.append([line, line])
     return ", ".join(f"{a}-{b}" if b > a else str(a) for a, b in spans)
-
-
-def table(rows: list[tuple]) -> list[str]:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return [
-        "  "
-        + "  ".join(
-            [row[0].ljust(widths[0])]
-            + [c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True)]
-        ).rstrip()
-        for row in rows
-    ]

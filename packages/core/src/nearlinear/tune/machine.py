@@ -13,6 +13,7 @@ import platform
 import torch
 
 from .. import backends, runtime, schema
+from ..columns import table
 from ..plan.hardware import Accelerator, Node
 from ..plan.machine import ALL_GATHER, Collective
 from ..plan.parameters import Parameters
@@ -20,7 +21,6 @@ from ..train.config import TrainConfig
 from ..train.flops import peak_tflops
 from . import memory, rates, sweep
 from .measure import candidates
-from .report import table
 
 
 def measure(config: TrainConfig, name: str, rounds: int) -> Node:

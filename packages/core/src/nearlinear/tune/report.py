@@ -3,6 +3,7 @@
 import dataclasses
 import json
 
+from ..columns import table
 from .choose import Job, Layout, best, can_hide
 from .estimate import Work
 from .measure import Measurement
@@ -120,14 +121,3 @@ def _line(setting: Setting) -> str:
     value, previous = json.dumps(setting.value), json.dumps(setting.previous)
     was = "as it was" if value == previous else f"was {previous}"
     return f"  {setting.key} = {value} ({was}): {setting.reason}"
-
-
-def table(rows: list[tuple], left: tuple[int, ...]) -> list[str]:
-    """Aligned columns: those of ``left`` to the left, the others to the right."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        cells = zip(row, widths, range(len(row)), strict=True)
-        padded = [c.ljust(w) if i in left else c.rjust(w) for c, w, i in cells]
-        lines.append("  " + "  ".join(padded).rstrip())
-    return lines
