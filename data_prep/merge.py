@@ -19,18 +19,10 @@ from data_prep.documents import DROPPED, LOG, TRAIN
 from data_prep.filters import BANDS
 from data_prep.job import Job, read_json, write_json
 from data_prep.places import Place
+from data_prep.records import LOG_FILE, NEAR_FILE, RECORD_FILE, shards_of, split_folder
 from data_prep.settle import Settled, needed, settle
 from data_prep.statistics import Statistics
-from data_prep.work import (
-    LOG_FILE,
-    NEAR_FILE,
-    RECORD_FILE,
-    STAGES,
-    Output,
-    made,
-    shards_of,
-    split_folder,
-)
+from data_prep.work import STAGES, Output, made
 from nearlinear import __version__
 from nearlinear.data.format import (
     MANIFEST_FILE,
@@ -50,7 +42,8 @@ _TOKENS_AT_ONCE = 1024 * 1024
 def merge(job: Job, folder: Place, records: list[dict], dataset: Place) -> Manifest:
     """Write the dataset of finished `records`, in order, to `dataset`; what was there is removed.
 
-    Raises `DataError` when there is no document, or none for training.
+    Raises `Unfit` when there is no document, or none for training, and `DataError` when splits are
+    not done that the job needs.
     """
     records = needed(job, records)
     with places.room(folder) as work:

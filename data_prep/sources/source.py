@@ -45,6 +45,8 @@ class Source:
 
     A source of files has `inputs`, `plan` (target bytes to splits), `reader` (the documents of a
     split), and a `spec` from which `data_prep.sources.rebuild` makes it again in another process.
+    One without `inputs` may have a `revision`: what its text is known by, None when that cannot be
+    known; it is asked when a job is planned, and is one of its settings and in its spec.
     """
 
     name: str
@@ -58,6 +60,7 @@ class Source:
     plan: Callable[[int], list[Split]] | None = None
     reader: Callable[[Split], Iterator[str]] | None = None
     spec: dict | None = None
+    revision: Callable[[], str | None] | None = None
 
     def splits(self) -> list[Split]:
         """The pieces of the input, in order: of 32 MiB, or of more where those would be many."""

@@ -2,9 +2,10 @@
 
 import json
 import os
-import random
+import shutil
 import signal
 from itertools import count
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -13,30 +14,11 @@ from hypothesis import strategies as st
 import data_prep
 from data_prep import output, pool
 from data_prep.sources import source as splitting
-from nearlinear.data.format import Manifest, verify
+from nearlinear.data.format import verify
 from nearlinear.errors import DataError
+from tests.support.preparing import OPTIONS, contents, write_lines
 
-OPTIONS = {"progress": False, "val_fraction": 0.2, "workers": 1, "backends": ("tokenizers",)}
-
-
-@pytest.fixture(autouse=True)
-def small_splits(monkeypatch):
-    monkeypatch.setattr(splitting, "SPLIT_BYTES", 1200)
-    monkeypatch.setattr(os, "fsync", lambda handle: None)  # a kill loses nothing that was written
-
-
-def write_lines(path, documents=120, seed=0):
-    draw = random.Random(seed)
-    texts = [" ".join(draw.choices("abcdefg", k=draw.randint(1, 30))) for _ in range(documents)]
-    texts += texts[10:20]  # duplicates, in another split
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    return texts
-
-
-def contents(folder):
-    """Every file but the history of its making."""
-    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*")
-            if p.is_file() and p.name != "preparation.json"}  # fmt: skip
+pytestmark = pytest.mark.usefixtures("small_splits")
 
 
 def killed_at(number, work):
@@ -57,6 +39,7 @@ def killed_at(number, work):
 
     for name in ("fsync", "rename", "replace", "link", "rmdir", "unlink"):
         setattr(os, name, deadly(getattr(os, name)))
+    output.exchange = deadly(output.exchange)
     try:
         work()
     finally:
@@ -86,6 +69,142 @@ def test_killed_at_any_moment_it_goes_on_to_the_same_bytes(tmp_path, words, opti
             file.rmdir() if file.is_dir() else file.unlink()
         out.rmdir()
     assert again > 5
+
+
+@pytest.mark.parametrize(
+    ("workers", "exchanges", "step"), [(1, True, 5), (1, False, 5), (2, True, 25)]
+)
+def test_killed_while_it_overwrites_one_of_the_two_is_there(
+    tmp_path, words, monkeypatch, workers, exchanges, step
+):
+    path, out = tmp_path / "a.jsonl", tmp_path / "out"
+    write_lines(path, 40)
+    if not exchanges:
+        monkeypatch.setattr(output, "exchange", lambda one, other: False)
+
+    def prepare(folder, **more):
+        source = data_prep.sources.jsonl(path)
+        return data_prep.prepare(source, folder, tokenizer=words, **{**OPTIONS, **more})
+
+    new, old = prepare(tmp_path / "new"), prepare(tmp_path / "old", seed=1)
+    found = []
+    for number in count(1, step):
+        shutil.copytree(tmp_path / "old", out)
+        if not killed_at(number, lambda: prepare(out, overwrite=True, workers=workers)):
+            break
+        assert out.exists() or not exchanges
+        try:
+            found.append(prepare(out))
+        except DataError as error:
+            assert "other settings (seed 1 -> 0)" in str(error)
+            found.append(old)
+        assert verify(out) == found[-1] and found[-1] in (old, new)
+        assert prepare(out, overwrite=True) == new
+        assert contents(out) == contents(tmp_path / "new")
+        assert {p.name for p in tmp_path.iterdir()} == {"a.jsonl", "out", "old", "new"}
+        shutil.rmtree(out)
+    assert old in found and (workers == 2 or new in found)
+
+
+def test_what_was_being_replaced_is_put_back(tmp_path, words, monkeypatch):
+    path, out = tmp_path / "a.jsonl", tmp_path / "out"
+    write_lines(path)
+    monkeypatch.setattr(output, "exchange", lambda one, other: False)
+    prepare = lambda **more: data_prep.prepare(  # noqa: E731
+        data_prep.sources.jsonl(path), out, tokenizer=words, **OPTIONS, **more
+    )
+    first = prepare()
+    rename = os.rename
+
+    def dying(source, target):
+        if Path(source).name == "dataset":
+            os.kill(os.getpid(), signal.SIGKILL)
+        rename(source, target)
+
+    child = os.fork()
+    if not child:
+        os.rename = dying
+        prepare(seed=1, overwrite=True)
+        os._exit(0)
+    assert os.WIFSIGNALED(os.waitpid(child, 0)[1]) and not out.exists()
+    assert prepare() == first == verify(out)
+    assert {p.name for p in tmp_path.iterdir()} == {"a.jsonl", "out"}
+
+    def full(source, target):
+        if Path(source).name == "dataset":
+            raise OSError("no space")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", full)
+    with pytest.raises(OSError, match="no space"):
+        prepare(seed=1, overwrite=True)
+    assert verify(out) == first
+
+
+def test_nothing_has_its_name_before_it_is_on_disk(tmp_path, words, monkeypatch):
+    """Every file and folder is told to the disk as it is when it is named, and so is the name."""
+    synced = {}
+
+    def state(handle):
+        found = os.fstat(handle)
+        names = sorted(os.listdir(handle)) if os.path.isdir(f"/proc/self/fd/{handle}") else None
+        return found.st_ino, (found.st_size, found.st_mtime_ns, names)
+
+    def fsync(handle):
+        number, what = state(handle)
+        synced[number] = what
+
+    def on_disk(path):
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            number, what = state(handle)
+            return synced.get(number) == what
+        finally:
+            os.close(handle)
+
+    named = []
+
+    def checked(call):
+        def naming(source, target, **options):
+            for path in (Path(source), *Path(source).rglob("*")):
+                assert on_disk(path), path
+            named.append(Path(target))
+            if Path(target).name == "out":
+                assert on_disk(tmp_path / "out.partial/splits")
+            return call(source, target, **options)
+
+        return naming
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    for name in ("rename", "replace", "link"):
+        monkeypatch.setattr(os, name, checked(getattr(os, name)))
+    path, out = tmp_path / "a.jsonl", tmp_path / "out"
+    write_lines(path)
+    data_prep.prepare(data_prep.sources.jsonl(path), out, tokenizer=words, **OPTIONS)
+    names = [path.name for path in named]
+    assert names[-1] == "out" and names.count("tokenizer.json") == 2 and "index.json" in names
+    assert names.count("shard-00000.bin") == 2 and "00001" in names
+    assert "out" in synced[tmp_path.stat().st_ino][2]
+
+
+def test_a_split_that_is_missing_is_not_passed_over(tmp_path, words, monkeypatch):
+    path, out = tmp_path / "a.jsonl", tmp_path / "out"
+    write_lines(path)
+    prepare = lambda: data_prep.prepare(  # noqa: E731
+        data_prep.sources.jsonl(path), out, tokenizer=words, **OPTIONS
+    )
+    run = pool.run
+
+    def losing(job, folder, numbers, *rest):
+        run(job, folder, numbers, *rest)
+        shutil.rmtree(folder.path / "splits/00003")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pool, "run", losing)
+        with pytest.raises(DataError, match="split 3 of .* is not done: run the same command"):
+            prepare()
+    assert not out.exists() and len(list(tmp_path.glob("out.partial/splits/*/record.json"))) > 3
+    assert prepare() == verify(out)
 
 
 def test_what_is_done_is_not_done_again(tmp_path, words, monkeypatch):
@@ -199,26 +318,6 @@ def test_limits_and_duplicates_are_those_of_the_whole(
     assert sum(manifest.statistics["length_histogram"]["documents"]) == len(expected)
 
 
-def test_a_finished_output_is_told_from_another_input(tmp_path, words):
-    path, out = tmp_path / "a.jsonl", tmp_path / "out"
-    write_lines(path)
-    prepare = lambda **more: data_prep.prepare(  # noqa: E731
-        data_prep.sources.jsonl(path), out, tokenizer=words, **OPTIONS, **more
-    )
-    first = prepare()
-    os.utime(path, (1, 1))
-    assert prepare() == first
-    path.rename(tmp_path / "b.jsonl")
-    path = tmp_path / "b.jsonl"
-    assert prepare() == first
-    with pytest.raises(DataError, match=r"\(dedup None -> exact\)"):
-        prepare(dedup="exact")
-    write_lines(path, seed=1)
-    with pytest.raises(DataError, match="input .* -> .* bytes"):
-        prepare()
-    assert Manifest.read(out) == first and prepare(overwrite=True) != first
-
-
 def test_a_bad_line_in_a_worker_is_named(tmp_path, words):
     path = tmp_path / "a.jsonl"
     write_lines(path)
@@ -227,15 +326,3 @@ def test_a_bad_line_in_a_worker_is_named(tmp_path, words):
         data_prep.prepare(data_prep.sources.jsonl(path), tmp_path / "out", tokenizer=words,
                           **{**OPTIONS, "workers": 2})  # fmt: skip
     assert not (tmp_path / "out").exists()
-
-
-def test_another_process_is_waited_for(tmp_path, words, monkeypatch):
-    monkeypatch.setattr(output, "_SECONDS_FOR_LOCK", 0)
-    path = tmp_path / "a.jsonl"
-    write_lines(path)
-    job = data_prep.job.Job.plan(
-        data_prep.sources.jsonl(path), data_prep.tokenizer.load(words), val_fraction=0.1
-    )
-    with output.staging(tmp_path / "out", job, False):
-        with pytest.raises(DataError, match="another process is preparing"):
-            data_prep.prepare(data_prep.sources.jsonl(path), tmp_path / "out", tokenizer=words)
