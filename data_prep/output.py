@@ -83,7 +83,8 @@ def staging(
                 )
             if changed or not done:
                 lock.clear(partial)
-            (partial / _MARK_FILE).remove()
+            if _MARK_FILE in partial.sizes():
+                (partial / _MARK_FILE).remove()
             (partial / "splits").make()
             if partial.path:
                 for stale in abandoned(partial.path / "splits"):

@@ -73,7 +73,7 @@ def run(step, rank=0, tasks=1):
 
 
 def planned(path, words, **options):
-    settings = {"seed": 0, "val_fraction": 0.2, "dedup": None, "max_documents": None,
+    settings = {"val_fraction": 0.2, "seed": 0, "dedup": None, "max_documents": None,
                 "max_tokens": None, "shard_tokens": 64 * 2**20, **options}  # fmt: skip
     return data_prep.job.Job.plan(
         data_prep.sources.jsonl(path), data_prep.tokenizer.load(words), **settings
