@@ -1,10 +1,9 @@
 """Nothing of what others do is removed: locks, marks of submitted jobs, folders in the making."""
 
 import errno
+import fcntl
 import os
 import socket
-import time
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -69,21 +68,19 @@ def test_a_lock_that_was_removed_locks_nothing(tmp_path, planned):
     assert (partial / lock.LOCK_FILE).read_text() == "the next one's"
 
 
-def test_who_waits_for_a_lock_that_is_removed_gets_one_that_locks(tmp_path):
-    folder = storage.at(tmp_path / "out.partial")
-    with ThreadPoolExecutor(1) as threads:
+def test_who_takes_a_lock_that_is_removed_takes_another(tmp_path, monkeypatch):
+    """Who had it ends between the opening of the file and its lock."""
+    folder, flock, files = storage.at(tmp_path / "out.partial"), fcntl.flock, []
 
-        def wait():
-            with lock.held(folder, folder) as held:
-                return held.holds()
-
-        with lock.held(folder, folder):
-            waiting = threads.submit(wait)
-            while not waiting.running():
-                pass
-            time.sleep(0.1)
+    def late(file, how):
+        files.append(file.fileno())
+        if len(files) == 1:
             lock.remove(folder)
-        assert waiting.result()
+        flock(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with lock.held(folder, folder) as held:
+        assert held.holds() and len(files) == 2
 
 
 def test_a_file_system_without_locks_is_said(tmp_path, prepare, monkeypatch):
