@@ -63,8 +63,9 @@ def prepare(
     instead, which takes `engine_options`; on Slurm they are submitted, and the answer is None.
 
     An intact dataset of the same settings at `out` is checked and returned as it is; one that was
-    stopped goes on. Raises `DataError` for one of other settings (unless `overwrite`), an empty
-    source or an empty split "train". Whatever interrupts, `out` is complete or untouched.
+    stopped goes on. Raises `DataError` for one of other settings or one that is submitted (unless
+    `overwrite`), a file that changes meanwhile, an empty source or an empty split "train". Whatever
+    interrupts, `out` is complete or untouched.
     """
     out = places.at(Path("data") / source.name if out is None else out)
     if not 0 <= val_fraction < 1:

@@ -1,7 +1,11 @@
 """Text that is soon prepared, and what came of it: for the tests of data preparation."""
 
 import json
+import os
 import random
+import signal
+
+from data_prep import output, pool
 
 OPTIONS = {"progress": False, "val_fraction": 0.2, "workers": 1, "backends": ("tokenizers",)}
 """of `prepare`: in this process, and nothing said"""
@@ -20,3 +24,31 @@ def contents(folder):
     """Every file but the history of its making."""
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*")
             if p.is_file() and p.name != "preparation.json"}  # fmt: skip
+
+
+def killed_at(number, work):
+    """Whether a process that does `work` dies at its `number`th call that makes things last,
+    or waits for a worker.
+    """
+    child = os.fork()
+    if child:
+        return os.WIFSIGNALED(os.waitpid(child, 0)[1])
+    left = [number]
+
+    def deadly(call):
+        def dying(*arguments, **options):
+            left[0] -= 1
+            if not left[0]:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return call(*arguments, **options)
+
+        return dying
+
+    for name in ("fsync", "rename", "replace", "link", "rmdir", "unlink"):
+        setattr(os, name, deadly(getattr(os, name)))
+    output.exchange = deadly(output.exchange)
+    pool._Worker._answer = deadly(pool._Worker._answer)
+    try:
+        work()
+    finally:
+        os._exit(0)
