@@ -32,7 +32,9 @@ def killed_at(number, work):
     """
     child = os.fork()
     if child:
-        return os.WIFSIGNALED(os.waitpid(child, 0)[1])
+        status = os.waitpid(child, 0)[1]
+        assert os.WIFSIGNALED(status) or not os.WEXITSTATUS(status), "it ended with an error"
+        return os.WIFSIGNALED(status)
     left = [number]
 
     def deadly(call):
@@ -48,7 +50,9 @@ def killed_at(number, work):
         setattr(os, name, deadly(getattr(os, name)))
     output.exchange = deadly(output.exchange)
     pool._Worker._answer = deadly(pool._Worker._answer)
+    code = 1
     try:
         work()
+        code = 0
     finally:
-        os._exit(0)
+        os._exit(code)
