@@ -108,9 +108,7 @@ def submitting(out: Place, job: Job, overwrite: bool) -> Iterator[Place]:
         yield partial
     except BaseException:
         with lock.held(partial, out):
-            (partial / _MARK_FILE).remove()
-            if not _of_use(partial):
-                lock.remove(partial)
+            _unmark(partial)
         raise
 
 
@@ -123,7 +121,7 @@ def merging(out: str | Path | Place) -> Iterator[None]:
             yield
         finally:
             if held is None or held.holds():
-                (partial / _MARK_FILE).remove()
+                _unmark(partial)
 
 
 def finish(job: Job, partial: Place, records: list[dict], out: str | Path | Place) -> Manifest:
@@ -167,6 +165,12 @@ def _refuse_marked(partial: Place, out: Place) -> None:
             "its jobs, or, when none of them runs or waits any more, pass --overwrite to go on "
             "with what they did"
         )
+
+
+def _unmark(partial: Place) -> None:
+    (partial / _MARK_FILE).remove()
+    if not _of_use(partial):
+        lock.remove(partial)
 
 
 def _of_use(partial: Place) -> bool:

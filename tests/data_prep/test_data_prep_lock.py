@@ -115,6 +115,9 @@ def test_what_was_submitted_is_not_touched(tmp_path, prepare, planned):
     with pytest.raises(OSError, match="no sbatch"), output.submitting(out, job, False):
         raise OSError("no sbatch")
     assert not (tmp_path / "out.partial").exists()
+    with pytest.raises(DataError, match="job.json"), output.merging(out):
+        data_prep.job.Job.load(storage.at(tmp_path / "out.partial"))  # others did it meanwhile
+    assert not (tmp_path / "out.partial").exists()
     with output.submitting(out, job, False) as folder:
         pass
     running = folder.path / "splits/00000.another-1.tmp"
@@ -123,9 +126,13 @@ def test_what_was_submitted_is_not_touched(tmp_path, prepare, planned):
         with pytest.raises(DataError, match="was submitted .* not merged yet: wait .*--overwrite"):
             prepare(**more)
     assert running.is_dir()
+    do_split(job, 0, folder, Encoder(job.words, ("tokenizers",)))
     with pytest.raises(DataError, match="not done"), output.merging(out):
         output.finish(job, folder, [], out)  # the jobs are over: whoever comes may go on
-    manifest = prepare()
+    assert (folder / "splits/00000/record.json").path.is_file()
+    with pytest.raises(DataError, match="unfinished"):  # no longer: was submitted
+        prepare()
+    manifest = prepare(overwrite=True)
     assert verify(out) == manifest and not folder.exists()
     with output.submitting(out, planned(seed=3), True) as folder:
         pass
