@@ -30,6 +30,8 @@ from nearlinear.data.format.shards import sync_and_close
 LOG_FILE = "documents.log"
 NEAR_FILE = "near.signatures"
 RECORD_FILE = "record.json"
+ENDS = "ends"
+"""in a record: how many documents there are to the end of each of its inputs that was read whole"""
 STAGES = ("read", "hash", "encode", "near-duplicates", "write")
 """filters are part of reading"""
 
@@ -88,7 +90,8 @@ def do_split(
     with made(split_folder(folder, number)) as place:
         out, filters = Output(place, job), Filters(job.filters)
         near = _Hashed(place / NEAR_FILE) if job.settings.get("near_duplicates") else None
-        batches = _batches(_texts(job, number, filters), job.settings["max_documents"])
+        ends: list[int] = []
+        batches = _batches(_texts(job, number, filters, ends), job.settings["max_documents"])
         left = job.settings["max_tokens"]
         first = True
         while left is None or left > 0:
@@ -123,6 +126,7 @@ def do_split(
             "split": number,
             "backend": encoder.name,
             "dropped": dict(sorted(filters.dropped.items())),
+            ENDS: ends,
             **out.close(),
             **({} if near is None else {NEAR_FILE: near.close()}),
         }
@@ -134,7 +138,7 @@ def do_split(
 def same_text(job: Job, number: int, count: int, text: str) -> bool:
     """Whether the input still begins with the `count` documents whose hash is `text`."""
     digest, found = xxhash.xxh3_64(), 0
-    for texts in _batches(_texts(job, number, Filters(job.filters)), count):
+    for texts in _batches(_texts(job, number, Filters(job.filters), []), count):
         entries, _ = _described(texts)
         digest.update(documents.hashes(entries))
         found += len(texts)
@@ -248,10 +252,18 @@ class _Clock:
         self._last = now
 
 
-def _texts(job: Job, number: int, filters: Filters) -> Iterator[str]:
-    """The documents of a split that have text in them, and pass the job's filters."""
-    texts = (text for text in job.source.read(job.splits[number]) if text and not text.isspace())
-    return filters(texts) if job.filters else texts
+def _texts(job: Job, number: int, filters: Filters, ends: list[int]) -> Iterator[str]:
+    """The documents of a split that have text in them, and pass the job's filters.
+
+    `ends` gets how many there are to the end of each input that has been read.
+    """
+    count = 0
+    for split in job.source.by_input(job.splits[number]):
+        texts = (text for text in job.source.read(split) if text and not text.isspace())
+        for text in filters(texts) if job.filters else texts:
+            count += 1
+            yield text
+        ends.append(count)
 
 
 def _batches(texts: Iterator[str], limit: int | None) -> Iterator[list[str]]:
