@@ -132,10 +132,10 @@ def chunks(path: str | Path) -> Iterator[bytes]:
             yield chunk
 
 
-def decoded(raw: bytes, path: str | Path) -> str:
+def decoded(raw: bytes | bytearray, path: str | Path) -> str:
     """UTF-8 bytes of a file as text, without a byte order mark. Raises `DataError`."""
     try:
-        return raw.decode("utf-8-sig")
+        return raw.decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:
         raise not_utf8(path, error.start) from None
 

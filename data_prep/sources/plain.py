@@ -25,8 +25,7 @@ from data_prep.sources.source import Input, Source, Split, of_files
 from nearlinear.errors import DataError
 
 _SUFFIXES = (".txt", ".md")
-_BETWEEN = {"file": re.compile(r"(?!)"), "paragraph": re.compile(r"\n\s*\n")}
-"""what stands between documents; nothing does between whole files"""
+_BETWEEN = re.compile(r"\n\s*\n")
 
 
 def text(paths: Sequence[str | Path], document: str = "file") -> Source:
@@ -51,7 +50,7 @@ def text(paths: Sequence[str | Path], document: str = "file") -> Source:
             return
         last = split.input + 1 if split.end is None else split.end
         for file in inputs[split.input : last]:
-            yield from _documents(file.path, document)
+            yield from [_whole(file.path)] if document == "file" else _paragraphs(file.path)
 
     def plan(target: int) -> list[Split]:
         return line_splits(inputs, target) if document == "line" else _runs(inputs, target)
@@ -70,18 +69,26 @@ def text(paths: Sequence[str | Path], document: str = "file") -> Source:
     )
 
 
-def _documents(path: str, document: str) -> Iterator[str]:
-    """A whole file, or its paragraphs."""
+def _whole(path: str) -> str:
+    raw = bytearray()
+    for chunk in chunks(path):
+        raw += chunk
+        if len(raw) > MOST_BYTES:
+            raise _too_long(path, "file")
+    return decoded(raw, path)
+
+
+def _paragraphs(path: str) -> Iterator[str]:
     begun, size = [], 0
     for some in _at_words(_texts(path)):
-        first, *others = _BETWEEN[document].split(some)
+        first, *others = _BETWEEN.split(some)
         begun.append(first)
         size += len(first)
         for other in others:
             yield "".join(begun)
             begun, size = [other], len(other)
         if size > MOST_BYTES:
-            raise _too_long(path, document)
+            raise _too_long(path, "paragraph")
     yield "".join(begun)
 
 
