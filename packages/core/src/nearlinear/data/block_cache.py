@@ -19,7 +19,7 @@ from .cache import Full, locked, put, tell_full
 _STRIPES = 64
 """locks that ranks fetch under; two blocks of one wait for each other"""
 _ROOM = 64
-"""blocks that are dropped, the oldest, where one finds the disk full"""
+"""blocks that are dropped at most, the oldest, where one finds the disk full"""
 _ABANDONED = 600
 """seconds after which a file that is not finished is of a process that was killed"""
 
@@ -76,7 +76,10 @@ class BlockCache:
             self._until_look = self.limit // 64 or math.inf
 
     def _drop_oldest(self, room: int = 0) -> None:
-        """Drop what is abandoned, and what is above the limit; or so many bytes at least."""
+        """Drop what is abandoned, and what is above the limit, or so much to make room.
+
+        `room` is in bytes, and of what is there no more than an eighth.
+        """
         with locked(self.folder / "locks" / "drop"):
             files, size, abandoned = [], 0, (time.time() - _ABANDONED) * 1e9
             for path in [*self.folder.glob("*/*.block"), *self.folder.glob("*/*.partial")]:
@@ -85,7 +88,7 @@ class BlockCache:
                     size += told.st_size
                     if finished or told.st_mtime_ns < abandoned:
                         files.append((finished, told.st_mtime_ns, told.st_size, path))
-            above = max(size - (self.limit or math.inf), room)
+            above = max(size - (self.limit or math.inf), min(room, size // 8))
             for finished, _, size, path in sorted(files):
                 if finished and above <= 0:
                     break
