@@ -22,7 +22,6 @@ from data_prep.places import Place
 from data_prep.settle import Settled, needed, settle
 from data_prep.statistics import Statistics
 from data_prep.work import (
-    ENDS,
     LOG_FILE,
     NEAR_FILE,
     RECORD_FILE,
@@ -186,7 +185,7 @@ class _Merging:
             near_duplicates=entries[self.settled.resembling(number, entries)],
         )
         if len(self.by_input):
-            inputs = np.searchsorted(record.get(ENDS, []), np.flatnonzero(kept), side="right")
+            inputs = np.searchsorted(record.get("ends", []), np.flatnonzero(kept), side="right")
             inputs += job.splits[number].input
             np.add.at(self.by_input, inputs, [1, 0])
             np.add.at(self.by_input[:, 1], inputs, entries["tokens"][kept])

@@ -30,8 +30,6 @@ from nearlinear.data.format.shards import sync_and_close
 LOG_FILE = "documents.log"
 NEAR_FILE = "near.signatures"
 RECORD_FILE = "record.json"
-ENDS = "ends"
-"""in a record: how many documents there are to the end of each of its inputs that was read whole"""
 STAGES = ("read", "hash", "encode", "near-duplicates", "write")
 """filters are part of reading"""
 
@@ -126,7 +124,7 @@ def do_split(
             "split": number,
             "backend": encoder.name,
             "dropped": dict(sorted(filters.dropped.items())),
-            ENDS: ends,
+            "ends": ends,
             **out.close(),
             **({} if near is None else {NEAR_FILE: near.close()}),
         }
@@ -138,7 +136,7 @@ def do_split(
 def same_text(job: Job, number: int, count: int, text: str) -> bool:
     """Whether the input still begins with the `count` documents whose hash is `text`."""
     digest, found = xxhash.xxh3_64(), 0
-    for texts in _batches(_texts(job, number, Filters(job.filters), []), count):
+    for texts in _batches(_texts(job, number, Filters(job.filters)), count):
         entries, _ = _described(texts)
         digest.update(documents.hashes(entries))
         found += len(texts)
@@ -252,10 +250,10 @@ class _Clock:
         self._last = now
 
 
-def _texts(job: Job, number: int, filters: Filters, ends: list[int]) -> Iterator[str]:
+def _texts(job: Job, number: int, filters: Filters, ends: list[int] | None = None) -> Iterator[str]:
     """The documents of a split that have text in them, and pass the job's filters.
 
-    `ends` gets how many there are to the end of each input that has been read.
+    `ends` gets how many there are to the end of each input that has been read whole.
     """
     count = 0
     for split in job.source.by_input(job.splits[number]):
@@ -263,7 +261,8 @@ def _texts(job: Job, number: int, filters: Filters, ends: list[int]) -> Iterator
         for text in filters(texts) if job.filters else texts:
             count += 1
             yield text
-        ends.append(count)
+        if ends is not None:
+            ends.append(count)
 
 
 def _batches(texts: Iterator[str], limit: int | None) -> Iterator[list[str]]:

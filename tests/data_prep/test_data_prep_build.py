@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import data_prep
-from data_prep import documents, output, work
+from data_prep import output, work
 from data_prep.merge import HISTORY_FILE
 from nearlinear.data.dataset import TokenDataset
 from nearlinear.data.format import Manifest, verify
@@ -88,13 +88,6 @@ def test_validation_is_empty_when_asked_or_impossible(tmp_path, source, texts, f
     manifest = prepare(source(texts), tmp_path / "d", val_fraction=fraction)
     assert manifest.total("documents", "val") == 0
     assert manifest.total("documents", "train") == len(texts)
-
-
-def test_a_document_of_too_many_tokens_to_count_is_refused(tmp_path, source, monkeypatch):
-    monkeypatch.setattr(documents, "MOST_TOKENS", 20)
-    prepare(source(["x" * 19]), tmp_path / "d", val_fraction=0)
-    with pytest.raises(DataError, match="has 20 bytes, of which there may be 19: cut it before"):
-        prepare(source(["x", "é" * 10]), tmp_path / "e")
 
 
 @pytest.mark.parametrize(

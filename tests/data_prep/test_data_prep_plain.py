@@ -6,8 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import data_prep
 from data_prep import sources
 from data_prep.sources import files, plain
+from data_prep.sources import source as splitting
 from nearlinear.errors import DataError
 from tests.data_prep.test_data_prep_sources import compressed, write_lines
 
@@ -78,3 +80,43 @@ def test_what_is_too_long_for_memory_is_refused(tmp_path, monkeypatch):
     write_lines(tmp_path / "a.jsonl", [{"text": "word"}] * 9)
     with pytest.raises(DataError, match="a.jsonl has a line of more than 1 GiB.*one object a line"):
         list(sources.jsonl(tmp_path / "a.jsonl").documents())
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    files=st.lists(
+        st.lists(st.text("abc \n", max_size=9), min_size=1, max_size=6).map("\n\n".join),
+        min_size=1,
+        max_size=9,
+    ),
+    document=st.sampled_from(["file", "paragraph", "line"]),
+    options=st.sampled_from([{}, {"dedup": "exact"}, {"max_documents": 5}, {"max_tokens": 12}]),
+    split_bytes=st.integers(1, 60),
+)
+def test_every_file_of_a_split_has_its_documents_counted(
+    tmp_path_factory, words, files, document, options, split_bytes
+):
+    folder = tmp_path_factory.mktemp("d")
+    for number, text in enumerate(files):
+        (folder / f"{number}.txt").write_text(f"{text} a")  # some text in each
+    between = {"file": r"(?!)", "line": "\n", "paragraph": r"\n\s*\n"}[document]
+    seen, total, expected = set(), 0, []
+    for text in files:
+        counts = [0, 0]
+        for one in filter(str.strip, re.split(between, f"{text} a")):
+            full = len(seen) == options.get("max_documents") or total >= options.get(
+                "max_tokens", 10**6
+            )
+            if full or ("dedup" in options and one in seen):
+                continue
+            seen.add(one if "dedup" in options else len(seen))
+            counts[0] += 1
+            counts[1] += len(one.split()) + 1
+            total += len(one.split()) + 1
+        expected.append(counts)
+    source = data_prep.sources.text(folder, document)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(splitting, "SPLIT_BYTES", split_bytes)
+        manifest = data_prep.prepare(source, folder / "out", tokenizer=words, val_fraction=0,
+                                     progress=False, workers=1, **options)  # fmt: skip
+    assert [[told["documents"], told["tokens"]] for told in manifest.plan["inputs"]] == expected

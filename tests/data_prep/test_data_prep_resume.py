@@ -3,7 +3,6 @@
 import json
 import os
 import random
-import re
 import signal
 from itertools import count
 
@@ -198,45 +197,6 @@ def test_limits_and_duplicates_are_those_of_the_whole(
     assert manifest.statistics["documents"] == len(expected)
     assert manifest.statistics["duplicates"]["documents"] == len(read) - len(set(read))
     assert sum(manifest.statistics["length_histogram"]["documents"]) == len(expected)
-
-
-@settings(max_examples=15, deadline=None)
-@given(
-    files=st.lists(
-        st.lists(st.text("abc \n", max_size=9), min_size=1, max_size=6).map("\n\n".join),
-        min_size=1,
-        max_size=9,
-    ),
-    document=st.sampled_from(["file", "paragraph", "line"]),
-    options=st.sampled_from([{}, {"dedup": "exact"}, {"max_documents": 5}, {"max_tokens": 12}]),
-    split_bytes=st.integers(1, 60),
-)
-def test_every_file_of_a_split_has_its_documents_counted(
-    tmp_path_factory, words, files, document, options, split_bytes
-):
-    folder = tmp_path_factory.mktemp("d")
-    splitting.SPLIT_BYTES = split_bytes  # the fixture puts it back
-    for number, text in enumerate(files):
-        (folder / f"{number}.txt").write_text(f"{text} a")  # some text in each
-    between = {"file": r"(?!)", "line": "\n", "paragraph": r"\n\s*\n"}[document]
-    seen, total, expected = set(), 0, []
-    for text in files:
-        counts = [0, 0]
-        for one in filter(str.strip, re.split(between, f"{text} a")):
-            full = len(seen) == options.get("max_documents") or total >= options.get(
-                "max_tokens", 10**6
-            )
-            if full or ("dedup" in options and one in seen):
-                continue
-            seen.add(one if "dedup" in options else len(seen))
-            counts[0] += 1
-            counts[1] += len(one.split()) + 1
-            total += len(one.split()) + 1
-        expected.append(counts)
-    source = data_prep.sources.text(folder, document)
-    manifest = data_prep.prepare(source, folder / "out", tokenizer=words,
-                                 **{**OPTIONS, "val_fraction": 0, **options})  # fmt: skip
-    assert [[told["documents"], told["tokens"]] for told in manifest.plan["inputs"]] == expected
 
 
 def test_a_finished_output_is_told_from_another_input(tmp_path, words):
