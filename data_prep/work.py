@@ -51,7 +51,8 @@ def do_split(
     with made(split_folder(folder, number)) as place, job.reading(number):
         out, filters = Output(place, job), Filters(job.filters)
         near = _Hashed(place / NEAR_FILE) if job.settings.get("near_duplicates") else None
-        batches = _batches(_texts(job, number, filters), job.settings["max_documents"])
+        ends: list[int] = []
+        batches = _batches(_texts(job, number, filters, ends), job.settings["max_documents"])
         left = job.settings["max_tokens"]
         first = True
         while left is None or left > 0:
@@ -86,6 +87,7 @@ def do_split(
             "split": number,
             "backend": encoder.name,
             "dropped": dict(sorted(filters.dropped.items())),
+            "ends": ends,
             **out.close(),
             **({} if near is None else {NEAR_FILE: near.close()}),
         }
@@ -193,10 +195,19 @@ class _Clock:
         self._last = now
 
 
-def _texts(job: Job, number: int, filters: Filters) -> Iterator[str]:
-    """The documents of a split that have text in them, and pass the job's filters."""
-    texts = (text for text in job.source.read(job.splits[number]) if text and not text.isspace())
-    return filters(texts) if job.filters else texts
+def _texts(job: Job, number: int, filters: Filters, ends: list[int] | None = None) -> Iterator[str]:
+    """The documents of a split that have text in them, and pass the job's filters.
+
+    `ends` gets how many there are to the end of each input that has been read whole.
+    """
+    count = 0
+    for split in job.source.by_input(job.splits[number]):
+        texts = (text for text in job.source.read(split) if text and not text.isspace())
+        for text in filters(texts) if job.filters else texts:
+            count += 1
+            yield text
+        if ends is not None:
+            ends.append(count)
 
 
 def _batches(texts: Iterator[str], limit: int | None) -> Iterator[list[str]]:

@@ -2,7 +2,8 @@
 
 A source can be read more than once and yields the same documents in the same order each time.
 Its `settings` say what was asked (another answer means another dataset); its `provenance` says
-where the text came from. `tables` has those of files, `hub` those of the Hugging Face hub.
+where the text came from. `plain` has those of text files, `tables` those of rows with a field of
+text, `hub` those of the Hugging Face hub.
 """
 
 import os
@@ -11,8 +12,9 @@ from importlib.metadata import version
 from data_prep.places import elsewhere
 from data_prep.sources.botocore_docs import botocore_documents, data_folder
 from data_prep.sources.hub import huggingface, openwebtext
+from data_prep.sources.plain import text
 from data_prep.sources.source import Input, Source, Split
-from data_prep.sources.tables import jsonl, parquet, text
+from data_prep.sources.tables import jsonl, parquet
 
 __all__ = ["Input", "Source", "Split", "botocore", "botocore_documents", "huggingface", "jsonl",
            "openwebtext", "parquet", "portable", "rebuild", "text"]  # fmt: skip

@@ -57,6 +57,8 @@ class Source:
     expected_documents: int | None = None
     expected_bytes: int | None = None
     inputs: tuple[Input, ...] = ()
+    runs: bool = False
+    """a split is whole inputs, from `input` to `end`"""
     plan: Callable[[int], list[Split]] | None = None
     reader: Callable[[Split], Iterator[str]] | None = None
     spec: dict | None = None
@@ -72,6 +74,12 @@ class Source:
     def read(self, split: Split) -> Iterator[str]:
         """The documents of one of `splits`."""
         return iter(self.documents()) if self.reader is None else self.reader(split)
+
+    def by_input(self, split: Split) -> list[Split]:
+        """A split as several, of one input each."""
+        if not self.runs:
+            return [split]
+        return [Split(number, 0, number + 1) for number in range(split.input, split.end)]
 
 
 def of_files(plan: Callable, reader: Callable, target: int = SPLIT_BYTES) -> Callable:
