@@ -8,6 +8,7 @@ our shards as they are.
 
 import json
 import os
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +19,7 @@ from data_prep.arguments import FORMATS
 from data_prep.places import on_disk
 from nearlinear.data.format import Manifest, read_index
 from nearlinear.errors import DataError
-from nearlinear.storage.folders import making
+from nearlinear.storage.folders import abandoned, making
 
 _ROWS_PER_FILE = 16_384
 
@@ -52,6 +53,9 @@ def export(
         "datatrove": _datatrove,
     }
     sides = [side for side in manifest.splits if manifest.splits[side]]
+    for stale in abandoned(out.parent):
+        if stale.name.startswith(f"{out.name}."):
+            shutil.rmtree(stale, ignore_errors=True)
     with making(out) as work:
         return writers[kind](folder, work, manifest, sides, sequence_length)
 

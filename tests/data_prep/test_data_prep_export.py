@@ -1,4 +1,6 @@
 import json
+import os
+import signal
 
 import numpy as np
 import pytest
@@ -93,6 +95,20 @@ def test_what_cannot_be_exported_is_said(folder, tmp_path):
         export(folder, tmp_path / "out", "csv")
     with pytest.raises(DataError, match="sequence_length is 0"):
         export(folder, tmp_path / "out", "smp-json", 0)
+
+
+def test_what_a_killed_export_left_is_removed(folder, tmp_path):
+    child = os.fork()
+    if not child:
+        exporting._append = lambda *each: os.kill(os.getpid(), signal.SIGKILL)
+        export(folder, tmp_path / "out", "nanogpt")
+        os._exit(0)
+    assert os.WIFSIGNALED(os.waitpid(child, 0)[1])
+    (left,) = tmp_path.glob("out.*.tmp")
+    other = left.rename(tmp_path / left.name.replace("out", "another"))
+    left.mkdir()
+    export(folder, tmp_path / "out", "nanogpt")
+    assert {path.name for path in tmp_path.iterdir()} == {"d", "out", other.name}
 
 
 @pytest.mark.parametrize("kind", FORMATS)
