@@ -5,6 +5,8 @@ hub by its revision; botocore by its version; a source of this process alone by 
 read again.
 """
 
+from pathlib import Path
+
 from data_prep.job import JOB_FILE, Job, read_json
 from data_prep.merge import history
 from data_prep.places import Place
@@ -17,6 +19,16 @@ def difference(old: dict, new: dict) -> str:
     """What differs between two settings, in one line: `seed 0 -> 1, ...`."""
     keys = [key for key in {**old, **new} if old.get(key) != new.get(key)]
     return ", ".join(f"{key} {_short(old.get(key))} -> {_short(new.get(key))}" for key in keys)
+
+
+def other_commit(old: dict, job: Job) -> str:
+    """What to pass to read the commit of the hub again that old settings name, before the other
+    remedies; empty where the commit is the same, or none.
+    """
+    commit, name = old.get("revision"), job.settings.get("dataset")
+    if not commit or commit == job.settings.get("revision") or not name or Path(name).is_dir():
+        return ""
+    return f"pass --revision {commit} to go on with that commit, or "
 
 
 def other_left(partial: Place, job: Job) -> str:
@@ -56,8 +68,12 @@ def other_input(manifest: Manifest, out: Place, job: Job) -> str:
         return f"input {sum(before)} -> {sum(file.bytes for file in job.inputs)} bytes"
     if job.inputs and history(out).get("inputs") == [list(file) for file in job.inputs]:
         return ""
-    for number, (*piece, count, text) in enumerate(manifest.plan["splits"]):
-        if piece != list(job.splits[number][:3]) or not same_text(job, number, count, text):
+    splits = manifest.plan["splits"]
+    now = job.splits[: len(splits)] if _ended_early(job, splits) else job.splits
+    if [split[:3] for split in splits] != [list(split[:3]) for split in now]:
+        return "input of other pieces"
+    for number, (*_, count, text) in enumerate(splits):
+        if not same_text(job, number, count, text):
             return f"input, the text of split {number} is another"
     return ""
 
@@ -70,6 +86,14 @@ def uncompared(job: Job) -> str:
         f"note: the text of {job.source.name} was not compared with what was read before: the "
         "Hugging Face hub did not tell its revision; --overwrite prepares it anew"
     )
+
+
+def _ended_early(job: Job, splits: list[list]) -> bool:
+    """Whether a limit may have ended a dataset of these splits before the end of its input."""
+    most = job.settings["max_documents"]
+    if job.settings["max_tokens"] is not None:
+        return True
+    return most is not None and sum(count for *_, count, _ in splits) >= most
 
 
 def _by_text_alone(job: Job) -> bool:

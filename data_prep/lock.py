@@ -97,10 +97,18 @@ def _taken(file, folder: Place) -> bool:
     except BlockingIOError:
         return False
     except OSError as error:
-        remove(folder)
+        _leave_as_it_was(folder)
         raise DataError(
             f"{folder} is on a file system that has no locks ({error.strerror}): mount it with "
             "them (Lustre: -o flock; NFS: without nolock), or prepare on a local disk and copy "
             "the folder"
         ) from None
     return True
+
+
+def _leave_as_it_was(folder: Place) -> None:
+    """Take away the folder made for a lock that cannot be; one with more in it is not ours."""
+    if os.listdir(folder.path) == [LOCK_FILE]:
+        with suppress(OSError):
+            (folder.path / LOCK_FILE).unlink()
+            folder.path.rmdir()

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from data_prep import lock, places
-from data_prep.compare import difference, other_input, other_left
+from data_prep.compare import difference, other_commit, other_input, other_left
 from data_prep.job import JOB_FILE, Job, read_json, write_json
 from data_prep.merge import merge
 from data_prep.places import Place
@@ -51,6 +51,7 @@ def existing(out: Place, job: Job, overwrite: bool) -> Manifest | None:
     if changed:
         raise DataError(
             f"{out} was prepared with other settings ({changed}): "
+            f"{other_commit(manifest.settings, job)}"
             "pass --overwrite to replace it, or choose another --out"
         )
     return verify(out, full=out.path is not None)
@@ -63,9 +64,10 @@ def staging(
     """A folder to do `job` in, and its lock; publish it with `finish`.
 
     What a stopped preparation of the same job left is in it. Left without a finished split it is
-    removed. Raises `DataError` when another process or submitted jobs are building the same `out`,
-    or when what is left is of another job and is not to be overwritten. A bucket has no locks: two
-    that do the same job there write the same bytes.
+    removed from a disk. Raises `DataError` when another process or submitted jobs are building the
+    same `out`, or when what is left is of another job and is not to be overwritten. A bucket has no
+    locks: two that do the same job there write the same bytes, and neither clears what the other
+    sends.
     """
     out = places.at(out)
     partial = _partial(out)
@@ -75,13 +77,16 @@ def staging(
             if not overwrite:
                 _refuse_marked(partial, out)
             done = any(finished(partial))
-            changed = other_left(partial, job) if done else ""
-            if changed and not overwrite:
+            known = done or JOB_FILE in partial.sizes()
+            changed = other_left(partial, job) if known else ""
+            if done and changed and not overwrite:
+                old = read_json(partial / JOB_FILE) or {"settings": {}}
                 raise DataError(
                     f"{partial} holds an unfinished preparation with other settings ({changed}): "
+                    f"{other_commit(old['settings'], job)}"
                     "pass --overwrite to start anew, or choose another --out"
                 )
-            if changed or not done:
+            if changed or (held and not done):
                 lock.clear(partial)
             if _MARK_FILE in partial.sizes():
                 (partial / _MARK_FILE).remove()
@@ -92,7 +97,7 @@ def staging(
             job.save(partial)
             yield partial, held
         finally:
-            if (held is None or held.holds()) and not _of_use(partial):
+            if held and held.holds() and not _of_use(partial):
                 lock.remove(partial)
 
 
@@ -141,16 +146,26 @@ def finish(job: Job, partial: Place, records: list[dict], out: str | Path | Plac
 def tidy(out: Place, job: Job) -> None:
     """Remove what an unfinished preparation of a finished `out` left, unless others work in it.
 
-    In a bucket, where that cannot be known, only what is left of the same job.
+    What is done for other settings stays: it goes on with them. In a bucket, where it cannot be
+    known who works, only what is left of the same job is removed.
     """
     partial = _partial(out)
     if not partial.exists():
         return
     with suppress(lock.Busy), lock.held(partial, out, patient=False) as held:
         left = read_json(partial / JOB_FILE) or {"settings": job.settings}
-        ours = held is not None or left["settings"] == job.settings
+        ours = left["settings"] == job.settings or (held and not any(finished(partial)))
         if ours and _MARK_FILE not in partial.sizes():
             lock.remove(partial)
+
+
+def logs(out: str | Path | Place) -> Path:
+    """Where an engine keeps what its tasks say, and which of them are done: OUT.logs.
+
+    For an output in a bucket it is a folder of that name here, which the tasks see.
+    """
+    beside = places.beside(places.at(out), ".logs")
+    return beside.path or Path(beside.name).absolute()
 
 
 def _partial(out: Place) -> Place:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
@@ -16,10 +17,10 @@ _OPENWEBTEXT_DOCUMENTS = 8_013_769
 _SECONDS_FOR_HUB = 10
 
 
-def openwebtext() -> Source:
+def openwebtext(revision: str | None = None) -> Source:
     """OpenWebText, 8 million web pages, about 9 billion GPT-2 tokens, streamed from the hub."""
     return replace(
-        huggingface("Skylion007/openwebtext"),
+        huggingface("Skylion007/openwebtext", revision=revision),
         description="OpenWebText (packaging CC0), https://huggingface.co/datasets/"
         "Skylion007/openwebtext",
         expected_documents=_OPENWEBTEXT_DOCUMENTS,
@@ -38,9 +39,13 @@ def huggingface(
     `name` may also be a folder that `save_to_disk` wrote. Its files are the splits, or runs of
     rows of what was saved. `revision` is the commit of the hub, or what a folder's text is known
     by (default: that of now, which all splits are read from). Raises `DataError` when dataset,
-    split or field cannot be had, and when a folder is not of the revision.
+    split or field cannot be had, when a folder is not of the revision, and for a branch or a tag.
     """
     here = Path(name).is_dir()
+    if revision and not here and not re.fullmatch("[0-9a-f]+", revision):
+        raise DataError(
+            f"revision is {revision!r}: give a commit, as the hub shows it; a branch or a tag moves"
+        )
     saved = Path(name, "state.json").is_file() or Path(name, "dataset_dict.json").is_file()
 
     @cache

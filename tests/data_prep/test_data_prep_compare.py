@@ -110,6 +110,31 @@ def test_texts_of_this_process_alone_are_compared(tmp_path, source, words, monke
     assert prepare(["a b", "c d", "another"], max_documents=2).total("documents") == 2
 
 
+@pytest.mark.parametrize("limit", [None, 3, 9])
+def test_a_source_of_ones_own_that_has_other_pieces_is_told(tmp_path, words, limit):
+    """Pieces of one document each: a limit that ended the dataset leaves out those after it."""
+
+    def prepare(texts):
+        pieces = [data_prep.sources.Split(0, at, at + 1) for at in range(len(texts))]
+        source = data_prep.Source("mine", lambda: iter(texts), plan=lambda target: pieces,
+                                  reader=lambda piece: iter([texts[piece.start]]))  # fmt: skip
+        return data_prep.prepare(source, tmp_path / "out", tokenizer=words, max_documents=limit,
+                                 **{**OPTIONS, "val_fraction": 0})  # fmt: skip
+
+    texts = ["a b", "c d", "e f", "g a"]
+    first = prepare(texts)
+    assert prepare(texts) == first
+    with pytest.raises(DataError, match="other settings .input of other pieces"):
+        prepare(texts[:2])
+    if limit == 3:
+        assert prepare([*texts, "c"]) == prepare(texts[:3]) == first
+    else:
+        with pytest.raises(DataError, match="other settings .input of other pieces"):
+            prepare([*texts, "c"])
+    with pytest.raises(DataError, match="the text of split 2 is another"):
+        prepare(["a b", "c d", "e e", "g a"])
+
+
 def test_splits_of_another_format_are_refused(tmp_path, words, planned, monkeypatch):
     monkeypatch.setattr(output, "merge", stopped)
     before = planned().identity
@@ -189,9 +214,9 @@ def test_a_dataset_of_the_hub_is_read_at_one_commit(tmp_path, words, monkeypatch
 
     monkeypatch.setattr(datasets, "load_dataset", loading)
     monkeypatch.setattr(hub, "HfApi", Api)
-    prepare = lambda **more: data_prep.prepare(  # noqa: E731
-        data_prep.sources.huggingface("someone/texts"), tmp_path / "out", tokenizer=words,
-        **{**OPTIONS, "progress": True}, **more
+    prepare = lambda revision=None: data_prep.prepare(  # noqa: E731
+        data_prep.sources.huggingface("someone/texts", revision=revision), tmp_path / "out",
+        tokenizer=words, **{**OPTIONS, "progress": True}
     )  # fmt: skip
     with monkeypatch.context() as patch:
         patch.setattr(output, "merge", stopped)
@@ -206,8 +231,24 @@ def test_a_dataset_of_the_hub_is_read_at_one_commit(tmp_path, words, monkeypatch
     assert prepare() == manifest and (note in capsys.readouterr().err) == (commit is None)
     if commit:
         commit = "77777"
-        with pytest.raises(DataError, match=r"\(revision 5e3b0cc -> 77777\)"):
+        match = r"\(revision 5e3b0cc -> 77777\): pass --revision 5e3b0cc to go on with that commit"
+        with pytest.raises(DataError, match=match):
             prepare()
+        assert prepare("5e3b0cc") == manifest
+        partial = tmp_path / "out.partial"
+        (tmp_path / "out").rename(tmp_path / "first")
+        commit = "5e3b0cc"
+        with monkeypatch.context() as patch:
+            patch.setattr(output, "merge", stopped)
+            with pytest.raises(KeyboardInterrupt):
+                prepare()
+        commit = "77777"
+        with pytest.raises(DataError, match=f"{partial} holds .*pass --revision 5e3b0cc to go on"):
+            prepare()
+        asked.clear()
+        assert prepare("5e3b0cc") == manifest and {at for _, at in asked} == {"5e3b0cc"}
+        with pytest.raises(DataError, match="revision is 'main': give a commit"):
+            prepare("main")
 
 
 def test_another_version_of_botocore_does_not_go_on(tmp_path, words, monkeypatch):

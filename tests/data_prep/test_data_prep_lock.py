@@ -47,8 +47,10 @@ def test_what_another_process_does_is_not_removed(tmp_path, prepare, planned):
         assert prepare() == first
         assert (partial.path / "splits/00000.other-1.tmp").is_dir()
         assert (partial.path / "job.json").is_file()
-    out.with_name("out.partial").mkdir()
-    assert prepare() == first and not out.with_name("out.partial").exists()
+    for left in ('{"settings": {"seed": 5}}', "cut"):  # of which no split is done
+        out.with_name("out.partial").mkdir()
+        out.with_name("out.partial").joinpath("job.json").write_text(left)
+        assert prepare() == first and not out.with_name("out.partial").exists()
 
 
 def test_a_lock_that_was_removed_locks_nothing(tmp_path, planned):
@@ -91,6 +93,25 @@ def test_a_file_system_without_locks_is_said(tmp_path, prepare, monkeypatch):
     with pytest.raises(DataError, match=r"system that has no locks \(No locks available\): mount"):
         prepare()
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
+
+
+def test_where_no_lock_can_be_had_what_is_done_stays(tmp_path, prepare, planned, monkeypatch):
+    """Such as on a host that mounts the folder without them, while others work there."""
+    job = planned()
+    with pytest.raises(KeyboardInterrupt):
+        with output.staging(tmp_path / "out", job, False) as (folder, _):
+            do_split(job, 0, folder, Encoder(job.words, ("tokenizers",)))
+            raise KeyboardInterrupt
+    before = sorted(tmp_path.rglob("*"))
+
+    def none(file, how):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(lock.fcntl, "flock", none)
+    with pytest.raises(DataError, match="system that has no locks"):
+        prepare()
+    assert sorted(tmp_path.rglob("*")) == before
+    assert tmp_path / "out.partial/splits/00000/record.json" in before
 
 
 def test_only_what_dead_processes_of_this_host_left_is_removed(tmp_path, planned):

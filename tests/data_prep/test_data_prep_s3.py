@@ -4,13 +4,14 @@ import gzip
 import json
 import logging
 import random
+from dataclasses import replace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 import data_prep
-from data_prep import pool, report
+from data_prep import output, pool, report
 from data_prep.__main__ import main
 from data_prep.sources import source as splitting
 from data_prep.sources.remote import RemoteFile
@@ -163,6 +164,24 @@ def test_stopped_at_any_call_it_goes_on_to_the_same(local, door, aws_services, w
             assert not {int(name.split("/")[-2]) for name in records} & set(done)
         storage.at(OUT).clear()
     assert stopped > 1
+
+
+def test_neither_of_two_at_a_time_clears_what_the_other_sends(text, aws_services, door, words):
+    """What the first has sent of a split that has no record yet is there when the second ends."""
+    job = data_prep.job.Job.plan(
+        data_prep.sources.jsonl(TEXT), data_prep.tokenizer.load(words), val_fraction=0.2, seed=0,
+        dedup=None, max_documents=None, max_tokens=None, shard_tokens=1000,
+    )  # fmt: skip
+    sent = storage.at(OUT + ".partial/splits/00000/train/shard-00000.bin")
+    other = replace(job, settings={**job.settings, "seed": 1})
+    with output.staging(OUT, job, False):
+        sent.put(b"12")
+        with output.staging(OUT, job, False):
+            assert sent.size() == 2
+        assert sent.size() == 2
+    assert sent.size() == 2
+    with output.staging(OUT, other, False):
+        assert not (sent.parent).sizes()
 
 
 def test_other_settings_are_refused_with_what_differs(text, door, aws_services, words):
