@@ -36,7 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _prepare(options: argparse.Namespace) -> None:
-    from data_prep import report
+    from data_prep import output, report
     from data_prep.build import prepare
 
     source = _source(options)
@@ -65,8 +65,11 @@ def _prepare(options: argparse.Namespace) -> None:
         progress="json" if options.json else True,
         **chosen,
     )
-    if manifest is None:
-        print(f"submitted: {out} will be there when the jobs are done; its logs are in {out}.logs")
+    if manifest is None and options.json:
+        _print_json({"event": "submitted", "folder": str(out), "logs": str(output.logs(out))})
+    elif manifest is None:
+        print(f"submitted: {out} will be there when the jobs are done; its logs are in "
+              f"{output.logs(out)}")  # fmt: skip
     elif options.json:
         _print_json({"event": "prepared", "folder": str(out), "fingerprint": manifest.fingerprint})
     else:
@@ -120,7 +123,11 @@ def _stats(options: argparse.Namespace) -> None:
 def _inspect(options: argparse.Namespace) -> None:
     from data_prep import report
 
-    print(report.inspect(options.folder))
+    if options.json:
+        _print_json({"event": "inspected", "folder": options.folder,
+                     **report.facts(options.folder)})  # fmt: skip
+    else:
+        print(report.inspect(options.folder))
 
 
 def _export(options: argparse.Namespace) -> None:
@@ -164,8 +171,12 @@ def _source(options: argparse.Namespace):
     if options.source == "text":
         return sources.text(options.paths, options.document)
     if options.source == "hf":
-        return sources.huggingface(options.name, options.split, options.config, options.text_field)
-    return {"botocore": sources.botocore, "openwebtext": sources.openwebtext}[options.source]()
+        return sources.huggingface(
+            options.name, options.split, options.config, options.text_field, options.revision
+        )
+    if options.source == "openwebtext":
+        return sources.openwebtext(options.revision)
+    return sources.botocore()
 
 
 def _pairs(options: list[str]) -> dict:

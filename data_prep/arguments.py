@@ -38,12 +38,14 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = whole.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, about in (
-        ("prepare", "make token shards of a source of text, or go on where it was stopped"),
-        ("plan", "say in which pieces a source would be prepared, and do nothing"),
-    ):
-        command = commands.add_parser(name, help=about, description=about)
-        _add_sources(command)
+    planning = argparse.ArgumentParser(add_help=False)
+    _add_common(planning)
+    for name, about, options in (
+        ("prepare", "make token shards of a source of text, or go on where it was stopped",
+         _preparing_options()),
+        ("plan", "say in which pieces a source would be prepared, and do nothing", planning),
+    ):  # fmt: skip
+        _add_sources(commands.add_parser(name, help=about, description=about), options)
     for name, about in (
         ("verify", "check every byte of a prepared folder, by the checksums of its blocks"),
         ("stats", "documents, lengths, duplicates, and what each way of packing keeps"),
@@ -61,15 +63,17 @@ def parser() -> argparse.ArgumentParser:
     return whole
 
 
-def _add_sources(command: argparse.ArgumentParser) -> None:
+def _add_sources(command: argparse.ArgumentParser, options: argparse.ArgumentParser) -> None:
+    """The sources with their arguments, each with `options`, too."""
     sources = command.add_subparsers(dest="source", required=True, metavar="SOURCE")
-    preparing = _preparing_options()
 
     def source(name: str, about: str) -> argparse.ArgumentParser:
-        return sources.add_parser(name, help=about, description=about, parents=[preparing])
+        return sources.add_parser(name, help=about, description=about, parents=[options])
 
     source("botocore", "AWS API documentation in the installed botocore package; no network")
-    source("openwebtext", "OpenWebText, 9 billion tokens, streamed from the Hugging Face hub")
+    _add_revision(
+        source("openwebtext", "OpenWebText, 9 billion tokens, streamed from the Hugging Face hub")
+    )
     jsonl = source("jsonl", "JSON lines, plain, .gz or .zst, or folders of them")
     jsonl.add_argument("files", nargs="+", metavar="FILE")
     _add_text_field(jsonl)
@@ -85,7 +89,13 @@ def _add_sources(command: argparse.ArgumentParser) -> None:
     hub.add_argument("name", help="such as allenai/c4, or a folder")
     hub.add_argument("--split", default="train", help="split of the dataset (default: train)")
     hub.add_argument("--config", help="configuration of the dataset, such as en")
+    _add_revision(hub)
     _add_text_field(hub)
+
+
+def _add_revision(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--revision", metavar="COMMIT",
+                         help="commit of the dataset (default: the one of now)")  # fmt: skip
 
 
 def _add_text_field(command: argparse.ArgumentParser) -> None:

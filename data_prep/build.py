@@ -60,7 +60,8 @@ def prepare(
     `workers` processes work at a time (default: one per core, as many as there are splits);
     `backends` are the encoders to try, in turn. `progress` may be "json": a line of JSON each.
     With `engine` ("local", "slurm", "ray") the splits are `tasks` tasks of datatrove's executor
-    instead, which takes `engine_options`; on Slurm they are submitted, and the answer is None.
+    (default: one per core) instead, which takes `engine_options`; on Slurm they are submitted, and
+    the answer is None.
 
     An intact dataset of the same settings at `out` is checked and returned as it is; one that was
     stopped goes on. Raises `DataError` for one of other settings or one that is submitted (unless
@@ -71,9 +72,15 @@ def prepare(
     if not 0 <= val_fraction < 1:
         raise DataError(f"val_fraction is {val_fraction}: give 0 or more and less than 1")
     for name, value in (("max_documents", max_documents), ("max_tokens", max_tokens),
-                        ("shard_tokens", shard_tokens), ("workers", workers)):  # fmt: skip
+                        ("shard_tokens", shard_tokens), ("workers", workers),
+                        ("tasks", tasks)):  # fmt: skip
         if value is not None and value < 1:
             raise DataError(f"{name} is {value}: give at least 1")
+    if engine is not None and workers is not None:
+        raise DataError(f"workers does nothing with the engine {engine}: give tasks instead")
+    if engine is None and (tasks is not None or engine_options):
+        name = "engine_options" if tasks is None else "tasks"
+        raise DataError(f"{name} does nothing without an engine: name one, or leave it out")
     if dedup not in (None, "exact"):
         raise DataError(f"dedup is {dedup!r}: give 'exact', or leave it out")
     if near_duplicates not in (None, "minhash"):

@@ -7,7 +7,6 @@ again, whatever the engine; the bytes are those of `prepare`.
 
 from contextlib import nullcontext
 from itertools import takewhile
-from pathlib import Path
 
 from datatrove.data import DocumentsPipeline
 from datatrove.executor import LocalPipelineExecutor, SlurmPipelineExecutor
@@ -79,7 +78,7 @@ class MergeSplits(PipelineStep):
         if not enough(job, records):
             raise DataError(
                 f"split {len(records)} of {folder} is not done: look into "
-                f"{_logs(places.at(self.out))}, and run the same command again"
+                f"{output.logs(self.out)}, and run the same command again"
             )
         output.finish(job, folder, records, self.out)
 
@@ -97,14 +96,14 @@ def launch(engine: str, folder: Place, out: Place, tasks: int, backends: tuple[s
         work = executor(
             [DoSplits(folder, backends)],
             tasks=tasks,
-            logging_dir=str(_logs(out) / "splits"),
+            logging_dir=str(output.logs(out) / "splits"),
             skip_completed=False,
             **{**many, **options},
         )
         last = executor(
             [MergeSplits(folder, out, alone=engine == "slurm")],
             tasks=1,
-            logging_dir=str(_logs(out) / "merge"),
+            logging_dir=str(output.logs(out) / "merge"),
             skip_completed=False,
             depends=work,
             **{**options, **one},
@@ -112,15 +111,6 @@ def launch(engine: str, folder: Place, out: Place, tasks: int, backends: tuple[s
     except TypeError as error:
         raise DataError(f"datatrove's {engine} executor: {error}; see --engine-option") from None
     last.run()
-
-
-def _logs(out: Place) -> Path:
-    """Where the executors keep what they say, and which task is done: OUT.logs.
-
-    For an output in a bucket it is a folder of that name here, which the tasks see.
-    """
-    beside = places.beside(out, ".logs")
-    return beside.path or Path(beside.name).absolute()
 
 
 def _executor(engine: str):

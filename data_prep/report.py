@@ -63,6 +63,20 @@ def inspect(folder: str | Path) -> str:
     return "\n".join(lines)
 
 
+def facts(folder: str | Path) -> dict:
+    """What `inspect` says, for programs: counts by split, tokens per document, the first one."""
+    manifest, lengths = Manifest.read(folder), document_lengths(folder)
+    return {
+        "fingerprint": manifest.fingerprint,
+        "splits": {side: {"documents": manifest.total("documents", side),
+                          "tokens": manifest.total("tokens", side),
+                          "shards": len(manifest.splits[side])} for side in SPLITS},
+        "lengths": {"mean": float(lengths.mean()), "median": float(np.median(lengths)),
+                    "longest": int(lengths.max())},
+        "first_document": first_document(folder),
+    }  # fmt: skip
+
+
 def stats(folder: str | Path) -> str:
     """The manifest's statistics as text: sizes, duplicates, lengths, kept tokens, inputs."""
     manifest = Manifest.read(folder)

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from data_prep import report
-from data_prep.__main__ import main
+from data_prep.__main__ import _source, main
+from data_prep.arguments import parser
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -66,6 +67,10 @@ def test_verify_names_the_altered_shard(capsys, corpus, tmp_path):
         (["jsonl", "{corpus}", "--tokenizer", "no.json"], "no tokenizer at no.json"),
         (["jsonl", "{corpus}", "--val-fraction", "2"], "val_fraction is 2.0"),
         (["jsonl", "{corpus}", "--max-documents", "0"], "max_documents is 0"),
+        (["jsonl", "{corpus}", "--engine", "slurm", "--tasks", "-5"], "tasks is -5: give at least"),
+        (["jsonl", "{corpus}", "--engine", "slurm", "--workers", "4"], "workers does nothing with"),
+        (["jsonl", "{corpus}", "--tasks", "4"], "tasks does nothing without an engine"),
+        (["jsonl", "{corpus}", "--engine-option", "time=1"], "engine_options does nothing without"),
         (["text", "{empty}"], "no .txt or .md files under"),
         (["verify", "none"], "no token shards at none"),
         (["inspect", "{empty}"], "holds no index.json"),
@@ -121,6 +126,30 @@ def test_plan_says_the_pieces_and_does_nothing(capsys, corpus, tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == [corpus.name]
 
 
+def test_plan_refuses_options_that_do_nothing_there(capsys, corpus):
+    for option in (["--workers", "2"], ["--out", "x"], ["--max-tokens", "9"], ["--overwrite"]):
+        with pytest.raises(SystemExit):
+            main(["plan", "jsonl", str(corpus), *option])
+        assert "unrecognized arguments" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("source", [["hf", "a/b"], ["openwebtext"]])
+def test_a_dataset_of_the_hub_is_read_at_the_commit_that_is_asked_for(source):
+    options = parser().parse_args(["prepare", *source, "--revision", "5e3b0cc"])
+    assert _source(options).revision() == "5e3b0cc"
+
+
+@pytest.mark.parametrize("out", ["d/out", "s3://b/out"])
+def test_what_was_submitted_is_told_with_its_logs(monkeypatch, capsys, corpus, tmp_path, out):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("data_prep.build.prepare", lambda *a, **k: None)
+    logs = str(tmp_path / ("d/out.logs" if out == "d/out" else "out.logs"))
+    code, said, _ = run(capsys, "jsonl", corpus, "--out", out, "--engine", "slurm", "--json")
+    assert code == 0 and json.loads(said) == {"event": "submitted", "folder": out, "logs": logs}
+    code, said, _ = run(capsys, "jsonl", corpus, "--out", out, "--engine", "slurm")
+    assert code == 0 and said.startswith("submitted: ") and said.endswith(f" logs are in {logs}\n")
+
+
 def test_json_is_a_line_for_a_program(capsys, corpus, tmp_path):
     out = tmp_path / "out"
     code, said, _ = run(capsys, "prepare", "jsonl", corpus, "--out", out, "--json")
@@ -129,6 +158,12 @@ def test_json_is_a_line_for_a_program(capsys, corpus, tmp_path):
     assert lines[0]["documents"] == 400 and lines[0]["splits"] == lines[0]["of_splits"] == 1
     code, said, _ = run(capsys, "verify", out, "--json")
     assert code == 0 and json.loads(said)["fingerprint"] == lines[1]["fingerprint"]
+    code, said, _ = run(capsys, "inspect", out, "--json")
+    found = json.loads(said)
+    assert code == 0 and found["fingerprint"] == lines[1]["fingerprint"]
+    assert sum(side["documents"] for side in found["splits"].values()) == 400
+    assert found["first_document"] == report.first_document(out)
+    assert found["lengths"]["longest"] == report.document_lengths(out).max()
     code, said, _ = run(capsys, "export", out, "--format", "nanogpt", "--out", tmp_path / "n",
                         "--json")  # fmt: skip
     assert code == 0 and json.loads(said)["tokens"] == lines[0]["tokens"]
