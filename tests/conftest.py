@@ -19,7 +19,9 @@ hypothesis.settings.load_profile("any machine")
 
 
 def pytest_collection_modifyitems(items):
-    items[:] = slow_first(items, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    if workers > 1:
+        items[:] = slow_first(items, workers)
     on_gpu = [item for item in items if "gpu" in item.keywords]
     if not on_gpu:
         return
