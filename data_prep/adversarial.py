@@ -2,11 +2,12 @@
 
 Each defect known of byte-pair encoders has a family here: control tokens in the text, runs of
 white space of every kind, contractions, digits of many scripts, marks that combine, what lies
-outside the basic plane, long runs. `strings(n)` yields as many as asked, the same every time.
+outside the basic plane, long runs. `strings(n)` yields as many as asked, the same every time;
+`around` has those of a tokenizer's own tokens.
 """
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 FIXED = (
     "", " ", "\n", "Hello world", "<|endoftext|>", "a<|endoftext|>b <|endoftext|>", "<|endoftext",
@@ -39,6 +40,17 @@ def strings(count: int) -> Iterator[str]:
             yield "".join(draw.choices(_PIECES, k=draw.randint(1, 12)))
         else:
             yield "".join(_any_character(draw) for _ in range(draw.randint(1, 24)))
+
+
+def around(tokens: Iterable[str]) -> Iterator[str]:
+    """Each of a tokenizer's own tokens alone, inside of words and between them, twice, in capitals.
+
+    They are looked for in text before it is cut into words, and how is a setting of each.
+    """
+    for token in tokens:
+        yield token
+        yield f"a{token}b {token} c, {token}{token}  {token}\n{token}1 é{token} {token}s_{token}"
+        yield f"{token.upper()} {token.lower()} \u00a0{token}\t{token[:-1]} {token[1:]}. "
 
 
 def _any_character(draw: random.Random) -> str:

@@ -124,7 +124,8 @@ def _preparing_options() -> argparse.ArgumentParser:
     add("--tasks", type=int, metavar="N", help="tasks of the engine (default: one per core)")
     add("--engine-option", action="append", default=[], metavar="KEY=VALUE",
         help="of datatrove's executor, such as time=2:00:00; may be repeated")  # fmt: skip
-    add("--overwrite", action="store_true", help="replace a dataset of other settings")
+    add("--overwrite", action="store_true", help="replace a dataset of other settings, "
+        "or go on with what a cluster's jobs left")  # fmt: skip
     _add_common(group)
     return options
 

@@ -10,17 +10,17 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from data_prep import output, places, pool
+from data_prep import lock, output, places, pool
 from data_prep.backends import BACKENDS
+from data_prep.compare import uncompared
 from data_prep.filters import FILTERS, datatrove_version
 from data_prep.job import Job
-from data_prep.output import discard, existing, staging
 from data_prep.places import Place
 from data_prep.progress import Progress
-from data_prep.settle import limited, reached
+from data_prep.records import record_of
+from data_prep.settle import Unfit, limited, reached
 from data_prep.sources import Source
 from data_prep.tokenizer import TextTokenizer, load
-from data_prep.work import record_of
 from nearlinear.data.format import DEFAULT_SHARD_TOKENS, Manifest
 from nearlinear.errors import DataError
 
@@ -63,8 +63,9 @@ def prepare(
     instead, which takes `engine_options`; on Slurm they are submitted, and the answer is None.
 
     An intact dataset of the same settings at `out` is checked and returned as it is; one that was
-    stopped goes on. Raises `DataError` for one of other settings (unless `overwrite`), an empty
-    source or an empty split "train". Whatever interrupts, `out` is complete or untouched.
+    stopped goes on. Raises `DataError` for one of other settings or one that is submitted (unless
+    `overwrite`), a file that changes meanwhile, an empty source or an empty split "train". Whatever
+    interrupts, `out` is complete or untouched.
     """
     out = places.at(Path("data") / source.name if out is None else out)
     if not 0 <= val_fraction < 1:
@@ -95,21 +96,21 @@ def prepare(
         shard_tokens=shard_tokens,
         **blocks,
     )
-    done = existing(out, job, overwrite)
+    done = output.existing(out, job, overwrite)
     if done is not None:
-        discard(out)
+        output.tidy(out, job)
         if progress:
-            for line in _reuse_notes(out, done, source):
+            for line in _reuse_notes(out, done, job):
                 print(line, file=sys.stderr)
         return done
     if engine is not None:
         return _on_engine(engine, job, out, overwrite, tasks or cores(), tuple(backends),
                           engine_options or {})  # fmt: skip
     with (
-        staging(out, job, overwrite) as (folder, lock),
+        output.staging(out, job, overwrite) as (folder, held),
         Progress(source.name, job, show=progress) as bar,
     ):
-        return finish(job, folder, out, bar, workers=workers, backends=backends, lock=lock)
+        return _finish(job, folder, out, bar, workers, backends, held)
 
 
 def _on_engine(engine, job, out, overwrite, tasks, backends, options) -> Manifest | None:
@@ -122,21 +123,33 @@ def _on_engine(engine, job, out, overwrite, tasks, backends, options) -> Manifes
         raise DataError(
             f"--engine needs datatrove ({error}): run `pip install 'nearlinear[datatrove]'`"
         ) from None
-    with staging(out, job, overwrite, keep=engine == "slurm") as (folder, _):
-        engines.launch(engine, folder, out, min(tasks, len(job.splits)), backends, **options)
-    return Manifest.read(out) if engine != "slurm" else None
+    tasks = min(tasks, len(job.splits))
+    if engine == "slurm":
+        with output.submitting(out, job, overwrite) as folder:
+            engines.launch(engine, folder, out, tasks, backends, **options)
+        return None
+    with output.staging(out, job, overwrite) as (folder, _):
+        engines.launch(engine, folder, out, tasks, backends, **options)
+    return Manifest.read(out)
 
 
-def finish(job: Job, folder: Place, out: Place, bar: Progress, *, workers: int | None = 1,
-           backends: Sequence[str] = BACKENDS, lock: int | None = None) -> Manifest:  # fmt: skip
+def _finish(
+    job: Job,
+    folder: Place,
+    out: Place,
+    bar: Progress,
+    workers: int | None,
+    backends: Sequence[str],
+    held: lock.Lock | None,
+) -> Manifest:
     """Do the splits of `job` that are not done in `folder`, merge them, and publish at `out`."""
     pending = _Pending(job, folder, bar)
     workers = min(workers or cores(), max(len(job.splits) - pending.found, 1))
-    pool.run(job, folder, iter(pending), workers, backends, bar, lock)
+    pool.run(job, folder, iter(pending), workers, backends, bar, held and held.descriptor)
     try:
         return output.finish(job, folder, pending.records(), out)
-    except DataError:  # of the text: nothing that could go on
-        discard(out)
+    except Unfit:  # nothing that could go on
+        lock.remove(folder)
         raise
 
 
@@ -161,6 +174,8 @@ class _Pending:
         self.found = len(self._records)
         if self.found:
             bar.note(f"{self.found} of {len(job.splits)} splits are done: going on")
+            if line := uncompared(job):
+                bar.note(line)
 
     def __iter__(self) -> Iterator[int]:
         for number in range(len(self._job.splits)):
@@ -182,9 +197,11 @@ class _Pending:
         return records
 
 
-def _reuse_notes(out: Place, manifest: Manifest, source: Source) -> Iterator[str]:
+def _reuse_notes(out: Place, manifest: Manifest, job: Job) -> Iterator[str]:
     yield f"{out} is already prepared with these settings and intact: nothing to do"
-    for key, value in source.provenance.items():
+    if line := uncompared(job):
+        yield line
+    for key, value in job.source.provenance.items():
         if manifest.source.get(key) != value:
             yield (
                 f"note: it was made with {key} {manifest.source.get(key)} and {value} is installed "

@@ -9,6 +9,9 @@ from collections.abc import Sequence
 import numpy as np
 import xxhash
 
+from nearlinear.data.format.index import MOST_TOKENS
+from nearlinear.errors import DataError
+
 TRAIN, VAL, DROPPED = 0, 1, 2
 
 LOG = np.dtype([("high", "<u8"), ("low", "<u8"), ("bytes", "<u4"), ("tokens", "<u4")])
@@ -18,10 +21,16 @@ LOG = np.dtype([("high", "<u8"), ("low", "<u8"), ("bytes", "<u4"), ("tokens", "<
 def describe(texts: Sequence[str]) -> np.ndarray:
     """The log's entries of documents, `tokens` still 0: `LOG` [documents].
 
-    Raises `UnicodeEncodeError` for half of a surrogate pair.
+    Raises `UnicodeEncodeError` for half of a surrogate pair, and `DataError` for a text that may
+    have more tokens than an index counts to: a token is a byte, or more.
     """
     entries = np.zeros(len(texts), LOG)
     raw = [text.encode() for text in texts]
+    if raw and (longest := max(map(len, raw))) >= MOST_TOKENS:
+        raise DataError(
+            f"a document has {longest} bytes, of which there may be {MOST_TOKENS - 1}: cut it "
+            "before (plain text: --document paragraph or line)"
+        )
     digests = b"".join(map(xxhash.xxh3_128_digest, raw))
     halves = np.frombuffer(digests, ">u8").reshape(-1, 2)
     entries["high"], entries["low"] = halves[:, 0], halves[:, 1]

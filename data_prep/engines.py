@@ -5,6 +5,8 @@ Each task does its share of the splits; one task more, after them, merges. What 
 again, whatever the engine; the bytes are those of `prepare`.
 """
 
+from contextlib import nullcontext
+from itertools import takewhile
 from pathlib import Path
 
 from datatrove.data import DocumentsPipeline
@@ -15,12 +17,17 @@ from data_prep import output, places
 from data_prep.backends import BACKENDS, encoder
 from data_prep.job import Job
 from data_prep.places import Place
-from data_prep.work import do_split, record_of
+from data_prep.records import add_new, record_of
+from data_prep.settle import enough, limited, reached
+from data_prep.work import do_split
 from nearlinear.errors import DataError
 
 
 class DoSplits(PipelineStep):
-    """A step that does every `world_size`th split of the job in `folder`, from `rank` on."""
+    """A step that does every `world_size`th split of the job in `folder`, from `rank` on.
+
+    It ends early when those that are done before its next one reach a limit.
+    """
 
     type, name = "Tokenizer", "nearlinear splits"
 
@@ -31,8 +38,12 @@ class DoSplits(PipelineStep):
     def run(self, data: DocumentsPipeline, rank: int = 0, world_size: int = 1) -> DocumentsPipeline:
         """Yields nothing: what it makes are files."""
         folder = places.at(self.folder)
-        job = Job.load(folder)
+        job, before = Job.load(folder), {}
         for number in range(rank, len(job.splits), world_size):
+            if limited(job):
+                add_new(before, folder, job, number)
+                if reached(job, before.values()):
+                    break
             if record_of(folder, job, number) is None:
                 with self.track_time("split"):
                     record = do_split(job, number, folder, encoder(job.words, self.backends))
@@ -44,28 +55,33 @@ class DoSplits(PipelineStep):
 class MergeSplits(PipelineStep):
     """A step of one task that merges the finished splits in `folder` and publishes them at `out`.
 
-    Raises `DataError` when a split is not done.
+    With `alone` nobody waits for it who holds the lock. Raises `DataError` when a split is not done
+    that is needed.
     """
 
     type, name = "Tokenizer", "nearlinear merge"
 
-    def __init__(self, folder: str | Place, out: str | Place):
+    def __init__(self, folder: str | Place, out: str | Place, alone: bool = False):
         super().__init__()
-        self.folder, self.out = str(folder), str(out)
+        self.folder, self.out, self.alone = str(folder), str(out), alone
 
     def run(self, data: DocumentsPipeline, rank: int = 0, world_size: int = 1) -> DocumentsPipeline:
         """Yields nothing; only the first task does anything."""
         if rank == 0:
-            folder = places.at(self.folder)
-            job = Job.load(folder)
-            records = [record_of(folder, job, number) for number in range(len(job.splits))]
-            if None in records:
-                raise DataError(
-                    f"split {records.index(None)} of {folder} is not done: look into "
-                    f"{_logs(places.at(self.out))}, and run the same command again"
-                )
-            output.finish(job, folder, records, self.out)
+            with output.merging(self.out) if self.alone else nullcontext():
+                self._merge(places.at(self.folder))
         yield from data or ()
+
+    def _merge(self, folder: Place) -> None:
+        job = Job.load(folder)
+        found = (record_of(folder, job, number) for number in range(len(job.splits)))
+        records = list(takewhile(bool, found))
+        if not enough(job, records):
+            raise DataError(
+                f"split {len(records)} of {folder} is not done: look into "
+                f"{_logs(places.at(self.out))}, and run the same command again"
+            )
+        output.finish(job, folder, records, self.out)
 
 
 def launch(engine: str, folder: Place, out: Place, tasks: int, backends: tuple[str, ...] = BACKENDS,
@@ -86,7 +102,7 @@ def launch(engine: str, folder: Place, out: Place, tasks: int, backends: tuple[s
             **{**many, **options},
         )
         last = executor(
-            [MergeSplits(folder, out)],
+            [MergeSplits(folder, out, alone=engine == "slurm")],
             tasks=1,
             logging_dir=str(_logs(out) / "merge"),
             skip_completed=False,

@@ -7,6 +7,7 @@ our shards as they are.
 """
 
 import json
+import os
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from data_prep.arguments import FORMATS
 from data_prep.places import on_disk
 from nearlinear.data.format import Manifest, read_index
 from nearlinear.errors import DataError
+from nearlinear.storage.folders import making
 
 _ROWS_PER_FILE = 16_384
 
@@ -26,23 +28,23 @@ def export(
 ) -> dict[str, int]:
     """Write the dataset at `folder` to the new folder `out`; how many of what it wrote.
 
-    `kind` is one of smp-json, hf-arrow, nanogpt, datatrove. Raises `DataError` when `out` has
-    something in it, or the other format cannot hold the ids.
+    `kind` is one of smp-json, hf-arrow, nanogpt, datatrove. Whatever interrupts, `out` is complete
+    or not there. Raises `DataError` when it has something in it, or the other format cannot hold
+    the ids.
     """
     if kind not in FORMATS:
         raise DataError(f"no format {kind!r}: use {', '.join(FORMATS)}")
     if sequence_length < 1:
         raise DataError(f"sequence_length is {sequence_length}: give at least 1")
-    folder, out = on_disk(folder), on_disk(out)
+    folder, out = on_disk(folder), Path(os.path.abspath(on_disk(out)))
     manifest = Manifest.read(folder)
-    if out.exists() and any(out.iterdir()):
-        raise DataError(f"{out} is not empty: name another folder")
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise DataError(f"{out} exists and is not an empty folder: name another, or remove it")
     if kind == "nanogpt" and manifest.dtype.itemsize != 2:
         raise DataError(
             f"nanoGPT reads ids of 2 bytes, and {manifest.vocab_size} entries need 4: export "
             "another format"
         )
-    out.mkdir(parents=True, exist_ok=True)
     writers: dict[str, Callable] = {
         "smp-json": _smp_json,
         "hf-arrow": _hf_arrow,
@@ -50,7 +52,8 @@ def export(
         "datatrove": _datatrove,
     }
     sides = [side for side in manifest.splits if manifest.splits[side]]
-    return writers[kind](folder, out, manifest, sides, sequence_length)
+    with making(out) as work:
+        return writers[kind](folder, work, manifest, sides, sequence_length)
 
 
 def windows(folder: Path, manifest: Manifest, side: str, length: int) -> Iterator[np.ndarray]:

@@ -19,18 +19,10 @@ from data_prep.documents import DROPPED, LOG, TRAIN
 from data_prep.filters import BANDS
 from data_prep.job import Job, read_json, write_json
 from data_prep.places import Place
+from data_prep.records import LOG_FILE, NEAR_FILE, RECORD_FILE, shards_of, split_folder
 from data_prep.settle import Settled, needed, settle
 from data_prep.statistics import Statistics
-from data_prep.work import (
-    LOG_FILE,
-    NEAR_FILE,
-    RECORD_FILE,
-    STAGES,
-    Output,
-    made,
-    shards_of,
-    split_folder,
-)
+from data_prep.work import STAGES, Output, made
 from nearlinear import __version__
 from nearlinear.data.format import (
     MANIFEST_FILE,
@@ -50,7 +42,8 @@ _TOKENS_AT_ONCE = 1024 * 1024
 def merge(job: Job, folder: Place, records: list[dict], dataset: Place) -> Manifest:
     """Write the dataset of finished `records`, in order, to `dataset`; what was there is removed.
 
-    Raises `DataError` when there is no document, or none for training.
+    Raises `Unfit` when there is no document, or none for training, and `DataError` when splits are
+    not done that the job needs.
     """
     records = needed(job, records)
     with places.room(folder) as work:
@@ -134,7 +127,8 @@ class _Merging:
         self.settled = settle(self.job, self.records, self.splits.log, self.splits.work, near)
         self.statistics = Statistics()
         self.shards = {side: [] for side in SPLITS}
-        self.by_input = [[0, 0] for _ in self.job.inputs]
+        self.by_input = np.zeros((len(self.job.inputs), 2), np.int64)
+        """documents and tokens of each input, int64 [inputs, 2]"""
 
     def files(self) -> Iterator[tuple[Place, str]]:
         """Where each file of the dataset's shards is, and its name there."""
@@ -167,7 +161,7 @@ class _Merging:
     def manifest(self) -> Manifest:
         """What is in it, when all `files` have been asked for."""
         return _manifest(
-            self.job, self.records, self.shards, self.statistics.finish(), self.by_input
+            self.job, self.records, self.shards, self.statistics.finish(), self.by_input.tolist()
         )
 
     def _settled_split(self, number: int, record: dict) -> tuple[Place, dict, np.ndarray]:
@@ -183,10 +177,11 @@ class _Merging:
             duplicates=entries[self.settled.repeated(number, entries)],
             near_duplicates=entries[self.settled.resembling(number, entries)],
         )
-        if self.by_input:
-            of_input = self.by_input[job.splits[number].input]
-            of_input[0] += int(kept.sum())
-            of_input[1] += int(entries["tokens"][kept].sum())
+        if len(self.by_input):
+            inputs = np.searchsorted(record.get("ends", []), np.flatnonzero(kept), side="right")
+            inputs += job.splits[number].input
+            np.add.at(self.by_input, inputs, [1, 0])
+            np.add.at(self.by_input[:, 1], inputs, entries["tokens"][kept])
         lengths = entries["tokens"][where == TRAIN].astype(np.int64)
         before = documents.places(entries, job.seed, job.threshold)
         if np.array_equal(where, before):

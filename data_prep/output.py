@@ -1,29 +1,32 @@
 """The output folder: built beside its place and renamed into it, so it is complete or absent.
 
 In a bucket, where nothing can be renamed, it is complete when its `index.json` is there. Work
-happens in `OUT.partial` under a lock that dies with its processes. What a stopped preparation
-leaves there, its job and the splits that are done, is where the next one with the same settings
-goes on; one with other settings is refused.
+happens in `OUT.partial` under a lock that dies with its processes, or, where jobs in a cluster's
+queue do it, under a mark. What a stopped preparation leaves there, its job and the splits that are
+done, is where the next one with the same settings goes on; one with other settings is refused.
 """
 
-import fcntl
 import os
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from data_prep import places
-from data_prep.job import JOB_FILE, Job, read_json
-from data_prep.merge import history, merge
+from data_prep import lock, places
+from data_prep.compare import difference, other_input, other_left
+from data_prep.job import JOB_FILE, Job, read_json, write_json
+from data_prep.merge import merge
 from data_prep.places import Place
-from data_prep.work import RECORD_FILE, same_text, sync_folder
+from data_prep.records import finished
 from nearlinear.data.format import FORMAT_NAME, MANIFEST_FILE, Manifest, verify
 from nearlinear.errors import DataError
+from nearlinear.storage.disk import settle
+from nearlinear.storage.folders import abandoned, exchange
 
-_LOCK_FILE = "lock"
-_SECONDS_FOR_LOCK = 3.0
+_MARK_FILE = "submitted.json"
+_REPLACED = "replaced"
+"""the dataset that was at OUT, while the new one gets its name"""
 
 
 def existing(out: Place, job: Job, overwrite: bool) -> Manifest | None:
@@ -32,6 +35,7 @@ def existing(out: Place, job: Job, overwrite: bool) -> Manifest | None:
     Of one in a bucket the sizes are compared. Raises `DataError` for a dataset of other settings or
     another input, a damaged one, and (even with `overwrite`) for a folder of anything else.
     """
+    _put_back_under_lock(out)
     if not out.exists() or (out.path and out.path.is_dir() and not any(out.path.iterdir())):
         return None
     if not _looks_like_ours(out / MANIFEST_FILE):
@@ -43,7 +47,7 @@ def existing(out: Place, job: Job, overwrite: bool) -> Manifest | None:
     if overwrite:
         return None
     manifest = Manifest.read(out)
-    changed = difference(manifest.settings, job.settings) or _other_input(manifest, out, job)
+    changed = difference(manifest.settings, job.settings) or other_input(manifest, out, job)
     if changed:
         raise DataError(
             f"{out} was prepared with other settings ({changed}): "
@@ -52,155 +56,152 @@ def existing(out: Place, job: Job, overwrite: bool) -> Manifest | None:
     return verify(out, full=out.path is not None)
 
 
-def difference(old: dict, new: dict) -> str:
-    """What differs between two settings, in one line: `seed 0 -> 1, ...`."""
-    keys = [key for key in {**old, **new} if old.get(key) != new.get(key)]
-    return ", ".join(f"{key} {_short(old.get(key))} -> {_short(new.get(key))}" for key in keys)
-
-
 @contextmanager
 def staging(
-    out: str | Path | Place, job: Job, overwrite: bool, keep: bool = False
-) -> Iterator[tuple[Place, int | None]]:
-    """A folder to do `job` in, and the descriptor of its lock; publish it with `publish`.
+    out: str | Path | Place, job: Job, overwrite: bool
+) -> Iterator[tuple[Place, lock.Lock | None]]:
+    """A folder to do `job` in, and its lock; publish it with `finish`.
 
     What a stopped preparation of the same job left is in it. Left without a finished split it is
-    removed, unless `keep`: others work in it. Raises `DataError` when another process is building
-    the same `out`, or when what is left is of another job and is not to be overwritten. A bucket
-    has no locks: two that do the same job there write the same bytes.
+    removed. Raises `DataError` when another process or submitted jobs are building the same `out`,
+    or when what is left is of another job and is not to be overwritten. A bucket has no locks: two
+    that do the same job there write the same bytes.
     """
     out = places.at(out)
     partial = _partial(out)
-    partial.make()
-    with _lock(partial, out) as lock:
+    with lock.held(partial, out) as held:
+        _put_back(out)
         try:
-            done = any(_done(partial))
-            changed = _difference_of_left(partial, job) if done else ""
+            if not overwrite:
+                _refuse_marked(partial, out)
+            done = any(finished(partial))
+            changed = other_left(partial, job) if done else ""
             if changed and not overwrite:
                 raise DataError(
                     f"{partial} holds an unfinished preparation with other settings ({changed}): "
                     "pass --overwrite to start anew, or choose another --out"
                 )
             if changed or not done:
-                _clear(partial)
+                lock.clear(partial)
+            if _MARK_FILE in partial.sizes():
+                (partial / _MARK_FILE).remove()
             (partial / "splits").make()
             if partial.path:
-                for stale in partial.path.glob("splits/*.tmp"):
+                for stale in abandoned(partial.path / "splits"):
                     shutil.rmtree(stale, ignore_errors=True)
             job.save(partial)
-            yield partial, lock
+            yield partial, held
         finally:
-            if not keep and partial.exists() and not any(_done(partial)):
-                partial.clear()
+            if (held is None or held.holds()) and not _of_use(partial):
+                lock.remove(partial)
+
+
+@contextmanager
+def submitting(out: Place, job: Job, overwrite: bool) -> Iterator[Place]:
+    """A folder where jobs of a cluster's queue are to do `job`, when nobody holds its lock.
+
+    It is marked, so that others are refused until `merging`; a block that raises takes it back.
+    """
+    with staging(out, job, overwrite) as (partial, _):
+        write_json(partial / _MARK_FILE, {"time": time.strftime("%Y-%m-%d %H:%M:%S")})
+    try:
+        yield partial
+    except BaseException:
+        with lock.held(partial, out):
+            _unmark(partial)
+        raise
+
+
+@contextmanager
+def merging(out: str | Path | Place) -> Iterator[None]:
+    """The lock of the folder of submitted jobs, when they are over: then it is marked no more."""
+    partial = _partial(places.at(out))
+    with lock.held(partial, places.at(out)) as held:
+        try:
+            yield
+        finally:
+            if held is None or held.holds():
+                _unmark(partial)
 
 
 def finish(job: Job, partial: Place, records: list[dict], out: str | Path | Place) -> Manifest:
-    """Merge the finished splits of a staging folder, put the dataset in its place, clean up."""
+    """Merge the finished splits of a folder whose lock is held, put the dataset in its place,
+    clean up.
+    """
     out = places.at(out)
     if out.path is None:
         manifest = merge(job, partial, records, out)
     else:
         manifest = merge(job, partial, records, partial / "dataset")
-        _rename((partial / "dataset").path, out.path)
-    discard(out)
+        _publish((partial / "dataset").path, out)
+    lock.remove(partial)
     return manifest
 
 
-def discard(out: str | Path | Place) -> None:
-    """Remove what an unfinished preparation of `out` left."""
-    _partial(places.at(out)).clear()
+def tidy(out: Place, job: Job) -> None:
+    """Remove what an unfinished preparation of a finished `out` left, unless others work in it.
+
+    In a bucket, where that cannot be known, only what is left of the same job.
+    """
+    partial = _partial(out)
+    if not partial.exists():
+        return
+    with suppress(lock.Busy), lock.held(partial, out, patient=False) as held:
+        left = read_json(partial / JOB_FILE) or {"settings": job.settings}
+        ours = held is not None or left["settings"] == job.settings
+        if ours and _MARK_FILE not in partial.sizes():
+            lock.remove(partial)
 
 
 def _partial(out: Place) -> Place:
     return places.beside(out, ".partial")
 
 
-def _rename(dataset: Path, out: Path) -> None:
-    old = out.with_name(out.name + ".old")
-    shutil.rmtree(old, ignore_errors=True)
-    if out.exists():
-        os.rename(out, old)
-    os.rename(dataset, out)
-    sync_folder(out.parent)
-    shutil.rmtree(old, ignore_errors=True)
+def _refuse_marked(partial: Place, out: Place) -> None:
+    mark = read_json(partial / _MARK_FILE)
+    if mark is not None:
+        raise DataError(
+            f"{out} was submitted to a cluster at {mark['time']} and is not merged yet: wait for "
+            "its jobs, or, when none of them runs or waits any more, pass --overwrite to go on "
+            "with what they did"
+        )
 
 
-@contextmanager
-def _lock(partial: Place, out: Place) -> Iterator[int | None]:
-    if partial.path is None:
-        yield None
-        return
-    with open(partial.path / _LOCK_FILE, "w") as lock:
-        _take(lock, out)
-        yield lock.fileno()
+def _unmark(partial: Place) -> None:
+    (partial / _MARK_FILE).remove()
+    if not _of_use(partial):
+        lock.remove(partial)
 
 
-def _take(lock, out: Place) -> None:
-    """Lock, with patience for workers that are ending because their parent did."""
-    deadline = time.monotonic() + _SECONDS_FOR_LOCK
-    while True:
+def _of_use(partial: Place) -> bool:
+    """Whether something of a folder is still wanted when nobody holds its lock."""
+    return _MARK_FILE in partial.sizes() or any(finished(partial))
+
+
+def _publish(dataset: Path, out: Place) -> None:
+    """Rename a dataset to `out`; what was there is left in the folder the dataset was in."""
+    if not (out.path.exists() and exchange(dataset, out.path)):
+        if out.path.exists():
+            os.rename(out.path, dataset.with_name(_REPLACED))
         try:
-            return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            if time.monotonic() > deadline:
-                raise DataError(
-                    f"another process is preparing {out}: wait for it, or choose another --out"
-                ) from None
-            time.sleep(0.05)
+            os.rename(dataset, out.path)
+        finally:
+            _put_back(out)
+    settle(out.path.parent)
 
 
-def _done(partial: Place) -> Iterator[Place]:
-    """The finished splits, in order."""
-    for place in sorted((partial / "splits").folders(), key=str):
-        if not place.name.endswith(".tmp") and RECORD_FILE in place.sizes():
-            yield place
+def _put_back(out: Place) -> None:
+    """Where a preparation was stopped between two renames, let `out` be what it was."""
+    replaced = _partial(out) / _REPLACED
+    if out.path and replaced.path.exists() and not out.path.exists():
+        os.rename(replaced.path, out.path)
 
 
-def _clear(partial: Place) -> None:
-    if partial.path is None:
-        partial.clear()
-        return
-    for stale in partial.path.iterdir():
-        if stale.name != _LOCK_FILE:
-            shutil.rmtree(stale) if stale.is_dir() else stale.unlink()
-
-
-def _difference_of_left(partial: Place, job: Job) -> str:
-    """How the job that left splits in `partial`, or its input, differs; empty if it does not."""
-    old = read_json(partial / JOB_FILE)
-    if old is None:
-        return f"{JOB_FILE} missing"
-    if changed := difference(old["settings"], job.settings):
-        return changed
-    sizes, now = [file[1] for file in old["inputs"]], [file.bytes for file in job.inputs]
-    if sizes != now:
-        return f"input {sum(sizes)} -> {sum(now)} bytes"
-    if old["splits"] != [list(split) for split in job.splits]:
-        return "input of other pieces"
-    if old["inputs"] != [list(file) for file in job.inputs]:
-        for place in _done(partial):
-            record = read_json(place / RECORD_FILE)
-            if record and not same_text(job, record["split"], record["documents"], record["text"]):
-                return f"input, the text of split {record['split']} is another"
-    return ""
-
-
-def _other_input(manifest: Manifest, out: Place, job: Job) -> str:
-    """How the input of a finished dataset differs from the job's; empty when it does not.
-
-    Files that are as they were, by name, size and time, are not read again.
-    """
-    if not job.inputs:
-        return ""
-    before = [file["bytes"] for file in manifest.plan["inputs"]]
-    if before != [file.bytes for file in job.inputs]:
-        return f"input {sum(before)} -> {sum(file.bytes for file in job.inputs)} bytes"
-    if history(out).get("inputs") == [list(file) for file in job.inputs]:
-        return ""
-    for number, (*piece, count, text) in enumerate(manifest.plan["splits"]):
-        if piece != list(job.splits[number][:3]) or not same_text(job, number, count, text):
-            return f"input, the text of split {number} is another"
-    return ""
+def _put_back_under_lock(out: Place) -> None:
+    partial = _partial(out)
+    if out.path and (partial / _REPLACED).path.exists():
+        with lock.held(partial, out):
+            _put_back(out)
 
 
 def _looks_like_ours(manifest_file: Place) -> bool:
@@ -209,8 +210,3 @@ def _looks_like_ours(manifest_file: Place) -> bool:
         return FORMAT_NAME.encode() in b"".join(manifest_file.stream(0, 200))
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         return False
-
-
-def _short(value) -> str:
-    text = str(value)
-    return text[:12] + "..." if len(text) > 40 else text

@@ -3,7 +3,7 @@
 All of it follows from the logs of the splits alone, a split at a time.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
@@ -14,6 +14,11 @@ from data_prep import documents, duplicates, near
 from data_prep.documents import DROPPED, TRAIN, VAL
 from data_prep.job import Job
 from nearlinear.errors import DataError
+
+
+class Unfit(DataError):
+    """Text of which no dataset can be made: doing any of it again changes nothing."""
+
 
 Log = Callable[[int], np.ndarray]
 """the log's entries (`data_prep.documents.LOG`) of the split of a number"""
@@ -70,12 +75,12 @@ def settle(
 
     With the `signatures` of each split's documents, near-duplicates are dropped.
 
-    Raises `DataError` when there is no document, or none for training.
+    Raises `Unfit` when there is no document, or none for training.
     """
     count = sum(record["documents"] for record in records)
     cut = _cut(job, records, log)
     if not cut:
-        raise DataError(
+        raise Unfit(
             f"the source {job.source.name} gave no document with text in it: check the path, and "
             "--text-field for JSON lines, and --filters"
         )
@@ -101,23 +106,36 @@ def settle(
     if job.threshold and not held_out and lowest < highest:
         return replace(settled, threshold=lowest + 1)
     if not training:
-        raise DataError(
+        raise Unfit(
             f"all documents fell into val at --val-fraction {job.settings['val_fraction']}: lower "
             "it, or give more text"
         )
     return settled
 
 
-def reached(job: Job, records: list[dict]) -> bool:
-    """Whether the splits so far, the first ones in order, are all that the limits let be read."""
+def reached(job: Job, records: Collection[dict]) -> bool:
+    """Whether splits hold all that the limits let be read: none is needed that comes after them."""
     return any(
         limit is not None and sum(record[name] for record in records) >= limit
         for name, limit in _limits(job)
     )
 
 
+def enough(job: Job, records: list[dict]) -> bool:
+    """Whether the splits so far, the first ones in order, make all of the dataset."""
+    return len(records) == len(job.splits) or reached(job, records)
+
+
 def needed(job: Job, records: list[dict]) -> list[dict]:
-    """The first records, up to the one that reaches a limit: others may be done as well."""
+    """The first records, up to the one that reaches a limit: others may be done as well.
+
+    Raises `DataError` when others are needed, too.
+    """
+    if not enough(job, records):
+        raise DataError(
+            f"split {len(records)} of {len(job.splits)} is not done: run the same command again, "
+            "what is done is kept"
+        )
     for count in range(1, len(records) if limited(job) else 0):
         if reached(job, records[:count]):
             return records[:count]

@@ -62,6 +62,11 @@ class TextTokenizer:
         """64 hex digits of the contents of tokenizer.json."""
         return hashlib.sha256(self.json_text.encode()).hexdigest()
 
+    @cached_property
+    def added(self) -> tuple:
+        """The `tokenizers.AddedToken`s, which are looked for in text before anything else."""
+        return tuple(self.tokenizer.get_added_tokens_decoder().values())
+
     def encode(self, text: str) -> list[int]:
         """The token ids of one document, without EOS."""
         return self.encode_batch([text])[0]
@@ -146,14 +151,39 @@ def load(name: str, eos_token: str | None = None) -> TextTokenizer:
             "--eos-token"
         )
     tokenizer = TextTokenizer(tokenizer.name, text, found)
-    attempts = tokenizer.encode_batch([found, f"a{found}b", f"a {found} b"])
-    if any(tokenizer.eos_id in ids for ids in attempts):
+    model = orjson.loads(text)["model"]
+    if dropout := model.get("dropout"):
         raise DataError(
-            f"{path} reads the text {found} as its end-of-text token, so a document could forge a "
-            "boundary: mark it special and keep it out of the model's vocabulary, or name another "
-            "with --eos-token"
+            f"{path} has a BPE dropout of {dropout}, by which a text has other ids each time: set "
+            "model.dropout in it to null"
         )
+    unknown = model.get("unk_token")
+    if "unk_id" in model:  # as a Unigram model has it
+        unknown = tokenizer.tokenizer.id_to_token(model["unk_id"] or 0)
+    _check_control(tokenizer, path, unknown)
     return tokenizer
+
+
+def _check_control(words: TextTokenizer, path: Path, unknown: str) -> None:
+    """Raise `DataError` where the text of a control token is read as that, and not as text.
+
+    Of the `unknown` one nothing is said: it is what any odd text is read as.
+    """
+    special = {token.content for token in words.added if token.special} - {unknown}
+    for token in [words.eos_token, *sorted(special - {words.eos_token})]:
+        attempts = words.encode_batch([token, f"a{token}b", f"a {token} b"])
+        if not any(words.tokenizer.token_to_id(token) in ids for ids in attempts):
+            continue
+        if token == words.eos_token:
+            raise DataError(
+                f"{path} reads the text {token} as its end-of-text token, so a document could "
+                "forge a boundary: mark it special and keep it out of the model's vocabulary, or "
+                "name another with --eos-token"
+            )
+        raise DataError(
+            f"{path} reads the text {token} as the control token of that name, so a document could "
+            "forge it: keep it out of the model's vocabulary, or do not mark it special"
+        )
 
 
 def _configured_eos(path: Path) -> list[str]:

@@ -5,9 +5,8 @@ or it is not; in a bucket its record is written when the rest is there. Two work
 split write the same bytes, and one of them is kept.
 """
 
-import os
+import errno
 import shutil
-import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -22,55 +21,18 @@ import xxhash
 from data_prep import documents, places
 from data_prep.backends import Encoder
 from data_prep.filters import Filters, signatures
-from data_prep.job import Job, read_json, write_json
+from data_prep.job import Job, write_json
 from data_prep.places import Place
-from nearlinear.data.format import BLOCK_BYTES, SPLITS, Shard, ShardWriter
+from data_prep.records import LOG_FILE, NEAR_FILE, RECORD_FILE, split_folder
+from nearlinear.data.format import SPLITS, ShardWriter
 from nearlinear.data.format.shards import sync_and_close
+from nearlinear.storage.folders import making
 
-LOG_FILE = "documents.log"
-NEAR_FILE = "near.signatures"
-RECORD_FILE = "record.json"
 STAGES = ("read", "hash", "encode", "near-duplicates", "write")
 """filters are part of reading"""
 
 _BATCH_CHARACTERS = 1024 * 1024
 _BATCH_DOCUMENTS = 4096
-
-
-def split_folder(folder: Place, number: int) -> Place:
-    """Where a finished split lies in the folder of an unfinished output."""
-    return folder / f"splits/{number:05d}"
-
-
-def record_of(folder: Place, job: Job, number: int, check: bool = True) -> dict | None:
-    """The record of a split that is done and (with `check`) intact; None when it is to be done.
-
-    Of what lies in a bucket sizes are compared: an object is as it was sent, or not there.
-    """
-    place = split_folder(folder, number)
-    record = read_json(place / RECORD_FILE)
-    if record is None or record["job"] != job.identity:
-        return None
-    if not check:
-        return record
-    if place.path is None:
-        return record if _all_there(place, record) else None
-    place = place.path
-    for shards in shards_of(record).values():
-        for shard in shards:
-            if not _intact(place / shard.file, shard.bytes, shard.blocks):
-                return None
-            if not _intact(place / shard.idx_file, shard.idx_bytes):
-                return None
-    logs = {name: record[name] for name in (LOG_FILE, NEAR_FILE) if name in record}
-    intact = (_intact(place / name, log["bytes"], [log["xxh3"]], log["bytes"])
-              for name, log in logs.items())  # fmt: skip
-    return record if all(intact) else None
-
-
-def shards_of(record: dict) -> dict[str, tuple[Shard, ...]]:
-    """The shards of a record, relative to the split's folder."""
-    return {side: tuple(map(Shard.parse, record["shards"][side])) for side in SPLITS}
 
 
 def do_split(
@@ -82,13 +44,15 @@ def do_split(
 ) -> dict:
     """Prepare split `number` of `job` under `folder` and return its record.
 
-    `advance` hears of documents, bytes of text and tokens as they are done.
+    `advance` hears of documents, bytes of text and tokens as they are done. Raises `DataError` for
+    text that cannot be read, and for a file that has changed since the job was planned.
     """
     spent = dict.fromkeys(STAGES, 0.0)
-    with made(split_folder(folder, number)) as place:
+    with made(split_folder(folder, number)) as place, job.reading(number):
         out, filters = Output(place, job), Filters(job.filters)
         near = _Hashed(place / NEAR_FILE) if job.settings.get("near_duplicates") else None
-        batches = _batches(_texts(job, number, filters), job.settings["max_documents"])
+        ends: list[int] = []
+        batches = _batches(_texts(job, number, filters, ends), job.settings["max_documents"])
         left = job.settings["max_tokens"]
         first = True
         while left is None or left > 0:
@@ -123,6 +87,7 @@ def do_split(
             "split": number,
             "backend": encoder.name,
             "dropped": dict(sorted(filters.dropped.items())),
+            "ends": ends,
             **out.close(),
             **({} if near is None else {NEAR_FILE: near.close()}),
         }
@@ -132,9 +97,10 @@ def do_split(
 
 
 def same_text(job: Job, number: int, count: int, text: str) -> bool:
-    """Whether the input still begins with the `count` documents whose hash is `text`."""
-    digest, found = xxhash.xxh3_64(), 0
-    for texts in _batches(_texts(job, number, Filters(job.filters)), count):
+    """Whether a split still has, up to the limits, the `count` documents whose hash is `text`."""
+    most, digest, found = job.settings["max_documents"], xxhash.xxh3_64(), 0
+    beyond = job.settings["max_tokens"] is None and count != most
+    for texts in _batches(_texts(job, number, Filters(job.filters)), count + beyond):
         entries, _ = _described(texts)
         digest.update(documents.hashes(entries))
         found += len(texts)
@@ -208,32 +174,13 @@ def made(place: Place) -> Iterator[Path]:
             yield Path(work)
             places.upload(Path(work), place, last=RECORD_FILE)
         return
-    path = place.path
-    work = path.with_name(f"{path.name}.{socket.gethostname()}-{os.getpid()}.tmp")
-    shutil.rmtree(work, ignore_errors=True)
-    work.mkdir(parents=True)
     try:
-        yield work
-        sync_folder(work)
-        if path.exists():
-            shutil.rmtree(path)
-        try:
-            os.rename(work, path)
-            sync_folder(path.parent)
-        except OSError:  # another worker was first, with the same bytes
-            if not path.is_dir():
-                raise
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
-
-
-def sync_folder(folder: Path) -> None:
-    """Have the names in a folder on disk."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        with making(place.path) as work:
+            yield work
+            shutil.rmtree(place.path, ignore_errors=True)
+    except OSError as error:
+        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+            raise  # else another worker was first, with the same bytes
 
 
 class _Clock:
@@ -248,10 +195,19 @@ class _Clock:
         self._last = now
 
 
-def _texts(job: Job, number: int, filters: Filters) -> Iterator[str]:
-    """The documents of a split that have text in them, and pass the job's filters."""
-    texts = (text for text in job.source.read(job.splits[number]) if text and not text.isspace())
-    return filters(texts) if job.filters else texts
+def _texts(job: Job, number: int, filters: Filters, ends: list[int] | None = None) -> Iterator[str]:
+    """The documents of a split that have text in them, and pass the job's filters.
+
+    `ends` gets how many there are to the end of each input that has been read whole.
+    """
+    count = 0
+    for split in job.source.by_input(job.splits[number]):
+        texts = (text for text in job.source.read(split) if text and not text.isspace())
+        for text in filters(texts) if job.filters else texts:
+            count += 1
+            yield text
+        if ends is not None:
+            ends.append(count)
 
 
 def _batches(texts: Iterator[str], limit: int | None) -> Iterator[list[str]]:
@@ -285,28 +241,3 @@ def _with_ends(ids: np.ndarray, lengths: np.ndarray, eos_id: int) -> np.ndarray:
     tokens[inside] = ids[: len(tokens) - len(lengths)]
     tokens[ends - 1] = eos_id
     return tokens
-
-
-def _all_there(place: Place, record: dict) -> bool:
-    """Whether the files of a record are in a bucket, with their sizes."""
-    wanted = {name: record[name]["bytes"] for name in (LOG_FILE, NEAR_FILE) if name in record}
-    for shards in shards_of(record).values():
-        wanted |= {shard.file: shard.bytes for shard in shards}
-        wanted |= {shard.idx_file: shard.idx_bytes for shard in shards}
-    there = place.sizes()
-    for side in SPLITS:
-        there |= {f"{side}/{name}": size for name, size in (place / side).sizes().items()}
-    return wanted.items() <= there.items()
-
-
-def _intact(path: Path, size: int, blocks=None, block_bytes: int = BLOCK_BYTES) -> bool:
-    """Whether a file is there with this size and, when given, the xxh3_64 of its blocks."""
-    try:
-        if path.stat().st_size != size:
-            return False
-        with open(path, "rb") as file:
-            return blocks is None or all(
-                xxhash.xxh3_64_hexdigest(file.read(block_bytes)) == block for block in blocks
-            )
-    except FileNotFoundError:
-        return False

@@ -2,18 +2,22 @@
 
 A source can be read more than once and yields the same documents in the same order each time.
 Its `settings` say what was asked (another answer means another dataset); its `provenance` says
-where the text came from. `tables` has those of files, `hub` those of the Hugging Face hub.
+where the text came from. `plain` has those of text files, `tables` those of rows with a field of
+text, `hub` those of the Hugging Face hub.
 """
 
+import os
 from importlib.metadata import version
 
+from data_prep.places import elsewhere
 from data_prep.sources.botocore_docs import botocore_documents, data_folder
 from data_prep.sources.hub import huggingface, openwebtext
+from data_prep.sources.plain import text
 from data_prep.sources.source import Input, Source, Split
-from data_prep.sources.tables import jsonl, parquet, text
+from data_prep.sources.tables import jsonl, parquet
 
 __all__ = ["Input", "Source", "Split", "botocore", "botocore_documents", "huggingface", "jsonl",
-           "openwebtext", "parquet", "rebuild", "text"]  # fmt: skip
+           "openwebtext", "parquet", "portable", "rebuild", "text"]  # fmt: skip
 
 
 def botocore() -> Source:
@@ -39,3 +43,15 @@ def rebuild(spec: dict) -> Source:
     }
     options = dict(spec)
     return makers[options.pop("kind")](**options)
+
+
+def portable(spec: dict | None) -> dict | None:
+    """A spec that means the same in other folders and on other hosts: its paths are absolute."""
+    if spec is None:
+        return None
+
+    def absolute(name: str) -> str:
+        return os.path.abspath(name) if not elsewhere(name) and os.path.exists(name) else name
+
+    found = {key: list(map(absolute, spec[key])) for key in ("files", "paths") if key in spec}
+    return {**spec, **found, **({"name": absolute(spec["name"])} if "name" in spec else {})}

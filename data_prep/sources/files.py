@@ -5,7 +5,9 @@ the cuts alone; a compressed one (.gz, .zst) can only be read from its beginning
 """
 
 import gzip
+import io
 import logging
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +20,8 @@ from nearlinear.errors import DataError
 logger = logging.getLogger("data_prep")
 
 _CHUNK = 64 * 1024  # fits a core's cache, with what is made of it
+MOST_BYTES = 2**30
+"""of a document or a line, which is in memory whole"""
 _COMPRESSED = (".gz", ".zst")
 
 
@@ -82,15 +86,23 @@ def line_splits(inputs: Sequence[Input], target: int) -> list[Split]:
 def line_batches(path: str | Path, start: int = 0, end: int | None = None) -> Iterator[list[bytes]]:
     """The lines [start, end) of a file, with their ends, about 64 KiB of them at a time.
 
-    Of what it packs, when the file is compressed. A line that is longer comes alone.
+    Of what it packs, when the file is compressed. A line that is longer comes alone. Raises
+    `DataError` for one of more than 1 GiB.
     """
     with _opened(path) as stream:
         if start:
             stream.seek(start)
         left = float("inf") if end is None else end - start
         rest: list[bytes] = []
+        held = 0  # bytes in `rest`, about
         while left > 0 and (chunk := stream.read(int(min(_CHUNK, left)))):
             left -= len(chunk)
+            held = held + len(chunk) if rest else 0
+            if held > MOST_BYTES:
+                raise DataError(
+                    f"{path} has a line of more than 1 GiB, and a line is in memory whole: cut it, "
+                    "and write an array in JSON as one object a line"
+                )
             found = chunk.splitlines(keepends=True) if b"\r" not in chunk else _cut(chunk)
             if rest:
                 rest.append(found[0])
@@ -113,15 +125,27 @@ def lines(path: str | Path, start: int = 0, end: int | None = None) -> Iterator[
         yield from batch
 
 
-def decoded(raw: bytes, path: str | Path) -> str:
+def chunks(path: str | Path) -> Iterator[bytes]:
+    """The bytes of a file, or of what it packs, 64 KiB at a time."""
+    with _opened(path) as stream:
+        while chunk := stream.read(_CHUNK):
+            yield chunk
+
+
+def decoded(raw: bytes | bytearray, path: str | Path) -> str:
     """UTF-8 bytes of a file as text, without a byte order mark. Raises `DataError`."""
     try:
-        return raw.decode("utf-8-sig")
+        return raw.decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:
-        raise DataError(
-            f"{path} is not UTF-8 text (byte {error.start}): convert it, for example with "
-            f"`iconv -f latin1 -t utf-8`"
-        ) from None
+        raise not_utf8(path, error.start) from None
+
+
+def not_utf8(path: str | Path, byte: int) -> DataError:
+    """What is wrong with a file at that byte."""
+    return DataError(
+        f"{path} is not UTF-8 text (byte {byte}): convert it, for example with "
+        "`iconv -f latin1 -t utf-8`"
+    )
 
 
 def describe(inputs: Sequence[Input]) -> str:
@@ -159,21 +183,31 @@ def _cut(chunk: bytes) -> list[bytes]:
 def _opened(path: str | Path):
     """A file's bytes, unpacked by the suffix of its name. Raises `DataError` for a broken one."""
     suffix = Path(path).suffix
-    if suffix == ".gz":
+    with opened(path) as file:
+        if suffix not in _COMPRESSED:
+            yield file
+            return
+        if not file.seek(0, io.SEEK_END):  # which unpacks as no text at all
+            raise _broken(path, "it is empty")
+        file.seek(0)
         try:
-            with opened(path) as packed, gzip.open(packed) as stream:
+            with _UNPACKED[suffix](file if elsewhere(path) else str(path)) as stream:
                 yield stream
-        except (gzip.BadGzipFile, EOFError) as error:
-            raise DataError(f"{path} is not a whole gzip file ({error}): copy it again") from None
-    elif suffix == ".zst":
-        import pyarrow
+        except (EOFError, zlib.error, OSError) as error:
+            if getattr(error, "errno", None) is not None:  # of the file system, which names it
+                raise
+            raise _broken(path, error) from None
 
-        try:
-            source = opened(path) if elsewhere(path) else str(path)
-            with pyarrow.CompressedInputStream(source, "zstd") as stream:
-                yield stream
-        except OSError as error:
-            raise DataError(f"{path} is not a whole zstd file ({error}): copy it again") from None
-    else:
-        with opened(path) as stream:
-            yield stream
+
+def _zstd(packed):
+    import pyarrow
+
+    return pyarrow.CompressedInputStream(packed, "zstd")
+
+
+_UNPACKED = {".gz": gzip.open, ".zst": _zstd}
+
+
+def _broken(path: str | Path, why) -> DataError:
+    kind, why = {".gz": "gzip", ".zst": "zstd"}[Path(path).suffix], " ".join(str(why).split())
+    return DataError(f"{path} is not a whole {kind} file ({why}): copy it again")

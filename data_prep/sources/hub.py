@@ -1,15 +1,19 @@
 """Datasets of the Hugging Face hub, streamed, and those that were saved on this machine."""
 
+import hashlib
+import json
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from data_prep.sources.fields import of_row
-from data_prep.sources.source import Source, Split, of_files
+from data_prep.sources.source import Input, Source, Split, of_files
 from nearlinear.errors import DataError
 
 _OPENWEBTEXT_DOCUMENTS = 8_013_769
+_SECONDS_FOR_HUB = 10
 
 
 def openwebtext() -> Source:
@@ -23,14 +27,25 @@ def openwebtext() -> Source:
 
 
 def huggingface(
-    name: str, split: str = "train", config: str | None = None, text_field: str = "text"
+    name: str,
+    split: str = "train",
+    config: str | None = None,
+    text_field: str = "text",
+    revision: str | None = None,
 ) -> Source:
     """A dataset of the Hugging Face hub, streamed: nothing but the shards is kept on disk.
 
     `name` may also be a folder that `save_to_disk` wrote. Its files are the splits, or runs of
-    rows of what was saved. Raises `DataError` when dataset, split or field cannot be had.
+    rows of what was saved. `revision` is the commit of the hub, or what a folder's text is known
+    by (default: that of now, which all splits are read from). Raises `DataError` when dataset,
+    split or field cannot be had, and when a folder is not of the revision.
     """
+    here = Path(name).is_dir()
     saved = Path(name, "state.json").is_file() or Path(name, "dataset_dict.json").is_file()
+
+    @cache
+    def pinned() -> str | None:
+        return revision or (_of_folder(name, split) if here else _of_hub(name))
 
     def opened():
         try:
@@ -40,9 +55,17 @@ def huggingface(
                 f"reading {name} needs the datasets package: run `pip install datasets`, or "
                 "prepare text that needs no network with `python -m data_prep botocore`"
             ) from None
+        commit = pinned()
+        if here and _of_folder(name, split) != commit:
+            raise DataError(
+                f"{name} has changed since the preparation was planned: run the same command again "
+                "when nothing writes it any more"
+            )
         try:
             if not saved:
-                return datasets.load_dataset(name, config, split=split, streaming=True)
+                return datasets.load_dataset(
+                    name, config, split=split, streaming=True, revision=None if here else commit
+                )
             found = datasets.load_from_disk(name)
             return found if isinstance(found, datasets.Dataset) else found[split]
         except Exception as error:  # the hub's client raises many kinds
@@ -83,7 +106,30 @@ def huggingface(
         reader=read,
         spec={"kind": "huggingface", "name": name, "split": split, "config": config,
               "text_field": text_field},
+        revision=pinned,
     )  # fmt: skip
+
+
+def _of_hub(name: str) -> str | None:
+    """The commit that a dataset of the hub is at; None when the hub does not say."""
+    try:
+        from huggingface_hub import HfApi
+
+        return HfApi().dataset_info(name, timeout=_SECONDS_FOR_HUB).sha
+    except Exception:  # of many kinds; reading the dataset tells what is wrong
+        return None
+
+
+def _of_folder(name: str, split: str) -> str:
+    """What the text of a folder is known by: the fingerprint with which `datasets` saved it, else
+    a hash of its files' names, sizes and times.
+    """
+    for state in (Path(name, "state.json"), Path(name, split, "state.json")):
+        if state.is_file():
+            return json.loads(state.read_text(encoding="utf-8"))["_fingerprint"]
+    files = sorted(path for path in Path(name).rglob("*") if path.is_file())
+    known = [[str(path.relative_to(name)), *Input.of(path)[1:]] for path in files]
+    return hashlib.sha256(json.dumps(known).encode()).hexdigest()[:16]
 
 
 def _hub_error(name: str, error: Exception) -> DataError:

@@ -45,6 +45,8 @@ class Source:
 
     A source of files has `inputs`, `plan` (target bytes to splits), `reader` (the documents of a
     split), and a `spec` from which `data_prep.sources.rebuild` makes it again in another process.
+    One without `inputs` may have a `revision`: what its text is known by, None when that cannot be
+    known; it is asked when a job is planned, and is one of its settings and in its spec.
     """
 
     name: str
@@ -55,9 +57,12 @@ class Source:
     expected_documents: int | None = None
     expected_bytes: int | None = None
     inputs: tuple[Input, ...] = ()
+    runs: bool = False
+    """a split is whole inputs, from `input` to `end`"""
     plan: Callable[[int], list[Split]] | None = None
     reader: Callable[[Split], Iterator[str]] | None = None
     spec: dict | None = None
+    revision: Callable[[], str | None] | None = None
 
     def splits(self) -> list[Split]:
         """The pieces of the input, in order: of 32 MiB, or of more where those would be many."""
@@ -69,6 +74,12 @@ class Source:
     def read(self, split: Split) -> Iterator[str]:
         """The documents of one of `splits`."""
         return iter(self.documents()) if self.reader is None else self.reader(split)
+
+    def by_input(self, split: Split) -> list[Split]:
+        """A split as several, of one input each."""
+        if not self.runs:
+            return [split]
+        return [Split(number, 0, number + 1) for number in range(split.input, split.end)]
 
 
 def of_files(plan: Callable, reader: Callable, target: int = SPLIT_BYTES) -> Callable:

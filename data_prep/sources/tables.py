@@ -1,14 +1,13 @@
-"""JSON lines, plain text and Parquet: files of this machine or of a bucket, cut into splits."""
+"""JSON lines and Parquet: files of this machine or of a bucket, cut into splits."""
 
 import logging
-import re
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from data_prep.places import elsewhere
 from data_prep.sources import fields
 from data_prep.sources.files import (
-    decoded,
     describe,
     inputs_of,
     is_compressed,
@@ -18,12 +17,11 @@ from data_prep.sources.files import (
     opened,
     plain_size,
 )
-from data_prep.sources.source import Input, Source, Split, of_files
-from nearlinear.errors import DataError
+from data_prep.sources.source import Source, Split, of_files
+from nearlinear.errors import DataError, NearlinearError
 
 logger = logging.getLogger("data_prep")
 
-_TEXT_SUFFIXES = (".txt", ".md")
 _JSON_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json", ".json.gz", ".json.zst")
 _PARQUET_ROWS = 256
 
@@ -40,11 +38,12 @@ def jsonl(
 
     def read(split: Split) -> Iterator[str]:
         path = inputs[split.input].path
-        skipped, number = [], 0
+        skipped, first, number = 0, None, 0
         for batch in line_batches(path, split.start, split.end):
             texts = fields.of_lines(batch, text_field)
             if texts is not None:
                 number += len(batch)
+                batch.clear()  # a line may be large, and waits until its text is encoded
                 yield from texts
                 continue
             for line in batch:
@@ -53,13 +52,13 @@ def jsonl(
                 if text is not None:
                     yield text
                 elif line.strip():
-                    where = f"{path}:{number + _lines_before(path, split.start)}"
-                    error = fields.complaint(line, text_field, where)
                     if not skip_bad_lines:
-                        raise error
-                    skipped.append(None if skipped else error)
+                        where = f"{path}:{number + _lines_before(path, split.start)}"
+                        raise fields.complaint(line, text_field, where)
+                    skipped += 1
+                    first = first or fields.complaint(line, text_field, _where(split, path, number))
         if skipped:
-            logger.warning("skipped %d bad lines, the first: %s", len(skipped), skipped[0])
+            logger.warning("skipped %d bad lines, the first: %s", skipped, first)
 
     def plan(target: int) -> list[Split]:
         return line_splits(inputs, target)
@@ -76,43 +75,6 @@ def jsonl(
         spec={"kind": "jsonl", "files": [file.path for file in inputs],
               "text_field": text_field, "skip_bad_lines": skip_bad_lines},
     )  # fmt: skip
-
-
-def text(paths: Sequence[str | Path], document: str = "file") -> Source:
-    """Plain UTF-8 text: files, and folders searched for `.txt` and `.md` files.
-
-    `document` says what one document is: a whole "file", a "line", or a "paragraph" (text between
-    blank lines). Raises `DataError` for missing paths and for files that are not UTF-8.
-    """
-    if document not in ("file", "line", "paragraph"):
-        raise DataError(f"document is {document!r}: use 'file', 'line' or 'paragraph'")
-    inputs = inputs_of(paths, folders=_TEXT_SUFFIXES)
-
-    def read(split: Split) -> Iterator[str]:
-        path = inputs[split.input].path
-        if document == "line":
-            for line in lines(path, split.start, split.end):
-                yield decoded(line, path).rstrip("\r\n")
-            return
-        last = split.input + 1 if split.end is None else split.end
-        for file in inputs[split.input : last]:
-            whole = decoded(b"".join(lines(file.path)), file.path)
-            yield from [whole] if document == "file" else re.split(r"\n\s*\n", whole)
-
-    def plan(target: int) -> list[Split]:
-        return line_splits(inputs, target) if document == "line" else _runs(inputs, target)
-
-    return Source(
-        name="text",
-        documents=of_files(plan, read),
-        description=describe(inputs),
-        settings={"document": document},
-        expected_bytes=plain_size(inputs),
-        inputs=inputs,
-        plan=plan,
-        reader=read,
-        spec={"kind": "text", "paths": [file.path for file in inputs], "document": document},
-    )
 
 
 def parquet(files: Sequence[str | Path], text_field: str = "text") -> Source:
@@ -134,7 +96,8 @@ def parquet(files: Sequence[str | Path], text_field: str = "text") -> Source:
         splits = []
         for number, file in enumerate(inputs):
             with _parquet(file.path, text_field) as table:
-                column = table.schema_arrow.get_field_index(text_field)
+                leaves = [table.schema.column(leaf).path for leaf in range(len(table.schema))]
+                column = leaves.index(text_field)  # a column of structs has several
                 sizes = [table.metadata.row_group(group).column(column).total_uncompressed_size
                          for group in range(table.num_row_groups)]  # fmt: skip
             start = size = 0
@@ -158,15 +121,9 @@ def parquet(files: Sequence[str | Path], text_field: str = "text") -> Source:
     )
 
 
-def _runs(inputs: Sequence[Input], target: int) -> list[Split]:
-    """Whole files in runs of about `target` bytes: `end` is a number of a file."""
-    splits, start, size = [], 0, 0
-    for number, file in enumerate(inputs):
-        size += file.bytes
-        if size >= target or number == len(inputs) - 1:
-            splits.append(Split(start, 0, number + 1, size))
-            start, size = number + 1, 0
-    return splits
+def _where(split: Split, path: str, number: int) -> str:
+    """The line of that number of a split, without reading what lies before it."""
+    return f"{path} (line {number} from byte {split.start})" if split.start else f"{path}:{number}"
 
 
 def _lines_before(path: str, start: int) -> int:
@@ -174,27 +131,42 @@ def _lines_before(path: str, start: int) -> int:
     return sum(1 for _ in lines(path, 0, start)) if start and not is_compressed(path) else 0
 
 
+@contextmanager
 def _parquet(path: str, text_field: str):
-    """An open Parquet file that has a column of text `text_field`."""
+    """An open Parquet file that has a column of text `text_field`. Raises `DataError`.
+
+    Also for what is found to be damaged while it is read.
+    """
     import pyarrow
     from pyarrow import parquet as pq
 
+    source = opened(path) if elsewhere(path) else path
     try:
-        table = pq.ParquetFile(opened(path) if elsewhere(path) else path, memory_map=False,
-                               buffer_size=2**20)  # fmt: skip
-    except pyarrow.ArrowInvalid as error:
-        raise DataError(f"{path} is not a Parquet file ({error}): copy it again") from None
-    names = table.schema_arrow.names
+        with pq.ParquetFile(source, memory_map=False, buffer_size=2**20) as table:
+            _check_column(table.schema_arrow, path, text_field)
+            yield table
+    except (NearlinearError, MemoryError):
+        raise
+    except (pyarrow.ArrowException, OSError, ValueError, IndexError) as error:
+        if getattr(error, "errno", None) is not None:  # of the file system, which names it
+            raise
+        why = " ".join(str(error).split())
+        raise DataError(
+            f"{path} is not a Parquet file, or damaged ({why}): copy it again"
+        ) from None
+
+
+def _check_column(schema, path: str, text_field: str) -> None:
+    import pyarrow
+
+    names = schema.names
     if text_field not in names:
-        table.close()
         raise DataError(
             f"{path} has no column {text_field!r}, it has {', '.join(map(repr, names))}: name one "
             "with --text-field"
         )
-    kind = table.schema_arrow.field(text_field).type
+    kind = schema.field(text_field).type
     if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
-        table.close()
         raise DataError(
             f"{path} has {kind} in {text_field!r}, not text: name another column with --text-field"
         )
-    return table

@@ -62,6 +62,16 @@ def test_decimal_weights_are_exact():
             Proportions(bad)
 
 
+def test_weights_that_are_rounded_are_told(caplog):
+    for exact in ([1, 2], [0.3, 0.7], [1 / 4096, 4095 / 4096]):
+        Proportions(exact)
+    assert not caplog.text
+    shares = Proportions([0.00001, 0.5, 0.49999]).shares
+    assert shares[0] == 1 / 4096
+    assert "weights are rounded to 4096 parts: source 1 has 0.0244 % of" in caplog.text
+    assert "in place of 0.0010 %" in caplog.text
+
+
 def loaders(dataset, ranks, per_step=24):
     return [Loader(dataset, per_step // ranks, 1, r, ranks, seed=3) for r in range(ranks)]
 

@@ -1,5 +1,6 @@
 """Token shards in a bucket: what is fetched, that it is checked, and a cache that ranks share."""
 
+import errno
 import logging
 import os
 import threading
@@ -181,3 +182,78 @@ def test_a_run_reads_from_a_bucket(small_run, token_folder, aws_services, door, 
     small_run["run"]["folder"] = str(tmp_path / "run2")
     again = nl.spmd.run(lambda rank: nl.Trainer(train_config.load(small_run)).fit(), 1)[0]
     assert (again.loss, again.sample) == small
+
+
+def small_disk(monkeypatch, folder, room, fault):
+    """Have the disk of `folder` say `fault` to each new file while more bytes than that are there.
+
+    Returns what it said no to.
+    """
+    refused, whole = [], os.replace
+
+    def replace(source, target):
+        if sum(p.stat().st_size for p in folder.rglob("*") if p.is_file()) > room:
+            refused.append(target)
+            raise OSError(fault, os.strerror(fault))
+        whole(source, target)
+
+    monkeypatch.setattr(os, "replace", replace)
+    return refused
+
+
+@pytest.mark.parametrize("fault", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_is_gone_without(local, door, tmp_path, monkeypatch, caplog, fault):
+    refused = small_disk(monkeypatch, tmp_path / "cache", 4 * BLOCK, fault)
+    found, ever = remote(tmp_path), set()
+    for window in [*range(len(local)), *range(len(local))]:
+        assert np.array_equal(found.windows([window]), local.windows([window]))
+        kept = set((tmp_path / "cache/blocks").glob("*/*.block"))
+        ever |= kept
+        assert 0 < len(kept) <= 5
+    assert len(refused) > 1 and caplog.text.count("has no room left") == 1
+    assert len(ever) > 5, "what is read takes the place of the oldest"
+    assert not list((tmp_path / "cache").rglob("*.partial"))
+
+
+def test_a_disk_without_room_for_a_lock_is_gone_without(local, door, tmp_path, monkeypatch):
+    whole = os.open
+
+    def full(path, *arguments):
+        if "locks" in str(path):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return whole(path, *arguments)
+
+    monkeypatch.setattr(os, "open", full)
+    order = np.arange(len(local))
+    assert np.array_equal(remote(tmp_path).windows(order), local.windows(order))
+    monkeypatch.setattr(os, "open", lambda *a: (_ for _ in ()).throw(PermissionError(13, "no")))
+    with pytest.raises(DataError, match=r"locks cannot be written \(no\): set data.cache to anot"):
+        remote(tmp_path).windows(order)
+
+
+@pytest.mark.parametrize("limit", [0, 3 * BLOCK])
+def test_what_a_killed_process_left_is_dropped(local, door, tmp_path, limit):
+    folder = tmp_path / "cache/blocks/of-another-shard"
+    folder.mkdir(parents=True)
+    left, under_way = folder / ".7.block.f00.partial", folder / ".8.block.ba5.partial"
+    for path in (left, under_way):
+        path.write_bytes(bytes(BLOCK))
+    os.utime(left, (1, 1))
+    found = remote(tmp_path, cache_gib=limit / 2**30)
+    for window in range(len(local)):
+        found.windows([window])
+        kept = sum(path.stat().st_size for path in folder.parent.glob("*/*.block"))
+        assert kept + BLOCK <= limit or not limit, "what is not finished takes room, too"
+    assert under_way.exists() and not left.exists()
+
+
+def test_a_damaged_copy_of_an_index_is_mended(local, door, tmp_path):
+    remote(tmp_path, packing="best_fit")
+    copies = sorted((tmp_path / "cache/indexes").glob("*.idx"))
+    assert copies
+    for path in copies:
+        raw = bytearray(path.read_bytes())
+        raw[40] ^= 1
+        path.write_bytes(raw)
+    found = remote(tmp_path)
+    assert np.array_equal(found.document_lengths(), local.document_lengths())

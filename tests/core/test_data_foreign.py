@@ -11,6 +11,7 @@ import nearlinear as nl
 from nearlinear.data.dataset import TokenDataset
 from nearlinear.data.documents import DocumentIndex, DocumentsByToken
 from nearlinear.data.masking import Masks, batch
+from nearlinear.data.split import NoSplit
 from nearlinear.errors import DataError
 from nearlinear.train import config as train_config
 from tests.core.test_data_dataset import write_dataset
@@ -131,6 +132,17 @@ def test_what_is_wrong_with_a_pair_is_said(tmp_path):
     assert "describes 8 bytes and its .bin has 10: they are not a pair" in refusal()
     write_pair(tmp_path / "x.bin", [[[1, 2, 3]]], "<i8")
     assert "of uint16 or int32 tokens" in refusal()
+
+
+def test_an_empty_file_is_named(tmp_path):
+    for name in ("a", "b"):
+        np.arange(20, dtype="<u2").tofile(tmp_path / f"{name}.bin")
+    (tmp_path / "b.bin").write_bytes(b"")
+    with pytest.raises(DataError, match="b.bin is empty: copy it again, or take it away"):
+        TokenDataset(tmp_path, sequence_length=4)
+    (tmp_path / "a.bin").unlink()
+    with pytest.raises(NoSplit, match="split 'train' of .* is empty"):
+        TokenDataset(tmp_path, sequence_length=4)
 
 
 def test_a_change_of_the_files_is_another_dataset(tmp_path):

@@ -63,6 +63,18 @@ def test_the_narrowest_dtype_that_holds_the_largest_id(tmp_path, vocab_size, nam
     assert json.loads((tmp_path / "index.json").read_text())["dtype"] == name
 
 
+def test_a_document_too_long_for_an_index_is_refused(tmp_path):
+    most = 2**31 - 1
+    raw = format.encode_index(np.array([most, 1]), np.dtype("<u2"))
+    assert parse_index(raw)[2:4] == [[most, 1], [0, 2 * most]]
+    refusal = "has 2147483648 tokens, and a shard's index counts to 2147483647: cut"
+    with pytest.raises(DataError, match=refusal):
+        format.encode_index(np.array([5, most + 1]), np.dtype("<u2"))
+    writer = ShardWriter(tmp_path, "train", vocab_size=100, eos_id=0)
+    with pytest.raises(DataError, match=refusal):
+        writer.extend(np.zeros(3, np.uint32), np.array([2, most + 1], np.uint32))
+
+
 @pytest.mark.parametrize(("vocab_size", "code", "width"), [(100, 8, 2), (70_000, 4, 4)])
 def test_index_is_megatron_version_1(tmp_path, vocab_size, code, width):
     write_dataset(tmp_path, [[1, 2], [], [5, 6, 7]], vocab_size, shard_tokens=100)

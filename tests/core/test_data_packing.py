@@ -1,6 +1,8 @@
 """Documents into sequences, whole or in pieces: what is kept, where it lies, who sees whom."""
 
+import errno
 import json
+import os
 import threading
 
 import numpy as np
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 
 import nearlinear as nl
 from nearlinear.data import packing, plan
+from nearlinear.data import state as data_state
 from nearlinear.data.dataset import TokenDataset
 from nearlinear.data.loader import Loader, evaluation_batches
 from nearlinear.data.masking import Masks, batch, cu_seqlens
@@ -172,6 +175,19 @@ def test_eight_ranks_make_a_plan_once_and_mend_a_damaged_one(folder, tmp_path, m
     assert read[-1] == read[0] and len(made) == 2 * (shards + 2)
 
 
+def test_a_plan_that_the_disk_has_no_room_for_is_in_memory(folder, tmp_path, monkeypatch, caplog):
+    usual = opened(folder, packing="best_fit")
+    expected = usual.windows(np.arange(len(usual)))
+
+    def full(*arguments):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "replace", full)
+    found = opened(folder, packing="best_fit", cache=tmp_path)
+    assert np.array_equal(found.windows(np.arange(len(found))), expected)
+    assert caplog.text.count("has no room left") == 1
+
+
 @settings(max_examples=100, deadline=None)
 @given(
     lengths=st.lists(st.integers(0, 120), min_size=1, max_size=60),
@@ -263,7 +279,7 @@ def test_documents_too_short_to_train_on_are_refused(tmp_path):
         opened(tmp_path, packing="best_fit", cache=tmp_path)
 
 
-def test_another_packing_is_refused_on_resume(folder):
+def test_another_packing_is_refused_on_resume(folder, monkeypatch):
     state = Loader(opened(folder, packing="best_fit"), 2).state_dict()
     state = json.loads(json.dumps(state))
     Loader(opened(folder, packing="best_fit"), 2).load_state_dict(state)
@@ -271,6 +287,12 @@ def test_another_packing_is_refused_on_resume(folder):
         Loader(opened(folder), 2).load_state_dict(state)
     before = {name: value for name, value in Loader(opened(folder), 2).state_dict().items()}
     assert "packing" not in before, "states of the default are as they were"
+    del state["packing_plan"]
+    Loader(opened(folder, packing="best_fit"), 2).load_state_dict(state)  # of before it was told
+    monkeypatch.setattr(data_state, "VERSION", plan.VERSION + 1)
+    Loader(opened(folder), 2).load_state_dict(before)
+    with pytest.raises(DataError, match="packing_plan was 2 and is 3; use .* the nearlinear of"):
+        Loader(opened(folder, packing="best_fit"), 2).load_state_dict(state)
     with pytest.raises(DataError, match="packing is 'tight': use 'concat', 'best_fit', 'one_doc"):
         opened(folder, packing="tight")
     with pytest.raises(DataError, match=r"drop data\.shuffle_block_mib, or data\.packing"):

@@ -90,6 +90,7 @@ def test_shapes_are_those_of_the_models(preset):
         ("gpt2-30b", {"n_head": 0}, "n_head = 0: must be at least 1"),
         ("gpt2-30b", {"n_embd": -7168}, "n_embd = -7168: must be at least 1"),
         ("gpt2-30b", {"n_head": 55}, "55 heads do not divide its width of 7168"),
+        ("gpt2-30b", {"n_layer": 9_999_999}, "9,999,999 layers, of which the planner takes 10,000"),
         ("llama2-70b", {"num_key_value_heads": "8"}, "num_key_value_heads = '8': expected an int"),
         ("llama2-70b", {"num_key_value_heads": 5}, "does not divide its 64 heads"),
         ("llama2-70b", {"num_attention_heads": None}, "num_attention_heads = None: expected an"),

@@ -6,6 +6,7 @@ import tomllib
 
 import pytest
 
+import nearlinear as nl
 from nearlinear.cli import main
 from nearlinear.plan import advise, answer, hardware
 from nearlinear.plan.advise import items, trial
@@ -22,11 +23,7 @@ BARE_30B = {"model": {"preset": "gpt2-30b"}, "parallel": {"bf16": True},
 
 
 def walked(data, cluster, settings=(), **asked):
-    plan = answer.plan(train_config.load(data, settings, environment={}), cluster, **asked)
-    vocabulary = plan.work.shape.vocabulary
-    return advise.advise(
-        advise.Trial.of(plan.config, plan.cluster, **{**asked, "vocabulary": vocabulary}), plan
-    )
+    return nl.advise(train_config.load(data, settings, environment={}), cluster, **asked)
 
 
 def test_the_list_is_in_its_order():
@@ -76,7 +73,7 @@ def test_what_is_taken_helps_or_is_needed_and_the_batch_stays(data, cluster, set
     assert (again.seconds, again.memory) == (found.after.seconds, found.after.memory)
     # and walking on from there changes nothing
     plan = found.after
-    more = advise.advise(advise.Trial.of(plan.config, plan.cluster), plan)
+    more = nl.advise(plan.config, plan.cluster)
     assert not any(each.taken for each in more.decisions)
 
 
@@ -115,7 +112,7 @@ def test_values_are_those_of_the_config():
             "parallel": {"bf16": True, "pipeline_parallel_degree": 2, "microbatches": 16},
             "activations": {"checkpoint": "each"}}  # fmt: skip
     plan = answer.plan(train_config.load(data, environment={}), "p4d.24xlarge:2")
-    decisions = advise.why(advise.Trial.of(plan.config, plan.cluster), plan)
+    decisions = advise.why(advise.Trial.of(plan), plan)
     lines = advise.why_text(decisions, plan).splitlines()
     assert "batch.micro_batch_size = 32 with batch.accumulation = 1 with " in lines[3]
     assert "with parallel.microbatches = 16; " in lines[3]
@@ -155,7 +152,7 @@ def test_stragglers_slow_what_is_advised():
 
 def test_degrees_take_ranks_from_the_data_and_the_batch_stays():
     plan = answer.plan(train_config.load(GPT2_30B, environment={}), "p4d.24xlarge:32")
-    asked = advise.Trial.of(plan.config, plan.cluster)
+    asked = advise.Trial.of(plan)
     found = asked.changed(plan, tensor=8, pipeline=4)
     mesh = found.work.mesh
     assert (mesh.tensor, mesh.pipeline, mesh.data_ranks) == (8, 4, 8)
@@ -168,7 +165,7 @@ def test_degrees_take_ranks_from_the_data_and_the_batch_stays():
 def test_a_batch_that_was_fixed_stays_fixed():
     data = {**GPT2_30B, "batch": {"micro_batch_size": 6, "sequences": 1536}}
     plan = answer.plan(train_config.load(data, environment={}), "p4d.24xlarge:32")
-    found = advise.Trial.of(plan.config, plan.cluster).changed(plan, micro_batch=3)
+    found = advise.Trial.of(plan).changed(plan, micro_batch=3)
     assert dataclasses.astuple(found.config.batch) == (3, 1, 1536)
 
 

@@ -8,7 +8,7 @@ from torch.distributed.pipelining import schedules as theirs
 from nearlinear.errors import ConfigError
 from nearlinear.mesh import Mesh
 from nearlinear.parallel.pipeline.schedules import SCHEDULES, Plan
-from nearlinear.plan import parameters, pipelines, workload
+from nearlinear.plan import flow, parameters, pipelines, workload
 from nearlinear.plan.hardware import parse_cluster
 from nearlinear.plan.orders import BACKWARD, FORWARD, INPUTS, WEIGHTS, orders
 from nearlinear.plan.passes import Passes
@@ -83,14 +83,14 @@ def test_every_stage_does_every_micro_batch_once(name, count):
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
 def test_the_bubble_of_a_pipeline(name, ranks, count):
     plan = Plan(name, ranks, 1)
-    end, *_ = pipelines.run(pipelines.flow(plan, count), seconds(plan))
+    end, *_ = flow.run(flow.flow(plan, count), seconds(plan))
     assert 1 - count * 3.0 / end == pytest.approx((ranks - 1) / (count + ranks - 1))
 
 
 @pytest.mark.parametrize(("ranks", "per_rank", "count"), [(2, 2, 4), (4, 2, 8), (4, 3, 16)])
 def test_several_stages_per_rank_divide_the_bubble(ranks, per_rank, count):
     plan = Plan("interleaved_1f1b", ranks, per_rank)
-    end, *_ = pipelines.run(pipelines.flow(plan, count), seconds(plan))
+    end, *_ = flow.run(flow.flow(plan, count), seconds(plan))
     assert end - count * 3.0 == pytest.approx((ranks - 1) * 3.0 / per_rank)
 
 
@@ -100,7 +100,7 @@ def test_what_nobody_waits_for_fills_the_bubble(ranks, count):
     waits = {}
     for name in ("interleaved_1f1b", *APART):
         plan = Plan(name, ranks, 2)
-        end, *_ = pipelines.run(pipelines.flow(plan, count), seconds(plan))
+        end, *_ = flow.run(flow.flow(plan, count), seconds(plan))
         waits[name] = end - count * 3.0
     assert waits["interleaved_zero_bubble"] < waits["interleaved_1f1b"]
     assert waits["zbv_zero_bubble"] == pytest.approx((ranks - 1) / 2)  # one way to the last rank
@@ -120,7 +120,7 @@ def test_a_full_pipeline_takes_as_long_for_every_micro_batch(name, beside):
     asked = {"virtual": per_rank, "schedule": name, "overlapped_sends": beside}
     found = run(32, Mesh(pipeline=4, tensor=8, ranks_per_node=8), **asked)
     line = pipelines.Pipeline(found.work, found.parts)
-    end, *_ = pipelines.run(pipelines.flow(line.plan, 32), *line.sends)
+    end, *_ = flow.run(flow.flow(line.plan, 32), *line.sends)
     after = found.parts.update + found.parts.tie
     assert found.seconds - after == pytest.approx(end, rel=0.02)
 

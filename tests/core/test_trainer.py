@@ -230,6 +230,22 @@ def test_a_horizon_without_offloading_has_no_effect(offload, token_folder, tmp_p
     assert (words in caplog.text) != offload
 
 
+@pytest.mark.parametrize(
+    "remote", [{}, {"path": "s3://b/a"}, {"path": "", "sources": {"s3://b/a": 1}}]
+)
+def test_a_cache_has_no_effect_on_data_that_is_here(
+    remote, token_folder, tmp_path, caplog, monkeypatch
+):
+    here = layout_run(token_folder, tmp_path, "gpt2-tiny", 1)
+    opened = functools.partial(preflight.open_dataset, train_config.load(here, environment={}))
+    monkeypatch.setattr(preflight, "open_dataset", lambda config, split: opened(split))
+    here["data"] |= {"cache": str(tmp_path), "cache_gib": 2.0} | remote
+    with caplog.at_level("WARNING", logger="nearlinear"):
+        preflight.check(train_config.load(here, environment={}), 1)
+    for words in ("data.cache has no effect", "data.cache_gib = 2 has no effect"):
+        assert (words in caplog.text) == (not remote)
+
+
 def test_a_strategy_that_is_not_is_refused_with_the_config():
     with pytest.raises(nl.ConfigError, match="'contiguous', 'group_N'"):
         train_config.load({"activations": {"checkpoint": "all"}}, environment={})

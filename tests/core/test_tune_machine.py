@@ -9,8 +9,8 @@ import nearlinear as nl
 from nearlinear import cli, runtime
 from nearlinear.errors import ConfigError
 from nearlinear.plan import answer, hardware, links, machine, parameters
+from nearlinear.plan.groups import Group
 from nearlinear.plan.machine import ALL_GATHER, ALL_REDUCE, EXCHANGE, REDUCE_SCATTER, Collective
-from nearlinear.plan.workload import Group
 from nearlinear.train import config as train_config
 from nearlinear.tune import machine as tuned
 from nearlinear.tune import rates

@@ -1,7 +1,7 @@
 """Small sources and an independent GPT-2 encoder for the tests of data preparation."""
 
-import hashlib
 import json
+import os
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 
 import data_prep
+from data_prep.sources import source as splitting
 from nearlinear.data.format import Manifest, read_index
 from tests.core.conftest import aws_services, moto_address  # noqa: F401
+from tests.support.preparing import write_lines
 
 # As in tiktoken_ext/openai_public.py.
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
@@ -60,11 +62,9 @@ def words(tmp_path_factory):
 
 @pytest.fixture
 def source():
-    """A function that makes a source of given texts; `settings` tell its inputs apart."""
+    """A function that makes a source of given texts, which nothing but the texts tells apart."""
 
     def make(texts, **options):
-        digest = hashlib.sha256(repr(texts).encode()).hexdigest()
-        options.setdefault("settings", {"input_sha256": digest})
         return data_prep.Source(name="memory", documents=lambda: iter(texts), **options)
 
     return make
@@ -88,3 +88,23 @@ def read_documents(gpt2):
         return splits
 
     return read
+
+
+@pytest.fixture
+def small_splits(monkeypatch):
+    """Files of a few KB are several splits, and nothing waits for the disk."""
+    monkeypatch.setattr(splitting, "SPLIT_BYTES", 1200)
+    monkeypatch.setattr(os, "fsync", lambda handle: None)  # a kill loses nothing that was written
+
+
+@pytest.fixture
+def planned(tmp_path, words):
+    """A function of a seed: the job of the text in a.jsonl, which is written."""
+    path = tmp_path / "a.jsonl"
+    write_lines(path)
+    options = {"val_fraction": 0.2, "dedup": None, "max_documents": None, "max_tokens": None,
+               "shard_tokens": 1000}  # fmt: skip
+    tokenizer = data_prep.tokenizer.load(words)
+    return lambda seed=0: data_prep.job.Job.plan(
+        data_prep.sources.jsonl(path), tokenizer, seed=seed, **options
+    )

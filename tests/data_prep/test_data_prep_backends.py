@@ -110,6 +110,26 @@ def test_one_that_is_wrong_is_not_used(gpt2, monkeypatch, caplog):
     )
 
 
+@pytest.mark.parametrize("settings", ["single_word", "lstrip", "rstrip", "normalized"])
+def test_one_that_is_wrong_for_a_token_of_the_tokenizer_is_not_used(
+    gpt2, monkeypatch, caplog, settings
+):
+    document = json.loads(gpt2.json_text)
+    token = {"id": 50257, "content": "zebra", "single_word": False, "lstrip": False,
+             "rstrip": False, "normalized": False, "special": False}  # fmt: skip
+    document["added_tokens"].append(token | {settings: True})
+    words = TextTokenizer("own", json.dumps(document), gpt2.eos_token)
+    texts = list(adversarial.around(["zebra"]))
+    expected = words.encode_batch(texts)
+    assert 50257 in expected[0] and any("zebra" in text for text in texts)
+    for name in FAST:  # right or not used
+        assert Encoder(words, (name,))(texts)[0].tolist() == [i for one in expected for i in one]
+    monkeypatch.setitem(backends._MAKERS, "fastokens", wrong_for("zebra"))
+    assert Encoder(gpt2, ("fastokens",)).name.startswith("fastokens")
+    assert Encoder(words, ("fastokens",)).name == "tokenizers"
+    assert "gives other ids than tokenizers for odd text" in caplog.text
+
+
 def test_one_that_fails_or_cannot_read_the_tokenizer_is_not_used(gpt2, monkeypatch, caplog):
     def cannot(words):
         raise ValueError("model type of another kind")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import data_prep
-from data_prep import output, work
+from data_prep import lock, pool, work
 from data_prep.merge import HISTORY_FILE
 from nearlinear.data.dataset import TokenDataset
 from nearlinear.data.format import Manifest, verify
@@ -108,6 +108,33 @@ def test_errors_leave_nothing(tmp_path, source, texts, options, match):
     assert not list(tmp_path.iterdir())
 
 
+def test_every_split_has_its_encoder_certified(tmp_path, source, gpt2, read_documents, monkeypatch):
+    """Of encoders, one that is right only for what it was certified for."""
+    certified = []
+
+    class Doubtful:
+        name = "doubtful"
+
+        def certify(self, texts):
+            certified.append(texts[0])
+
+        def __call__(self, texts):
+            ids = gpt2.encode_batch(texts)
+            wrong = texts[0] not in certified
+            return (np.array([i ^ wrong for one in ids for i in one], np.uint32),
+                    np.array([len(one) for one in ids]))  # fmt: skip
+
+    monkeypatch.setattr(pool, "encoder", lambda words, names: Doubtful())
+    texts = {0: ["one", "two"], 1: ["three", "four"]}
+    split = data_prep.sources.Split
+    made = source([], plan=lambda target: [split(0, n, n + 1) for n in texts],
+                  reader=lambda piece: iter(texts[piece.start]))  # fmt: skip
+    prepare(made, tmp_path / "d", val_fraction=0)
+    assert certified == ["one", "three"]
+    expected = [gpt2.encode(text) for some in texts.values() for text in some]
+    assert read_documents(tmp_path / "d")["train"] == expected
+
+
 def test_limits_keep_whole_documents(tmp_path, source, gpt2, read_documents):
     lengths = np.cumsum([len(ids) + 1 for ids in gpt2.encode_batch(TEXTS)])
     manifest = prepare(source(["", *TEXTS]), tmp_path / "a", max_documents=7)
@@ -140,8 +167,9 @@ def test_other_settings_are_refused_unless_overwritten(tmp_path, source):
     first = prepare(source(TEXTS), out)
     with pytest.raises(DataError, match=r"\(val_fraction 0.1 -> 0.2, seed 0 -> 3\): pass --overwr"):
         prepare(source(TEXTS), out, val_fraction=0.2, seed=3)
-    with pytest.raises(DataError, match="input_sha256 [0-9a-f]{12}... -> "):
-        prepare(source(TEXTS[1:]), out)
+    for texts in (TEXTS[1:], TEXTS[:-1], [*TEXTS, "one more"]):
+        with pytest.raises(DataError, match=r"\(input, the text of split 0 is another\)"):
+            prepare(source(texts), out)
     assert verify(out) == first
     second = prepare(source(TEXTS), out, seed=3, overwrite=True)
     assert verify(out) == second != first
@@ -209,7 +237,7 @@ def test_a_killed_preparation_never_looks_valid_and_is_cleared(tmp_path, source,
             len(list(partial.glob("splits/*.tmp/train/*.idx"))) < 3 and time.monotonic() < deadline
         ):
             time.sleep(0.02)
-        monkeypatch.setattr(output, "_SECONDS_FOR_LOCK", 0)
+        monkeypatch.setattr(lock, "_SECONDS_TO_WAIT", 0)
         with pytest.raises(DataError, match="another process is preparing"):
             prepare(source(TEXTS), out)
         assert process.poll() is None

@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 
 import data_prep
-from data_prep import processing
+from data_prep import lock, output, processing
 from data_prep.__main__ import main
 from data_prep.sources import source as splitting
 from nearlinear.data.format import Manifest
 from nearlinear.errors import ConfigError, DataError
+from tests.support.preparing import OPTIONS, contents
 
 # One after another what sbatch would queue: each task of the array is the script, with its number.
 SBATCH = """#!/bin/sh
@@ -42,11 +43,6 @@ def corpus(tmp_path, monkeypatch):
     return path
 
 
-def contents(folder):
-    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*")
-            if p.is_file() and p.name != "preparation.json"}  # fmt: skip
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["local", "slurm"])
 def test_an_engine_gives_the_same_bytes(corpus, tmp_path, engine, monkeypatch, capsys):
@@ -70,6 +66,76 @@ def test_an_engine_gives_the_same_bytes(corpus, tmp_path, engine, monkeypatch, c
     assert contents(tmp_path / "two") == contents(tmp_path / "one")
     assert Manifest.read(tmp_path / "two").total("documents") == 150
     assert not (tmp_path / "two.partial").exists()
+
+
+def run(step, rank=0, tasks=1):
+    assert list(step.run(None, rank, tasks)) == []
+
+
+def planned(path, words, **options):
+    settings = {"val_fraction": 0.2, "seed": 0, "dedup": None, "max_documents": None,
+                "max_tokens": None, "shard_tokens": 64 * 2**20, **options}  # fmt: skip
+    return data_prep.job.Job.plan(
+        data_prep.sources.jsonl(path), data_prep.tokenizer.load(words), **settings
+    )
+
+
+@pytest.mark.parametrize("tasks", [[0], [1, 0], [2, 0, 1]])
+def test_tasks_end_where_a_limit_is_reached(corpus, tmp_path, words, tasks):
+    engines = pytest.importorskip("data_prep.engines", exc_type=ImportError)
+    job = planned(corpus, words, max_documents=60)
+    with output.staging(tmp_path / "two", job, False) as (folder, _):
+        for rank in tasks:
+            run(engines.DoSplits(folder, ("tokenizers",)), rank, len(tasks))
+        done = len(list((folder / "splits").folders()))
+        assert done < len(job.splits) and (len(tasks) > 1 or done == 2)
+        run(engines.MergeSplits(folder, tmp_path / "two"))
+    data_prep.prepare(data_prep.sources.jsonl(corpus), tmp_path / "one", tokenizer=words,
+                      max_documents=60, **OPTIONS)  # fmt: skip
+    assert contents(tmp_path / "two") == contents(tmp_path / "one")
+
+
+def test_a_split_that_no_task_did_is_named(corpus, tmp_path, words):
+    engines = pytest.importorskip("data_prep.engines", exc_type=ImportError)
+    with output.staging(tmp_path / "out", planned(corpus, words), False) as (folder, _):
+        run(engines.DoSplits(folder, ("tokenizers",)), 0, 2)
+        with pytest.raises(DataError, match=r"split 1 of .* is not done: look into .*out\.logs"):
+            run(engines.MergeSplits(folder, tmp_path / "out"))
+
+
+def test_a_task_finds_its_input_from_any_folder(corpus, tmp_path, words, monkeypatch):
+    engines = pytest.importorskip("data_prep.engines", exc_type=ImportError)
+    monkeypatch.chdir(tmp_path)
+    job = planned(corpus.name, words)
+    with output.staging(tmp_path / "out", job, False) as (folder, _):
+        (tmp_path / "elsewhere").mkdir()
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        run(engines.DoSplits(folder, ("tokenizers",)))
+        run(engines.MergeSplits(folder, tmp_path / "out"))
+    assert Manifest.read(tmp_path / "out").plan["inputs"][0]["path"] == corpus.name
+
+
+def test_only_a_merge_that_nobody_waits_for_takes_the_lock(corpus, tmp_path, words, monkeypatch):
+    engines = pytest.importorskip("data_prep.engines", exc_type=ImportError)
+    monkeypatch.setattr(lock, "_SECONDS_TO_WAIT", 0)
+    launched = {}
+
+    class Executor:
+        def __init__(self, steps, **options):
+            self.step = steps[0]
+
+        def run(self):
+            launched[engine] = self.step
+
+    monkeypatch.setattr(engines, "_executor", lambda engine: Executor)
+    with output.staging(tmp_path / "out", planned(corpus, words), False) as (folder, _):
+        for engine in ("slurm", "local", "ray"):
+            engines.launch(engine, folder, output.places.at(tmp_path / "out"), 1)
+        run(engines.DoSplits(folder, ("tokenizers",)))
+        with pytest.raises(lock.Busy, match="another process is preparing"):
+            run(launched["slurm"])
+        run(launched["local"])
+    assert not launched["ray"].alone and (tmp_path / "out/index.json").is_file()
 
 
 def test_engines_that_are_not_there_are_said(corpus, tmp_path, source):

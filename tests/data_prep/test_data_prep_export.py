@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 
 import data_prep
+from data_prep import export as exporting
+from data_prep.arguments import FORMATS
 from data_prep.export import export
 from nearlinear.data.format import Manifest
 from nearlinear.errors import DataError
@@ -83,9 +85,36 @@ def test_datatrove_reads_its_own_format(folder, stream, tmp_path):
 def test_what_cannot_be_exported_is_said(folder, tmp_path):
     (tmp_path / "full").mkdir()
     (tmp_path / "full/x").write_text("1")
-    with pytest.raises(DataError, match="full is not empty"):
+    with pytest.raises(DataError, match="full exists and is not an empty folder: name ano"):
         export(folder, tmp_path / "full", "nanogpt")
+    with pytest.raises(DataError, match="full/x exists and is not an empty folder"):
+        export(folder, tmp_path / "full/x", "nanogpt")
     with pytest.raises(DataError, match="no format 'csv': use smp-json"):
         export(folder, tmp_path / "out", "csv")
     with pytest.raises(DataError, match="sequence_length is 0"):
         export(folder, tmp_path / "out", "smp-json", 0)
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_an_export_is_whole_or_not_there(folder, tmp_path, monkeypatch, kind):
+    pytest.importorskip("datasets")
+    out = tmp_path / "out"
+    out.mkdir()
+    read, reads = np.memmap, []
+
+    def interrupted(*arguments, **options):
+        reads.append(arguments)
+        if len(reads) == 3:
+            raise KeyboardInterrupt
+        return read(*arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(exporting, "_append", lambda *each: interrupted(folder / "index.json"))
+        patch.setattr(exporting.np, "memmap", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            export(folder, out, kind, 64)
+    assert not list(out.iterdir())
+    assert {path.name for path in tmp_path.iterdir()} == {"d", "out"}
+    export(folder, out, kind, 64)
+    assert list(out.iterdir())
+    assert {path.name for path in tmp_path.iterdir()} == {"d", "out"}

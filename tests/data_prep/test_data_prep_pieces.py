@@ -9,10 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import data_prep
-from data_prep import pieces
+from data_prep import documents, pieces
 from data_prep.adversarial import strings
 from data_prep.backends import Encoder
 from data_prep.tokenizer import TextTokenizer
+from nearlinear.errors import DataError
 
 PARTS = st.one_of(
     st.sampled_from(["a ", "a\n", "don't ", "don'", "s ", "  ", " \n", "\r\n", "12", "é ", "\u00a0",
@@ -100,3 +101,11 @@ def test_a_prepared_long_document_is_the_same(tmp_path, gpt2, source, read_docum
     texts = ["one two", "word and word\n" * 400, "three"]
     data_prep.prepare(source(texts), tmp_path / "d", val_fraction=0, progress=False)
     assert read_documents(tmp_path / "d")["train"] == [gpt2.encode(text) for text in texts]
+
+
+def test_a_document_of_too_many_tokens_to_count_is_refused(tmp_path, source, monkeypatch):
+    monkeypatch.setattr(documents, "MOST_TOKENS", 20)
+    options = {"val_fraction": 0, "progress": False}
+    data_prep.prepare(source(["x" * 19]), tmp_path / "d", **options)
+    with pytest.raises(DataError, match="has 20 bytes, of which there may be 19: cut it before"):
+        data_prep.prepare(source(["x", "é" * 10]), tmp_path / "e", **options)

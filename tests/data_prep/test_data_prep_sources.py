@@ -1,5 +1,6 @@
 import gzip
 import json
+import random
 from dataclasses import replace
 
 import pytest
@@ -49,30 +50,22 @@ def test_bad_lines_are_named_or_skipped(tmp_path, caplog, line, match):
     assert "skipped 1 bad lines" in caplog.text and "a.jsonl:2" in caplog.text
 
 
-def test_truncated_gzip_is_named(tmp_path):
+def flipped(raw, byte, bit=3):
+    raw = bytearray(raw)
+    raw[byte] ^= 1 << bit
+    return bytes(raw)
+
+
+def test_a_broken_gzip_is_named(tmp_path):
     path = tmp_path / "a.jsonl.gz"
-    path.write_bytes(gzip.compress(b'{"text": "three"}\n' * 1000)[:-9])
-    with pytest.raises(DataError, match="a.jsonl.gz is not a whole gzip file.*copy it again"):
-        list(sources.jsonl([path]).documents())
-    path.write_bytes(b"plain")
-    with pytest.raises(DataError, match="not a whole gzip file"):
-        list(sources.jsonl([path]).documents())
-
-
-@pytest.mark.parametrize(
-    ("document", "expected"),
-    [
-        ("file", ["one\ntwo\n\nthree\n", "# four\n"]),
-        ("line", ["one", "two", "", "three", "# four"]),
-        ("paragraph", ["one\ntwo", "three\n", "# four\n"]),
-    ],
-)
-def test_text_folder(tmp_path, document, expected):
-    (tmp_path / "sub").mkdir()
-    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfone\ntwo\n\nthree\n")
-    (tmp_path / "sub/b.md").write_text("# four\n")
-    (tmp_path / "c.png").write_bytes(b"\xff")
-    assert list(sources.text([tmp_path], document).documents()) == expected
+    whole = gzip.compress(b"".join(b'{"text": "%d"}\n' % i for i in range(1000)))
+    for broken in (whole[:-9], b"plain", b"", flipped(whole, len(whole) // 2), flipped(whole, 14)):
+        path.write_bytes(broken)
+        with pytest.raises(DataError, match="a.jsonl.gz is not a whole gzip file.*copy it again"):
+            list(sources.jsonl([path]).documents())
+    path.unlink()
+    with pytest.raises(FileNotFoundError):
+        list(files.lines(path))
 
 
 def test_path_errors(tmp_path):
@@ -84,6 +77,12 @@ def test_path_errors(tmp_path):
         sources.jsonl([tmp_path])
     with pytest.raises(DataError, match="'file', 'line' or 'paragraph'"):
         sources.text([tmp_path], "word")
+    raw = "\ufeffça va? ".encode() * 3 + "café".encode("latin1")
+    (tmp_path / "late.txt").write_bytes(raw)
+    for document in ("file", "paragraph"):
+        with pytest.raises(DataError, match=rf"late.txt is not UTF-8 text \(byte {len(raw) - 1}\)"):
+            list(sources.text([tmp_path / "late.txt"], document).documents())
+    (tmp_path / "late.txt").unlink()
     (tmp_path / "latin.txt").write_bytes("café".encode("latin1"))
     with pytest.raises(DataError, match=r"latin.txt is not UTF-8 text \(byte 3\).*iconv"):
         list(sources.text([tmp_path]).documents())
@@ -178,6 +177,24 @@ def test_lines_are_the_same_however_they_are_cut(tmp_path_factory, lines, end, t
     assert all(split.end > split.start for split in splits)
 
 
+def test_lines_are_skipped_without_reading_what_lies_before(tmp_path, caplog, monkeypatch):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "one"}\n{\n' * 100)
+    source = sources.jsonl(path, skip_bad_lines=True)
+    read, real = [], files.opened
+
+    def counting(path):
+        read.append(path)
+        return real(path)
+
+    splits = source.plan(300)
+    monkeypatch.setattr(files, "opened", counting)
+    assert [text for split in splits for text in source.read(split)] == ["one"] * 100
+    assert len(splits) > 4 and len(read) == len(splits)
+    number = 1 + path.read_bytes()[splits[1].start :].split(b"\n").index(b"{")
+    assert f"first: {path} (line {number} from byte {splits[1].start}) is not JSON" in caplog.text
+
+
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst"])
 def test_a_split_names_the_line_of_its_file(tmp_path, name):
     texts = [{"text": f"text {i}"} for i in range(50)]
@@ -194,9 +211,49 @@ def test_a_split_names_the_line_of_its_file(tmp_path, name):
 
 def test_broken_zstd_is_named(tmp_path):
     path = compressed(tmp_path / "a.jsonl.zst", b'{"text": "three"}\n' * 1000)
-    path.write_bytes(path.read_bytes()[:-3])
-    with pytest.raises(DataError, match="a.jsonl.zst is not a whole zstd file.*copy it again"):
-        list(sources.jsonl(path).documents())
+    whole = path.read_bytes()
+    for broken in (whole[:-3], b"", b"plain", flipped(whole, 5)):
+        path.write_bytes(broken)
+        with pytest.raises(DataError, match="a.jsonl.zst is not a whole zstd file.*copy it again"):
+            list(sources.jsonl(path).documents())
+
+
+def test_a_damaged_parquet_is_named(tmp_path):
+    pa = pytest.importorskip("pyarrow")
+    from pyarrow import parquet as pq
+
+    path = tmp_path / "a.parquet"
+    texts = [f"text {i} {i * i}" for i in range(500)]
+    pq.write_table(pa.table({"text": texts}), path, row_group_size=100, compression="zstd")
+    whole, draw = path.read_bytes(), random.Random(0)
+    found = []
+    for number in range(120):
+        byte = draw.randrange(len(whole))
+        cut = number % 4 == 0
+        path.write_bytes(whole[:byte] if cut else flipped(whole, byte, number % 8))
+        try:
+            list(sources.parquet(path).documents())
+        except DataError as error:
+            assert "a.parquet is not a Parquet file, or damaged (" in str(error)
+            assert "copy it again" in str(error) and "\n" not in str(error)
+            found.append(cut)
+    assert sum(found) == 30 and len(found) > 45
+
+
+def test_parquet_splits_are_by_the_text_alone(tmp_path):
+    pa = pytest.importorskip("pyarrow")
+    from pyarrow import parquet as pq
+
+    texts = [f"{i} " * 100 for i in range(40)]
+    meta = [{"a": i, "b": "x" * 1000, "c": [1, 2]} for i in range(40)]
+    sizes = []
+    for name, columns in (("plain", {}), ("nested", {"meta": meta}), ("list", {"l": [[1]] * 40})):
+        table = pa.table(columns | {"text": texts})
+        pq.write_table(table, tmp_path / f"{name}.parquet", row_group_size=4, use_dictionary=False)
+        sizes.append(
+            [split.bytes for split in sources.parquet(tmp_path / f"{name}.parquet").plan(1)]
+        )
+    assert sizes[0] == sizes[1] == sizes[2] and min(sizes[0]) > 1000
 
 
 def test_json_that_only_python_reads_is_read(tmp_path):

@@ -138,6 +138,28 @@ def test_a_document_must_not_be_able_to_forge_a_boundary(tmp_path, special, voca
         load(str(path))
 
 
+def test_no_control_token_can_be_forged(tmp_path):
+    vocabulary = {"?": 0, "a": 1, "<pad>": 2}
+    path = tokenizer_json(tmp_path / "t.json", [("</s>", True), ("<pad>", True)], vocabulary)
+    with pytest.raises(DataError, match="reads the text <pad> as the control token of that name"):
+        load(str(path))
+    path = tokenizer_json(tmp_path / "t.json", [("</s>", True), ("<pad>", False)], vocabulary)
+    assert load(str(path)).encode("a <pad>") == [1, 2]  # a word as others
+    path = tokenizer_json(tmp_path / "t.json", [("</s>", True), ("?", True)])
+    assert load(str(path)).encode("a ? x") == [1, 0, 0]  # what it does not know
+
+
+def test_ids_that_are_drawn_are_refused(tmp_path, gpt2):
+    document = json.loads(gpt2.json_text)
+    for dropout in (None, 0.0, 0.1):
+        document["model"]["dropout"] = dropout
+        (tmp_path / "tokenizer.json").write_text(json.dumps(document))
+        if not dropout:
+            assert load(str(tmp_path)).encode("Hello world") == [15496, 995]
+    with pytest.raises(DataError, match="BPE dropout of 0.1, .* set model.dropout in it to null"):
+        load(str(tmp_path))
+
+
 def test_unreadable_tokenizers_are_named(tmp_path):
     with pytest.raises(DataError, match="no tokenizer at .*give `gpt2` or the path"):
         load(str(tmp_path / "none.json"))

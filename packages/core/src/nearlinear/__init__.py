@@ -16,6 +16,7 @@ _PUBLIC = {
     "spmd": None,
     "plan": None,
     "plots": None,
+    "advise": "plan.advise",
     "transform": "parallel.transform",
     "shard": "parallel.shard",
     "pipeline": "parallel.pipeline.door",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import logging
 import math
 from collections.abc import Mapping
 from fractions import Fraction
@@ -19,6 +20,8 @@ import numpy as np
 
 from ..errors import DataError
 from .dataset import Rows, TokenDataset
+
+logger = logging.getLogger("nearlinear.data")
 
 PERIOD = 2**12
 """samples after which the pattern repeats, at most: weights are rounded to that many parts"""
@@ -154,8 +157,8 @@ class Blend:
 class Proportions:
     """Whose sample g is: of n sources with `weights`, a function of g.
 
-    Weights that are not n-ths of at most `PERIOD` are rounded to it. Among the first g samples
-    those of source k are g times its share, to less than one sample. Raises `DataError`.
+    Weights that are not n-ths of at most `PERIOD` are rounded to it, which is said. Among the first
+    g samples those of source k are g times its share, to less than one sample. Raises `DataError`.
     """
 
     def __init__(self, weights):
@@ -165,6 +168,7 @@ class Proportions:
         self.parts = _whole(weights)
         self.period = sum(self.parts)
         self.shares = [part / self.period for part in self.parts]
+        _tell_rounded(weights, self.parts)
         table = _chairs(self.parts)
         counts = np.zeros((len(table) + 1, len(self.parts)), dtype=np.int64)
         np.cumsum(table[:, None] == np.arange(len(self.parts)), axis=0, out=counts[1:])
@@ -198,6 +202,20 @@ def _whole(weights: list[Fraction]) -> list[int]:
     for _, number in sorted(rests, reverse=True)[: PERIOD - sum(rounded)]:
         rounded[-number] += 1
     return [part // math.gcd(*rounded) for part in rounded]
+
+
+def _tell_rounded(weights: list[Fraction], parts: list[int]) -> None:
+    """Say which source has a share that is furthest from its weight, if one is."""
+    asked = [weight / sum(weights) for weight in weights]
+    found = [Fraction(part, sum(parts)) for part in parts]
+    off = [abs(is_ / was - 1) for is_, was in zip(found, asked, strict=True)]
+    if worst := max(off):
+        number = off.index(worst)
+        logger.warning(
+            "a blend's weights are rounded to %d parts: source %d has %.4f %% of the samples in "
+            "place of %.4f %%",
+            sum(parts), number + 1, 100 * found[number], 100 * asked[number],
+        )  # fmt: skip
 
 
 def _chairs(parts: list[int]) -> np.ndarray:

@@ -18,7 +18,7 @@ import numpy as np
 from .. import storage
 from ..errors import DataError, StorageError
 from .block_cache import BlockCache, Wanted
-from .cache import put
+from .cache import locked, put
 from .documents import DocumentIndex
 from .format import BLOCK_BYTES, MANIFEST_FILE, TOKENIZER_FILE, Manifest
 from .split import Split
@@ -39,6 +39,7 @@ class Bucket(Split):
         super().__init__(str(self._place), split, Manifest.parse(raw, f"{address}/{MANIFEST_FILE}"))
         self._check_sizes()
         self.files = [str(self._place / shard.file) for shard in self.shards]
+        self._copied: set[Path] = set()
         self._cache, self._blocks = cache, BlockCache(cache / "blocks", int(cache_gib * 2**30))
         self._threads = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="nearlinear-blocks")
         self._block = functools.lru_cache(_MAPPED)(
@@ -88,14 +89,18 @@ class Bucket(Split):
                 )
 
     def _copy(self, name: str, path: Path, sha256: str) -> Path:
-        """A file under ``name``, whole, at ``path``."""
-        if not path.exists():
-            raw = self._whole(self._place / name)
-            if hashlib.sha256(raw).hexdigest() != sha256:
-                raise DataError(
-                    f"{self._place / name} is altered: its sha256 differs; copy it again"
-                )
-            put(path, raw)
+        """A file under ``name``, whole, at ``path``: what is there is looked at once."""
+        if path in self._copied and path.exists():
+            return path
+        with locked(path.with_suffix(".lock")):
+            if not (path.exists() and _is(path.read_bytes(), sha256)):
+                raw = self._whole(self._place / name)
+                if not _is(raw, sha256):
+                    raise DataError(
+                        f"{self._place / name} is altered: its sha256 differs; copy it again"
+                    )
+                put(path, raw)
+        self._copied.add(path)
         return path
 
     def _whole(self, place: storage.Place) -> bytes:
@@ -141,6 +146,10 @@ def _block(cache: BlockCache, place: storage.Place, shards: tuple, shard: int, n
 
     wanted = Wanted(found.sha256, number, end - first, found.blocks[number])
     return cache.block(wanted, fetch, f"block {number} of {file} (from byte {first})")
+
+
+def _is(raw: bytes, sha256: str) -> bool:
+    return hashlib.sha256(raw).hexdigest() == sha256
 
 
 @contextlib.contextmanager

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
+import functools
+import logging
 import os
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
 from ..errors import DataError
+from ..storage import disk
+
+logger = logging.getLogger("nearlinear.data")
+
+
+class Full(DataError):
+    """The file system of a cache has no room, or its user has none left there."""
 
 
 def cache_folder(folder: str | Path | None = None) -> Path:
@@ -25,24 +35,50 @@ def cache_folder(folder: str | Path | None = None) -> Path:
     return found
 
 
-def put(path: Path, data: bytes) -> None:
-    """A file that is there whole or not at all, for all of this node."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}.partial")
-    try:
-        partial.write_bytes(data)
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+def put(path: Path, data: bytes, lasting: bool = True) -> None:
+    """A file that is there whole or not at all, for all of this node.
+
+    `lasting`: after a power cut, too. Raises `Full`, or another `DataError`.
+    """
+    with _told(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        disk.write(path, [memoryview(data)], f"{uuid.uuid4().hex}.partial", lasting)
 
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Alone among the threads and processes of this node that ask for `path`, a file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    number = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    """Alone among the threads and processes of this node that ask for `path`, a file.
+
+    Raises as `put`.
+    """
+    with _told(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        number = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         fcntl.flock(number, fcntl.LOCK_EX)
         yield
     finally:
         os.close(number)  # which gives the lock back
+
+
+@functools.cache
+def tell_full(folder: Path) -> None:
+    """Say, once in a process, that what does not go into the cache `folder` is made again."""
+    logger.warning(
+        "%s has no room left: what is not there is fetched or made again whenever it is read; make "
+        "room, or set data.cache to another folder of this node",
+        folder,
+    )
+
+
+@contextlib.contextmanager
+def _told(path: Path) -> Iterator[None]:
+    """What the file system says no to, as `DataError`."""
+    try:
+        yield
+    except OSError as error:
+        kind = Full if error.errno in (errno.ENOSPC, errno.EDQUOT) else DataError
+        raise kind(
+            f"{path.parent} cannot be written ({error.strerror}): set data.cache to another folder "
+            "of this node"
+        ) from None

@@ -45,8 +45,8 @@ class TokenDataset:
     SageMaker job (channel:name), or what Megatron and nanoGPT prepare, see `opening`; the last two
     do not say what `vocab_size` and `eos_id` are (default: GPT-2's). Of a bucket, what is read is
     kept in `cache`, `cache_gib` at most (0: all).
-    `verify`: "auto" checks every sha256 when the split is at most 2 GiB and sizes otherwise,
-    "full" always checks every sha256, "size" only sizes. A dataset already checked by this
+    `verify`: "auto" checks every block's xxh3 when the split is at most 2 GiB and sizes otherwise,
+    "full" always checks every block, "size" only sizes. A dataset already checked by this
     process is not read again, so ranks run as threads share one check. Raises `DataError` when
     the folder is missing, damaged or not token shards, or the split is shorter than one window.
     """

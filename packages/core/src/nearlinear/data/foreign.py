@@ -49,6 +49,9 @@ class Foreign(Split):
 
     def __init__(self, path: Path, split: str, files: list[Path], vocab_size: int, eos_id: int):
         self.files = files
+        empty = [file for file in files if not file.stat().st_size]
+        if empty and len(empty) < len(files):
+            raise DataError(f"{empty[0]} is empty: copy it again, or take it away")
         self._indexed = all(file.with_suffix(".idx").is_file() for file in files)
         shards, self._dtype = [], np.dtype("<u2")
         for file in files:

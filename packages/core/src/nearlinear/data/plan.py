@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from .cache import locked, put
+from .cache import Full, locked, put, tell_full
 from .documents import DocumentIndex, DocumentsByToken
 from .packing import pieces, sequences
 from .stream import MOST_OPEN
@@ -26,7 +26,8 @@ from .stream import MOST_OPEN
 GROUP = 2**17
 """documents packed together at most"""
 
-_VERSION = 2
+VERSION = 2
+"""of how documents become sequences, here and in `packing`: another one is another order"""
 _GROUPS = "groups"
 _DAMAGED = (OSError, ValueError, EOFError)
 
@@ -43,7 +44,7 @@ class Plan:
         self, cache: Path, identity: str, length: int, packing: str, documents: Documents,
         shards: int,
     ):  # fmt: skip
-        words = json.dumps([_VERSION, identity, length, packing, GROUP])
+        words = json.dumps([VERSION, identity, length, packing, GROUP])
         folder = cache / "packing" / hashlib.sha256(words.encode()).hexdigest()[:32]
         groups = _kept(folder / _GROUPS, lambda: _count(length, packing, documents, shards))
         self._shards = groups[:, 0]
@@ -112,19 +113,26 @@ def _group(
 
 
 def _kept(path: Path, make: Callable[[], np.ndarray]) -> np.ndarray:
-    """An array that is mapped from `path`, where the first to need it puts what `make` gives."""
+    """An array that is mapped from `path`, where the first to need it puts what `make` gives.
+
+    Where there is no room for it, it is what `make` gives.
+    """
     path = path.with_suffix(".npy")
     try:
         return _mapped(path)
     except _DAMAGED:  # not there yet, or damaged
         pass
-    with locked(path.with_suffix(".lock")):
-        try:
-            return _mapped(path)
-        except _DAMAGED:
-            file = io.BytesIO()
-            np.save(file, make(), allow_pickle=False)
-            put(path, file.getvalue())
+    try:
+        with locked(path.with_suffix(".lock")):
+            try:
+                return _mapped(path)
+            except _DAMAGED:
+                file = io.BytesIO()
+                np.save(file, make(), allow_pickle=False)
+                put(path, file.getvalue())
+    except Full:
+        tell_full(path.parents[1])
+        return make()
     return _mapped(path)
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from ..errors import DataError
 from .blend import Blend
 from .dataset import TokenDataset
+from .plan import VERSION
 
 if TYPE_CHECKING:
     from .loader import BlockShuffle
@@ -23,6 +24,7 @@ _IDENTITY = {
     "seed": None,
     "sequence_length": None,
     "packing": "concat",
+    "packing_plan": 2,
     "shuffle_block_mib": 0,
     "shuffle_blocks": 0,
 }
@@ -45,6 +47,7 @@ def of(
         state["sources"] = dataset.describe()
     if dataset.packing != "concat":
         state["packing"] = dataset.packing
+        state["packing_plan"] = VERSION
     if blocks:
         state["shuffle_block_mib"] = blocks.block_mib
         state["shuffle_blocks"] = blocks.blocks
@@ -75,8 +78,8 @@ def check(saved: dict, here: dict, path) -> None:
     if differing:
         what = ", ".join(differing)
         raise DataError(
-            f"cannot resume the data order: {what}; use the settings of the interrupted run, or "
-            "start a new run without the loader's state"
+            f"cannot resume the data order: {what}; use the settings and the nearlinear of the "
+            "interrupted run, or start a new run without the loader's state"
         )
 
 

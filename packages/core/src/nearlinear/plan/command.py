@@ -69,7 +69,13 @@ def _more(found: answer.Plan, options: Options, numbers: dict) -> None:
         print(f"\nby a step of the real code on tensors without memory:\n{seen}")
         numbers["dry_run"] = seen.as_dict()
     if options.why:
-        decisions = advise.why(_trial(found, options), found)
+        trial = advise.Trial.of(
+            found,
+            tokens=options.tokens,
+            straggler=options.straggler,
+            usd_per_hour=options.price_per_hour,
+        )
+        decisions = advise.why(trial, found)
         print("\n" + advise.why_text(decisions, found))
     if options.search:
         layouts = search.search(found.config, found.cluster, like=found)
@@ -91,33 +97,21 @@ def advise_on(config, asked: Asked, write: str = "", source: str = "") -> int:
     """
     outputs.check("--json", asked.json, ".json")
     outputs.check("--write", write, ".toml", source)
-    found = answer.plan(
+    walked = advise.advise(
         config,
         asked.cluster,
         tokens=asked.tokens,
         straggler=asked.straggler,
         usd_per_hour=asked.price_per_hour,
     )
-    walked = advise.advise(_trial(found, asked), found)
-    advised = walked.after.config
+    advised = walked.config
     if asked.cluster:  # so that the file is planned and trained where it was asked for
         place = dataclasses.replace(advised.plan, cluster=asked.cluster)
         advised = dataclasses.replace(advised, plan=place)
-    print(f"{advise.text(walked)}\n\n{advise.settings(advised)}")
+    print(f"{walked}\n\n{advise.settings(advised)}")
     _write(asked.json, advise.as_dict(walked))
     outputs.write(write, schema.to_toml(advised))
     return 0
-
-
-def _trial(found: answer.Plan, asked: Asked) -> advise.Trial:
-    return advise.Trial.of(
-        found.config,
-        found.cluster,
-        tokens=asked.tokens,
-        vocabulary=found.work.shape.vocabulary,
-        straggler=asked.straggler,
-        usd_per_hour=asked.price_per_hour,
-    )
 
 
 def _validate(options: Options) -> int:

@@ -10,10 +10,11 @@ library", 2023).
 
 import math
 
+from .groups import Group
 from .hardware import Node
 from .machine import MeasuredLinks
 from .parameters import Parameters
-from .workload import Group, Workload
+from .workload import Workload
 
 DIRECT = 0.9 / 0.8  # its rate, over that of a ring
 DIRECT_BORROWS = 9 / 24  # multiprocessors it takes, over those that NCCL takes (the same source)

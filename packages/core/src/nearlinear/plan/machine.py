@@ -100,7 +100,7 @@ class MeasuredLinks:
 
     def send(self, size: float, across: bool) -> float:
         """From one rank to another: half of a gather between two, where each sends a half."""
-        from .workload import Group
+        from .groups import Group
 
         return self.gather(2 * size, Group(2, 2 if across else 1, 1))
 

@@ -5,11 +5,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from .compute import Compute
+from .groups import Group, group
 from .hardware import Cluster
 from .links import DIRECT_BORROWS, links_of
 from .parameters import Parameters
 from .stages import Stages
-from .workload import Group, Workload, group
+from .workload import Workload
 
 FLOAT = 4  # bytes
 

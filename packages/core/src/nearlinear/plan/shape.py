@@ -20,6 +20,9 @@ VOCABULARY = {
 """Of each family as it was published: what a model has unless its data or overrides say more."""
 
 
+MOST_LAYERS = 10_000
+"""Memory and time are laid out block by block; no model has a tenth of that."""
+
 ACTIVATIONS = {"gelu_new": (6, 2), "gelu": (1, 0), "silu": (1, 0)}
 """Operators of an activation function that no compiler has fused: of one tensor, and of two.
 
@@ -139,7 +142,12 @@ def of_model(model: ModelConfig, vocabulary: int = 0) -> Shape:
 
 
 def _check(found: Shape, name: str, own_head_width: bool) -> None:
-    """Raise ConfigError for heads and experts that do not go together."""
+    """Raise ConfigError for too many layers, and heads and experts that do not go together."""
+    if found.layers > MOST_LAYERS:
+        raise ConfigError(
+            f"{name}: {found.layers:,} layers, of which the planner takes {MOST_LAYERS:,} at most: "
+            "lower model.overrides"
+        )
     if found.width % found.heads and not own_head_width:
         raise ConfigError(f"{name}: {found.heads} heads do not divide its width of {found.width}")
     if found.heads % found.kv_heads:

@@ -53,23 +53,11 @@ class Disk(Place):
         return self.path.open("rb", buffering=0)
 
     def write(self, chunks: Iterable[memoryview], size: int) -> None:
-        self._write(chunks, "partial")
+        write(self.path, chunks, "partial")
 
     def put(self, data: bytes) -> None:
-        self._write([memoryview(data)], uuid.uuid4().hex)  # several nodes may put the same
+        write(self.path, [memoryview(data)], uuid.uuid4().hex)  # several nodes may put the same
         self.parent.settle()
-
-    def _write(self, chunks: Iterable[memoryview], suffix: str) -> None:
-        partial = self.path.with_name(f".{self.path.name}.{suffix}")
-        try:
-            with partial.open("wb", buffering=0) as file:
-                for chunk in chunks:
-                    while chunk:  # one call may write less
-                        chunk = chunk[file.write(chunk) :]
-                os.fsync(file.fileno())
-            os.replace(partial, self.path)
-        finally:
-            partial.unlink(missing_ok=True)
 
     def remove(self) -> None:
         self.path.unlink(missing_ok=True)
@@ -108,6 +96,25 @@ class Disk(Place):
         self.make()
         with tempfile.TemporaryFile(dir=self.path):
             pass
+
+
+def write(path: Path, chunks: Iterable[memoryview], suffix: str, lasting: bool = True) -> None:
+    """The file ``path`` of these chunks: there from one moment on, or as it was before.
+
+    What a process that is killed leaves is named with ``suffix``. ``lasting``: a power cut does not
+    undo it.
+    """
+    partial = path.with_name(f".{path.name}.{suffix}")
+    try:
+        with partial.open("wb", buffering=0) as file:
+            for chunk in chunks:
+                while chunk:  # one call may write less
+                    chunk = chunk[file.write(chunk) :]
+            if lasting:
+                os.fsync(file.fileno())
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def settle(folder: Path) -> None:

@@ -41,8 +41,15 @@ def check(config: TrainConfig, world: int, ranks_per_node: int = 0) -> Mesh:
     for name in OF_OFFLOAD if not config.activations.offload else ():
         if (value := getattr(config.parallel, name)) != getattr(Config, name):
             log.warning("parallel.%s = %s has no effect without activations.offload", name, value)
-    if config.data.cache and config.data.packing == "concat":
-        log.warning('data.cache has no effect with data.packing = "concat": it needs no plan')
+    remote = any(map(storage.elsewhere, [config.data.path, *config.data.sources]))
+    if config.data.cache and config.data.packing == "concat" and not remote:
+        log.warning(
+            'data.cache has no effect with data.packing = "concat" of data that is here: it needs '
+            "no plan"
+        )
+    if config.data.cache_gib and not remote:
+        log.warning("data.cache_gib = %g has no effect: no data is in a bucket (s3://)",
+                    config.data.cache_gib)  # fmt: skip
     mesh = Mesh.from_config(config.parallel, world, ranks_per_node)
     check_degrees(config, mesh)
     config.batch.micro_batches(mesh.data_ranks)

@@ -81,7 +81,7 @@ class DataConfig:
     seed: int = 0
     """seed of the global shuffle"""
     verify: Literal["auto", "full", "size"] = "auto"
-    """check the shards' sha256 (full), sizes only (size), or full up to 2 GiB (auto)"""
+    """check every block of the shards (full), sizes only (size), or full up to 2 GiB (auto)"""
     shuffle_block_mib: int = 0
     """MiB of a file that are shuffled and read together, for Lustre; 0 = single sequences"""
     shuffle_blocks: int = 64

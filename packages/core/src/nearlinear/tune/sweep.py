@@ -1,6 +1,6 @@
 """Time collectives of several sizes over the groups that training may have: rate and latency.
 
-A group is told by where its ranks stand (`plan.workload.Group`): how many, on how many nodes, and
+A group is told by where its ranks stand (`plan.groups.Group`): how many, on how many nodes, and
 how many such groups share a node's adapters. All groups of a kind run at once, as in training.
 """
 
@@ -17,8 +17,8 @@ from ..c10d_names import all_gather, reduce_scatter
 from ..mesh import Mesh
 from ..parallel.lane import Lane
 from ..parallel.scatter import Scatter
+from ..plan.groups import Group, group
 from ..plan.machine import ALL_GATHER, ALL_REDUCE, EXCHANGE, REDUCE_SCATTER, Collective
-from ..plan.workload import Group, group
 from ..runtime import Runtime
 from .choose import divisors
 from .measure import groups_over, memory_of, slowest_medians
@@ -30,6 +30,7 @@ SIZES = {"cpu": (2**16, 2**20, 2**23), "cuda": (2**16, 2**20, 2**24, 2**28)}
 """Bytes of the whole tensor."""
 BESIDE = 512  # edge of the products that collectives run beside
 STRETCHES = 6  # of computation, each with a collective
+DIFFERENCES = 2  # as many rounds as for others: what is looked for is small beside what is timed
 
 
 def sweep(now: Runtime, names: list[str], rounds: int) -> list[Collective]:
@@ -102,8 +103,13 @@ def contention(now: Runtime, backend: str, rounds: int) -> dict[str, float]:
     product = functools.partial(torch.matmul, matrix, matrix)
     lane = Lane("beside") if device.type == "cpu" else None
     (one,) = per_call([product], device, rounds)
-    (moving,) = slowest_medians([lambda: [way() for way in ways]], device, rounds)
-    products = max(1, round(moving / STRETCHES / one))  # of a stretch as long as a collective
+
+    def move():
+        for way in ways:
+            way()
+
+    (about,) = slowest_medians([move], device, 1)
+    products = max(1, round(about / STRETCHES / one))  # of a stretch as long as a collective
 
     def in_turn():
         for way in ways:
@@ -117,7 +123,8 @@ def contention(now: Runtime, backend: str, rounds: int) -> dict[str, float]:
             item.wait()
 
     alone = functools.partial(repeat, product, products * STRETCHES)
-    computing, both, together = slowest_medians([alone, in_turn, beside], device, rounds)
+    each = [move, alone, in_turn, beside]
+    moving, computing, both, together = slowest_medians(each, device, DIFFERENCES * rounds)
     return {
         "turn_share": max(0.0, (both - moving - computing) / computing),
         "borrowed_share": max(0.0, (together - 2 * computing) / moving),

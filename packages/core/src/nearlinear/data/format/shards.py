@@ -11,7 +11,7 @@ import numpy as np
 from ... import storage
 from ...errors import DataError
 from .checksums import Checksums
-from .index import INDEX_HEADER, dtype_for, encode_index
+from .index import INDEX_HEADER, dtype_for, encode_index, int32_lengths
 
 DEFAULT_SHARD_TOKENS = 64 * 1024 * 1024
 SPLITS = ("train", "val")
@@ -105,7 +105,7 @@ class ShardWriter:
     def extend(self, tokens: np.ndarray, lengths) -> None:
         """Append documents: their token ids [sum of lengths] one after another, each with its EOS.
 
-        Raises `DataError` for an id outside the vocabulary.
+        Raises `DataError` for an id outside the vocabulary, and a document that is too long.
         """
         if len(tokens) and (highest := int(tokens.max())) >= self.vocab_size:
             raise DataError(
@@ -113,7 +113,7 @@ class ShardWriter:
                 f"{self.vocab_size} entries: the tokenizer does not match its vocab_size"
             )
         tokens = np.ascontiguousarray(tokens, dtype=self.dtype)
-        lengths = np.asarray(lengths, dtype=np.int32)
+        lengths = int32_lengths(lengths)
         while len(lengths):
             if self._file is None:
                 self._start()

@@ -69,10 +69,11 @@ def offload_activations(
     With `checkpoint_activations` that is the input of every block or group that is recomputed,
     without, all of a block's saved tensors. They leave while the next blocks compute, and come back
     when the backward pass is ``horizon`` blocks away (default: ``activation_loading_horizon`` of
-    the config), so that at most ``horizon`` + 1 blocks' are on the device; the last that many of a
-    forward pass stay, but in pipelines, where other micro-batches come between. Gradients do not
-    change by a bit. Parameters, buffers, and storages of less than ``smallest`` bytes stay; what
-    several tensors or blocks share moves once.
+    the config), so that at most ``horizon`` + 1 blocks' are on the device, and those of a forward
+    pass that is under way in a pipeline; the last that many of a forward pass stay, but in
+    pipelines, where other micro-batches come between. Gradients do not change by a bit. Parameters,
+    buffers, and storages of less than ``smallest`` bytes stay; what several tensors or blocks share
+    moves once.
 
     On CUDA by two streams and pinned memory, elsewhere by a thread. With ``sm_activation_offloading
     = false`` PyTorch's ``save_on_cpu`` does it, which waits for every copy. `offload_peak` says

@@ -58,8 +58,10 @@ class Trial:
     usd_per_hour: float | None = None
 
     @classmethod
-    def of(cls, config: TrainConfig, cluster: Cluster, **asked) -> "Trial":
-        return cls(cluster, search.batch_of(config, cluster), **asked)
+    def of(cls, plan: Plan, **asked) -> "Trial":
+        """Of the batch of ``plan``; ``asked``: what else was asked of it, as here."""
+        sequences = search.batch_of(plan.config, plan.cluster)
+        return cls(plan.cluster, sequences, vocabulary=plan.work.shape.vocabulary, **asked)
 
     def plan(self, config: TrainConfig, cluster: Cluster | None = None) -> Plan:
         """The planner's answer for ``config``. Raises ConfigError."""

@@ -8,6 +8,7 @@ nothing changes.
 from dataclasses import dataclass, replace
 
 from ...errors import ConfigError
+from ...train.config import TrainConfig
 from .. import hardware
 from ..answer import GIB, Plan
 from ..hardware import Cluster
@@ -59,21 +60,31 @@ class Advice:
     """the one before where nothing helps, or where what helps is not enough"""
     decisions: list[Decision]
 
+    @property
+    def config(self) -> TrainConfig:
+        """As advised."""
+        return self.after.config
 
-def advise(trial: Trial, plan: Plan) -> Advice:
+    def __str__(self) -> str:
+        from .report import text
+
+        return text(self)
+
+
+def walk(trial: Trial, plan: Plan) -> Advice:
     """Walk from ``plan`` on, each item with what those before it have changed.
 
     A walk that ends where memory does not suffice has nothing to advise: it stays with ``plan``.
     """
     decisions, now = [], plan
-    for walk in range(WALKS):
+    for turn in range(WALKS):
         changed = False
-        for item in ITEMS if not walk else ITEMS[1:]:  # machines stay what they are
+        for item in ITEMS if not turn else ITEMS[1:]:  # machines stay what they are
             found = decide(item, now, trial)
             if found.taken:
                 now, changed = found.best.plan, True
-            if found.taken or not walk:
-                decisions.append(replace(found, again=walk > 0))
+            if found.taken or not turn:
+                decisions.append(replace(found, again=turn > 0))
         if not changed:
             break
     return Advice(plan, now if now.fits else plan, decisions)

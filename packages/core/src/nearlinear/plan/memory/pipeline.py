@@ -27,7 +27,7 @@ from .units import Dims, Unit, embedding_of, head_of
 
 APART = (
     "{} cuts backward passes in two, and what stays between them is known to a twentieth, with "
-    "activation checkpointing to a third"
+    "activation checkpointing to a third; with offloading it is more than is counted"
 )
 
 
