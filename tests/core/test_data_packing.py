@@ -196,8 +196,11 @@ def test_a_plan_that_the_disk_has_no_room_for_is_in_memory(folder, tmp_path, mon
     length=st.integers(1, 60),
     way=st.sampled_from(["best_fit", "one_document"]),
 )
-def test_sequences_are_counted_without_making_them(lengths, length, way):
-    assert packing.sequences(lengths, length, way) == len(packing.pieces(lengths, length, way)[2])
+def test_sequences_and_what_they_keep_are_counted_without_making_them(lengths, length, way):
+    _, tokens, firsts = packing.pieces(lengths, length, way)
+    assert packing.sequences(lengths, length, way) == len(firsts)
+    kept = packing.kept(lengths, length)[way]
+    assert (kept.tokens, kept.sequences) == (tokens.sum(), len(firsts))
 
 
 def test_groups_of_documents_are_packed_by_themselves(folder, tmp_path, monkeypatch):
