@@ -128,7 +128,7 @@ def _on_engine(engine, job, out, overwrite, tasks, backends, options) -> Manifes
         from data_prep import engines
     except ModuleNotFoundError as error:
         raise DataError(
-            f"--engine needs datatrove ({error}): run `pip install 'nearlinear[datatrove]'`"
+            f"--engine needs datatrove ({error}): run `pip install 'packages/core[datatrove]'`"
         ) from None
     tasks = min(tasks, len(job.splits))
     if engine == "slurm":

@@ -1,5 +1,6 @@
 """Splits in order, in this process or in several: who does which changes nothing but time."""
 
+import contextlib
 import json
 import os
 import subprocess
@@ -69,8 +70,9 @@ class _Worker:
         """Have the process do one split after another. Raises `DataError` when it cannot."""
         self._answer("ready", bar)
         while (number := next_number()) is not None:
-            self._process.stdin.write(f"{number}\n")
-            self._process.stdin.flush()
+            with contextlib.suppress(BrokenPipeError):  # it ended: that it gives no answer tells
+                self._process.stdin.write(f"{number}\n")
+                self._process.stdin.flush()
             self._answer("done", bar)
             bar.finish_split(number)
 

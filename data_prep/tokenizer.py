@@ -159,19 +159,25 @@ def load(name: str, eos_token: str | None = None) -> TextTokenizer:
         )
     unknown = model.get("unk_token")
     if "unk_id" in model:  # as a Unigram model has it
-        unknown = tokenizer.tokenizer.id_to_token(model["unk_id"] or 0)
+        number = model["unk_id"]
+        unknown = None if number is None else tokenizer.tokenizer.id_to_token(number)
     _check_control(tokenizer, path, unknown)
     return tokenizer
 
 
-def _check_control(words: TextTokenizer, path: Path, unknown: str) -> None:
-    """Raise `DataError` where the text of a control token is read as that, and not as text.
+def _check_control(words: TextTokenizer, path: Path, unknown: str | None) -> None:
+    """Raise `DataError` where the text of a control token is read as that, or not at all.
 
     Of the `unknown` one nothing is said: it is what any odd text is read as.
     """
     special = {token.content for token in words.added if token.special} - {unknown}
     for token in [words.eos_token, *sorted(special - {words.eos_token})]:
-        attempts = words.encode_batch([token, f"a{token}b", f"a {token} b"])
+        try:
+            attempts = words.encode_batch([token, f"a{token}b", f"a {token} b"])
+        except Exception as error:  # tokenizers raises plain Exception
+            raise DataError(
+                f"{path} cannot encode the text {token} ({error}): give its model an unknown token"
+            ) from None
         if not any(words.tokenizer.token_to_id(token) in ids for ids in attempts):
             continue
         if token == words.eos_token:

@@ -505,8 +505,8 @@ settings = {
     "data": {"path": str(out), "sequence_length": 32},
     "parallel": {"hybrid_shard_degree": 2},
     "batch": {"micro_batch_size": 4},
-    "optimizer": {"lr": 2e-2, "warmup_steps": 4},
-    "train": {"steps": 16, "eval_every": 8, "eval_sequences": 16, "sample_tokens": 0},
+    "optimizer": {"lr": 2e-2, "warmup_steps": 2},
+    "train": {"steps": 8, "eval_every": 4, "eval_sequences": 8, "sample_tokens": 0},
     "run": {"folder": str(work / "run"), "tensorboard": False},
 }
 with contextlib.redirect_stdout(io.StringIO()):  # its lines are in metrics.jsonl

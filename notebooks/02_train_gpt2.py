@@ -299,7 +299,7 @@ assert manifest.vocab_size == 50257
 # %%
 SCALES = {
     # model, ranks, shard degree, sequence, micro-batch, micro-batches, steps, learning rate, bf16
-    "ci": ("gpt2-tiny", 4, 2, 128, 1, 2, 24, 5e-3, False),
+    "ci": ("gpt2-tiny", 4, 2, 64, 1, 2, 20, 8e-3, False),
     "laptop": ("gpt2-tiny", 4, 2, 256, 2, 2, 200, 2e-3, False),
     "cluster": ("gpt2-30b", 256, degree, 2048, 6, 1, 1000, 1.2e-4, True),
 }
@@ -329,7 +329,7 @@ warmup_steps = {max(10, steps // 100)}
 
 [train]
 steps = {steps}
-eval_every = {max(1, steps // 4)}
+eval_every = {max(1, steps // (2 if scale == "ci" else 4))}
 eval_sequences = {16 if scale == "ci" else 64}
 sample_prompt = "Returns the"
 
@@ -481,7 +481,7 @@ job = work / "job"
 small = {
     "model.preset": "gpt2-tiny",
     "model.overrides": "{n_layer = 2, n_embd = 64, n_head = 4}",
-    "data.sequence_length": 128,
+    "data.sequence_length": 64,
     "parallel.sharded_data_parallel_degree": 2,
     "parallel.bf16": "false",
     "batch.micro_batch_size": 2,

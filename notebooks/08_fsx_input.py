@@ -413,13 +413,13 @@ nearlinear(f"status {job}")
 
 # %% [markdown]
 # So that something trains, the same request runs here: two hosts with the layout of the service's
-# container, two ranks each, and the mounted folder in place of the file system.
+# container, one rank each, and the mounted folder in place of the file system.
 
 # %%
 name = f"{made}{channel['DirectoryPath']}"
 stand_in = f"{name}={folder or work / 'tokens'}"
 command = [sys.executable, "-m", "nearlinear.cli", "launch", str(run), "--place", "emulate"]
-command += ["--hosts", "2", "--ranks", "2", "--folder", str(work / "hosts")]
+command += ["--hosts", "2", "--ranks", "1", "--folder", str(work / "hosts")]
 command += ["--stand-in", stand_in]
 pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
 printed = []
@@ -460,7 +460,7 @@ assert metrics[-1]["loss"] < metrics[0]["loss"] < math.log(vocabulary) + 0.5
 kept = (left / "config.toml").read_text()
 assert "shuffle_block_mib = 1" in kept and "hybrid_shard_degree = 2" in kept
 state = json.loads((left / "data_state.json").read_text())["loader"]
-assert state["shuffle_block_mib"] == 1 and state["next_sample"] == steps * 4 * per_rank
+assert state["shuffle_block_mib"] == 1 and state["next_sample"] == steps * 2 * per_rank
 
 # %% [markdown]
 # ## Cleaning up

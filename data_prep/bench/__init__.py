@@ -32,7 +32,8 @@ def bench(
     """Prepare JSON lines `file` with GPT-2's tokenizer, with each of `peers`, and compare.
 
     The answer has `bytes`, `tokens` and for each tool `cpu_seconds`, `tokens_per_cpu_second`,
-    `peak_mb` and (of peers) `ratio` and `same_ids`. Raises `DataError` when a tool fails.
+    `peak_mb` and (of peers) `ratio` and `same_ids`. Raises `DataError` when a tool fails, and, when
+    all have run, for those that gave other ids.
     """
     unknown = set(peers) - set(PEERS)
     if unknown:
@@ -55,6 +56,11 @@ def bench(
             found["tools"][name] = tool
             if say:
                 print(_line(name, tool), flush=True)
+    if others := [name for name in peers if not found["tools"][name]["same_ids"]]:
+        raise DataError(
+            f"{', '.join(others)} gave other ids than nearlinear for {file}, so what they took is "
+            "not to be compared: leave them out with --peers, and report the file's text"
+        )
     return found
 
 

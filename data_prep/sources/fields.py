@@ -23,7 +23,7 @@ def of_line(line: bytes, text_field: str) -> str | None:
     except ValueError:  # what orjson refuses and Python reads: a lone surrogate, NaN
         try:
             row = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             return None
     text = row.get(text_field) if isinstance(row, dict) else None
     return text if isinstance(text, str) else None
@@ -34,7 +34,7 @@ def complaint(line: bytes, text_field: str, where: str) -> DataError:
     go_on = "mend the line, or pass --skip-bad-lines to leave such lines out"
     try:
         row = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return DataError(f"{where} is not JSON ({error}): {go_on}")
     if not isinstance(row, dict):
         return DataError(f"{where} is JSON but not an object: {go_on}")

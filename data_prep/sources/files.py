@@ -94,23 +94,24 @@ def line_batches(path: str | Path, start: int = 0, end: int | None = None) -> It
             stream.seek(start)
         left = float("inf") if end is None else end - start
         rest: list[bytes] = []
-        held = 0  # bytes in `rest`, about
+        held = 0  # bytes in `rest`
         while left > 0 and (chunk := stream.read(int(min(_CHUNK, left)))):
             left -= len(chunk)
-            held = held + len(chunk) if rest else 0
-            if held > MOST_BYTES:
-                raise DataError(
-                    f"{path} has a line of more than 1 GiB, and a line is in memory whole: cut it, "
-                    "and write an array in JSON as one object a line"
-                )
             found = chunk.splitlines(keepends=True) if b"\r" not in chunk else _cut(chunk)
             if rest:
                 rest.append(found[0])
+                held += len(found[0])
+                if held > MOST_BYTES:
+                    raise DataError(
+                        f"{path} has a line of more than 1 GiB, and a line is in memory whole: cut "
+                        "it, and write an array in JSON as one object a line"
+                    )
                 found[0] = b"".join(rest) if found[0].endswith(b"\n") else b""
             if found[-1].endswith(b"\n"):
-                rest = []
+                rest, held = [], 0
             elif found[-1]:
                 rest = [found.pop()]
+                held = len(rest[0])
             else:
                 found.pop()
             if found:
@@ -132,12 +133,16 @@ def chunks(path: str | Path) -> Iterator[bytes]:
             yield chunk
 
 
-def decoded(raw: bytes | bytearray, path: str | Path) -> str:
-    """UTF-8 bytes of a file as text, without a byte order mark. Raises `DataError`."""
+def decoded(raw: bytes | bytearray, path: str | Path, at: int = 0) -> str:
+    """UTF-8 bytes of a file from its byte `at` as text, without a byte order mark at its 0.
+
+    Raises `DataError`.
+    """
     try:
-        return raw.decode("utf-8").removeprefix("\ufeff")
+        text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise not_utf8(path, error.start) from None
+        raise not_utf8(path, at + error.start) from None
+    return text if at else text.removeprefix("\ufeff")
 
 
 def not_utf8(path: str | Path, byte: int) -> DataError:

@@ -45,8 +45,10 @@ def text(paths: Sequence[str | Path], document: str = "file") -> Source:
     def read(split: Split) -> Iterator[str]:
         path = inputs[split.input].path
         if document == "line":
-            for line in lines(path, split.start, split.end):
-                yield decoded(line, path).rstrip("\r\n")
+            at = split.start
+            for line in lines(path, at, split.end):
+                yield decoded(line, path, at).rstrip("\r\n")
+                at += len(line)
             return
         last = split.input + 1 if split.end is None else split.end
         for file in inputs[split.input : last]:

@@ -29,7 +29,7 @@ CANNOT_HERE = 77  # a program's exit code: what it tests is not to be had on thi
 
 FLAVOURS = {
     "plain": ["-O1"],  # of the program; the engine is the library that ships
-    "address": ["-O0", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
+    "address": ["-Og", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
     "thread": ["-O1", "-fsanitize=thread"],
 }
 WEAKENED = "NLC_WEAKENED_FENCE"  # counters are published without ordering

@@ -1,6 +1,7 @@
 """Documents into sequences, whole or in pieces: what is kept, where it lies, who sees whom."""
 
 import errno
+import fcntl
 import json
 import os
 import threading
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 import nearlinear as nl
 from nearlinear.data import packing, plan
 from nearlinear.data import state as data_state
+from nearlinear.data.cache import locked
 from nearlinear.data.dataset import TokenDataset
 from nearlinear.data.loader import Loader, evaluation_batches
 from nearlinear.data.masking import Masks, batch, cu_seqlens
@@ -194,8 +196,11 @@ def test_a_plan_that_the_disk_has_no_room_for_is_in_memory(folder, tmp_path, mon
     length=st.integers(1, 60),
     way=st.sampled_from(["best_fit", "one_document"]),
 )
-def test_sequences_are_counted_without_making_them(lengths, length, way):
-    assert packing.sequences(lengths, length, way) == len(packing.pieces(lengths, length, way)[2])
+def test_sequences_and_what_they_keep_are_counted_without_making_them(lengths, length, way):
+    _, tokens, firsts = packing.pieces(lengths, length, way)
+    assert packing.sequences(lengths, length, way) == len(firsts)
+    kept = packing.kept(lengths, length)[way]
+    assert (kept.tokens, kept.sequences) == (tokens.sum(), len(firsts))
 
 
 def test_groups_of_documents_are_packed_by_themselves(folder, tmp_path, monkeypatch):
@@ -334,3 +339,16 @@ def test_every_layout_trains_on_masked_documents_alike(small_run, layout):
     del small_run["data"]["document_mask"]
     unmasked = nl.spmd.run(losses, 1, args=(small_run,))[0]
     assert abs(unmasked[1] / alone[1] - 1) > 1e-3, "hiding documents must matter"
+
+
+def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch):
+    def none_left(number, operation):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", none_left)
+    remedy = r"c cannot be written \(No locks available\): set data.cache to another folder"
+    with pytest.raises(DataError, match=remedy), locked(tmp_path / "c" / "lock"):
+        pass
+    monkeypatch.undo()
+    with pytest.raises(OSError, match="of the caller"), locked(tmp_path / "c" / "lock"):
+        raise OSError("of the caller")

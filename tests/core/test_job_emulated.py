@@ -81,7 +81,7 @@ def test_a_job_that_is_interrupted_goes_on_from_its_checkpoints(small_run, token
         stand_ins = [f"fs-0123456789abcdef0/abcdefgh/tokens={token_folder}",
                      f"s3://bucket/kept={kept_folder}"]  # fmt: skip
         words = ["launch", str(config), "--place", "emulate", "--folder", str(tmp_path / folder)]
-        words += ["--hosts", "2", "--ranks", "2"]
+        words += ["--hosts", "2", "--ranks", "1"]
         words += [word for one in stand_ins for word in ("--stand-in", one)]
         words += [word for one in settings for word in ("--set", one)]
         return subprocess.Popen(

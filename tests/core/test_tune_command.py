@@ -75,7 +75,7 @@ def test_one_rank(small_run, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_what_it_writes_trains(small_run, tmp_path):
-    ranks = 4
+    ranks = 2
     small_run["train"] |= {"steps": 2, "eval_sequences": 0, "sample_tokens": 0}
     tuned, numbers = tmp_path / "tuned.toml", tmp_path / "numbers.json"
     flags = ["--nproc", ranks, "--rounds", 2, "--write", tuned, "--json", numbers]

@@ -77,9 +77,29 @@ def test_what_is_too_long_for_memory_is_refused(tmp_path, monkeypatch):
     with pytest.raises(DataError, match="a paragraph of more than 1 GiB.*--document line, or put"):
         list(sources.text(path, "paragraph").documents())
     assert len(list(sources.text(path, "line").documents())) == 40
-    write_lines(tmp_path / "a.jsonl", [{"text": "word"}] * 9)
+    lines = [{"text": "word"}] * 90  # of 17 bytes, which no chunk ends with for long
+    raw = write_lines(tmp_path / "a.jsonl", *lines, {"text": "word " * 14}).read_bytes()
+    for path in (tmp_path / "a.jsonl", compressed(tmp_path / "a.jsonl.gz", raw)):
+        assert len(list(sources.jsonl(path).documents())) == 91
+    write_lines(tmp_path / "a.jsonl", *lines, {"text": "word " * 18}, *lines)
     with pytest.raises(DataError, match="a.jsonl has a line of more than 1 GiB.*one object a line"):
         list(sources.jsonl(tmp_path / "a.jsonl").documents())
+
+
+def test_a_mark_is_one_at_the_beginning_and_a_bad_byte_is_of_the_file(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_bytes("\ufeffone\n\ufefftwo\r\nthree".encode())
+    source = sources.text(path, "line")
+    for target in (1, 1000):
+        splits = source.plan(target)
+        found = [text for split in splits for text in source.read(split)]
+        assert found == ["one", "\ufefftwo", "three"] and len(splits) == (3 if target == 1 else 1)
+    raw = "\ufeffça va\n".encode() * 3
+    path.write_bytes(raw + b"caf\xe9\nmore")
+    source = sources.text(path, "line")
+    for target in (1, 1000):
+        with pytest.raises(DataError, match=rf"not UTF-8 text \(byte {len(raw) + 3}\)"):
+            [text for split in source.plan(target) for text in source.read(split)]
 
 
 @settings(max_examples=15, deadline=None)

@@ -54,6 +54,18 @@ def test_what_packing_keeps_is_what_training_reads(tmp_path, source):
                 assert kept[packing] == dataset.rows(np.arange(len(dataset))).filled.sum()
 
 
+def test_nothing_of_real_text_is_thrown_away(tmp_path):
+    manifest = data_prep.prepare(data_prep.sources.botocore(), tmp_path / "d", max_documents=2000,
+                                 val_fraction=0, progress=False)  # fmt: skip
+    kept = manifest.statistics["kept"]["train"]
+    assert kept["tokens"] == manifest.total("tokens") > 100_000
+    assert list(kept["lengths"]) == ["512", "1024", "2048", "4096", "8192"]
+    for length, found in kept["lengths"].items():
+        assert found["best_fit"] >= 0.995 * kept["tokens"]
+        assert kept["tokens"] - found["concat"] < int(length)
+        assert found["truncate"] < 0.9 * kept["tokens"]
+
+
 def test_stats_and_report(folder, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     page = tmp_path / "report.html"

@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 from itertools import count
 
 import pytest
@@ -152,6 +153,39 @@ def test_limits_and_duplicates_are_those_of_the_whole(
     assert manifest.statistics["documents"] == len(expected)
     assert manifest.statistics["duplicates"]["documents"] == len(read) - len(set(read))
     assert sum(manifest.statistics["length_histogram"]["documents"]) == len(expected)
+
+
+def test_a_killed_worker_is_named_and_the_rest_goes_on(tmp_path, words, monkeypatch):
+    """One of two, at random: at its work, or before it is told what to do next."""
+    path, out = tmp_path / "a.jsonl", tmp_path / "out"
+    write_lines(path, documents=800)
+    source, options = data_prep.sources.jsonl(path), {**OPTIONS, "workers": 2}
+    expected = data_prep.prepare(source, tmp_path / "one", tokenizer=words, **OPTIONS)
+    answer, draw, done = pool._Worker._answer, random.Random(0), set()
+    for at_work in (True, False, True, False):
+        number, calls = draw.randrange(1, 6), count(1)
+
+        def dying(worker, kind, bar, deadly=number, calls=calls, at_work=at_work):
+            turn = next(calls)
+            if turn != deadly or not at_work:
+                answer(worker, kind, bar)
+            if turn == deadly:
+                worker._process.kill()
+                worker._process.wait()
+                if at_work:
+                    answer(worker, kind, bar)
+
+        monkeypatch.setattr(pool._Worker, "_answer", dying)
+        with pytest.raises(DataError, match=r"a worker ended \(-9\).*run the command again"):
+            data_prep.prepare(source, out, tokenizer=words, **options)
+        assert not out.exists()
+        found = {p.name for p in out.with_name("out.partial").glob("splits/*[0-9]")}
+        assert found >= done
+        done = found
+    assert 0 < len(done) < len(source.splits())
+    monkeypatch.setattr(pool._Worker, "_answer", answer)
+    assert data_prep.prepare(source, out, tokenizer=words, **options) == expected
+    assert contents(out) == contents(tmp_path / "one")
 
 
 def test_a_bad_line_in_a_worker_is_named(tmp_path, words):

@@ -40,6 +40,7 @@ def test_jsonl_plain_and_gzip_in_order(tmp_path):
         ),
         ({"text": 3}, "a.jsonl:2 has a int in 'text', not text"),
         ({"text": None}, "a.jsonl:2 has a NoneType in 'text'"),
+        (b'{"text": ' + b"[" * 100_000, "a.jsonl:2 is not JSON .*recursion.*--skip-bad-lines"),
     ],
 )
 def test_bad_lines_are_named_or_skipped(tmp_path, caplog, line, match):

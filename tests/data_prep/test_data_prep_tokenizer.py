@@ -149,6 +149,30 @@ def test_no_control_token_can_be_forged(tmp_path):
     assert load(str(path)).encode("a ? x") == [1, 0, 0]  # what it does not know
 
 
+def unigram_json(path, unknown, letters="▁</s>eoab"):
+    """A tokenizer whose control token </s> is a piece of its model, of id 0."""
+    pieces = [["</s>", 0.0], *([letter, -1.0] for letter in letters)]
+    added = {"id": 0, "content": "</s>", "single_word": False, "lstrip": False, "rstrip": False,
+             "normalized": False, "special": True}  # fmt: skip
+    end = {**added, "id": len(pieces), "content": "<eos>"}
+    path.write_text(json.dumps({
+        "version": "1.0", "truncation": None, "padding": None, "added_tokens": [added, end],
+        "normalizer": None, "post_processor": None, "decoder": None,
+        "pre_tokenizer": {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always",
+                          "split": True},
+        "model": {"type": "Unigram", "unk_id": unknown, "vocab": pieces, "byte_fallback": False},
+    }))  # fmt: skip
+    return str(path)
+
+
+def test_a_unigram_model_without_an_unknown_token_exempts_none(tmp_path):
+    with pytest.raises(DataError, match="forge"):
+        load(unigram_json(tmp_path / "t.json", None), "<eos>")
+    with pytest.raises(DataError, match="cannot encode the text <eos> .*give its model an unknown"):
+        load(unigram_json(tmp_path / "t.json", None, "ab"), "<eos>")
+    assert load(unigram_json(tmp_path / "t.json", 0), "<eos>").eos_token == "<eos>"
+
+
 def test_ids_that_are_drawn_are_refused(tmp_path, gpt2):
     document = json.loads(gpt2.json_text)
     for dropout in (None, 0.0, 0.1):

@@ -36,6 +36,7 @@ def test_the_default_scale_is_ci(path):
     assert papermill.inspect_notebook(str(path))["scale"]["default"].strip("'\"") == "ci"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_it_runs(path: Path, tmp_path):
     if "NBVAL_CHECK_OUTPUT" in path.read_text(encoding="utf-8"):

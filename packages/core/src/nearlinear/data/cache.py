@@ -55,7 +55,8 @@ def locked(path: Path) -> Iterator[None]:
         path.parent.mkdir(parents=True, exist_ok=True)
         number = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
-        fcntl.flock(number, fcntl.LOCK_EX)
+        with _told(path):  # which is not around the caller's own work
+            fcntl.flock(number, fcntl.LOCK_EX)
         yield
     finally:
         os.close(number)  # which gives the lock back

@@ -56,8 +56,8 @@ def kept(lengths: np.ndarray, length: int) -> dict[str, Kept]:
         "truncate": (long * length, long),
     }
     for packing in ("best_fit", "one_document"):
-        _, tokens, firsts = pieces(lengths, length, packing)
-        found[packing] = int(tokens.sum()), len(firsts)
+        made, alone = _made(lengths, length, packing)
+        found[packing] = total - alone, made
     return {name: Kept(*counts, total, length) for name, counts in found.items()}
 
 
@@ -91,16 +91,23 @@ def pieces(lengths: np.ndarray, length: int, packing: str) -> tuple[np.ndarray, 
 
 def sequences(lengths: np.ndarray, length: int, packing: str) -> int:
     """How many sequences `pieces` makes, without making them."""
-    lengths = np.asarray(lengths, dtype=np.int64)
-    whole = int((lengths // length).sum())
+    return _made(np.asarray(lengths, dtype=np.int64), length, packing)[0]
+
+
+def _made(lengths: np.ndarray, length: int, packing: str) -> tuple[int, int]:
+    """How many sequences `pieces` makes, and how many tokens it leaves out, each alone in one."""
+    made = int((lengths // length).sum())
     counts = np.bincount(lengths % length, minlength=2)
     if packing == "one_document":
-        return whole + int(counts[2:].sum())
-    made = 0
+        return made + int(counts[2:].sum()), int(counts[1])
+    alone = 0
     for size, room, _, bins, _, items in _turns(counts, length):
-        if room == length and size * items > 1:
-            made += bins
-    return whole + made
+        if room == length:
+            if size * items > 1:
+                made += bins
+            else:
+                alone += 1
+    return made, alone
 
 
 def best_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:

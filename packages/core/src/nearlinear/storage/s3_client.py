@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 
 from ..errors import StorageError
+from . import sessions
 from .place import Place, Unreachable
 
 PATIENCE = 10
@@ -58,14 +59,14 @@ def using():
 @functools.lru_cache(maxsize=2)
 def _client(settings: tuple):
     try:
-        import boto3.session
+        import boto3.session  # noqa: F401
         from botocore.config import Config
         from botocore.exceptions import BotoCoreError
     except ImportError:
         raise StorageError('s3:// needs boto3: pip install "nearlinear[s3]"') from None
     config = Config(connect_timeout=PATIENCE, max_pool_connections=CONNECTIONS, tcp_keepalive=True)
     try:
-        return boto3.session.Session().client("s3", config=config)
+        return sessions.session().client("s3", config=config)
     except (BotoCoreError, ValueError) as error:  # ValueError: an endpoint that is no URL
         raise StorageError(f"s3:// cannot be used: {error}; mend AWS_*, or {KNOWN}") from None
 

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator
 
 from ...errors import ConfigError, NearlinearError
+from ...storage import sessions
 
 DENIED = "nearlinear policies says what your user must be allowed"
 REMEDIES = {
@@ -37,14 +38,14 @@ class ServiceRefused(NearlinearError):
 def session(region: str = ""):
     """A session of boto3. Raises ConfigError without boto3, region or credentials."""
     try:
-        import boto3
+        import boto3  # noqa: F401
         import botocore.exceptions
     except ImportError:
         raise ConfigError(
             'SageMaker jobs need boto3: pip install "nearlinear[sagemaker]"'
         ) from None
     try:
-        found = boto3.session.Session(region_name=region or None)
+        found = sessions.session(region)
         credentials = found.get_credentials()
     except botocore.exceptions.BotoCoreError as error:  # a profile that is not there, say
         raise ConfigError(f"AWS credentials cannot be read: {error}") from None

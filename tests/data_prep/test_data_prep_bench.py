@@ -1,0 +1,47 @@
+"""Numbers beside other tools' are shown for the same ids alone."""
+
+import json
+
+import numpy as np
+import pytest
+
+from data_prep import bench
+from data_prep.__main__ import main
+
+IDS = np.array([5, 6, 50256, 7, 50256], np.uint16)
+
+
+@pytest.fixture
+def tools(tmp_path, monkeypatch):
+    """What each tool writes, by its name; none is run. And a file to name."""
+    written = {"nearlinear": IDS, "nanogpt": IDS, "datatrove": IDS[[3, 4, 0, 1, 2]]}
+    files = {"nearlinear": "tokens/train/shard-00000.bin", "nanogpt": "train.bin",
+             "datatrove": "00000.ds"}  # fmt: skip
+
+    def write(name, file, out):
+        path = out / files[name]
+        path.parent.mkdir(parents=True)
+        written[name].tofile(path)
+        return {"cpu_seconds": 1.0 if name == "nearlinear" else 4.0, "peak_mb": 1.0}
+
+    monkeypatch.setattr(bench, "_run", write)
+    (tmp_path / "a.jsonl").write_text("{}")
+    return written, ["bench", str(tmp_path / "a.jsonl"), "--peers", "nanogpt,datatrove"]
+
+
+def test_the_same_ids_are_compared(tools, capsys):
+    _, command = tools
+    assert main([*command, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["tools"]
+    assert [found[name]["ratio"] for name in ("nanogpt", "datatrove")] == [4, 4]
+
+
+@pytest.mark.parametrize("name", ["nanogpt", "datatrove"])
+@pytest.mark.parametrize("flags", [[], ["--json"]])
+def test_other_ids_are_an_error(tools, capsys, name, flags):
+    written, command = tools
+    written[name] = written[name] + np.array([0, 0, 0, 1, 0], np.uint16)
+    assert main([*command, *flags]) == 2
+    said = capsys.readouterr()
+    assert f"error: {name} gave other ids than nearlinear for" in said.err
+    assert said.out.count("DIFFER") == (not flags) and said.out.count("identical") == (not flags)
