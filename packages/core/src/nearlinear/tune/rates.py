@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from ..runtime import Runtime
 from .measure import finish, slowest_medians
 
-CHUNK = 0.1  # seconds of equal calls that are timed together
+CHUNK = 0.4  # seconds of equal calls that are timed together
 EDGES = {"cpu": (128, 256, 512, 1024), "cuda": (512, 1024, 2048, 4096, 8192)}
 """Of the cubes whose products are timed."""
 ROWS = {"cpu": 512, "cuda": 16384}
