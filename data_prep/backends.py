@@ -8,6 +8,7 @@ never depend on which was used.
 
 import json
 import logging
+import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, cached_property, lru_cache
 from importlib.metadata import PackageNotFoundError, version
@@ -114,6 +115,9 @@ def _adversarial() -> tuple[str, ...]:
 
 
 def _by_fastokens(words: TextTokenizer) -> Callable[[list[str]], Encoded]:
+    """By one thread, unless told otherwise: workers have a core each, and two take a quarter more
+    CPU seconds."""
+    os.environ.setdefault("FASTOKENS_BPE_THREADS", "1")  # read once, when it is first needed
     import fastokens
 
     tokenizer = fastokens.Tokenizer.from_json_str(_plain(words.json_text))

@@ -13,8 +13,6 @@ from functools import cache, cached_property
 from importlib.util import find_spec
 from pathlib import Path
 
-import orjson
-
 from data_prep.places import Place
 from nearlinear.data.format import TOKENIZER_FILE
 from nearlinear.errors import DataError
@@ -113,7 +111,7 @@ def gpt2() -> TextTokenizer:
         "model": {"type": "BPE", "dropout": None, "unk_token": None,
                   "continuing_subword_prefix": "", "end_of_word_suffix": "", "fuse_unk": False,
                   "byte_fallback": False, "ignore_merges": False,
-                  "vocab": orjson.loads(files["encoder.json"]),
+                  "vocab": json.loads(files["encoder.json"]),
                   "merges": [merge.split(" ") for merge in merges]},
     }  # fmt: skip
     return TextTokenizer("gpt2", json.dumps(document, ensure_ascii=False), _GPT2_EOS)
@@ -151,7 +149,7 @@ def load(name: str, eos_token: str | None = None) -> TextTokenizer:
             "--eos-token"
         )
     tokenizer = TextTokenizer(tokenizer.name, text, found)
-    model = orjson.loads(text)["model"]
+    model = json.loads(text)["model"]
     if dropout := model.get("dropout"):
         raise DataError(
             f"{path} has a BPE dropout of {dropout}, by which a text has other ids each time: set "

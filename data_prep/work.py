@@ -7,12 +7,12 @@ split write the same bytes, and one of them is kept.
 
 import errno
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -31,8 +31,7 @@ from nearlinear.storage.folders import making
 STAGES = ("read", "hash", "encode", "near-duplicates", "write")
 """filters are part of reading"""
 
-_BATCH_CHARACTERS = 1024 * 1024
-_BATCH_DOCUMENTS = 4096
+_BATCH_CHARACTERS = 256 * 1024
 
 
 def do_split(
@@ -195,28 +194,38 @@ class _Clock:
         self._last = now
 
 
-def _texts(job: Job, number: int, filters: Filters, ends: list[int] | None = None) -> Iterator[str]:
-    """The documents of a split that have text in them, and pass the job's filters.
+def _texts(
+    job: Job, number: int, filters: Filters, ends: list[int] | None = None
+) -> Iterator[list[str]]:
+    """The documents of a split that have text in them, and pass the job's filters, some at a time.
 
     `ends` gets how many there are to the end of each input that has been read whole.
     """
     count = 0
     for split in job.source.by_input(job.splits[number]):
-        texts = (text for text in job.source.read(split) if text and not text.isspace())
-        for text in filters(texts) if job.filters else texts:
-            count += 1
-            yield text
+        for texts in job.source.some(split):
+            if isinstance(texts, str):
+                raise TypeError(f"the reader of {job.source.name} gives text, not lists of texts")
+            texts = [text for text in texts if text and not text.isspace()]
+            if job.filters:
+                texts = list(filters(texts))
+            count += len(texts)
+            yield texts
+            del texts  # they may be large, and are encoded by now
         if ends is not None:
             ends.append(count)
 
 
-def _batches(texts: Iterator[str], limit: int | None) -> Iterator[list[str]]:
-    """Documents in lists that are encoded together."""
+def _batches(some: Iterator[list[str]], limit: int | None) -> Iterator[list[str]]:
+    """At most `limit` documents in lists that are encoded together; no more are asked for."""
+    left = sys.maxsize if limit is None else limit
     batch, size = [], 0
-    for text in texts if limit is None else islice(texts, limit):
-        batch.append(text)
-        size += len(text)
-        if size >= _BATCH_CHARACTERS or len(batch) >= _BATCH_DOCUMENTS:
+    while left > 0 and (texts := next(some, None)) is not None:
+        batch += texts[:left]
+        left -= len(texts)
+        size += sum(map(len, texts))
+        del texts  # they may be large
+        if size >= _BATCH_CHARACTERS:
             yield batch
             batch, size = [], 0
     if batch:

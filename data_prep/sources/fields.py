@@ -2,31 +2,54 @@
 
 import json
 
-import orjson
+import msgspec
+import numpy as np
 
 from nearlinear.errors import DataError
 
-
-def of_lines(lines: list[bytes], text_field: str) -> list[str] | None:
-    """The text field of each of many lines of JSON; None when one of them is not as it should."""
-    try:
-        texts = [orjson.loads(line)[text_field] for line in lines]
-    except (ValueError, KeyError, TypeError):
-        return None
-    return texts if set(map(type, texts)) == {str} else None
+_NEW_LINE, _OPENING, _CLOSING = b"\n{}"
 
 
-def of_line(line: bytes, text_field: str) -> str | None:
-    """The text field of a line of JSON; None when there is something to say about the line."""
-    try:
-        row = orjson.loads(line)
-    except ValueError:  # what orjson refuses and Python reads: a lone surrogate, NaN
+class TextField:
+    """Reads one field of JSON objects, a line each; of the others only that they are JSON."""
+
+    def __init__(self, name: str):
+        self.name = name
+        row = msgspec.defstruct("Row", [("text", str)], rename={"text": name}, gc=False)
+        self._decoder = msgspec.json.Decoder(row)
+
+    def of_lines(self, lines: bytes) -> list[str] | None:
+        """The texts of whole lines; None when a line is not one object that has the field.
+
+        The decoder would let an object go over several lines, and several stand in one. Where all
+        lines begin with `{`, and end with `}` where another follows, no object goes on over an end:
+        as many objects as lines are one in each.
+        """
+        raw = np.frombuffer(lines, np.uint8)
+        ends = np.flatnonzero(raw == _NEW_LINE)
+        count = len(ends) + (not lines.endswith(b"\n"))
+        between = ends[: count - 1]
+        begin, end = raw[between + 1] == _OPENING, raw[between - 1] == _CLOSING
+        if not (lines.startswith(b"{") and begin.all() and end.all()):
+            return None
+        try:
+            rows = self._decoder.decode_lines(lines)
+        except (ValueError, RecursionError):
+            return None
+        return [row.text for row in rows] if len(rows) == count else None
+
+    def of_line(self, line: bytes) -> str | None:
+        """The text of a line; None when there is something to say about it."""
+        try:
+            return self._decoder.decode(line).text
+        except (ValueError, RecursionError):  # Python reads more: a lone surrogate, NaN
+            pass
         try:
             row = json.loads(line)
         except (ValueError, RecursionError):
             return None
-    text = row.get(text_field) if isinstance(row, dict) else None
-    return text if isinstance(text, str) else None
+        text = row.get(self.name) if isinstance(row, dict) else None
+        return text if isinstance(text, str) else None
 
 
 def complaint(line: bytes, text_field: str, where: str) -> DataError:

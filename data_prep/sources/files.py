@@ -19,7 +19,7 @@ from nearlinear.errors import DataError
 
 logger = logging.getLogger("data_prep")
 
-_CHUNK = 64 * 1024  # fits a core's cache, with what is made of it
+_CHUNK = 128 * 1024  # fits a core's cache, with what is made of it
 MOST_BYTES = 2**30
 """of a document or a line, which is in memory whole"""
 _COMPRESSED = (".gz", ".zst")
@@ -83,51 +83,53 @@ def line_splits(inputs: Sequence[Input], target: int) -> list[Split]:
     return splits
 
 
-def line_batches(path: str | Path, start: int = 0, end: int | None = None) -> Iterator[list[bytes]]:
-    """The lines [start, end) of a file, with their ends, about 64 KiB of them at a time.
+def whole_lines(path: str | Path, start: int = 0, end: int | None = None) -> Iterator[bytes]:
+    """The lines [start, end) of a file, with their ends, about 128 KiB of them at a time.
 
-    Of what it packs, when the file is compressed. A line that is longer comes alone. Raises
-    `DataError` for one of more than 1 GiB.
+    Of what it packs, when the file is compressed. Raises `DataError` for a line of more than 1 GiB.
     """
     with _opened(path) as stream:
         if start:
             stream.seek(start)
         left = float("inf") if end is None else end - start
-        rest: list[bytes] = []
-        held = 0  # bytes in `rest`
+        begun: list[memoryview] = []  # of a line whose end is still to come
+        held = 0  # bytes of it
         while left > 0 and (chunk := stream.read(int(min(_CHUNK, left)))):
             left -= len(chunk)
-            found = chunk.splitlines(keepends=True) if b"\r" not in chunk else _cut(chunk)
-            if rest:
-                rest.append(found[0])
-                held += len(found[0])
+            after = chunk.rfind(b"\n") + 1
+            if not after:
+                begun.append(memoryview(chunk))
+                held += len(chunk)
                 if held > MOST_BYTES:
                     raise DataError(
                         f"{path} has a line of more than 1 GiB, and a line is in memory whole: cut "
                         "it, and write an array in JSON as one object a line"
                     )
-                found[0] = b"".join(rest) if found[0].endswith(b"\n") else b""
-            if found[-1].endswith(b"\n"):
-                rest, held = [], 0
-            elif found[-1]:
-                rest = [found.pop()]
-                held = len(rest[0])
-            else:
-                found.pop()
-            if found:
-                yield found
-        if rest:
-            yield [b"".join(rest)]
+                continue
+            whole = b"".join((*begun, memoryview(chunk)[:after]))
+            begun, held = [memoryview(chunk)[after:]], len(chunk) - after
+            yield whole
+            del whole  # it may be large, and more than one is not needed
+        if held:
+            yield b"".join(begun)
+
+
+def cut(whole: bytes) -> list[bytes]:
+    """Lines that end in \\n alone, as files have them: bytes.splitlines cuts at \\r too."""
+    if b"\r" not in whole:
+        return whole.splitlines(keepends=True)
+    *lines, last = whole.split(b"\n")
+    return [line + b"\n" for line in lines] + ([last] if last else [])
 
 
 def lines(path: str | Path, start: int = 0, end: int | None = None) -> Iterator[bytes]:
-    """The lines of `line_batches`, one by one."""
-    for batch in line_batches(path, start, end):
-        yield from batch
+    """The lines of `whole_lines`, one by one."""
+    for whole in whole_lines(path, start, end):
+        yield from cut(whole)
 
 
 def chunks(path: str | Path) -> Iterator[bytes]:
-    """The bytes of a file, or of what it packs, 64 KiB at a time."""
+    """The bytes of a file, or of what it packs, 128 KiB at a time."""
     with _opened(path) as stream:
         while chunk := stream.read(_CHUNK):
             yield chunk
@@ -176,12 +178,6 @@ def _line_start(stream, cut: int) -> int:
             return position + found + 1
         position += len(chunk)
     return position
-
-
-def _cut(chunk: bytes) -> list[bytes]:
-    """Lines that end in \\n alone, as files have them: bytes.splitlines cuts at \\r too."""
-    *whole, last = chunk.split(b"\n")
-    return [line + b"\n" for line in whole] + ([last] if last else [])
 
 
 @contextmanager

@@ -85,7 +85,7 @@ def huggingface(
         return [Split(0, start, min(start + step, rows), min(step, rows - start) * size // rows)
                 for start in range(0, rows, step)]  # fmt: skip
 
-    def read(piece: Split) -> Iterator[str]:
+    def read(piece: Split) -> Iterator[list[str]]:
         dataset = opened()
         if saved:
             dataset = dataset.select(range(piece.start, piece.end))
@@ -99,7 +99,7 @@ def huggingface(
                 return
             except Exception as error:
                 raise _hub_error(name, error) from error
-            yield of_row(row, text_field, name)
+            yield [of_row(row, text_field, name)]
 
     return Source(
         name=name.rstrip("/").rsplit("/", 1)[-1],

@@ -17,11 +17,11 @@ from data_prep.sources.files import (
     describe,
     inputs_of,
     line_splits,
-    lines,
     not_utf8,
     plain_size,
+    whole_lines,
 )
-from data_prep.sources.source import Input, Source, Split, of_files
+from data_prep.sources.source import Input, Source, Split, of_files, one_by_one
 from nearlinear.errors import DataError
 
 _SUFFIXES = (".txt", ".md")
@@ -42,17 +42,19 @@ def text(paths: Sequence[str | Path], document: str = "file") -> Source:
         if file.bytes > MOST_BYTES:
             raise _too_long(file.path, document)
 
-    def read(split: Split) -> Iterator[str]:
+    def read(split: Split) -> Iterator[list[str]]:
         path = inputs[split.input].path
         if document == "line":
             at = split.start
-            for line in lines(path, at, split.end):
-                yield decoded(line, path, at).rstrip("\r\n")
-                at += len(line)
+            for whole in whole_lines(path, at, split.end):
+                found = decoded(whole, path, at).removesuffix("\n").split("\n")
+                yield [line.rstrip("\r") for line in found]
+                at += len(whole)
             return
         last = split.input + 1 if split.end is None else split.end
         for file in inputs[split.input : last]:
-            yield from [_whole(file.path)] if document == "file" else _paragraphs(file.path)
+            found = [_whole(file.path)] if document == "file" else _paragraphs(file.path)
+            yield from one_by_one(found)
 
     def plan(target: int) -> list[Split]:
         return line_splits(inputs, target) if document == "line" else _runs(inputs, target)

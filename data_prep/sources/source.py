@@ -7,6 +7,7 @@ who makes them.
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -44,7 +45,8 @@ class Source:
     """A stream of documents: `documents()` starts it anew and yields one string per document.
 
     A source of files has `inputs`, `plan` (target bytes to splits), `reader` (the documents of a
-    split), and a `spec` from which `data_prep.sources.rebuild` makes it again in another process.
+    split, in lists of as many as are in memory anyway), and a `spec` from which
+    `data_prep.sources.rebuild` makes it again in another process.
     One without `inputs` may have a `revision`: what its text is known by, None when that cannot be
     known; it is asked when a job is planned, and is one of its settings and in its spec.
     """
@@ -60,7 +62,7 @@ class Source:
     runs: bool = False
     """a split is whole inputs, from `input` to `end`"""
     plan: Callable[[int], list[Split]] | None = None
-    reader: Callable[[Split], Iterator[str]] | None = None
+    reader: Callable[[Split], Iterator[list[str]]] | None = None
     spec: dict | None = None
     revision: Callable[[], str | None] | None = None
 
@@ -73,7 +75,11 @@ class Source:
 
     def read(self, split: Split) -> Iterator[str]:
         """The documents of one of `splits`."""
-        return iter(self.documents()) if self.reader is None else self.reader(split)
+        return chain.from_iterable(self.some(split))
+
+    def some(self, split: Split) -> Iterator[list[str]]:
+        """The same, a few at a time."""
+        return one_by_one(self.documents()) if self.reader is None else self.reader(split)
 
     def by_input(self, split: Split) -> list[Split]:
         """A split as several, of one input each."""
@@ -87,6 +93,11 @@ def of_files(plan: Callable, reader: Callable, target: int = SPLIT_BYTES) -> Cal
 
     def documents() -> Iterator[str]:
         for split in plan(target):
-            yield from reader(split)
+            yield from chain.from_iterable(reader(split))
 
     return documents
+
+
+def one_by_one(texts: Iterable[str]) -> Iterator[list[str]]:
+    """As a `reader` has them: each may be large, so none is asked for before the last is done."""
+    return ([text] for text in texts)

@@ -8,22 +8,24 @@ from pathlib import Path
 from data_prep.places import elsewhere
 from data_prep.sources import fields
 from data_prep.sources.files import (
+    cut,
     describe,
     inputs_of,
     is_compressed,
-    line_batches,
     line_splits,
     lines,
     opened,
     plain_size,
+    whole_lines,
 )
-from data_prep.sources.source import Source, Split, of_files
+from data_prep.sources.source import Source, Split, of_files, one_by_one
 from nearlinear.errors import DataError, NearlinearError
 
 logger = logging.getLogger("data_prep")
 
 _JSON_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json", ".json.gz", ".json.zst")
 _PARQUET_ROWS = 256
+_FEW_BYTES = 1024 * 1024  # of rows that are encoded together
 
 
 def jsonl(
@@ -36,21 +38,22 @@ def jsonl(
     """
     inputs = inputs_of(files, folders=_JSON_SUFFIXES)
 
-    def read(split: Split) -> Iterator[str]:
-        path = inputs[split.input].path
+    def read(split: Split) -> Iterator[list[str]]:
+        path, field = inputs[split.input].path, fields.TextField(text_field)
         skipped, first, number = 0, None, 0
-        for batch in line_batches(path, split.start, split.end):
-            texts = fields.of_lines(batch, text_field)
+        for whole in whole_lines(path, split.start, split.end):
+            texts = field.of_lines(whole)
             if texts is not None:
-                number += len(batch)
-                batch.clear()  # a line may be large, and waits until its text is encoded
-                yield from texts
+                number += len(texts)
+                del whole  # a line may be large, and waits until its text is encoded
+                yield texts
+                del texts
                 continue
-            for line in batch:
+            for line in cut(whole):
                 number += 1
-                text = fields.of_line(line, text_field)
+                text = field.of_line(line)
                 if text is not None:
-                    yield text
+                    yield [text]
                 elif line.strip():
                     if not skip_bad_lines:
                         where = f"{path}:{number + _lines_before(path, split.start)}"
@@ -85,12 +88,13 @@ def parquet(files: Sequence[str | Path], text_field: str = "text") -> Source:
     """
     inputs = inputs_of(files, folders=(".parquet",))
 
-    def read(split: Split) -> Iterator[str]:
+    def read(split: Split) -> Iterator[list[str]]:
         with _parquet(inputs[split.input].path, text_field) as table:
             groups = range(split.start, split.end)
             for batch in table.iter_batches(_PARQUET_ROWS, row_groups=groups, columns=[text_field],
                                             use_threads=False):  # fmt: skip
-                yield from (text for text in batch.column(0).to_pylist() if text is not None)
+                texts = [text for text in batch.column(0).to_pylist() if text is not None]
+                yield from [texts] if batch.nbytes < _FEW_BYTES else one_by_one(texts)
 
     def plan(target: int) -> list[Split]:
         splits = []

@@ -128,7 +128,7 @@ def test_every_split_has_its_encoder_certified(tmp_path, source, gpt2, read_docu
     texts = {0: ["one", "two"], 1: ["three", "four"]}
     split = data_prep.sources.Split
     made = source([], plan=lambda target: [split(0, n, n + 1) for n in texts],
-                  reader=lambda piece: iter(texts[piece.start]))  # fmt: skip
+                  reader=lambda piece: iter([texts[piece.start]]))  # fmt: skip
     prepare(made, tmp_path / "d", val_fraction=0)
     assert certified == ["one", "three"]
     expected = [gpt2.encode(text) for some in texts.values() for text in some]

@@ -49,9 +49,9 @@ def test_an_input_that_changes_meanwhile_is_named(tmp_path, words):
     )
 
     def replacing(split):
-        for text in source.read(split):
-            yield text
-            if split.input == 1 and text:
+        for texts in source.some(split):
+            yield texts
+            if split.input == 1 and texts:
                 second.write_text(second.read_text().replace("a", "b"))
 
     with pytest.raises(DataError, match="b.jsonl has changed since the preparation was planned"):
@@ -83,7 +83,7 @@ def test_every_file_of_a_split_of_several_is_looked_at(tmp_path, words):
     assert len(source.splits()) == 2
 
     def touching(split):
-        yield from source.read(split)
+        yield from source.some(split)
         os.utime(folder / "c.txt", (1, 1))
 
     with pytest.raises(DataError, match="c.txt has changed"):
@@ -117,7 +117,7 @@ def test_a_source_of_ones_own_that_has_other_pieces_is_told(tmp_path, words, lim
     def prepare(texts):
         pieces = [data_prep.sources.Split(0, at, at + 1) for at in range(len(texts))]
         source = data_prep.Source("mine", lambda: iter(texts), plan=lambda target: pieces,
-                                  reader=lambda piece: iter([texts[piece.start]]))  # fmt: skip
+                                  reader=lambda piece: iter([[texts[piece.start]]]))  # fmt: skip
         return data_prep.prepare(source, tmp_path / "out", tokenizer=words, max_documents=limit,
                                  **{**OPTIONS, "val_fraction": 0})  # fmt: skip
 

@@ -51,14 +51,14 @@ def test_paragraphs_are_those_of_the_whole(tmp_path_factory, raw, mark, chunk):
 
 def test_paragraphs_come_as_the_file_is_read(tmp_path, monkeypatch):
     path = tmp_path / "a.txt"
-    path.write_text("a line\nand another\n\n" * 10_000)
+    path.write_text("a line\nand another\n\n" * 20_000)
     read, real = [], plain.chunks
     monkeypatch.setattr(plain, "chunks", lambda path: (read.append(c) or c for c in real(path)))
     documents = sources.text(path, "paragraph").documents()
-    for _ in range(3000):  # most of the first chunk
+    for _ in range(6000):  # most of the first chunk
         assert next(documents) == "a line\nand another"
     assert len(read) == 1
-    assert len(list(documents)) == 10_001 - 3000 and len(read) > 3
+    assert len(list(documents)) == 20_001 - 6000 and len(read) > 3
 
 
 def test_what_is_too_long_for_memory_is_refused(tmp_path, monkeypatch):

@@ -1,7 +1,9 @@
 import gzip
 import json
 import random
+import tempfile
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -315,3 +317,56 @@ def test_splits_are_larger_where_they_would_be_many(monkeypatch, tmp_path):
         inputs = (sources.Input(str(path), size, 0),)
         replace(source, inputs=inputs, plan=lambda target: asked.append(target) or []).splits()
     assert asked == [32 * 2**20, 10**12 // 4096, 256 * 2**20]
+
+
+@pytest.mark.parametrize(
+    "lines, texts",
+    [
+        (b'{"text": "a"} {"text": "b"}\n{"text":\n"c"}\n', None),  # as many objects as lines
+        (b'\n{"text": "a"}{"text": "b"}', None),
+        (b'{"text": "a"}{"text": "b"}\n\n', None),
+        (b'{"m": [{}\n, {}], "text": "a"}\n', None),
+        (b'{"m": [{}\n{}], "text": "a"}\n{"text": "b"}\n', None),
+        (b'{"text": "a\n{b"}\n', None),
+        (b'{"text": "a"}\r\n{"text": "b"}\r\n', ["a", "b"]),
+        (b'  {"text": "a"}\n\n\t{"text": "b"} \n', ["a", "b"]),
+        (b'{"text": "a}\\n{"}\n{"n": {"text": 1}, "text": "b", "x": [{}]}', ["a}\n{", "b"]),
+        (b'{"text": 1, "text": "a"}\n{"t\\u0065xt": "b"}\n', ["a", "b"]),
+        (b'{"text": "a", "n": ' + b"[" * 5000 + b"]" * 5000 + b"}\n", None),
+    ],
+)
+def test_an_object_is_a_line_of_its_own(tmp_path, lines, texts):
+    """Whatever stands beside it: lines are read many at a time, and a decoder knows no lines."""
+    for before in (b"", b'{"text": "first"}\n' * 3):
+        path = tmp_path / "a.jsonl"
+        path.write_bytes(before + lines)
+        found = sources.jsonl(path).documents()
+        if texts is None:
+            with pytest.raises(DataError, match=r"a.jsonl:\d is not JSON"):
+                list(found)
+        else:
+            assert list(found) == ["first"] * (3 if before else 0) + texts
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.sampled_from([
+    b'{"text": "a"}', b'{"text":', b'"b"}', b"\n", b"\n", b" ", b"{", b"}", b'{"text": "c}{"}',
+    b",", b'{"n": [', b"]", b"\r\n", b'"n": 1, ', b'{"text": "\\ud800"}', b'{"text": null}',
+]), max_size=8).map(b"".join))  # fmt: skip
+def test_lines_are_read_as_one_by_one(raw):
+    """What many lines at a time give is what `json` reads of each."""
+    lines = [line for line in raw.split(b"\n") if line.strip()]
+    try:
+        expected = [json.loads(line)["text"] for line in lines]
+        if set(map(type, expected)) - {str}:
+            expected = None
+    except (ValueError, KeyError, TypeError):
+        expected = None
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "a.jsonl")
+        path.write_bytes(raw)
+        try:
+            found = list(sources.jsonl(path).documents())
+        except DataError:
+            found = None
+    assert found == expected
