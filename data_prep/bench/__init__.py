@@ -1,11 +1,12 @@
 """This preparation and other tools on the same file, in one run, by CPU seconds of one process.
 
-Each is a process of its own, from start to end: imports, reading, encoding, writing. Ids are
-compared, all of them, before any number is shown. Peers do what their users do (`peers`); nanoGPT
-does it without its split.
+Each is a process of its own, from start to end: imports, reading, encoding, writing. This
+preparation runs before and after each of the peers, which take minutes, and counts by its median.
+All ids are compared. Peers do what their users do (`peers`); nanoGPT does it without its split.
 """
 
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -23,6 +24,7 @@ ROW = 512
 """tokens of a row, where a tool makes rows"""
 
 _EOS_ID = 50256
+_OURS = "nearlinear"
 
 
 def bench(
@@ -31,9 +33,9 @@ def bench(
 ) -> dict:  # fmt: skip
     """Prepare JSON lines `file` with GPT-2's tokenizer, with each of `peers`, and compare.
 
-    The answer has `bytes`, `tokens` and for each tool `cpu_seconds`, `tokens_per_cpu_second`,
-    `peak_mb` and (of peers) `ratio` and `same_ids`. Raises `DataError` when a tool fails, and, when
-    all have run, for those that gave other ids.
+    The answer has `bytes`, `tokens` and for each tool `cpu_seconds`, `tokens_per_cpu_second` and
+    `peak_mb`; of this one `runs`, the CPU seconds of each, and of peers `ratio` and `same_ids`.
+    Raises `DataError` when a tool fails, and, when all have run, for those that gave other ids.
     """
     unknown = set(peers) - set(PEERS)
     if unknown:
@@ -41,27 +43,49 @@ def bench(
     path = Path(file).resolve()
     if not path.is_file():
         raise DataError(f"no input file {file}: check the path")
+    tools = {}
     with tempfile.TemporaryDirectory(dir=folder, prefix="bench-") as place:
-        found = {"file": str(file), "bytes": path.stat().st_size, "tools": {}}
-        for name in ("nearlinear", *peers):
-            tool = _run(name, path, Path(place, name))
-            ids = _stream(name, Path(place, name))
-            if name == "nearlinear":
-                ours, found["tokens"] = ids, len(ids)
-            tool["tokens_per_cpu_second"] = len(ours) / tool["cpu_seconds"]
-            if name != "nearlinear":
-                tool["same_ids"] = _same(name, ids, ours)
-                first = found["tools"]["nearlinear"]["tokens_per_cpu_second"]
-                tool["ratio"] = first / tool["tokens_per_cpu_second"]
-            found["tools"][name] = tool
+
+        def run(name: str, where: str) -> tuple[dict, np.ndarray]:
+            tool = _run(name, path, Path(place, where))
             if say:
-                print(_line(name, tool), flush=True)
-    if others := [name for name in peers if not found["tools"][name]["same_ids"]]:
+                print(f"{name:<12} {tool['cpu_seconds']:8.2f} CPU s", flush=True)
+            return tool, _stream(name, Path(place, where))
+
+        tool, ours = run(_OURS, "first")
+        runs = [tool]
+        for name in peers:
+            tools[name], ids = run(name, name)
+            tools[name]["same_ids"] = _same(name, ids, ours)
+            tool, ids = run(_OURS, f"after-{name}")
+            runs.append(tool)
+            if not np.array_equal(ids, ours):
+                raise DataError(f"two preparations of {file} gave different ids: please report it")
+    tools = {_OURS: _median(runs), **tools}
+    for tool in tools.values():
+        tool["tokens_per_cpu_second"] = len(ours) / tool["cpu_seconds"]
+    for name in peers:
+        tools[name]["ratio"] = tools[name]["cpu_seconds"] / tools[_OURS]["cpu_seconds"]
+    if say:
+        print()
+        for name, tool in tools.items():
+            print(_line(name, tool), flush=True)
+    if others := [name for name in peers if not tools[name]["same_ids"]]:
         raise DataError(
             f"{', '.join(others)} gave other ids than nearlinear for {file}, so what they took is "
             "not to be compared: leave them out with --peers, and report the file's text"
         )
-    return found
+    return {"file": str(file), "bytes": path.stat().st_size, "tokens": len(ours), "tools": tools}
+
+
+def _median(runs: list[dict]) -> dict:
+    """Of several runs of a tool, with the CPU seconds of each; the most memory of all."""
+    seconds = [run["cpu_seconds"] for run in runs]
+    return {
+        "cpu_seconds": statistics.median(seconds),
+        "runs": seconds,
+        "peak_mb": max(run["peak_mb"] for run in runs),
+    }
 
 
 def _run(name: str, file: Path, out: Path) -> dict:
@@ -125,6 +149,6 @@ def _line(name: str, tool: dict) -> str:
         f"{name:<12} {tool['cpu_seconds']:8.2f} CPU s {tool['tokens_per_cpu_second'] / 1e6:7.2f} "
         f"M tokens per CPU s {tool['peak_mb']:7.0f} MB"
     )
-    if "ratio" in tool:
-        line += f"  1/{tool['ratio']:.1f}, ids {'identical' if tool['same_ids'] else 'DIFFER'}"
-    return line
+    if "ratio" not in tool:
+        return f"{line}  median of {len(tool['runs'])}"
+    return f"{line}  1/{tool['ratio']:.1f}, ids {'identical' if tool['same_ids'] else 'DIFFER'}"

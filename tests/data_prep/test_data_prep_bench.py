@@ -18,11 +18,13 @@ def tools(tmp_path, monkeypatch):
     files = {"nearlinear": "tokens/train/shard-00000.bin", "nanogpt": "train.bin",
              "datatrove": "00000.ds"}  # fmt: skip
 
+    seconds = iter([1.0, 0.5, 3.0])
+
     def write(name, file, out):
         path = out / files[name]
         path.parent.mkdir(parents=True)
         written[name].tofile(path)
-        return {"cpu_seconds": 1.0 if name == "nearlinear" else 4.0, "peak_mb": 1.0}
+        return {"cpu_seconds": next(seconds) if name == "nearlinear" else 4.0, "peak_mb": 1.0}
 
     monkeypatch.setattr(bench, "_run", write)
     (tmp_path / "a.jsonl").write_text("{}")
@@ -34,6 +36,21 @@ def test_the_same_ids_are_compared(tools, capsys):
     assert main([*command, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["tools"]
     assert [found[name]["ratio"] for name in ("nanogpt", "datatrove")] == [4, 4]
+    assert found["nearlinear"]["runs"] == [1.0, 0.5, 3.0] and found["datatrove"]["same_ids"]
+
+
+def test_ids_of_its_own_that_change_are_an_error(tools, monkeypatch, capsys):
+    written, command = tools
+    run = bench._run
+
+    def change(name, file, out):
+        if name == "nanogpt":
+            written["nearlinear"] = IDS + np.array([0, 0, 0, 1, 0], np.uint16)
+        return run(name, file, out)
+
+    monkeypatch.setattr(bench, "_run", change)
+    assert main(command) == 2
+    assert "two preparations of" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["nanogpt", "datatrove"])
