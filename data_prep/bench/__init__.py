@@ -23,6 +23,9 @@ from nearlinear.errors import DataError
 ROW = 512
 """tokens of a row, where a tool makes rows"""
 
+PEAK = "peak"
+"""the file in which a tool tells its peak of memory, in KiB"""
+
 _EOS_ID = 50256
 _OURS = "nearlinear"
 
@@ -108,7 +111,8 @@ def _run(name: str, file: Path, out: Path) -> dict:
     if process.returncode:
         last = (out / "said").read_text().strip().splitlines()[-1:]
         raise DataError(f"{name} failed ({process.returncode}): {''.join(last)}")
-    return {"cpu_seconds": used.ru_utime + used.ru_stime, "peak_mb": used.ru_maxrss / 1024}
+    peak_mb = int((out / PEAK).read_text()) / 1024
+    return {"cpu_seconds": used.ru_utime + used.ru_stime, "peak_mb": peak_mb}
 
 
 def _stream(name: str, out: Path) -> np.ndarray:

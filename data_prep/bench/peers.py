@@ -1,10 +1,11 @@
 """What each tool does with a file of JSON lines: `python -m data_prep.bench.peers ...`."""
 
+import resource
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-from data_prep.bench import ROW
+from data_prep.bench import PEAK, ROW
 
 _EOS, _EOS_ID = "<|endoftext|>", 50256
 
@@ -95,8 +96,18 @@ def _tokenizer(out: Path) -> str:
     return str(path)
 
 
+def _peak() -> int:
+    """The most memory that this process held, in KiB: rusage would count who started it, too."""
+    status = Path("/proc/self/status")
+    if not status.exists():
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    (line,) = (line for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
+    return int(line.split()[1])
+
+
 if __name__ == "__main__":
     name, file, out = sys.argv[1:]
     {tool.__name__: tool for tool in (nearlinear, nanogpt, datatrove, huggingface)}[name](
         file, Path(out)
     )
+    Path(out, PEAK).write_text(str(_peak()))
