@@ -6,6 +6,7 @@ All ids are compared. Peers do what their users do (`peers`); nanoGPT does it wi
 """
 
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -49,18 +50,20 @@ def bench(
     tools = {}
     with tempfile.TemporaryDirectory(dir=folder, prefix="bench-") as place:
 
-        def run(name: str, where: str) -> tuple[dict, np.ndarray]:
-            tool = _run(name, path, Path(place, where))
+        def run(name: str) -> tuple[dict, np.ndarray]:
+            os.sync()  # else what the last one wrote is written while this one syncs
+            tool, ids = _run(name, path, Path(place, name)), _stream(name, Path(place, name))
+            shutil.rmtree(Path(place, name))
             if say:
                 print(f"{name:<12} {tool['cpu_seconds']:8.2f} CPU s", flush=True)
-            return tool, _stream(name, Path(place, where))
+            return tool, ids
 
-        tool, ours = run(_OURS, "first")
+        tool, ours = run(_OURS)
         runs = [tool]
         for name in peers:
-            tools[name], ids = run(name, name)
+            tools[name], ids = run(name)
             tools[name]["same_ids"] = _same(name, ids, ours)
-            tool, ids = run(_OURS, f"after-{name}")
+            tool, ids = run(_OURS)
             runs.append(tool)
             if not np.array_equal(ids, ours):
                 raise DataError(f"two preparations of {file} gave different ids: please report it")
