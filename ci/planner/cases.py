@@ -41,6 +41,9 @@ class Place:
     rates: tuple[str, ...]
     cases: tuple[Case, ...]
 
+    def where(self, rate: str) -> str:
+        return f"{self.nodes} x {self.ranks}, {rate}"
+
 
 USUAL = (
     Case("compute"),
@@ -55,10 +58,11 @@ USUAL = (
     Case("ours_nl", {"accumulation": 1}),
     Case("two_hop", {"accumulation": 1}),
 )
+OVERLAPPED = Case("fsdp2"), Case("overlapped"), Case("ours"), Case("ours_nl")
 PLACES = (
     Place(4, 1, ("1gbit",), USUAL),
     Place(4, 1, ("300mbit", "3gbit"), (Case("fsdp2"), Case("two_hop"), Case("ours_nl"))),
-    Place(2, 2, ("1gbit",), (Case("fsdp2"), Case("overlapped"), Case("ours"), Case("ours_nl"))),
+    Place(2, 2, ("1gbit",), (Case("compute"), *OVERLAPPED)),
 )
 QUICK = (Place(4, 1, ("1gbit",), USUAL[:7]),)
 
@@ -117,7 +121,7 @@ def predicted(case: Case, plan: Plan, node: hardware.Node) -> float:
     work = workload.from_config(config_of(case, plan), *where, plan.vocabulary, node.gpu.is_cpu)
     if "kind" in options or options.get("free_blocks"):  # FSDP2's own order of gathering
         work = replace(work, stays_gathered=False)
-    return step(work, cluster, parameters.on(node, work.backend)).seconds
+    return step(work, cluster, parameters.on(node)).seconds
 
 
 def in_teams(place: Place) -> list[list[Case]]:

@@ -1,8 +1,9 @@
 """The planner against step times of the emulated cluster, by a machine that ``tune`` measured.
 
-    sudo .venv/bin/python -m ci.planner.emulated                   all places: half an hour
+    sudo .venv/bin/python -m ci.planner.emulated                   all places: 40 minutes
     sudo .venv/bin/python -m ci.planner.emulated --quick           one place, its main layouts
     sudo .venv/bin/python -m ci.planner.emulated --json FILE       keep everything there
+    python -m ci.planner.emulated --again FILE                     what the planner says now of that
 
 Contestants of the race take their steps in turn; before, between and after them ``nearlinear tune
 --machine`` measures the very cluster they stand on, and never sees a step. The planner then says
@@ -30,6 +31,8 @@ from pathlib import Path
 from ci.cluster import Cluster, RankFailed, status_of
 from ci.planner.cases import PLACES, QUICK, Place, in_teams, predicted
 from ci.race.teams import Team
+from nearlinear import schema
+from nearlinear.errors import ConfigError
 from nearlinear.plan import hardware, machine
 from nearlinear_collectives.bench import machine as machine_facts
 
@@ -102,7 +105,7 @@ def at_place(place: Place, steps: int, rounds: int) -> tuple[list[Row], list[dic
             teams |= {case.words(place): team for case in together}
         for rate in place.rates:
             cluster.set_rate(rate)
-            where = f"{place.nodes} x {place.ranks}, {rate}"
+            where = place.where(rate)
             nodes, seconds, busy = [], {words: [] for words in teams}, []
             for turn in range(1 + steps):
                 if turn * (TUNINGS - 1) % max(1, steps) < TUNINGS - 1:
@@ -181,6 +184,28 @@ def summary(rows: list[Row]) -> str:
     )
 
 
+def again(path: Path) -> list[Row]:
+    """What the planner says now of steps that were kept, by the tunings kept with them.
+
+    Raises ConfigError.
+    """
+    kept = schema.read(path)
+    if not kept.get("rows") or not kept.get("tunings"):
+        raise ConfigError(f"{path}: holds no run; --json FILE keeps one")
+    measured = {(row["place"], row["layout"]): row["seconds"] for row in kept["rows"]}
+    tunings: dict[str, list[hardware.Node]] = {}
+    for each in kept["tunings"]:
+        node = schema.build(hardware.Node, each["node"], f"{path}: {each['place']}")
+        tunings.setdefault(each["place"], []).append(node)
+    return [
+        Row(where, case.words(place), seconds, [predicted(case, plan, n) for n in tunings[where]])
+        for place in PLACES
+        for where in map(place.where, place.rates)
+        for case, plan in ((case, case.plan(place)) for case in place.cases)
+        if (seconds := measured.get((where, case.words(place))))
+    ]
+
+
 def main(argv: list[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     for name in ("steps", "rounds"):
@@ -190,7 +215,17 @@ def main(argv: list[str] | None = None) -> int:
     if options.json and not options.json.parent.is_dir():
         print(f"error: {options.json}: there is no folder {options.json.parent}", file=sys.stderr)
         return 2
-    return status_of(lambda: _run(options))
+    return _again(options.again) if options.again else status_of(lambda: _run(options))
+
+
+def _again(path: Path) -> int:
+    try:
+        rows = again(path)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(HEAD, *map(line, rows), sep="\n")
+    return _summed(rows)
 
 
 def _run(options) -> int:
@@ -204,8 +239,12 @@ def _run(options) -> int:
             loads.append(os.getloadavg())
             if options.json:  # after each, for it takes long
                 keep(options.json, rows, tunings, loads)
-    print(f"\n{summary(rows)}")
     print(f"load average of a minute before it: {loads[0][0]:.2f}")
+    return _summed(rows)
+
+
+def _summed(rows: list[Row]) -> int:
+    print(f"\n{summary(rows)}")
     return int(any(abs(row.error) > AIM for row in rows))
 
 
@@ -230,6 +269,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--quick", action="store_true", help="one place, its main layouts")
     add("--steps", type=int, default=4, metavar="K", help="timed, of each layout (4)")
     add("--rounds", type=int, default=3, metavar="N", help="of each tuning (3)")
+    add("--again", type=Path, metavar="FILE", help="predict what was kept there; nothing is run")
     add("--json", type=Path, metavar="FILE", help="keep rows and tunings there")
     return parser
 

@@ -92,6 +92,23 @@ def test_a_wrong_request_is_refused(capsys):
     assert "no folder /nowhere" in capsys.readouterr().err
 
 
+def test_a_kept_run_is_predicted_again(tmp_path, capsys):
+    path, node, (place, *_) = tmp_path / "kept.json", a_node(), PLACES
+    where, case = place.where("1gbit"), place.cases[1]
+    row = Row(where, case.words(place), [2.0], [9.0])  # as some planner said then
+    tunings = [{"place": where, "others": 0.0, "node": dataclasses.asdict(node)}] * 2
+    emulated.keep(path, [row], tunings, [])
+    (found,) = emulated.again(path)
+    now = cases.predicted(case, case.plan(place), node)
+    assert found == dataclasses.replace(row, predicted=[now, now])
+    assert emulated.main(["--again", str(path)]) == int(abs(found.error) > emulated.AIM)
+    assert emulated.line(found) in capsys.readouterr().out
+    for text, words in (("{}", "holds no run"), ("{", "not valid JSON")):
+        path.write_text(text, encoding="utf-8")
+        assert emulated.main(["--again", str(path)]) == 2
+        assert words in capsys.readouterr().err
+
+
 SMALL = {"layers": 2, "width": 48, "heads": 2, "vocabulary": 128, "sequence": 16, "micro_batch": 1}
 
 

@@ -4,16 +4,19 @@ import dataclasses
 import os
 
 import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
 
 import nearlinear as nl
 from nearlinear import cli, runtime
 from nearlinear.errors import ConfigError
 from nearlinear.plan import answer, hardware, links, machine, parameters
+from nearlinear.plan.contention import MEASURED, Contention
 from nearlinear.plan.groups import Group
 from nearlinear.plan.machine import ALL_GATHER, ALL_REDUCE, EXCHANGE, REDUCE_SCATTER, Collective
 from nearlinear.train import config as train_config
+from nearlinear.tune import contention, rates
 from nearlinear.tune import machine as tuned
-from nearlinear.tune import rates
 from tests.support.releases import needs_hooks
 
 MIB = 2.0**20
@@ -38,7 +41,10 @@ def a_node(**changes):
         for kind, factor in ((ALL_GATHER, 1.0), (REDUCE_SCATTER, 2.0), (EXCHANGE, 1.5),
                              (ALL_REDUCE, 2.0))
     ]  # fmt: skip
-    rows.append(timed(ALL_GATHER, 2, 2, backend="nearlinear", factor=0.5))
+    rows += [
+        timed(kind, 2, 2, backend="nearlinear", factor=factor)
+        for kind, factor in ((ALL_GATHER, 0.5), (REDUCE_SCATTER, 1.0), (ALL_REDUCE, 1.0))
+    ]
     gpu = hardware.Accelerator(
         name="device",
         peak_tflops={"fp32": 0.05},
@@ -59,10 +65,11 @@ def a_node(**changes):
         "network_gbps": 1.0,
         "sources": ["a test"],
         "measured": {"matmul_share": 1.0, "memory_share": 1.0, "straggler": 0.0},
-        "contention": {
-            "gloo": {"turn_share": 0.0, "borrowed_share": 0.0},
-            "nearlinear": {"turn_share": 0.5, "borrowed_share": 0.2},
-        },
+        "contention": [
+            Contention("gloo", 2, 2, 1),
+            Contention("nearlinear", 2, 2, 1, turn_share=0.5, borrowed_share=0.2),
+            Contention("nearlinear", 2, 1, 1, turn_seconds=0.25, borrowed_seconds=0.125),
+        ],
         "collectives": rows,
     }
     return hardware.Node(**known | changes)
@@ -141,8 +148,6 @@ def test_the_planner_goes_by_what_was_measured():
     node = a_node()
     found = planned(node)
     assert parameters.on(node).straggler == 0.0 and parameters.on(node).matmul_share == 1.0
-    assert parameters.on(node, "auto").turn_share == 0.0  # as whichever was first
-    assert parameters.on(node, "nearlinear").turn_share == 0.5
     assert parameters.on(node).flash_share == parameters.load().flash_share
     slow = [dataclasses.replace(row, points=[[s, 3 * t] for s, t in row.points])
             for row in node.collectives]  # fmt: skip
@@ -169,19 +174,115 @@ def test_what_may_stay_gathered_is_gathered_once_per_step():
     assert planned(a_node(), settings=freed).seconds > many.seconds
 
 
-def test_cores_that_compute_and_move_bytes_do_both_slower():
-    node = a_node()
-    alone = {"gloo": {"turn_share": 0.0, "borrowed_share": 0.0}}
-    shared = {"gloo": {"turn_share": 0.5, "borrowed_share": 0.2}}
-    apart = ["parallel.overlap_communication=false"]
-    for settings, most in ((apart, 1.5), ([], 1.2)):
+def test_what_collectives_cost_goes_by_where_their_ranks_stand():
+    known, other = (links.MeasuredLinks(a_node(), name, True) for name in ("nearlinear", "auto"))
+    across, inside = Group(8, 4, 2), Group(2, 1, 1)
+    assert known.lost_in_turn(across, 10.0, 2) == 5.0
+    assert known.lost_beside(across, 10.0, 2) == 2.0
+    assert known.lost_in_turn(inside, 10.0, 2) == 0.5
+    assert known.lost_beside(inside, 10.0, 2) == 0.25
+    assert known.lost_beside(Group(1, 1, 1), 10.0, 2) == 0.0  # there is nobody to send to
+    assert other.lost_in_turn(across, 10.0, 2) == 0.0  # as whichever was first
+    assert other.lost_in_turn(inside, 10.0, 2) == 0.0  # nobody measured it
+
+
+APART = ["parallel.overlap_communication=false"]
+
+
+def costing(cost: dict, *places):
+    """A node on which collectives cost so much, at these places alone."""
+    return a_node(contention=[Contention("gloo", *place, **cost) for place in places])
+
+
+@pytest.mark.parametrize("settings, most", [(APART, 1.5), ([], 1.2)])
+def test_cores_that_compute_and_move_bytes_do_both_slower(settings, most):
+    shared = {"turn_share": 0.5, "borrowed_share": 0.2}
+    before, after = (
+        planned(costing(each, (4, 4, 1)), settings=settings).step.busy for each in ({}, shared)
+    )
+    longer = after["compute"] / before["compute"]
+    assert longer == pytest.approx(most) if settings else 1 < longer <= most
+    assert after["reduce-scatter"] == pytest.approx(before["reduce-scatter"])
+
+
+def test_the_second_hop_takes_cores_too():
+    """Shards inside a node, replicas across: only what is between nodes costs here."""
+    settings = ["parallel.hybrid_shard_degree=2"]
+    alone, shared = (
+        planned(
+            dataclasses.replace(costing(cost, (2, 2, 2)), gpus=2), nodes=2, settings=settings
+        ).step.busy["compute"]
+        for cost in ({}, {"borrowed_share": 0.5})
+    )
+    assert shared > alone
+
+
+@pytest.mark.parametrize("key, settings", [("turn_seconds", APART), ("borrowed_seconds", [])])
+def test_what_every_collective_costs_goes_with_their_number(key, settings):
+    """Two gathers and a reduction of a block in a pass: one gather and a reduction where it stays
+    gathered for all passes; and of a step one second hop."""
+    cost = 1e-3
+
+    def more(*settings, degree=2, passes=4):
+        settings = [f"parallel.hybrid_shard_degree={degree}", f"batch.accumulation={passes}",
+                    *settings]  # fmt: skip
         before, after = (
-            planned(dataclasses.replace(node, contention=each), settings=settings).step.busy
-            for each in (alone, shared)
+            planned(costing({key: each}, (4, 4, 1)), settings=settings) for each in (0.0, cost)
         )
-        longer = after["compute"] / before["compute"]
-        assert longer == pytest.approx(1.5) if settings else 1 < longer <= most
-        assert after["reduce-scatter"] == pytest.approx(before["reduce-scatter"])
+        share = after.step.busy["compute"] / before.step.busy["compute"] - 1
+        parts = before.step.parts
+        block = parts.compute
+        each = block.forward.total + block.again.total + block.backward.total
+        moving = parts.reduce_block + parts.join_block / passes
+        moving += parts.gather_block * (2 if freed in settings else 1 / passes)
+        assert share > 0
+        return share * (each if key == "turn_seconds" else max(each, moving)) / cost
+
+    freed = "parallel.sdp_max_live_parameters=0"
+    assert more(*settings, freed, degree=4) == pytest.approx(3, rel=1e-3)
+    assert more(*settings, freed) == pytest.approx(3.25, rel=1e-3)
+    assert more(*settings, degree=4) == pytest.approx(1.25, rel=1e-3)
+
+
+def test_new_memory_costs_where_its_pages_are_cleared():
+    """Gradients of every pass, and of a sharded model what is reduced, unless that is kept."""
+    passes, seconds = 4, 1.0  # for each GB
+
+    def more(*settings):
+        before, after = (
+            planned(
+                a_node(measured={**a_node().measured, "fresh_seconds": each}, contention=[]),
+                settings=[f"batch.accumulation={passes}", *settings],
+            )
+            for each in (0.0, seconds)
+        )
+        parameters = before.work.shape.layers * before.step.parts.block
+        return (after.step.busy["compute"] - before.step.busy["compute"]) / (4e-9 * parameters)
+
+    alone = more("parallel.hybrid_shard_degree=1")
+    kept, freed = (more(*APART, f"parallel.sdp_max_live_parameters={most}") for most in (10**9, 0))
+    here = more(*APART, "parallel.communication_backend='nearlinear'")
+    assert alone > passes * seconds
+    assert freed > kept > here > alone
+    assert parameters.load().fresh_seconds == 0.0  # GPUs keep theirs
+
+
+@given(st.floats(0, 2), st.floats(0, 0.1), st.floats(0.1, 5), st.floats(0.1, 5))
+def test_two_losses_tell_what_goes_with_number_and_what_with_size(share, seconds, large, small):
+    assume(abs(large * 24 - small * 6) > 0.1)
+    lost = share * large + 6 * seconds, share * small + 24 * seconds
+    found = contention.shares(lost, (large, small), (6, 24))
+    assert found == pytest.approx((share, seconds), abs=1e-6)
+
+
+@pytest.mark.parametrize("lost, expected", [
+    ((0.6, 0.1), (0.6 / 1.0, 0.0)),  # far fewer seconds than the number says
+    ((0.0, 2.4), (0.0, 0.1 * 24 * 24 / (6 * 6 + 24 * 24))),
+    ((-0.5, -0.1), (0.0, 0.0)),
+])  # fmt: skip
+def test_what_is_lost_is_never_below_nothing(lost, expected):
+    share, seconds = contention.shares(lost, (1.0, 0.0), (6, 24))
+    assert (share, seconds) == pytest.approx(expected, abs=0.03)
 
 
 def test_a_machine_is_a_key_of_the_config(tmp_path, capsys):
@@ -231,6 +332,13 @@ GOOD = tuned.to_toml(a_node())
         (GOOD.replace("128.0, 0.02", "512.0, 0.02"), "each edge above the one before"),
         (GOOD.replace("[1048576.0,", "[65536.0,"), "each size above the one before"),
         (GOOD.replace('kind = "exchange"', 'kind = "gather"'), "allowed are"),
+        (GOOD.replace("turn_share = 0.5", "turn_share = -0.5"), "contention.turn_share = -0.5"),
+        (GOOD.replace("turn_share = 0.5", "turn_part = 0.5"), "unknown key 'turn_part'"),
+        (GOOD.replace("sharing = 1", "sharing = 0", 1), "0 at once: measure again"),
+        (
+            GOOD[: GOOD.index("\n[[")] + '\n[node."here".contention.gloo]\nturn_share = 0.1\n',
+            "contention",
+        ),
     ],
 )
 def test_a_wrong_file_is_one_line(tmp_path, capsys, text, words):
@@ -286,7 +394,7 @@ def test_one_rank_measures_itself_and_can_be_planned_on(tmp_path, capsys, quickl
     assert {p: [e for e, _ in points] for p, points in node.gpu.products.items()} == {
         "fp32": [16, 32], "bf16": [16, 32]}  # fmt: skip
     assert 0 < node.measured["flash_share"] <= 1
-    assert all(value == 0 for each in node.contention.values() for value in each.values())
+    assert node.contention == [] and node.measured["fresh_seconds"] >= 0
     assert cli.main(["plan", "--cluster", f"{path}:1"]) == 0
     assert cli.main(["plan", "--cluster", f"{path}:2"]) == 2  # no network was measured
     assert "run nearlinear tune --machine on ranks that stand so" in capsys.readouterr().err
@@ -309,8 +417,9 @@ def test_ranks_on_two_nodes_measure_every_group_they_may_have():
     gloo = {r.kind for r in node.collectives if r.backend == "gloo"}
     assert gloo == {ALL_GATHER, REDUCE_SCATTER, EXCHANGE, ALL_REDUCE}
     assert node.gpus == 2 and node.network_gbps > 0 and node.gpu.link_gb_s > 0
-    assert set(node.contention) == {r.backend for r in node.collectives}
-    assert all(value >= 0 for each in node.contention.values() for value in each.values())
+    places = {(r.backend, r.ranks, r.nodes, r.sharing) for r in node.collectives}
+    assert {(r.backend, r.ranks, r.nodes, r.sharing) for r in node.contention} == places
+    assert all(getattr(row, name) >= 0 for row in node.contention for name in MEASURED)
     plan = planned(node, nodes=8, settings=["parallel.hybrid_shard_degree=4"])
     assert plan.work.mesh.replicate == 4 and plan.seconds > 0
 

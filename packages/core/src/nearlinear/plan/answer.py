@@ -221,7 +221,7 @@ def plan(
         )
     asked = config if isinstance(config, TrainConfig) else train_config.load(config, settings)
     place = cluster if isinstance(cluster, Cluster) else _place(cluster, asked)
-    fitted = parameters.on(place.node, asked.parallel.communication_backend)
+    fitted = parameters.on(place.node)
     if coerce(straggler, float | None, "straggler") is not None:
         if not 0 <= straggler < 1:
             raise ConfigError(f"straggler = {straggler}: must be 0 or more, and below 1")

@@ -81,10 +81,15 @@ class Compute:
     @cached_property
     def backward(self) -> Seconds:
         """Two products for each of the forward pass; what passes through memory, about twice."""
+        shape, mesh = self.work.shape, self.work.mesh
         attention = 2 * sum(self._attention_products) + self._core_backward
+        matrices = shape.attention_matrices + shape.router
+        experts = shape.experts * shape.feed_forward_matrices / mesh.expert
         return Seconds(
-            attention + 2 * self._between[0],
-            2 * sum(self._feed_forward_products) + 2 * self._between[1],
+            attention + 2 * self._between[0] + self.gradients(matrices / mesh.tensor),
+            2 * sum(self._feed_forward_products)
+            + 2 * self._between[1]
+            + self.gradients(experts / mesh.tensor),
         )
 
     @cached_property
@@ -127,7 +132,18 @@ class Compute:
         passes = 6 if self.work.compiled else 14  # float32 logits, their softmax and its gradient
         loss = self.passing(rows * words * passes / 2, 8)
         table = self.passing(rows * self.work.shape.width * 2, 4)
-        return product + loss + table, 2 * product + loss + table
+        new = self.gradients(words * self.work.shape.width)
+        return product + loss + table, 2 * (product + new) + loss + table
+
+    def gradients(self, parameters: float) -> float:
+        """Those of ``parameters`` are written, and then added to the ones before or copied to be
+        reduced. Counted where new memory costs; elsewhere it is within the products' traffic."""
+        size = parameters * self.bytes
+        return self.new(size) + 3 * size / self.memory if self.fitted.fresh_seconds else 0.0
+
+    def new(self, size: float) -> float:
+        """Seconds more of ``size`` bytes that are written for the first time."""
+        return size * self.fitted.fresh_seconds / 1e9
 
     @cached_property
     def head_weights(self) -> float:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from ..errors import ConfigError
 from . import machine
+from .contention import Contention
 
 DATA = Path(__file__).parent / "data"
 BYTES_PER_GIGABIT = 1e9 / 8
@@ -85,8 +86,7 @@ class Node:
     """when, and where"""
     measured: dict[str, float] = field(default_factory=dict)
     """parameters of the time model that hold here in place of the fitted ones"""
-    contention: dict[str, dict[str, float]] = field(default_factory=dict)
-    """more of them, by the backend of the collectives"""
+    contention: list[Contention] = field(default_factory=list)
     collectives: list[machine.Collective] = field(default_factory=list)
 
     @property

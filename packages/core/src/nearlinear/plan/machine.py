@@ -16,6 +16,8 @@ from typing import Literal
 
 from .. import schema
 from ..errors import ConfigError
+from . import contention
+from .contention import nearest
 
 ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE = "all-gather", "reduce-scatter", "all-reduce"
 EXCHANGE = "exchange"
@@ -65,11 +67,13 @@ class MeasuredLinks:
     its links, and as many more pauses as it has ranks.
     """
 
+    second_hop_borrows = True  # cores carry it, too
+
     def __init__(self, node, backend: str, exchanged: bool):
         rows, self.name = node.collectives, node.name
         self.host = node.gpu.host_gb_s * 1e9
-        here = [row for row in rows if row.backend == backend] or rows
-        self.rows = [row for row in here if row.backend == here[0].backend] if here else []
+        self.rows = _of(backend, rows)
+        self.contention = _of(backend, node.contention)
         kinds = {row.kind for row in self.rows}
         self.scattering = EXCHANGE if exchanged and EXCHANGE in kinds else REDUCE_SCATTER
 
@@ -98,6 +102,16 @@ class MeasuredLinks:
         kinds = {row.kind for row in self.rows}
         return self._seconds(EXCHANGE if EXCHANGE in kinds else REDUCE_SCATTER, size, group)
 
+    def lost_in_turn(self, group, computing: float, count: float) -> float:
+        """Seconds that ``computing`` takes longer with ``count`` collectives between it."""
+        row = nearest(self.contention, group) if group.ranks > 1 else None
+        return row.in_turn(computing, count) if row else 0.0
+
+    def lost_beside(self, group, moving: float, count: float, direct=False) -> float:
+        """Seconds that computation loses to ``count`` collectives of ``moving`` seconds in all."""
+        row = nearest(self.contention, group) if group.ranks > 1 else None
+        return row.beside(moving, count) if row else 0.0
+
     def send(self, size: float, across: bool) -> float:
         """From one rank to another: half of a gather between two, where each sends a half."""
         from .groups import Group
@@ -115,21 +129,20 @@ class MeasuredLinks:
         return row.seconds(size * asked.crossing / row.crossing) + pause
 
     def _nearest(self, kind: str, group) -> Collective:
-        rows = [r for r in self.rows if r.kind == kind and (r.nodes > 1) == (group.nodes > 1)]
-        if not rows:
+        row = nearest([row for row in self.rows if row.kind == kind], group)
+        if row is None:
             where = "between nodes" if group.nodes > 1 else "inside a node"
             raise ConfigError(
                 f"{self.name} was measured without any {kind} {where}: run nearlinear tune "
                 "--machine on ranks that stand so"
             )
-        return min(
-            rows,
-            key=lambda r: (
-                abs(math.log(r.ranks / group.ranks)),
-                abs(math.log(r.nodes / group.nodes)),
-                abs(math.log(r.sharing / group.sharing)),
-            ),
-        )
+        return row
+
+
+def _of(backend: str, rows: list) -> list:
+    """Those of ``backend``; where it was not measured, of whichever was first."""
+    here = [row for row in rows if row.backend == backend] or rows
+    return [row for row in here if row.backend == here[0].backend]
 
 
 def read(path: str | Path):
@@ -169,24 +182,27 @@ def _check(node, where: str) -> None:
     here = f"{where}: node.{node.name}"
     _check_rates(node, gpu, here)
     known = {each.name for each in dataclasses.fields(Parameters)}
-    for table in (node.measured, *node.contention.values()):
-        for key, value in table.items():
-            if key not in known:
-                raise schema.unknown_key(key, here, known)
-            most = 1.0 if key in SHARES or key == "straggler" else math.inf
-            _within(value, f"{here}.{key}", above=0.0 if key in SHARES else None, most=most)
+    for key, value in node.measured.items():
+        if key not in known:
+            raise schema.unknown_key(key, here, known)
+        most = 1.0 if key in SHARES or key == "straggler" else math.inf
+        _within(value, f"{here}.{key}", above=0.0 if key in SHARES else None, most=most)
     for precision, points in node.gpu.products.items():
         if not _ascending(points):
             raise ConfigError(
                 f"{where}: products.{precision} are [edge, TFLOPS], both above 0 and each edge "
                 "above the one before: measure again"
             )
-    for row in node.collectives:
+    for row in (*node.collectives, *node.contention):
         if row.ranks < 2 or not 1 <= row.nodes <= row.ranks or row.sharing < 1:
             raise ConfigError(
                 f"{where}: a collective between {row.ranks} ranks on {row.nodes} nodes, "
                 f"{row.sharing} at once: measure again"
             )
+    for row in node.contention:
+        for key in contention.MEASURED:
+            _within(getattr(row, key), f"{here}.contention.{key}")
+    for row in node.collectives:
         if not _ascending(row.points):
             raise ConfigError(
                 f"{where}: the points of a collective are [bytes, seconds], both above 0 and each "

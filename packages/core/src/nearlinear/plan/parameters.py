@@ -40,9 +40,9 @@ class Parameters:
     """of the compute rate, that a collective takes while it runs beside computation"""
     straggler: float
     """standard deviation of a rank's time over its mean: all wait for the slowest"""
-    turn_share: float = 0.0
-    """of computation that takes turns with collectives, that it takes longer: cores that do both go
-    from one to the other rank by rank; not on GPUs"""
+    fresh_seconds: float = 0.0
+    """seconds for each GB of memory that is written for the first time: its pages are cleared; 0 on
+    GPUs, where memory that was given back is kept"""
 
 
 BOUNDS = {
@@ -84,14 +84,9 @@ def load() -> Parameters:
     return Parameters(**_table()["parameters"])
 
 
-def on(node, backend: str = "") -> Parameters:
-    """The fitted ones, with what was measured on ``node`` itself in their place.
-
-    ``backend``: of collectives; where it was not measured, whichever was first.
-    """
-    found = node.contention
-    taken = found.get(backend) or next(iter(found.values()), {})
-    return dataclasses.replace(load(), **node.measured, **taken)
+def on(node) -> Parameters:
+    """The fitted ones, with what was measured on ``node`` itself in their place."""
+    return dataclasses.replace(load(), **node.measured)
 
 
 def left_out() -> dict[str, Parameters]:

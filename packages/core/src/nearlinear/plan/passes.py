@@ -4,10 +4,11 @@ import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from ..backends import IN_HOST_MEMORY
 from .compute import Compute
 from .groups import Group, group
 from .hardware import Cluster
-from .links import DIRECT_BORROWS, links_of
+from .links import links_of
 from .parameters import Parameters
 from .stages import Stages
 from .workload import Workload
@@ -88,23 +89,44 @@ class Passes:
         """What computation is lengthened by: the slowest rank, and collectives beside it."""
         ranks = self.work.mesh.world
         waiting = self.fitted.straggler * math.sqrt(2 * math.log(ranks)) if ranks > 1 else 0.0
-        in_turn = self.sharded and not self.work.prefetch
-        beside = self.fitted.turn_share if in_turn else self._borrowed
-        return (1 + waiting) * (1 + beside)
+        return (1 + waiting) * (1 + self._lost)
 
     @cached_property
-    def _borrowed(self) -> float:
-        """A collective's multiprocessors are lost to computation while it runs."""
-        work, parts = self.work, self.compute
-        computing = parts.forward.total + parts.again.total + parts.backward.total
-        if not (work.prefetch and self.sharded):
+    def _lost(self) -> float:
+        """Of computation, what it takes longer for the collectives between it or beside it."""
+        work, links = self.work, self.links
+        if not self.sharded:
             return 0.0
+        parts = self.compute
+        computing = parts.forward.total + parts.again.total + parts.backward.total
         kept = work.kept_blocks / self.layers if work.resharded else 1.0
         times = 2.0 * (1 - kept) + (kept / work.passes if work.stays_gathered else 0.0)
-        gathers = self.gather_block * times
-        moving = gathers + self.reduce_block
-        taken = gathers * (DIRECT_BORROWS if work.direct else 1.0) + self.reduce_block
-        return self.fitted.borrowed_share * taken / max(moving, computing)
+        joins = 1 / work.passes if work.two_hop else 1.0
+        if not work.prefetch:
+            lost = links.lost_in_turn(self.sharing, computing, times + 1)
+            lost += links.lost_in_turn(self.replicas, 0.0, joins)
+            return (lost + self._copied(times)) / computing
+        gathering = times * self.gather_block
+        moving = gathering + self.reduce_block
+        lost = links.lost_beside(self.sharing, gathering, times, work.direct)
+        lost += links.lost_beside(self.sharing, self.reduce_block, 1)
+        if links.second_hop_borrows:
+            moving += joins * self.join_block
+            lost += links.lost_beside(self.replicas, joins * self.join_block, joins)
+        busiest = max(moving, computing)
+        return lost / busiest + self._copied(times) / computing
+
+    def _copied(self, times: float) -> float:
+        """Parameters are copied from what was gathered, gradients to new memory that is reduced.
+
+        Counted where new memory costs. What nearlinear reduces lies in memory that it keeps.
+        """
+        work, parts = self.work, self.compute
+        if not self.fitted.fresh_seconds:
+            return 0.0
+        new = 0.0 if work.backend == IN_HOST_MEMORY else self.block * work.reduce_bytes
+        copied = 2 * times * self.block * work.gather_bytes  # read and written
+        return parts.new(new) + copied / parts.memory
 
     @property
     def sharded(self) -> bool:

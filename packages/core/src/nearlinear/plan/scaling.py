@@ -45,8 +45,7 @@ def curve(
         config.parallel, hybrid_shard_degree=sharing["shard"] * sharing["context"]
     )
     fixed = dataclasses.replace(config, parallel=kept)
-    backend = config.parallel.communication_backend
-    fitted = like.fitted if like else parameters.on(cluster.node, backend)
+    fitted = like.fitted if like else parameters.on(cluster.node)
     ids = like.work.shape.vocabulary if like else vocabulary_of(config)
     points: list[Point] = []
     nodes = cluster.nodes

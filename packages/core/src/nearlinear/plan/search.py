@@ -139,7 +139,7 @@ def _work(config: TrainConfig, cluster: Cluster, like: Plan | None) -> workload.
 
 def _seconds(work: workload.Workload, cluster: Cluster, like: Plan | None) -> float:
     """Of a step."""
-    fitted = like.fitted if like else parameters.on(cluster.node, work.backend)
+    fitted = like.fitted if like else parameters.on(cluster.node)
     return step(work, cluster, fitted).seconds
 
 

@@ -20,6 +20,7 @@ from ..plan.parameters import Parameters
 from ..train.config import TrainConfig
 from ..train.flops import peak_tflops
 from . import memory, rates, sweep
+from .contention import contention
 from .measure import candidates
 
 
@@ -35,8 +36,8 @@ def measure(config: TrainConfig, name: str, rounds: int) -> Node:
     backend = "nccl" if now.device.type == "cuda" else meant
     found = rates.measure_rates(now, rounds)
     names = candidates(backend, now.device)
-    rows = sweep.sweep(now, names, rounds)
-    taken = {each: sweep.contention(now, each, rounds) for each in names}
+    places = sweep.places(now, names)
+    rows = sweep.sweep(now, places, rounds)
     return Node(
         name=name,
         gpu=_accelerator(f"{name}-device", found, rows, now, here),
@@ -44,7 +45,7 @@ def measure(config: TrainConfig, name: str, rounds: int) -> Node:
         network_gbps=_rate([row for row in rows if row.nodes > 1]) * 8,
         sources=[_said(now, here)],
         measured=_parameters(found, now.device.type),
-        contention=taken,
+        contention=contention(now, places, rounds),
         collectives=rows,
     )
 
@@ -94,6 +95,7 @@ def _parameters(found: rates.Rates, device: str) -> dict[str, float]:
         "network_share": 1.0,
         "flash_share": min(1.0, found.attention[precision] / best),
         "kernel_seconds": found.kernel,
+        "fresh_seconds": found.fresh * 1e9,
         "straggler": 0.0,
     }
 
@@ -128,12 +130,9 @@ def to_toml(node: Node) -> str:
         f"[{table}.measured]",
         *(f"{key} = {value!r}  # {meanings[key]}" for key, value in node.measured.items()),
     ]
-    for backend, values in node.contention.items():
-        lines += ["", f"[{table}.contention.{json.dumps(backend)}]"]
-        lines += [f"{key} = {value!r}  # {meanings[key]}" for key, value in values.items()]
-    for row in node.collectives:
-        values = dataclasses.asdict(row).items()
-        lines += ["", f"[[{table}.collectives]]", *(f"{k} = {json.dumps(v)}" for k, v in values)]
+    for kind in ("contention", "collectives"):
+        for row in getattr(node, kind):
+            lines += ["", f"[[{table}.{kind}]]", *schema.pairs(dataclasses.asdict(row), bare=True)]
     return "\n".join(lines) + "\n"
 
 
@@ -148,6 +147,12 @@ def text(node: Node) -> str:
     for row in node.collectives:
         times = ", ".join(f"{size / 2**20:.3g}: {s * 1e3:.3g}" for size, s in row.points)
         links.append((row.kind, row.backend, str(row.ranks), str(row.nodes), times))
+    costs = [("beside products", "backend", "ranks", "nodes", "", "each", "")]
+    for row in node.contention:
+        place = "in turn", row.backend, str(row.ranks), str(row.nodes)
+        costs.append((*place, f"{row.turn_share:+.1%}", _ms(row.turn_seconds), "of products"))
+        own = f"{row.borrowed_share:+.1%}", _ms(row.borrowed_seconds), "of collectives"
+        costs.append(("beside", *place[1:], *own))
     measured = [f"  {key} = {value:.3g}" for key, value in node.measured.items()]
     return "\n".join(
         [
@@ -156,11 +161,12 @@ def text(node: Node) -> str:
             *products,
             f"operators read and write {gpu.hbm_gb_s:.3g} GB/s; {gpu.memory_gib:.1f} GiB per rank",
             *table(links, left=(0, 1, 4)),
+            *(table(costs, left=(0, 1, 6)) if node.contention else []),
             "parameters of the time model here:",
             *measured,
-            *(
-                f"  {backend}: " + ", ".join(f"{key} = {value:.3g}" for key, value in each.items())
-                for backend, each in node.contention.items()
-            ),
         ]
     )
+
+
+def _ms(seconds: float) -> str:
+    return f"+{seconds * 1e3:.3g} ms"

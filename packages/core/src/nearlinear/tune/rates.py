@@ -27,6 +27,7 @@ DTYPES = {
     "cpu": {"fp32": torch.float32, "bf16": torch.bfloat16},
     "cuda": {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16},
 }
+NEW = 2**26  # bytes that malloc always maps anew
 WIDTH, HEADS, SEQUENCE, HEAD_WIDTH = 1024, 8, 512, 64
 
 
@@ -38,6 +39,8 @@ class Rates:
     """[edge of a cube, TFLOPS] by precision"""
     memory: float
     """bytes per second that operators read and write"""
+    fresh: float
+    """seconds more per byte that is written for the first time"""
     kernel: float
     """seconds of an operator that has nothing to do"""
     attention: dict[str, float]
@@ -53,7 +56,8 @@ def measure_rates(now: Runtime, rounds: int) -> Rates:
     attention = {name: _attention(dtype, device, rounds) for name, dtype in dtypes.items()}
     (kernel,) = per_call([functools.partial(torch.zeros(1, device=device).add, 1)], device, rounds)
     memory = _memory(next(iter(dtypes.values())), device, rounds)
-    return Rates(products, memory, kernel, attention, _host(device, rounds))
+    fresh = _fresh(device, rounds)
+    return Rates(products, memory, fresh, kernel, attention, _host(device, rounds))
 
 
 def per_call(ways: list[Callable], device: torch.device, rounds: int) -> list[float]:
@@ -113,6 +117,16 @@ def _gelu(states: torch.Tensor) -> torch.Tensor:
     """Eight operators: six of one tensor, two of two."""
     cubes = states + 0.044715 * torch.pow(states, 3.0)
     return 0.5 * states * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * cubes))
+
+
+def _fresh(device: torch.device, rounds: int) -> float:
+    """Of memory that the allocator asks the system for; 0 where it keeps what it was given back."""
+    if device.type != "cpu":
+        return 0.0
+    kept = torch.empty(NEW, dtype=torch.uint8)
+    ways = [lambda: torch.empty(NEW, dtype=torch.uint8).zero_(), kept.zero_]
+    first, again = per_call(ways, device, rounds)
+    return max(0.0, first - again) / NEW
 
 
 def _host(device: torch.device, rounds: int) -> float:
