@@ -48,6 +48,19 @@ def test_of_two_layouts_the_faster_one_is_told(found):
     assert found.ranking >= 0.82
 
 
+def test_wrong_pairs_come_from_few_runs(found):
+    few = validate.misplaced(found.scored)
+    assert 0 < len(few) <= 8
+    others = [each for each in found.scored if all(each is not one for one in few)]
+    right, total = validate.rank(others)
+    assert right / total >= 0.97
+    wrong, left = found.ranked[1] - found.ranked[0], total - right
+    assert left <= (1 - validate.NEARLY) * wrong
+    assert "most of the others have one of" in str(found)
+    in_order = [dataclasses.replace(each, predicted=each.run.seconds) for each in found.scored]
+    assert validate.misplaced(in_order) == []
+
+
 def test_runs_that_were_never_fitted(found):
     held = validate.errors(found.held_out)
     assert held.count == 62
