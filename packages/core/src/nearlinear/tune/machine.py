@@ -147,12 +147,11 @@ def text(node: Node) -> str:
     for row in node.collectives:
         times = ", ".join(f"{size / 2**20:.3g}: {s * 1e3:.3g}" for size, s in row.points)
         links.append((row.kind, row.backend, str(row.ranks), str(row.nodes), times))
-    costs = [("beside products", "backend", "ranks", "nodes", "", "each", "")]
+    costs = [("backend", "ranks", "nodes", "products lose in turn", "and beside")]
     for row in node.contention:
-        place = "in turn", row.backend, str(row.ranks), str(row.nodes)
-        costs.append((*place, f"{row.turn_share:+.1%}", _ms(row.turn_seconds), "of products"))
-        own = f"{row.borrowed_share:+.1%}", _ms(row.borrowed_seconds), "of collectives"
-        costs.append(("beside", *place[1:], *own))
+        in_turn = f"{row.turn_share:.1%}, {_ms(row.turn_seconds)} each"
+        beside = f"{row.borrowed_share:.1%} of collectives, {_ms(row.borrowed_seconds)} each"
+        costs.append((row.backend, str(row.ranks), str(row.nodes), in_turn, beside))
     measured = [f"  {key} = {value:.3g}" for key, value in node.measured.items()]
     return "\n".join(
         [
@@ -161,7 +160,7 @@ def text(node: Node) -> str:
             *products,
             f"operators read and write {gpu.hbm_gb_s:.3g} GB/s; {gpu.memory_gib:.1f} GiB per rank",
             *table(links, left=(0, 1, 4)),
-            *(table(costs, left=(0, 1, 6)) if node.contention else []),
+            *(table(costs) if node.contention else []),
             "parameters of the time model here:",
             *measured,
         ]
@@ -169,4 +168,4 @@ def text(node: Node) -> str:
 
 
 def _ms(seconds: float) -> str:
-    return f"+{seconds * 1e3:.3g} ms"
+    return f"{seconds * 1e3:.3g} ms"
