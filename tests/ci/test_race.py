@@ -1,6 +1,8 @@
 """The race: its arithmetic, its refusals, and one small race of all that can run here."""
 
 import json
+import os
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +12,7 @@ from hypothesis import strategies as st
 from ci.cluster import why_not
 from ci.race import __main__ as race
 from ci.race import course, figures, model, peers, spans, sweep, table, theory
-from ci.race.contestants import ENTRIES, LADDERS
+from ci.race.contestants import ENTRIES, LADDERS, zero
 from ci.race.plan import Plan
 from ci.race.teams import teams_of
 
@@ -33,6 +35,21 @@ def test_the_table_holds_medians_and_their_ratios():
     _, _, fsdp2, ours = table.render(Plan(contestants=()), turns).splitlines()
     assert fsdp2.split(" | ")[1:] == ["5.00", "4.00-6.00", "3.0", "560.5", "1.00x |"]
     assert ours.split(" | ")[1:] == ["2.50", "2.00-9.00", "3.0", "199.0", "2.00x |"]
+
+
+def test_a_build_that_was_killed_holds_nobody_up(tmp_path, monkeypatch):
+    old, young, other = (tmp_path / name for name in ("deepspeed_shm", "deepspeed_adam", "mine"))
+    for folder in (old, young, other):
+        folder.mkdir()
+        (folder / "lock").touch()
+    monkeypatch.setattr(zero, "BUILD", 0.5)
+    for folder in (old, other):
+        os.utime(folder / "lock", (0, 0))
+    begin = time.monotonic()
+    zero.forget_killed_builds(str(tmp_path))
+    assert time.monotonic() - begin > 0.3  # a build may have been under way
+    assert not any((folder / "lock").exists() for folder in (old, young))
+    assert (other / "lock").exists()
 
 
 def test_a_contestant_that_trains_something_else_is_named():

@@ -6,10 +6,38 @@ within a micro-batch. Gradient clipping, on by default, is off, as it is for eve
 
 from __future__ import annotations
 
+import os
+import time
+from pathlib import Path
+
 import torch.distributed as dist
+from torch.utils import cpp_extension
 
 from .. import model
 from ..plan import Plan
+
+BUILD = 300.0  # seconds; DeepSpeed's extension takes 70 on two cores
+
+
+def forget_killed_builds(folder: str) -> None:
+    """Remove DeepSpeed's locks in ``folder`` older than any build, and wait for younger ones to go.
+
+    A build that was killed leaves its lock, and torch would wait for it for ever.
+    """
+    for lock in Path(folder).rglob("deepspeed*/lock"):
+        while (born := _born(lock)) is not None:
+            if time.time() - born > BUILD:
+                lock.unlink(missing_ok=True)
+            else:
+                time.sleep(0.1)
+
+
+def _born(lock: Path) -> float | None:
+    """When it was made; None if it is gone."""
+    try:
+        return lock.stat().st_mtime
+    except FileNotFoundError:
+        return None
 
 
 def settings(plan: Plan, zero: dict) -> dict:
@@ -42,6 +70,10 @@ class Zero3:
     def __init__(self, plan: Plan, scaled: bool = True):
         import deepspeed
 
+        if dist.get_rank() == 0:
+            known = cpp_extension.get_default_build_root()
+            forget_killed_builds(os.environ.get("TORCH_EXTENSIONS_DIR", known))
+        dist.barrier()
         deepspeed.init_distributed(dist_backend=dist.get_backend(), verbose=False)
         built = model.build(plan)
         config = settings(plan, thresholds(built) if scaled else {})
