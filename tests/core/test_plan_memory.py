@@ -110,7 +110,7 @@ def test_what_the_allocator_gives_out():
     for (name, asked), ranks in zip(REAL.items(), runs, strict=True):
         plan = memory.estimate(asked, 2)
         between, most = ranks[plan.pipeline_rank or 0]
-        if plan.pipeline_rank is None:  # who waits for a rank that is late holds more
+        if plan.pipeline_rank is None:  # alike, but who waits for the other one holds more
             most = min(each for _, each in ranks)
         assert plan.persistent == between, name
         assert off(plan, most) < 0.1, name

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 import nearlinear as nl
+from nearlinear.spmd.threads import _Base
 
 both = pytest.mark.parametrize("processes", [False, pytest.param(True, marks=pytest.mark.slow)])
 
@@ -53,6 +54,30 @@ def test_ranks_that_make_a_group_do_not_wait_for_a_failed_one():
     start = time.monotonic()
     with pytest.raises(nl.spmd.RankError, match="rank 3 of 4 failed: ValueError"):
         nl.spmd.run(work, 4, timeout=200)
+    assert time.monotonic() - start < 60
+
+
+def test_all_ranks_end_though_others_come_to_collectives_while_one_fails(monkeypatch):
+    """A table of collectives that changes while the failing rank goes over it, as it may."""
+
+    class Changing(dict):
+        def values(self):
+            monkeypatch.setattr(Changing, "values", dict.values)
+            raise RuntimeError("dictionary keys changed during iteration")
+
+    monkeypatch.setattr(_Base, "_cur_coll_on_pgs", Changing())
+
+    def work(rank):
+        if rank == 1:
+            while not _Base._cur_coll_on_pgs:
+                time.sleep(0.1)
+            raise ValueError("first")
+        dist.barrier()
+
+    start = time.monotonic()
+    with pytest.raises(nl.spmd.RankError, match="rank 1 of 3 failed: ValueError: first"):
+        nl.spmd.run(work, 3, timeout=100)
+    assert Changing.values is dict.values
     assert time.monotonic() - start < 60
 
 

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import traceback
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -103,7 +104,7 @@ def run_threads(fn, ranks: int, args: tuple, timeout: float) -> list:
                 leaving.finish()
         except BaseException as error:  # SystemExit too: that is how the others are stopped
             state.error, state.failed_at = error, time.monotonic()
-            _Base.exception_handle(error)
+            end_collectives(error)
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
@@ -163,7 +164,9 @@ def _join(states: list[_Rank], timeout: float) -> None:
 
 def end_collectives(why: BaseException) -> None:
     """Have every rank's collective, that it is in or comes to, end with SystemExit."""
-    _Base.exception_handle(why)
+    while True:
+        with suppress(RuntimeError):  # a rank came to a collective or left one: begin again
+            return _Base.exception_handle(why)
 
 
 def _stop(states: list[_Rank], why: BaseException) -> None:
