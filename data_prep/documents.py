@@ -25,16 +25,16 @@ def describe(texts: Sequence[str]) -> np.ndarray:
     have more tokens than an index counts to: a token is a byte, or more.
     """
     entries = np.zeros(len(texts), LOG)
-    raw = [text.encode() for text in texts]
-    if raw and (longest := max(map(len, raw))) >= MOST_TOKENS:
+    raw = list(map(str.encode, texts))
+    sizes = np.fromiter(map(len, raw), np.int64, len(raw))
+    if (longest := int(sizes.max(initial=0))) >= MOST_TOKENS:
         raise DataError(
             f"a document has {longest} bytes, of which there may be {MOST_TOKENS - 1}: cut it "
             "before (plain text: --document paragraph or line)"
         )
     digests = b"".join(map(xxhash.xxh3_128_digest, raw))
     halves = np.frombuffer(digests, ">u8").reshape(-1, 2)
-    entries["high"], entries["low"] = halves[:, 0], halves[:, 1]
-    entries["bytes"] = np.fromiter(map(len, raw), np.uint32, len(raw))
+    entries["high"], entries["low"], entries["bytes"] = halves[:, 0], halves[:, 1], sizes
     return entries
 
 
