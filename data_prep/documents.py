@@ -4,11 +4,13 @@ A split's log has one entry per document, in order, 24 bytes each. The hash, xxh
 tells exact duplicates and, with the seed, who is held out for validation.
 """
 
+from codecs import readbuffer_encode
 from collections.abc import Sequence
 
 import numpy as np
 import xxhash
 
+from data_prep.pieces import PIECE
 from nearlinear.data.format.index import MOST_TOKENS
 from nearlinear.errors import DataError
 
@@ -25,7 +27,9 @@ def describe(texts: Sequence[str]) -> np.ndarray:
     have more tokens than an index counts to: a token is a byte, or more.
     """
     entries = np.zeros(len(texts), LOG)
-    raw = list(map(str.encode, texts))
+    # An encoder asks for the UTF-8 of a text once more: with what `str.encode` gives, it is made
+    # again, while a buffer of a text stays with it. Long ones are encoded in pieces.
+    raw = [text.encode() if len(text) > PIECE else readbuffer_encode(text)[0] for text in texts]
     sizes = np.fromiter(map(len, raw), np.int64, len(raw))
     if (longest := int(sizes.max(initial=0))) >= MOST_TOKENS:
         raise DataError(
@@ -57,6 +61,6 @@ def split_hash(entries: np.ndarray, seed: int) -> np.ndarray:
 
 def places(entries: np.ndarray, seed: int, threshold: int) -> np.ndarray:
     """`VAL` where the split hash is below `threshold` (at most 2**64), else `TRAIN`: uint8."""
-    if threshold >= 2**64:
-        return np.full(len(entries), VAL, np.uint8)
+    if threshold <= 0 or threshold >= 2**64:
+        return np.full(len(entries), VAL if threshold > 0 else TRAIN, np.uint8)
     return (split_hash(entries, seed) < np.uint64(threshold)).astype(np.uint8)
