@@ -22,14 +22,15 @@ from tests.support.command_line import write
 class Node:
     """A node of a job: torchrun and the ranks it starts, on this machine."""
 
-    def __init__(self, port: int, config: Path, log: Path):
+    def __init__(self, port: int, config: Path, log: Path, has_rendezvous: bool = False):
         self.log = log
-        patience = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"
+        patience = "last_call_timeout=6,keep_alive_interval=1,keep_alive_max_attempt=6"
         command = [
             sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:2",
             "--nproc-per-node", "1", "--max-restarts", "3", "--rdzv-backend", "c10d",
             "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "elastic",
-            "--rdzv-conf", patience, "-m", "nearlinear.cli", "train", str(config),
+            "--rdzv-conf", f"{patience},is_host={has_rendezvous}",
+            "-m", "nearlinear.cli", "train", str(config),
         ]  # fmt: skip
         with log.open("wb") as output:
             self.launcher = subprocess.Popen(
@@ -68,10 +69,10 @@ def test_one_of_two_nodes_is_lost(small_run, tmp_path):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     config = write(small_run, tmp_path)
-    nodes = [Node(port, config, tmp_path / "log-0")]
+    nodes = []
     try:
-        time.sleep(1)  # this one is to have the rendezvous
-        nodes.append(Node(port, config, tmp_path / "log-1"))
+        nodes += [Node(port, config, tmp_path / "log-0", has_rendezvous=True)]
+        nodes += [Node(port, config, tmp_path / "log-1")]
         until(lambda: kept.steps(tmp_path / "kept"), *nodes)
         nodes[1].die()
         until(lambda: not nodes[0].running, nodes[0])

@@ -183,22 +183,59 @@ def test_a_rank_that_cannot_write_is_named_on_all_ranks(monkeypatch, tmp_path, t
     nl.spmd.run(work, 2)
 
 
+def mute(monkeypatch, gone: int) -> None:
+    """Nothing of what rank ``gone`` says gets through."""
+    for name in ("tell", "announce"):
+        say = getattr(meeting.Meeting, name)
+        monkeypatch.setattr(
+            meeting.Meeting,
+            name,
+            lambda self, *words, say=say: self.rank == gone or say(self, *words),
+        )
+
+
 def test_nobody_waits_long_for_a_rank_that_is_gone(monkeypatch, tmp_path):
     """Rank 1 never says that it has written: rank 0 has met with an error, and gives up."""
-    tell = meeting.Meeting.tell
-    monkeypatch.setattr(
-        meeting.Meeting, "tell", lambda self, *words: self.rank == 1 or tell(self, *words)
-    )
+    mute(monkeypatch, 1)
 
     def work(rank):
         model, updates = trained(rank)
         started = nl.save(tmp_path, model, updates)
-        started.abandon(0.2)
-        with pytest.raises(CheckpointError, match="other ranks did not finish"):
+        started.abandon(seconds=0.2)
+        with pytest.raises(CheckpointError, match="was not heard of, so this checkpoint is not"):
             saving.finish()
 
     nl.spmd.run(work, 2)
     assert not (tmp_path / index.NAME).exists()
+
+
+@pytest.mark.parametrize("gone", [0, 1, 3])
+def test_nobody_waits_for_a_rank_that_is_known_to_be_dead(monkeypatch, tmp_path, gone):
+    mute(monkeypatch, gone)
+
+    def work(rank):
+        model, updates = trained(rank)
+        started = nl.save(tmp_path, model, updates)
+        started.abandon(nl.RankLost("it has died", gone=gone), seconds=10_000)
+        with pytest.raises(CheckpointError, match=f"rank {gone} was not heard of"):
+            started.wait()
+
+    nl.spmd.run(work, 4, timeout=100)
+    assert not (tmp_path / index.NAME).exists()
+
+
+def test_a_dead_rank_that_had_written_all_takes_no_checkpoint_with_it(tmp_path):
+    def work(rank):
+        model, updates = trained(rank)
+        started = nl.save(tmp_path, model, updates)
+        if rank == 1:
+            started.wait()
+        dist.barrier()
+        started.abandon(nl.RankLost("it has died", gone=1))
+        started.wait()
+
+    nl.spmd.run(work, 2)
+    assert (tmp_path / index.NAME).exists()
 
 
 def test_the_newest_is_pointed_at_once_it_is_there(tmp_path):

@@ -17,7 +17,15 @@ LOOK_EVERY = 0.02, 0.5
 
 
 class Deserted(Exception):
-    """Others have not said a word for as long as they were waited for."""
+    """``rank`` has not said a word for as long as it was waited for."""
+
+    def __init__(self, rank: int):
+        super().__init__(f"rank {rank} does not answer")
+        self.rank = rank
+
+
+Patience = Callable[[int], bool]
+"""whether a rank is still worth waiting for"""
 
 
 class Meeting:
@@ -30,11 +38,11 @@ class Meeting:
         """Let rank 0 know ``value`` (JSON)."""
         self.store.set(self._key(subject, self.rank), json.dumps(value))
 
-    def hear(self, subject: str, patient: Callable[[], bool]) -> list:
+    def hear(self, subject: str, patient: Patience) -> list:
         """What all ranks have told, in their order; on rank 0. Raises Deserted."""
         told = []
         for rank in range(self.world):
-            told.append(self._wait(self._key(subject, rank), patient))
+            told.append(self._wait(self._key(subject, rank), rank, patient))
             self.store.delete_key(self._key(subject, rank))
         return told
 
@@ -47,19 +55,19 @@ class Meeting:
         for subject in subjects:
             self.store.delete_key(self._key(subject, "all"))
 
-    def learn(self, subject: str, patient: Callable[[], bool]):
-        """What rank 0 has announced. Raises Deserted once ``patient()`` is false."""
-        return self._wait(self._key(subject, "all"), patient)
+    def learn(self, subject: str, patient: Patience):
+        """What rank 0 has announced. Raises Deserted."""
+        return self._wait(self._key(subject, "all"), 0, patient)
 
     def _key(self, subject: str, whose) -> str:
         return f"nearlinear/{self.name}/{subject}/{whose}"
 
-    def _wait(self, key: str, patient: Callable[[], bool]):
-        """Looks, and never blocks in the store: other threads of this process use it, too."""
+    def _wait(self, key: str, rank: int, patient: Patience):
+        """What ``rank`` has to say. Never blocks in the store: other threads use it, too."""
         pause, longest = LOOK_EVERY
         while not self.store.check([key]):
-            if not patient():
-                raise Deserted(key)
+            if not patient(rank):
+                raise Deserted(rank)
             time.sleep(pause)
             pause = min(2 * pause, longest)
         return json.loads(self.store.get(key))

@@ -26,7 +26,7 @@ from ..leaving import before_leaving
 from ..storage import Place
 from . import file, index
 from .index import File, Index
-from .meeting import Deserted, Meeting
+from .meeting import Deserted, Meeting, Patience
 from .snapshot import Copy, Snapshot
 
 log = logging.getLogger(__name__)
@@ -48,6 +48,7 @@ class Saving:
         self.known = False
         """whether it has been raised"""
         self._deadline: float | None = None
+        self._gone: int | None = None
         # not a daemon: a script that ends waits for its last checkpoint
         self._thread = threading.Thread(target=write, args=(self,), name="checkpoint")
         self._thread.start()
@@ -65,18 +66,22 @@ class Saving:
             raise CheckpointError(self.error)
         return self.folder
 
-    def abandon(self, seconds: float = AFTER_AN_ERROR) -> None:
-        """Wait no longer than this for other ranks, which may be gone."""
+    def abandon(self, why: BaseException | None = None, seconds: float = AFTER_AN_ERROR) -> None:
+        """Wait no longer than this for other ranks, and not at all for one that is dead.
+
+        ``why``: the error that ends this process, if there is one; a RankLost names who is dead.
+        """
+        self._gone = getattr(why, "gone", None)
         self._deadline = time.monotonic() + seconds
 
-    def patient(self) -> bool:
-        """Whether other ranks are still worth waiting for."""
+    def patient(self, rank: int) -> bool:
+        """Whether ``rank`` is still worth waiting for."""
         if self._deadline is None:
             ended_by_error = not threading.main_thread().is_alive() and hasattr(sys, "last_type")
             if ended_by_error:
-                self.abandon()
+                self.abandon(sys.last_value)
             return True
-        return time.monotonic() < self._deadline
+        return rank != self._gone and time.monotonic() < self._deadline
 
     def __fspath__(self) -> str:
         return os.fspath(self.folder)
@@ -168,8 +173,8 @@ def start(
     def write(saving: Saving) -> None:
         try:
             saving.error = _write(folder, saving.patient, meeting, name, copy, made, first)
-        except Deserted:
-            saving.error = f"{folder}: other ranks did not finish this checkpoint"
+        except Deserted as error:  # rank 0 says it to all, unless it is rank 0
+            saving.error = _unfinished(folder, error)
         except Exception as error:  # the store is gone, with the rank that had it
             saving.error = f"{folder}: this checkpoint was not finished: {error}"
         if saving.error:
@@ -190,10 +195,10 @@ def file_of(rank: int, world: int) -> str:
 
 
 def _write(
-    folder: Place, patient: Callable[[], bool], meeting: Meeting, name: str, copy: Copy,
+    folder: Place, patient: Patience, meeting: Meeting, name: str, copy: Copy,
     made: Callable, first: bool,
 ) -> str:  # fmt: skip
-    """Why it failed, the same on every rank; empty: it is there."""
+    """Why it failed, the same on every rank; empty: it is there. Raises Deserted."""
     answer = {}
     try:
         tensors = copy.complete()
@@ -206,7 +211,11 @@ def _write(
         answer = {"failed": f"rank {meeting.rank} cannot write {folder}: {_why(error)}"}
     meeting.tell("file", answer)
     if meeting.rank == 0:
-        meeting.announce("files", meeting.hear("file", patient))
+        try:
+            answers = meeting.hear("file", patient)
+        except Deserted as error:
+            answers = [{"failed": _unfinished(folder, error)}]
+        meeting.announce("files", answers)
     answers = meeting.learn("files", patient)
     failed = [answer["failed"] for answer in answers if "failed" in answer]
     if failed:
@@ -220,12 +229,20 @@ def _write(
             why = f"{folder / index.NAME} cannot be written: {_why(error)}"
     meeting.tell("index", why)
     if meeting.rank == 0:
-        meeting.announce("end", [why for why in meeting.hear("index", patient) if why])
+        try:
+            failures = [why for why in meeting.hear("index", patient) if why]
+        except Deserted as error:
+            failures = [_unfinished(folder, error)]
+        meeting.announce("end", failures)
     failures = meeting.learn("end", patient)
     return f"{failures[0]}; {_UNTOUCHED}" if failures else ""
 
 
 _UNTOUCHED = "checkpoints that were there before are as they were"
+
+
+def _unfinished(folder: Place, error: Deserted) -> str:
+    return f"{folder}: rank {error.rank} was not heard of, so this checkpoint is not finished"
 
 
 def _why(error: Exception) -> str:

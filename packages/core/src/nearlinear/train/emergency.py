@@ -125,18 +125,22 @@ class Emergency:
         """The checkpoint of the boundary. Raises CheckpointError and Deserted."""
         saves, step = planned.saves, self._boundary.step
         if saves.newest is not None:
-            saves.newest.abandon(WRITING)
+            saves.newest.abandon(seconds=WRITING)
         with contextlib.suppress(CheckpointError):  # of an earlier step, and known by now
             saves.finish()
         folder = kept.folder_of(self.keeper.folder, step)
         end = time.monotonic() + PATIENCE + WRITING  # others may wait for their files, too
+
+        def patient(rank: int) -> bool:
+            return time.monotonic() < end
+
         self._times += 1
         name = f"emergency/{planned.name}/{self._times}"
         meeting = Meeting(saves.store, name, saves.rank, saves.world)
         meeting.tell("ready", [step, why_not, index.NAME in folder.sizes()])
         if saves.rank == 0:
-            meeting.announce("go", _agreed(meeting.hear("ready", lambda: time.monotonic() < end)))
-        refused, there = meeting.learn("go", lambda: time.monotonic() < end)
+            meeting.announce("go", _agreed(meeting.hear("ready", patient)))
+        refused, there = meeting.learn("go", patient)
         if refused:
             raise CheckpointError(refused)
         if there:
@@ -149,7 +153,7 @@ class Emergency:
                 lambda: kept.point(self.keeper.folder, step),
                 self._boundary.random,
             )
-        started.abandon(WRITING)
+        started.abandon(seconds=WRITING)
         return str(started.wait())
 
     @contextlib.contextmanager

@@ -77,7 +77,7 @@ class Keeper:
             self.saving.wait()
         return kept.folder_of(self.folder, self.saved) if self.saved else None
 
-    def abandon(self) -> None:
+    def abandon(self, why: BaseException) -> None:
         """Do not wait long for other ranks: this one has met with an error."""
         if self.saving is not None:
-            self.saving.abandon()
+            self.saving.abandon(why)

@@ -140,8 +140,8 @@ class Trainer:
                 self.watch.at("the beginning of the run")
                 self._introduce(last)
                 return self._run(last)
-        except BaseException:
-            self.keeper.abandon()
+        except BaseException as error:
+            self.keeper.abandon(error)
             raise
         finally:
             self.ending.leave()

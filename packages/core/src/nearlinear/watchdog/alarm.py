@@ -16,8 +16,10 @@ class RankLost(NearlinearError):
 
     everywhere = True
 
-    def __init__(self, message: str, restart: bool = True):
+    def __init__(self, message: str, restart: bool = True, gone: int | None = None):
         super().__init__(message)
+        self.gone = gone
+        """the rank, if it is dead: what it has begun stays as it is"""
         # a rank that is lost may be there the next time; one that failed by its own fault is not
         self.exit_code = 128 + signal.SIGTERM if restart else 1
 
@@ -41,4 +43,5 @@ class Alarm:
 
     def error(self, more: str = "") -> RankLost:
         """What ranks raise that are well; ``more``: what has come of it."""
-        return RankLost("; ".join(filter(None, [self.text, more])), self.kind != "failed")
+        gone = self.rank if self.kind == "silent" else None
+        return RankLost("; ".join(filter(None, [self.text, more])), self.kind != "failed", gone)
