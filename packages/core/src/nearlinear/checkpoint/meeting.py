@@ -34,30 +34,41 @@ class Meeting:
     def __init__(self, store: dist.Store, name: str, rank: int, world: int):
         self.store, self.name, self.rank, self.world = store, name, rank, world
 
-    def tell(self, subject: str, value) -> None:
-        """Let rank 0 know ``value`` (JSON)."""
-        self.store.set(self._key(subject, self.rank), json.dumps(value))
+    def agree(self, subject: str, value, patient: Patience, made: Callable[[list], object] = list):
+        """On all ranks, what rank 0 has ``made`` of their values (JSON), which are in their order.
 
-    def hear(self, subject: str, patient: Patience) -> list:
-        """What all ranks have told, in their order; on rank 0. Raises Deserted."""
-        told = []
-        for rank in range(self.world):
-            told.append(self._wait(self._key(subject, rank), rank, patient))
-            self.store.delete_key(self._key(subject, rank))
-        return told
+        Raises Deserted for a rank that has told none: on all ranks alike, unless that is rank 0.
+        """
+        self.tell(subject, value)
+        if self.rank == 0:
+            try:
+                self.announce(subject, {"agreed": made(self._hear(subject, patient))})
+            except Deserted as error:
+                self.announce(subject, {"deserted": error.rank})
+        answer = self._wait(self._key(subject, "all"), 0, patient)
+        if "deserted" in answer:
+            raise Deserted(answer["deserted"])
+        return answer["agreed"]
+
+    def tell(self, subject: str, value) -> None:
+        """Let rank 0 know."""
+        self.store.set(self._key(subject, self.rank), json.dumps(value))
 
     def announce(self, subject: str, value) -> None:
         """Let all ranks know; on rank 0."""
         self.store.set(self._key(subject, "all"), json.dumps(value))
 
     def forget(self, *subjects: str) -> None:
-        """What was announced, once all have learned it; on rank 0."""
+        """What was agreed, once all have learned it; on rank 0."""
         for subject in subjects:
             self.store.delete_key(self._key(subject, "all"))
 
-    def learn(self, subject: str, patient: Patience):
-        """What rank 0 has announced. Raises Deserted."""
-        return self._wait(self._key(subject, "all"), 0, patient)
+    def _hear(self, subject: str, patient: Patience) -> list:
+        told = []
+        for rank in range(self.world):
+            told.append(self._wait(self._key(subject, rank), rank, patient))
+            self.store.delete_key(self._key(subject, rank))
+        return told
 
     def _key(self, subject: str, whose) -> str:
         return f"nearlinear/{self.name}/{subject}/{whose}"

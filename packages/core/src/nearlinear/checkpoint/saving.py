@@ -162,7 +162,7 @@ def start(
     checkpoint is there.
     """
     if mine.meeting is not None and mine.rank == 0:
-        mine.meeting.forget("files", "end")
+        mine.meeting.forget("file", "index")
     meeting = mine.meeting = Meeting(mine.store, f"save/{name}", mine.rank, mine.world)
     copy = mine.snapshot.of(tensors, later)
     if mine.hook is not None:
@@ -173,8 +173,9 @@ def start(
     def write(saving: Saving) -> None:
         try:
             saving.error = _write(folder, saving.patient, meeting, name, copy, made, first)
-        except Deserted as error:  # rank 0 says it to all, unless it is rank 0
-            saving.error = _unfinished(folder, error)
+        except Deserted as error:
+            unheard = f"{folder}: rank {error.rank} was not heard of"
+            saving.error = f"{unheard}, so this checkpoint is not finished; {_UNTOUCHED}"
         except Exception as error:  # the store is gone, with the rank that had it
             saving.error = f"{folder}: this checkpoint was not finished: {error}"
         if saving.error:
@@ -209,14 +210,7 @@ def _write(
             answer = {"bytes": found.bytes, "sha256": found.sha256}
     except Exception as error:  # whatever it is, the others must hear of it
         answer = {"failed": f"rank {meeting.rank} cannot write {folder}: {_why(error)}"}
-    meeting.tell("file", answer)
-    if meeting.rank == 0:
-        try:
-            answers = meeting.hear("file", patient)
-        except Deserted as error:
-            answers = [{"failed": _unfinished(folder, error)}]
-        meeting.announce("files", answers)
-    answers = meeting.learn("files", patient)
+    answers = meeting.agree("file", answer, patient)
     failed = [answer["failed"] for answer in answers if "failed" in answer]
     if failed:
         return f"{failed[0]}; {_UNTOUCHED}"
@@ -227,22 +221,11 @@ def _write(
             made([File(**answer) if answer else None for answer in answers]).write(folder)
         except Exception as error:
             why = f"{folder / index.NAME} cannot be written: {_why(error)}"
-    meeting.tell("index", why)
-    if meeting.rank == 0:
-        try:
-            failures = [why for why in meeting.hear("index", patient) if why]
-        except Deserted as error:
-            failures = [_unfinished(folder, error)]
-        meeting.announce("end", failures)
-    failures = meeting.learn("end", patient)
+    failures = meeting.agree("index", why, patient, lambda told: [why for why in told if why])
     return f"{failures[0]}; {_UNTOUCHED}" if failures else ""
 
 
 _UNTOUCHED = "checkpoints that were there before are as they were"
-
-
-def _unfinished(folder: Place, error: Deserted) -> str:
-    return f"{folder}: rank {error.rank} was not heard of, so this checkpoint is not finished"
 
 
 def _why(error: Exception) -> str:

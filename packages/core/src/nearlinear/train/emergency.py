@@ -137,10 +137,8 @@ class Emergency:
         self._times += 1
         name = f"emergency/{planned.name}/{self._times}"
         meeting = Meeting(saves.store, name, saves.rank, saves.world)
-        meeting.tell("ready", [step, why_not, index.NAME in folder.sizes()])
-        if saves.rank == 0:
-            meeting.announce("go", _agreed(meeting.hear("ready", patient)))
-        refused, there = meeting.learn("go", patient)
+        mine = [step, why_not, index.NAME in folder.sizes()]
+        refused, there = meeting.agree("ready", mine, patient, _agreed)
         if refused:
             raise CheckpointError(refused)
         if there:
