@@ -131,8 +131,7 @@ def misplaced(scored: list[Scored]) -> list[Scored]:
     left, found = _wrong(_pairs_of(scored)), []
     most = (1 - NEARLY) * len(left)
     while len(left) > most:
-        count = Counter(id(each) for pair in left for each in pair)
-        worst, _ = max(count.items(), key=lambda item: item[1])
+        [(worst, _)] = Counter(id(each) for pair in left for each in pair).most_common(1)
         found += [each for each in scored if id(each) == worst]
         left = [pair for pair in left if worst not in map(id, pair)]
     return found
