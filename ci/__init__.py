@@ -1,1 +1,7 @@
-"""What continuous integration runs beyond pytest."""
+"""Build tooling, emulated infrastructure, benchmarks and validation of this repository.
+
+- Tooling: ``environment``, ``notebooks``, ``browser``, ``prose``, ``torch_matrix``.
+- Emulated clusters and services, also used by notebooks: ``emulation``.
+- Benchmarks: ``benchmarks``; comparison with other libraries: ``benchmarks.compare``.
+- Validation: ``planner_validation``, ``fault_injection``, ``sagemaker_sdk``.
+"""

@@ -1,8 +1,8 @@
-"""Build and keep up .venv, the one environment everything in this repository runs in.
+"""Build and update .venv, the environment of everything in this repository.
 
-Uses uv when it is on PATH and pip otherwise, installs the versions in constraints.txt, and leaves a
-stamp of what it was built from: a changed or interrupted set-up repairs itself on the next call.
-Python standard library only, for it runs before anything is installed.
+Uses uv if it is on PATH, otherwise pip, and installs the versions in constraints.txt. A stamp file
+records the inputs of the build, so that a changed or interrupted set-up is repaired on the next
+call. Uses the Python standard library only, because it runs before anything is installed.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ PYTHON = BIN / "python"
 LOG = VENV / "setup.log"
 STAMP = VENV / "setup.json"
 EXTRAS = "data,notebooks,monitor,kubernetes,s3,sagemaker,dev"
-GLUE = "nearlinear_collectives.build"  # compiles what the first import would otherwise
-# What tests compare with: the first is made from source, with this environment's torch and no
-# kernels; the second is wanted for its files' reader.
+GLUE = "nearlinear_collectives.build"  # compiles ahead of the first import
+# Libraries that tests compare with. DeepSpeed is built from source with this environment's torch
+# and without kernels; Megatron Core provides the reference reader of its file format.
 PEERS = ["deepspeed", "megatron-core"]
 PEERS_SETTINGS = {"DS_BUILD_OPS": "0", "DS_ACCELERATOR": "cpu"}
 
-# What an installer's log says, and what to tell the person who reads it.
+# Messages in an installer's log, and the remedy to print.
 REMEDIES = [
     (
         ("No space left on device", "os error 28"),
@@ -45,19 +45,19 @@ REMEDIES = [
         ("Temporary failure in name resolution", "NewConnectionError", "dns error",
          "Failed to fetch", "Connection refused", "ConnectTimeout", "Read timed out",
          "error sending request", "Network is unreachable", "Max retries exceeded"),
-        "The package registry cannot be reached. Check the network, or name a mirror in "
-        "PIP_INDEX_URL, or a folder of wheels in PIP_FIND_LINKS.",
+        "The package registry cannot be reached. Check the network, or set PIP_INDEX_URL to a "
+        "mirror or PIP_FIND_LINKS to a folder of wheels.",
     ),
     (
         ("No matching distribution found", "No solution found", "ResolutionImpossible"),
         "A pinned version in constraints.txt has no build for this Python and platform. "
-        "Try Python 3.11, or name where the build is in PIP_FIND_LINKS or PIP_EXTRA_INDEX_URL.",
+        "Try Python 3.11, or set PIP_FIND_LINKS or PIP_EXTRA_INDEX_URL to a source of the build.",
     ),
 ]  # fmt: skip
 
 
 class SetupError(Exception):
-    """The environment cannot be made; the message says why and what to do, in plain words."""
+    """The environment cannot be built; the message states the cause and the remedy."""
 
 
 def say(text: str) -> None:
@@ -65,13 +65,13 @@ def say(text: str) -> None:
 
 
 def packages() -> list[Path]:
-    """Folders of this workspace's packages, core first."""
+    """Return the folders of this workspace's packages, core first."""
     found = sorted(path.parent for path in ROOT.glob("packages/*/pyproject.toml"))
     return sorted(found, key=lambda path: path.name != "core")
 
 
 def fingerprint() -> str:
-    """A hash of everything that decides what is installed, and where."""
+    """Return a hash of all inputs of the installation."""
     digest = hashlib.sha256(f"{ROOT} {sys.version_info[:2]} {EXTRAS}".encode())
     parts = [ROOT / "constraints.txt"]
     for package in packages():
@@ -97,9 +97,11 @@ def works(python: Path) -> bool:
 
 
 def ensure(lab: bool = False, peers: bool = False) -> None:
-    """Make .venv match constraints.txt and the packages; at once when it already does.
+    """Make .venv match constraints.txt and the packages.
 
-    ``lab`` adds Jupyter Lab, ``peers`` the libraries that tests compare with; both stay.
+    Args:
+        lab: Add Jupyter Lab.
+        peers: Add the libraries that tests compare with.
     """
 
     def ready() -> bool:
@@ -112,8 +114,8 @@ def ensure(lab: bool = False, peers: bool = False) -> None:
 
     if complete():
         return
-    with only_one(ROOT / ".venv.lock"):
-        if not ready():  # another ./run may have built it while this one waited
+    with file_lock(ROOT / ".venv.lock"):
+        if not ready():  # another ./run may have built it meanwhile
             build(lab)
         if not complete():
             add_peers()
@@ -124,8 +126,8 @@ def build(lab: bool) -> None:
     old = read_stamp()
     lab = lab or old.get("lab", False)
     root_and_python = [str(ROOT), list(sys.version_info[:2])]
-    # An update goes on top of a finished environment made by the same Python and installer;
-    # anything else (interrupted, moved, damaged) is rebuilt from nothing.
+    # A finished environment of the same Python and installer is updated. Any other environment
+    # (interrupted, moved, damaged) is rebuilt from scratch.
     built_with = [*root_and_python, "uv" if uv else "pip"]
     update = old.get("built_with") == built_with and works(PYTHON)
     say(f"{'Updating' if update else 'Building'} .venv with {built_with[-1]} (details: {LOG})")
@@ -135,7 +137,7 @@ def build(lab: bool) -> None:
     else:
         if VENV.exists() and not LOG.exists() and any(VENV.iterdir()):
             raise SetupError(
-                f"{VENV} exists and was not made by ./run. Move or delete it, then try again."
+                f"{VENV} exists and was not created by ./run. Move or delete it, then try again."
             )
         shutil.rmtree(VENV, ignore_errors=True)
         VENV.mkdir(exist_ok=True)
@@ -154,9 +156,7 @@ def build(lab: bool) -> None:
             target += f"[{EXTRAS}{',lab' if lab else ''}]"
         isolation = []
         tools = build_requirements(package)
-        if any(
-            tool.startswith("torch") for tool in tools
-        ):  # compiled against the torch just installed
+        if any(tool.startswith("torch") for tool in tools):  # compile against the installed torch
             tools = [tool for tool in tools if not tool.startswith("torch")]
             if tools:
                 install_step(f"build tools of {package.name}", [*pip, *tools], env)
@@ -170,7 +170,7 @@ def build(lab: bool) -> None:
 
 
 def installer(uv: str | None) -> tuple[list[str], dict[str, str]]:
-    """The command that installs the pinned versions of what is named after it, and its settings."""
+    """Return the install command with pinned versions, and its environment variables."""
     pip = [uv, "pip", "install", "--python", str(PYTHON)] if uv else [
         str(PYTHON), "-m", "pip", "install", "--disable-pip-version-check"]  # fmt: skip
     env = uv_environment(os.environ, pip_config()) if uv else dict(os.environ)
@@ -178,16 +178,16 @@ def installer(uv: str | None) -> tuple[list[str], dict[str, str]]:
 
 
 def add_peers() -> None:
-    """On top of a finished environment. Tests run without them too, and skip the comparisons."""
+    """Install the libraries of `PEERS`; without them, tests skip the comparisons."""
     pip, env = installer(shutil.which("uv"))
     missing = []
-    for what in ("setuptools, wheel", *PEERS):
+    for name in ("setuptools, wheel", *PEERS):
         try:
-            command = [*pip, "--no-build-isolation", *what.split(", ")]
-            install_step(what, command, {**env, **PEERS_SETTINGS})
+            command = [*pip, "--no-build-isolation", *name.split(", ")]
+            install_step(name, command, {**env, **PEERS_SETTINGS})
         except SetupError as error:
-            missing.append(what)
-            say(f"{error}\nGoing on without: tests that compare with {what} are skipped.")
+            missing.append(name)
+            say(f"{error}\nContinuing: tests that compare with {name} are skipped.")
     if not missing:
         STAMP.write_text(json.dumps({**read_stamp(), "peers": True}))
 
@@ -197,10 +197,14 @@ def build_requirements(package: Path) -> list[str]:
     return project.get("build-system", {}).get("requires", [])
 
 
-def install_step(what: str, command: list[str], env) -> None:
-    """Run one installer command, its output in the log; say what is being done and for how long."""
-    say(f"  {what} ...")
-    start = told = time.monotonic()
+def install_step(name: str, command: list[str], env) -> None:
+    """Run one installer command with its output in the log, and print progress.
+
+    Raises:
+        SetupError: If the command fails; contains the end of its output and a remedy.
+    """
+    say(f"  {name} ...")
+    start = reported = time.monotonic()
     with LOG.open("a") as log:
         print(f"$ {' '.join(command)}", file=log, flush=True)
         begin = log.tell()
@@ -212,43 +216,48 @@ def install_step(what: str, command: list[str], env) -> None:
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
         )
-        with ended_with_us(child):
+        with terminate_on_exit(child):
             while child.poll() is None:
                 time.sleep(0.2)
-                if time.monotonic() - told >= 20:
-                    told = time.monotonic()
-                    say(f"  {what} ... {told - start:.0f} s")
+                if time.monotonic() - reported >= 20:
+                    reported = time.monotonic()
+                    say(f"  {name} ... {reported - start:.0f} s")
     if child.returncode:
         output = LOG.read_bytes()[begin:].decode(errors="replace")
         tail = "\n".join("    " + line for line in output.splitlines()[-20:])
         raise SetupError(
-            f"{tail}\n\n{what}: the installer failed. {remedy(output)}\nFull log: {LOG}"
+            f"{tail}\n\n{name}: the installer failed. {remedy(output)}\nFull log: {LOG}"
         )
-    say(f"  {what}: done in {time.monotonic() - start:.0f} s")
+    say(f"  {name}: done in {time.monotonic() - start:.0f} s")
 
 
 def remedy(output: str) -> str:
-    """Plain words for what an installer's output says went wrong."""
+    """Return the remedy for a failure in an installer's output."""
     for signs, words in REMEDIES:
         if any(sign in output for sign in signs):
             return words
-    return "Its last lines are above; ./run repairs the environment when called again."
+    return (
+        "The last lines of its output are above; ./run repairs the environment when called again."
+    )
 
 
 def pip_config() -> dict[str, str]:
-    """pip's own settings for where packages come from (pip.conf and PIP_*), by option name."""
+    """Return pip's settings (pip.conf and PIP_*) by option name."""
     listing = subprocess.run(
         [sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True
     ).stdout
     pairs = (line.split("=", 1) for line in listing.splitlines() if "=" in line)
     found = {}
-    for key, value in sorted(pairs, reverse=True):  # 'global.' first, so that ':env:.' wins
+    for key, value in sorted(pairs, reverse=True):  # 'global.' first, ':env:.' overrides it
         found[key.rsplit(".", 1)[-1]] = value.strip("'\"")
     return found
 
 
 def uv_environment(environ, config: dict[str, str]) -> dict[str, str]:
-    """The environment for uv, which does not read pip's settings; its own ones win."""
+    """Return the environment for uv with pip's settings, which uv does not read itself.
+
+    Settings of uv take precedence.
+    """
     env = dict(environ)
     names = {
         "find-links": "UV_FIND_LINKS",
@@ -260,13 +269,15 @@ def uv_environment(environ, config: dict[str, str]) -> dict[str, str]:
         if value:
             separator = "," if option == "find-links" else " "
             env.setdefault(name, separator.join(value.replace("\\n", " ").split()))
-    env.setdefault("UV_INDEX_STRATEGY", "unsafe-best-match")  # pip's rule: the best of all indexes
+    env.setdefault(
+        "UV_INDEX_STRATEGY", "unsafe-best-match"
+    )  # pip's rule: the best version of all indexes
     return env
 
 
 @contextlib.contextmanager
-def only_one(path: Path):
-    """Hold a lock file, so that two ./run do not build one environment at once."""
+def file_lock(path: Path):
+    """Hold a lock file, so that two ./run do not build one environment concurrently."""
     with path.open("w") as lock:
         try:
             import fcntl
@@ -277,13 +288,13 @@ def only_one(path: Path):
                 say("Another ./run is building .venv; waiting for it ...")
                 fcntl.flock(lock, fcntl.LOCK_EX)
         except (ImportError, OSError) as error:
-            say(f"(no file locks here: {error}; do not start two ./run at once)")
+            say(f"File locks are not available ({error}). Do not start two ./run at the same time.")
         yield
 
 
 @contextlib.contextmanager
-def ended_with_us(child: subprocess.Popen):
-    """Whatever ends this block early (Ctrl-C, a termination signal) ends the child too."""
+def terminate_on_exit(child: subprocess.Popen):
+    """Terminate the child if the block is left early, as by Ctrl-C or a termination signal."""
     try:
         yield
     finally:

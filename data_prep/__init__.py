@@ -1,13 +1,19 @@
-"""Text to token shards: `python -m data_prep --help`, or `data_prep.prepare(...)` in a notebook.
+"""Prepare text as token shards: `python -m data_prep --help`, or `data_prep.prepare(...)`.
 
-`sources` yields documents in splits, `tokenizer` and `backends` turn them into ids, `job` is a
-preparation as planned, `work` does one split, `records` is what is kept of it, `pool` does many in
-processes, `engines` on a cluster, `merge` makes a dataset of them, `output` puts it in place under
-a `lock`, `compare` tells whether what is there is of the same job, and `build` is all of that.
-`report` and `figures` show what is in it. Imported on first use.
+Modules in the order of the data flow: `sources` yields documents in input splits, `plan` records
+all settings, `process_split` encodes one input split with `tokenizer` and `encoders`, `pool` and
+`engines` run many, `assign_splits` and `merge` make a dataset, and `output` publishes it. `resume`
+finds reusable work of an earlier run, and `build` runs all steps. `report` describes a dataset.
 """
 
 from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from data_prep import build, plan, processing, report, sources, tokenizer
+    from data_prep.build import prepare
+    from data_prep.report import inspect, summary
+    from data_prep.sources import Source
 
 _PUBLIC = {
     "prepare": "build",
@@ -15,12 +21,24 @@ _PUBLIC = {
     "summary": "report",
     "inspect": "report",
 }
-_MODULES = ("sources", "tokenizer", "build", "job", "report", "figures", "processing")
+_MODULES = ("sources", "tokenizer", "build", "plan", "report", "processing")
 
-__all__ = [*_PUBLIC, *_MODULES]
+__all__ = [
+    "Source",
+    "build",
+    "inspect",
+    "plan",
+    "prepare",
+    "processing",
+    "report",
+    "sources",
+    "summary",
+    "tokenizer",
+]
 
 
-def __getattr__(name: str):
+def __getattr__(name: str) -> Any:
+    """Import public names on first use."""
     if name in _MODULES:
         return import_module(f"data_prep.{name}")
     if name in _PUBLIC:

@@ -1,19 +1,23 @@
-"""The command line: `python -m data_prep prepare SOURCE`, `verify DIR` and more (`--help`).
+"""Command line: `python -m data_prep prepare SOURCE`, `verify DIR` and more (`--help`).
 
-Exit codes: 0 done, 2 an error the user can act on (one line on stderr; `--debug` adds the
-traceback), 130 interrupted. Everything heavy is imported after the arguments are parsed.
+Exit codes: 0 for success, 2 for an error that the user can act on (one line on stderr; `--debug`
+shows the traceback), 130 for an interruption. Heavy modules are imported after parsing.
 """
 
 import argparse
 import json
 import sys
 import time
+from typing import TYPE_CHECKING, Any
 
 from data_prep.arguments import SOURCES, parser
 
+if TYPE_CHECKING:
+    from data_prep.sources import Source
+
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one command and return its exit code; `arguments` default to the process's."""
+    """Run one command and return its exit code. `arguments` default to `sys.argv`."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments and arguments[0] in SOURCES:
         arguments = ["prepare", *arguments]
@@ -23,12 +27,12 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     except KeyboardInterrupt:
         print(
-            "interrupted: the output folder is as it was before; the same command goes on",
+            "interrupted: the output folder is unchanged; run the same command to resume",
             file=sys.stderr,
         )
         return 130
     except Exception as error:
-        message = None if options.debug else _message(error)
+        message = None if options.debug else _user_message(error)
         if message is None:
             raise
         print(f"error: {' '.join(message.split())}", file=sys.stderr)
@@ -41,10 +45,11 @@ def _prepare(options: argparse.Namespace) -> None:
 
     source = _source(options)
     out = options.out or f"data/{source.name}"
-    chosen = {name: value for name, value in (
-        ("shard_tokens", options.shard_tokens),
-        ("backends", options.backend and (options.backend,)),
-    ) if value is not None}  # fmt: skip
+    given: dict[str, Any] = {}
+    if options.shard_tokens is not None:
+        given["shard_tokens"] = options.shard_tokens
+    if options.backend is not None:
+        given["backends"] = (options.backend,)
     manifest = prepare(
         source,
         out,
@@ -60,16 +65,18 @@ def _prepare(options: argparse.Namespace) -> None:
         workers=options.workers,
         engine=options.engine,
         tasks=options.tasks,
-        engine_options=_pairs(options.engine_option),
+        engine_options=_parse_pairs(options.engine_option),
         overwrite=options.overwrite,
         progress="json" if options.json else True,
-        **chosen,
+        **given,
     )
     if manifest is None and options.json:
-        _print_json({"event": "submitted", "folder": str(out), "logs": str(output.logs(out))})
+        _print_json(
+            {"event": "submitted", "folder": str(out), "logs": str(output.logs_folder(out))}
+        )
     elif manifest is None:
-        print(f"submitted: {out} will be there when the jobs are done; its logs are in "
-              f"{output.logs(out)}")  # fmt: skip
+        print(f"submitted: {out} will exist when the jobs are done; their logs are in "
+              f"{output.logs_folder(out)}")  # fmt: skip
     elif options.json:
         _print_json({"event": "prepared", "folder": str(out), "fingerprint": manifest.fingerprint})
     else:
@@ -83,11 +90,11 @@ def _plan(options: argparse.Namespace) -> None:
         _print_json({"source": source.name, "inputs": source.inputs, "splits": splits})
         return
     sizes = [split.bytes for split in splits]
-    known = None not in sizes
+    known = [size for size in sizes if size is not None]
     print(f"{source.name}: {len(source.inputs) or 1} inputs in {len(splits)} splits")
-    if known and sizes:
-        print(f"  {sum(sizes) / 1e6:,.1f} MB, the largest split {max(sizes) / 1e6:,.1f} MB")
-    print("  a split is what one worker does at a time, and is done again when it is stopped")
+    if sizes and len(known) == len(sizes):
+        print(f"  {sum(known) / 1e6:,.1f} MB, the largest split {max(known) / 1e6:,.1f} MB")
+    print("  a split is the unit of work of one worker, and of resumption")
 
 
 def _verify(options: argparse.Namespace) -> None:
@@ -125,7 +132,7 @@ def _inspect(options: argparse.Namespace) -> None:
 
     if options.json:
         _print_json({"event": "inspected", "folder": options.folder,
-                     **report.facts(options.folder)})  # fmt: skip
+                     **report.inspect_json(options.folder)})  # fmt: skip
     else:
         print(report.inspect(options.folder))
 
@@ -145,7 +152,7 @@ def _bench(options: argparse.Namespace) -> None:
     from data_prep.bench import bench
 
     peers = [name for name in options.peers.split(",") if name]
-    found = bench(options.file, peers, options.folder, say=not options.json)
+    found = bench(options.file, peers, options.folder, verbose=not options.json)
     if options.json:
         _print_json(found)
 
@@ -161,7 +168,7 @@ _COMMANDS = {
 }
 
 
-def _source(options: argparse.Namespace):
+def _source(options: argparse.Namespace) -> "Source":
     from data_prep import sources
 
     if options.source == "jsonl":
@@ -179,8 +186,8 @@ def _source(options: argparse.Namespace):
     return sources.botocore()
 
 
-def _pairs(options: list[str]) -> dict:
-    """KEY=VALUE as the executor takes them: numbers as numbers."""
+def _parse_pairs(options: list[str]) -> dict[str, int | str]:
+    """Parse KEY=VALUE pairs; integers become numbers."""
     from nearlinear.errors import ConfigError
 
     found = {}
@@ -192,12 +199,12 @@ def _pairs(options: list[str]) -> dict:
     return found
 
 
-def _print_json(document: dict) -> None:
+def _print_json(document: dict[str, Any]) -> None:
     print(json.dumps(document), flush=True)
 
 
-def _message(error: Exception) -> str | None:
-    """What to tell the user about `error`; None when it is a defect of ours."""
+def _user_message(error: Exception) -> str | None:
+    """Return the message for a user error, or None for a defect of this package."""
     if isinstance(error, ModuleNotFoundError) and error.name:
         return (
             f"the package {error.name.split('.')[0]} is not installed: run "

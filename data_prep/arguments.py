@@ -1,4 +1,4 @@
-"""The arguments of the command line, with what `--help` says. Imports nothing heavy."""
+"""Command line arguments and their help. Imports nothing heavy, so that `--help` is fast."""
 
 import argparse
 
@@ -17,76 +17,81 @@ _EXAMPLES = """examples:
   python -m data_prep prepare jsonl crawl/ --engine slurm --tasks 200 \\
       --engine-option time=2:00:00 --engine-option partition=cpu
   python -m data_prep prepare jsonl s3://crawl/2024/ --out s3://tokens/mine
-  python -m data_prep plan jsonl corpus/                what would be done, in which pieces
-  python -m data_prep verify data/botocore              every byte, by its checksums
+  python -m data_prep plan jsonl corpus/                print the input splits only
+  python -m data_prep verify data/botocore              compare every byte with its checksum
   python -m data_prep stats data/botocore --report report.html
   python -m data_prep inspect data/botocore             lengths, and the first document
   python -m data_prep export data/botocore --format nanogpt --out nanogpt/data/mine
-  python -m data_prep bench corpus.jsonl                against other tools, on your text
+  python -m data_prep bench corpus.jsonl                compare with other tools
 
-A preparation that is stopped, however it is stopped, goes on when it is started again.
+Run the same command again to resume a stopped preparation.
 `python -m data_prep SOURCE` is short for `python -m data_prep prepare SOURCE`.
 """
 
 
 def parser() -> argparse.ArgumentParser:
-    """The parser of `python -m data_prep`."""
-    whole = argparse.ArgumentParser(
+    """Return the parser of `python -m data_prep`."""
+    main = argparse.ArgumentParser(
         prog="python -m data_prep",
         description="Turn text into token shards for training.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    commands = whole.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = main.add_subparsers(dest="command", required=True, metavar="COMMAND")
     planning = argparse.ArgumentParser(add_help=False)
     _add_common(planning)
     for name, about, options in (
-        ("prepare", "make token shards of a source of text, or go on where it was stopped",
+        ("prepare", "write a source of text as token shards, or resume a stopped preparation",
          _preparing_options()),
-        ("plan", "say in which pieces a source would be prepared, and do nothing", planning),
+        ("plan", "print the input splits of a source without preparing it", planning),
     ):  # fmt: skip
         _add_sources(commands.add_parser(name, help=about, description=about), options)
     for name, about in (
-        ("verify", "check every byte of a prepared folder, by the checksums of its blocks"),
-        ("stats", "documents, lengths, duplicates, and what each way of packing keeps"),
-        ("inspect", "counts, document lengths and the first document of a prepared folder"),
-        ("export", "write a prepared folder as other tools read it"),
+        ("verify", "compare every byte of a prepared folder with its checksums"),
+        (
+            "stats",
+            "print documents, lengths, duplicates, and the tokens kept by each packing method",
+        ),
+        ("inspect", "print counts, document lengths and the first document of a prepared folder"),
+        ("export", "write a prepared folder in the format of another tool"),
     ):
         command = commands.add_parser(name, help=about, description=about)
         command.add_argument("folder", metavar="DIR")
         _add_common(command)
         if name == "stats":
-            command.add_argument("--report", metavar="FILE", help="also write a page of HTML")
+            command.add_argument(
+                "--report", metavar="FILE", help="also write an HTML page with figures"
+            )
         if name == "export":
             _add_export(command)
     _add_bench(commands)
-    return whole
+    return main
 
 
 def _add_sources(command: argparse.ArgumentParser, options: argparse.ArgumentParser) -> None:
-    """The sources with their arguments, each with `options`, too."""
+    """Add a subcommand per source, each with `options` as well."""
     sources = command.add_subparsers(dest="source", required=True, metavar="SOURCE")
 
     def source(name: str, about: str) -> argparse.ArgumentParser:
         return sources.add_parser(name, help=about, description=about, parents=[options])
 
-    source("botocore", "AWS API documentation in the installed botocore package; no network")
+    source("botocore", "AWS API documentation of the installed botocore package; needs no network")
     _add_revision(
-        source("openwebtext", "OpenWebText, 9 billion tokens, streamed from the Hugging Face hub")
+        source("openwebtext", "OpenWebText, 9 billion tokens, streamed from the Hugging Face Hub")
     )
     jsonl = source("jsonl", "JSON lines, plain, .gz or .zst, or folders of them")
     jsonl.add_argument("files", nargs="+", metavar="FILE")
     _add_text_field(jsonl)
-    jsonl.add_argument("--skip-bad-lines", action="store_true", help="leave out unreadable lines")
+    jsonl.add_argument("--skip-bad-lines", action="store_true", help="skip unreadable lines")
     text = source("text", "plain text: files, or folders of .txt and .md files")
     text.add_argument("paths", nargs="+", metavar="PATH")
     text.add_argument("--document", choices=("file", "line", "paragraph"), default="file",
-                      help="what one document is (default: file)")  # fmt: skip
-    parquet = source("parquet", "Parquet files, or folders of them: a row is a document")
+                      help="unit of a document (default: file)")  # fmt: skip
+    parquet = source("parquet", "Parquet files, or folders of them; each row is a document")
     parquet.add_argument("files", nargs="+", metavar="FILE")
     _add_text_field(parquet)
-    hub = source("hf", "a text dataset of the Hugging Face hub, streamed, or one saved to disk")
-    hub.add_argument("name", help="such as allenai/c4, or a folder")
+    hub = source("hf", "a text dataset of the Hugging Face Hub, streamed, or one saved to disk")
+    hub.add_argument("name", help="dataset, such as allenai/c4, or a folder")
     hub.add_argument("--split", default="train", help="split of the dataset (default: train)")
     hub.add_argument("--config", help="configuration of the dataset, such as en")
     _add_revision(hub)
@@ -95,63 +100,68 @@ def _add_sources(command: argparse.ArgumentParser, options: argparse.ArgumentPar
 
 def _add_revision(command: argparse.ArgumentParser) -> None:
     command.add_argument("--revision", metavar="COMMIT",
-                         help="commit of the dataset (default: the one of now)")  # fmt: skip
+                         help="commit of the dataset (default: the current one)")  # fmt: skip
 
 
 def _add_text_field(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--text-field", default="text", help="field of the text (default: text)")
-
-
-def _add_common(command) -> None:
     command.add_argument(
-        "--json", action="store_true", help="lines of JSON on stdout, for programs"
+        "--text-field", default="text", help="field that holds the text (default: text)"
     )
-    command.add_argument("--debug", action="store_true", help="show tracebacks")
+
+
+def _add_common(command: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+    command.add_argument("--json", action="store_true", help="print lines of JSON on stdout")
+    command.add_argument("--debug", action="store_true", help="show the traceback of an error")
 
 
 def _preparing_options() -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(add_help=False)
-    group = options.add_argument_group("preparing")
+    group = options.add_argument_group("preparation")
     add = group.add_argument
-    add("--out", metavar="DIR", help="a folder, or s3://bucket/prefix (default: data/SOURCE)")
+    add("--out", metavar="DIR", help="output folder, or s3://bucket/prefix (default: data/SOURCE)")
     add("--tokenizer", default="gpt2", metavar="gpt2|PATH",
         help="gpt2, or the path of a tokenizer.json (default: gpt2)")  # fmt: skip
-    add("--eos-token", metavar="TOKEN", help="end-of-text token, if the tokenizer does not say")
+    add("--eos-token", metavar="TOKEN", help="end-of-text token, if the tokenizer does not name it")
     add("--val-fraction", type=float, default=0.01, metavar="F",
         help="share of the documents held out for validation (default: 0.01)")  # fmt: skip
-    add("--seed", type=int, default=0, help="which documents are held out (default: 0)")
-    add("--dedup", choices=("exact",), help="drop documents whose text came before")
+    add("--seed", type=int, default=0, help="seed that selects the documents held out (default: 0)")
+    add("--dedup", choices=("exact",), help="drop documents whose text occurred before")
     add("--filters", default="", metavar="NAMES",
         help="datatrove's quality filters: some of gopher,c4,fineweb")  # fmt: skip
-    add("--near-duplicates", choices=("minhash",), help="keep the first of texts nearly alike")
+    add(
+        "--near-duplicates",
+        choices=("minhash",),
+        help="keep only the first of nearly equal documents",
+    )
     add("--max-documents", type=int, metavar="N", help="stop after N documents")
     add("--max-tokens", type=int, metavar="N", help="stop after the document that reaches N tokens")
     add("--shard-tokens", type=int, metavar="N", help="tokens per shard file (default: 64 Mi)")
-    add("--workers", type=int, metavar="N", help="processes (default: one per core)")
+    add("--workers", type=int, metavar="N", help="worker processes (default: one per core)")
     add("--backend", choices=("fastokens", "gigatoken", "tokenizers"), metavar="NAME",
-        help="encoder to try: fastokens, gigatoken, tokenizers (default: in turn)")  # fmt: skip
-    add("--engine", choices=("local", "slurm", "ray"), help="an executor of datatrove's to use")
+        help="encoder: fastokens, gigatoken or tokenizers "
+        "(default: the fastest that works)")  # fmt: skip
+    add("--engine", choices=("local", "slurm", "ray"), help="run under this executor of datatrove")
     add("--tasks", type=int, metavar="N", help="tasks of the engine (default: one per core)")
     add("--engine-option", action="append", default=[], metavar="KEY=VALUE",
-        help="of datatrove's executor, such as time=2:00:00; may be repeated")  # fmt: skip
+        help="option of datatrove's executor, such as time=2:00:00; may be repeated")  # fmt: skip
     add("--overwrite", action="store_true", help="replace a dataset of other settings, "
-        "or go on with what a cluster's jobs left")  # fmt: skip
+        "or resume from finished splits of cluster jobs")  # fmt: skip
     _add_common(group)
     return options
 
 
 def _add_export(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--format", choices=FORMATS, required=True, help="who is to read it")
-    command.add_argument("--out", metavar="DIR", required=True, help="a new folder")
+    command.add_argument("--format", choices=FORMATS, required=True, help="file format")
+    command.add_argument("--out", metavar="DIR", required=True, help="new folder to write")
     command.add_argument("--sequence-length", type=int, default=512, metavar="N",
-                         help="tokens of a row of smp-json, hf-arrow (default: 512)")  # fmt: skip
+                         help="tokens per row of smp-json and hf-arrow (default: 512)")  # fmt: skip
 
 
-def _add_bench(commands) -> None:
-    about = "prepare a file with this and with other tools, and compare CPU seconds"
+def _add_bench(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    about = "prepare a file with this and with other tools, and compare their CPU seconds"
     bench = commands.add_parser("bench", help=about, description=about)
-    bench.add_argument("file", metavar="FILE", help="JSON lines, not compressed")
+    bench.add_argument("file", metavar="FILE", help="uncompressed JSON lines")
     bench.add_argument("--peers", default=",".join(PEERS), metavar="NAMES",
-                       help=f"of {', '.join(PEERS)}; empty for none (default: all)")  # fmt: skip
-    bench.add_argument("--folder", metavar="DIR", help="where to work (default: a temporary one)")
+                       help=f"some of {', '.join(PEERS)}; empty: none (default: all)")  # fmt: skip
+    bench.add_argument("--folder", metavar="DIR", help="work folder (default: a temporary one)")
     _add_common(bench)

@@ -1,28 +1,29 @@
-"""From a source of documents to a folder of token shards, split by split, in bounded memory.
+"""Prepare a source as a folder of token shards, one input split at a time, in bounded memory.
 
-A document goes to the side that a hash of its text chooses, so exact duplicates never straddle
-training and validation, and where it goes does not depend on the others. The same source and
-settings give the same bytes on every machine, with any number of workers, however often stopped.
+A hash of its text assigns a document to train or val, so exact duplicates never straddle the two,
+and the assignment does not depend on other documents. The same source and settings give the same
+bytes on every machine, with any number of workers and after any number of interruptions.
 """
 
 import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
-from data_prep import lock, output, places, pool
-from data_prep.backends import BACKENDS
-from data_prep.compare import uncompared
-from data_prep.filters import FILTERS, datatrove_version
-from data_prep.job import Job
-from data_prep.places import Place
+from data_prep import output, pool
+from data_prep.assign_splits import UnusableTextError, has_limit, limit_reached
+from data_prep.documents import FILTERS, datatrove_version
+from data_prep.encoders import BACKENDS
+from data_prep.plan import PreparationPlan
 from data_prep.progress import Progress
-from data_prep.records import record_of
-from data_prep.settle import Unfit, limited, reached
+from data_prep.resume import read_record, unverified_text_note
 from data_prep.sources import Source
+from data_prep.storage_paths import absolute_path, map_concurrent
 from data_prep.tokenizer import TextTokenizer, load
 from nearlinear.data.format import DEFAULT_SHARD_TOKENS, Manifest
 from nearlinear.errors import DataError
+from nearlinear.storage import StoragePath
 
 
 def prepare(
@@ -43,160 +44,186 @@ def prepare(
     backends: Sequence[str] = BACKENDS,
     engine: str | None = None,
     tasks: int | None = None,
-    engine_options: dict | None = None,
+    engine_options: dict[str, Any] | None = None,
     overwrite: bool = False,
     progress: bool | str = True,
 ) -> Manifest | None:
-    """Write `source` as token shards to `out`, a folder (default `data/<source name>`) or
-    `s3://bucket/prefix`.
+    """Write a source as token shards.
 
-    `val_fraction` of the documents, chosen by a hash of (seed, text), go to split "val". When a
-    small source leaves val empty, the one text with the lowest hash goes there instead (unless
-    `val_fraction` is 0 or all documents are alike). `max_documents` and `max_tokens` (EOS counted)
-    stop after that many; documents are kept whole. Blank documents are left out, and with `dedup`
-    "exact" those whose text came before. `filters` are names of `data_prep.filters.FILTERS`, which
-    are applied in turn. With `near_duplicates` "minhash" the first of texts nearly alike stays.
+    An intact dataset of the same settings at `out` is verified and returned; a stopped preparation
+    resumes. When an error or interruption ends the call, `out` is complete or untouched. Blank
+    documents are skipped.
 
-    `workers` processes work at a time (default: one per core, as many as there are splits);
-    `backends` are the encoders to try, in turn. `progress` may be "json": a line of JSON each.
-    With `engine` ("local", "slurm", "ray") the splits are `tasks` tasks of datatrove's executor
-    (default: one per core) instead, which takes `engine_options`; on Slurm they are submitted, and
-    the answer is None.
+    Args:
+        source: Text to prepare.
+        out: A folder or `s3://bucket/prefix`. Default: `data/<source name>`.
+        tokenizer: "gpt2", the path of a tokenizer.json, or a loaded tokenizer.
+        eos_token: End-of-text token, if the tokenizer's files do not name it.
+        val_fraction: Share of documents held out as "val", chosen by a hash of (seed, text). If
+            none falls into val, the document with the lowest hash does, unless `val_fraction` is 0
+            or all documents are equal.
+        seed: Seed of that hash.
+        dedup: "exact" drops documents whose text occurred before.
+        filters: Quality filters to apply in order, names of `data_prep.documents.FILTERS`.
+        near_duplicates: "minhash" keeps the first of nearly equal documents.
+        max_documents: Stop after this many documents.
+        max_tokens: Stop after the document that reaches this many tokens, EOS included.
+        shard_tokens: Tokens per shard file.
+        workers: Worker processes. Default: one per core, at most one per input split.
+        backends: Encoders to try, in order.
+        engine: Run the input splits under datatrove's "local", "slurm" or "ray" executor.
+        tasks: Tasks of the engine. Default: one per core.
+        engine_options: Options of datatrove's executor.
+        overwrite: Replace a dataset of other settings, or resume one submitted to a cluster.
+        progress: Show progress; "json" prints lines of JSON.
 
-    An intact dataset of the same settings at `out` is checked and returned as it is; one that was
-    stopped goes on. Raises `DataError` for one of other settings or one that is submitted (unless
-    `overwrite`), a file that changes meanwhile, an empty source or an empty split "train". Whatever
-    interrupts, `out` is complete or untouched.
+    Returns:
+        The manifest, or None if the preparation was submitted to Slurm.
+
+    Raises:
+        DataError: An option is invalid; `out` holds a dataset of other settings or a submitted
+            one (without `overwrite`); an input file changes meanwhile; the source has no text, or
+            none for train.
     """
-    out = places.at(Path("data") / source.name if out is None else out)
+    target = absolute_path(Path("data") / source.name if out is None else out)
     if not 0 <= val_fraction < 1:
-        raise DataError(f"val_fraction is {val_fraction}: give 0 or more and less than 1")
+        raise DataError(f"val_fraction is {val_fraction}: give a value from 0 to below 1")
     for name, value in (("max_documents", max_documents), ("max_tokens", max_tokens),
                         ("shard_tokens", shard_tokens), ("workers", workers),
                         ("tasks", tasks)):  # fmt: skip
         if value is not None and value < 1:
             raise DataError(f"{name} is {value}: give at least 1")
     if engine is not None and workers is not None:
-        raise DataError(f"workers does nothing with the engine {engine}: give tasks instead")
+        raise DataError(f"workers has no effect with engine {engine!r}: give tasks instead")
     if engine is None and (tasks is not None or engine_options):
         name = "engine_options" if tasks is None else "tasks"
-        raise DataError(f"{name} does nothing without an engine: name one, or leave it out")
+        raise DataError(f"{name} has no effect without an engine: name one, or leave {name} out")
     if dedup not in (None, "exact"):
         raise DataError(f"dedup is {dedup!r}: give 'exact', or leave it out")
     if near_duplicates not in (None, "minhash"):
         raise DataError(f"near_duplicates is {near_duplicates!r}: give 'minhash', or leave it out")
     for name in set(filters) - set(FILTERS):
         raise DataError(f"no filter {name!r}: use {', '.join(FILTERS)}")
-    blocks = {}
+    datatrove_settings = {}
     if filters or near_duplicates:
-        blocks = {"filters": list(filters), "near_duplicates": near_duplicates,
-                  "datatrove": datatrove_version()}  # fmt: skip
-    words = load(tokenizer, eos_token) if isinstance(tokenizer, str) else tokenizer
-    job = Job.plan(
+        datatrove_settings = {"filters": list(filters), "near_duplicates": near_duplicates,
+                              "datatrove": datatrove_version()}  # fmt: skip
+    plan = PreparationPlan.create(
         source,
-        words,
+        load(tokenizer, eos_token) if isinstance(tokenizer, str) else tokenizer,
         val_fraction=val_fraction,
         seed=seed,
         dedup=dedup,
         max_documents=max_documents,
         max_tokens=max_tokens,
         shard_tokens=shard_tokens,
-        **blocks,
+        **datatrove_settings,
     )
-    done = output.existing(out, job, overwrite)
-    if done is not None:
-        output.tidy(out, job)
+    existing = output.find_existing(target, plan, overwrite)
+    if existing is not None:
+        output.clean_up(target, plan)
         if progress:
-            for line in _reuse_notes(out, done, job):
+            for line in _reuse_notes(target, existing, plan):
                 print(line, file=sys.stderr)
-        return done
+        return existing
     if engine is not None:
-        return _on_engine(engine, job, out, overwrite, tasks or cores(), tuple(backends),
-                          engine_options or {})  # fmt: skip
+        return _prepare_on_engine(engine, plan, target, overwrite, tasks or available_cores(),
+                                  tuple(backends), engine_options or {})  # fmt: skip
     with (
-        output.staging(out, job, overwrite) as (folder, held),
-        Progress(source.name, job, show=progress) as bar,
+        output.staging(target, plan, overwrite) as (folder, held),
+        Progress(source.name, plan, show=progress) as bar,
     ):
-        return _finish(job, folder, out, bar, workers, backends, held)
+        return _process_and_publish(plan, folder, target, bar, workers, backends, held)
 
 
-def _on_engine(engine, job, out, overwrite, tasks, backends, options) -> Manifest | None:
-    """The job under one of datatrove's executors."""
-    if job.source.spec is None:
-        raise DataError(f"other processes cannot read the source {job.source.name}: use no engine")
+def _prepare_on_engine(
+    engine: str,
+    plan: PreparationPlan,
+    out: StoragePath,
+    overwrite: bool,
+    tasks: int,
+    backends: tuple[str, ...],
+    options: dict[str, Any],
+) -> Manifest | None:
+    """Run the plan under one of datatrove's executors."""
+    if plan.source.spec is None:
+        raise DataError(
+            f"source {plan.source.name} cannot be read by other processes: leave out the engine"
+        )
     try:
         from data_prep import engines
     except ModuleNotFoundError as error:
         raise DataError(
             f"--engine needs datatrove ({error}): run `pip install 'packages/core[datatrove]'`"
         ) from None
-    tasks = min(tasks, len(job.splits))
+    tasks = min(tasks, len(plan.splits))
     if engine == "slurm":
-        with output.submitting(out, job, overwrite) as folder:
+        with output.submitting(out, plan, overwrite) as folder:
             engines.launch(engine, folder, out, tasks, backends, **options)
         return None
-    with output.staging(out, job, overwrite) as (folder, _):
+    with output.staging(out, plan, overwrite) as (folder, _):
         engines.launch(engine, folder, out, tasks, backends, **options)
     return Manifest.read(out)
 
 
-def _finish(
-    job: Job,
-    folder: Place,
-    out: Place,
-    bar: Progress,
+def _process_and_publish(
+    plan: PreparationPlan,
+    folder: StoragePath,
+    out: StoragePath,
+    progress: Progress,
     workers: int | None,
     backends: Sequence[str],
-    held: lock.Lock | None,
+    held: output.Lock | None,
 ) -> Manifest:
-    """Do the splits of `job` that are not done in `folder`, merge them, and publish at `out`."""
-    pending = _Pending(job, folder, bar)
-    workers = min(workers or cores(), max(len(job.splits) - pending.found, 1))
-    pool.run(job, folder, iter(pending), workers, backends, bar, held and held.descriptor)
+    """Process the unfinished input splits in `folder`, merge, and publish at `out`."""
+    pending = _PendingSplits(plan, folder, progress)
+    workers = min(workers or available_cores(), max(len(plan.splits) - pending.finished, 1))
+    descriptor = held.descriptor if held else None
+    pool.run(plan, folder, iter(pending), workers, backends, progress, descriptor)
     try:
-        return output.finish(job, folder, pending.records(), out)
-    except Unfit:  # nothing that could go on
-        lock.remove(folder)
+        return output.publish(plan, folder, pending.records(), out)
+    except UnusableTextError:  # a resumed preparation would fail in the same way
+        output.remove_folder(folder)
         raise
 
 
-def cores() -> int:
-    """How many cores this process may use."""
+def available_cores() -> int:
+    """Return the number of cores that this process may use."""
     affinity = getattr(os, "sched_getaffinity", None)
     return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
-class _Pending:
-    """The splits that are to be done, in order, until a limit is reached."""
+class _PendingSplits:
+    """Iterable of the unfinished input splits, in order, until a limit is reached."""
 
-    def __init__(self, job: Job, folder: Place, bar: Progress):
-        self._job, self._folder = job, folder
-        self._records = {}
-        numbers = range(len(job.splits))
-        found = places.in_turn(folder, lambda number: record_of(folder, job, number), numbers)
+    def __init__(self, plan: PreparationPlan, folder: StoragePath, progress: Progress):
+        self._plan, self._folder = plan, folder
+        self._records: dict[int, dict[str, Any]] = {}
+        numbers = range(len(plan.splits))
+        found = map_concurrent(folder, lambda number: read_record(folder, plan, number), numbers)
         for number, record in zip(numbers, found, strict=True):
             if record:
                 self._records[number] = record
-                bar.finish_split(number, record)
-        self.found = len(self._records)
-        if self.found:
-            bar.note(f"{self.found} of {len(job.splits)} splits are done: going on")
-            if line := uncompared(job):
-                bar.note(line)
+                progress.finish_split(number, record)
+        self.finished = len(self._records)
+        if self.finished:
+            progress.note(f"resuming: {self.finished} of {len(plan.splits)} splits are done")
+            if line := unverified_text_note(plan):
+                progress.note(line)
 
     def __iter__(self) -> Iterator[int]:
-        for number in range(len(self._job.splits)):
-            if limited(self._job) and reached(self._job, self.records()):
+        for number in range(len(self._plan.splits)):
+            if has_limit(self._plan) and limit_reached(self._plan, self.records()):
                 return
             if number not in self._records:
                 yield number
 
-    def records(self) -> list[dict]:
-        """Those of the first splits, up to one that is not done."""
+    def records(self) -> list[dict[str, Any]]:
+        """Return the records of the first splits, up to the first unfinished one."""
         records = []
-        for number in range(len(self._job.splits)):
+        for number in range(len(self._plan.splits)):
             if number not in self._records:
-                record = record_of(self._folder, self._job, number, check=False)
+                record = read_record(self._folder, self._plan, number, check_files=False)
                 if record is None:
                     break
                 self._records[number] = record
@@ -204,13 +231,13 @@ class _Pending:
         return records
 
 
-def _reuse_notes(out: Place, manifest: Manifest, job: Job) -> Iterator[str]:
+def _reuse_notes(out: StoragePath, manifest: Manifest, plan: PreparationPlan) -> Iterator[str]:
     yield f"{out} is already prepared with these settings and intact: nothing to do"
-    if line := uncompared(job):
+    if line := unverified_text_note(plan):
         yield line
-    for key, value in job.source.provenance.items():
+    for key, value in plan.source.provenance.items():
         if manifest.source.get(key) != value:
             yield (
                 f"note: it was made with {key} {manifest.source.get(key)} and {value} is installed "
-                "now; --overwrite prepares it anew"
+                "now; --overwrite prepares it again"
             )

@@ -1,40 +1,163 @@
-"""What is kept of each document while data is prepared: its hash, sizes, and so its place.
+"""Documents of an input split: read, filter, hash, and assign to train or val.
 
-A split's log has one entry per document, in order, 24 bytes each. The hash, xxh3_128 of the text,
-tells exact duplicates and, with the seed, who is held out for validation.
+Each input split has a log with one 24-byte entry per document, in order. The hash, xxh3_128 of the
+text, identifies exact duplicates and, together with the seed, selects the validation documents.
 """
 
+import sys
 from codecs import readbuffer_encode
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from importlib.metadata import PackageNotFoundError, version
 
 import numpy as np
 import xxhash
 
-from data_prep.pieces import PIECE
-from nearlinear.data.format.index import MOST_TOKENS
+from data_prep.plan import PreparationPlan
+from data_prep.text_chunks import CHUNK_CHARACTERS
+from nearlinear.data.format.shards import MOST_TOKENS
 from nearlinear.errors import DataError
 
 TRAIN, VAL, DROPPED = 0, 1, 2
+"""Destinations of a document."""
 
 LOG = np.dtype([("high", "<u8"), ("low", "<u8"), ("bytes", "<u4"), ("tokens", "<u4")])
-"""the text's hash in two halves; bytes of UTF-8; tokens with EOS"""
+"""Entry of a log: the two halves of the hash, UTF-8 bytes, and tokens including EOS."""
+
+FILTERS = {
+    "gopher": ("GopherRepetitionFilter", "GopherQualityFilter"),
+    "c4": ("C4QualityFilter",),
+    "fineweb": ("FineWebQualityFilter",),
+}
+"""Classes of `datatrove.pipeline.filters` by their name on the command line, in order."""
+
+_BATCH_CHARACTERS = 256 * 1024
+
+
+class QualityFilters:
+    """A chain of datatrove's quality filters, which judge one document at a time.
+
+    A filter may change the documents it keeps: C4's removes lines. `dropped` counts the removed
+    documents by filter and reason.
+    """
+
+    def __init__(self, names: Sequence[str]):
+        self.dropped: Counter[str] = Counter()
+        self._filters = [
+            (name, filter_class()) for name in names for filter_class in _filter_classes(name)
+        ]
+
+    def __call__(self, texts: Iterable[str]) -> Iterator[str]:
+        """Yield the texts that pass every filter."""
+        from datatrove.data import Document
+
+        for text in texts:
+            document = Document(text.encode("utf-8", "replace").decode("utf-8"), id="")
+            for name, quality_filter in self._filters:
+                result = quality_filter.filter(document)
+                passed, reason = result if isinstance(result, tuple) else (result, "")
+                if not passed:
+                    self.dropped[f"{name}: {reason}" if reason else name] += 1
+                    break
+            else:
+                yield document.text
+
+
+def _filter_classes(name: str) -> list[type]:
+    from datatrove.pipeline import filters
+
+    return [getattr(filters, kind) for kind in FILTERS[name]]
+
+
+def datatrove_version() -> str:
+    """Return datatrove's version, which decides the documents kept by filters.
+
+    Raises `DataError` if datatrove or spaCy is missing.
+    """
+    try:
+        from datatrove.utils.word_tokenizers import load_word_tokenizer
+
+        load_word_tokenizer("en").word_tokenize("a word")
+        return version("datatrove")
+    except (ImportError, PackageNotFoundError) as error:
+        raise DataError(
+            f"filters and near-duplicates need datatrove and spaCy ({error}): run "
+            "`pip install 'packages/core[datatrove]' spacy`"
+        ) from None
+
+
+def read_documents(
+    plan: PreparationPlan,
+    number: int,
+    filters: QualityFilters,
+    input_ends: list[int] | None = None,
+) -> Iterator[list[str]]:
+    """Yield the non-blank documents of an input split that pass the filters, in lists.
+
+    Args:
+        input_ends: Receives the number of documents up to the end of each completed input.
+    """
+    count = 0
+    for split in plan.source.split_by_input(plan.splits[number]):
+        for texts in plan.source.read_batches(split):
+            if isinstance(texts, str):
+                raise TypeError(
+                    f"the reader of source {plan.source.name!r} yields strings: yield lists"
+                )
+            texts = [text for text in texts if text and not text.isspace()]
+            if plan.filters:
+                texts = list(filters(texts))
+            count += len(texts)
+            yield texts
+            del texts  # may be large, and is encoded by now
+        if input_ends is not None:
+            input_ends.append(count)
+
+
+def group_batches(lists: Iterator[list[str]], limit: int | None) -> Iterator[list[str]]:
+    """Regroup lists of texts into batches to encode together; stop after `limit` documents."""
+    left = sys.maxsize if limit is None else limit
+    batch, size = [], 0
+    while left > 0 and (texts := next(lists, None)) is not None:
+        batch += texts[:left]
+        left -= len(texts)
+        size += sum(map(len, texts))
+        del texts  # may be large
+        if size >= _BATCH_CHARACTERS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def log_entries(texts: list[str]) -> tuple[np.ndarray, list[str]]:
+    """Return log entries for texts, and the texts with lone surrogates replaced by `?`."""
+    try:
+        return describe(texts), texts
+    except UnicodeEncodeError:
+        texts = [text.encode("utf-8", errors="replace").decode("utf-8") for text in texts]
+        return describe(texts), texts
 
 
 def describe(texts: Sequence[str]) -> np.ndarray:
-    """The log's entries of documents, `tokens` still 0: `LOG` [documents].
+    """Return the log entries of documents with `tokens` still 0: `LOG` [documents].
 
-    Raises `UnicodeEncodeError` for half of a surrogate pair, and `DataError` for a text that may
-    have more tokens than an index counts to: a token is a byte, or more.
+    Raises:
+        UnicodeEncodeError: A text contains a lone surrogate.
+        DataError: A text has more bytes than an index can count tokens; a token is a byte or more.
     """
     entries = np.zeros(len(texts), LOG)
-    # An encoder asks for the UTF-8 of a text once more: with what `str.encode` gives, it is made
-    # again, while a buffer of a text stays with it. Long ones are encoded in pieces.
-    raw = [text.encode() if len(text) > PIECE else readbuffer_encode(text)[0] for text in texts]
+    # The encoder asks for the UTF-8 of each text again. A buffer request caches it in the string,
+    # str.encode does not. Long texts are encoded in chunks, so theirs is not reused.
+    raw = [
+        text.encode() if len(text) > CHUNK_CHARACTERS else readbuffer_encode(text)[0]
+        for text in texts
+    ]
     sizes = np.fromiter(map(len, raw), np.int64, len(raw))
     if (longest := int(sizes.max(initial=0))) >= MOST_TOKENS:
         raise DataError(
-            f"a document has {longest} bytes, of which there may be {MOST_TOKENS - 1}: cut it "
-            "before (plain text: --document paragraph or line)"
+            f"a document has {longest} bytes, but at most {MOST_TOKENS - 1} are supported: cut it "
+            "first (plain text: --document paragraph or line)"
         )
     digests = b"".join(map(xxhash.xxh3_128_digest, raw))
     halves = np.frombuffer(digests, ">u8").reshape(-1, 2)
@@ -42,15 +165,28 @@ def describe(texts: Sequence[str]) -> np.ndarray:
     return entries
 
 
-def hashes(entries: np.ndarray) -> bytes:
-    """The texts' hashes alone, one after another: what a text is known by."""
+def text_hashes(entries: np.ndarray) -> bytes:
+    """Return the concatenated text hashes, the input of a split's text digest."""
     return np.stack([entries["high"], entries["low"]], axis=1).tobytes()
 
 
-def split_hash(entries: np.ndarray, seed: int) -> np.ndarray:
-    """Uniform in [0, 2**64) for each entry, from text and seed alone: uint64 [documents].
+def has_same_text(plan: PreparationPlan, number: int, count: int, digest: str) -> bool:
+    """Read an input split again and compare document count and text digest with a record."""
+    limit, current, found = plan.settings["max_documents"], xxhash.xxh3_64(), 0
+    # Read one document more than recorded to notice appended text, unless a limit ended the split.
+    one_more = plan.settings["max_tokens"] is None and count != limit
+    texts_of_split = read_documents(plan, number, QualityFilters(plan.filters))
+    for texts in group_batches(texts_of_split, count + one_more):
+        entries, _ = log_entries(texts)
+        current.update(text_hashes(entries))
+        found += len(texts)
+    return found == count and current.hexdigest() == digest
 
-    SplitMix64's output step over the hash and the seed (Steele, Lea, Flood 2014).
+
+def split_hash(entries: np.ndarray, seed: int) -> np.ndarray:
+    """Return a hash uniform in [0, 2**64) of text and seed alone: uint64 [documents].
+
+    SplitMix64's output step over the text hash and the seed (Steele, Lea, Flood 2014).
     """
     step = np.uint64((seed * 0x9E3779B97F4A7C15) % 2**64)
     mixed = entries["low"] + step
@@ -59,8 +195,8 @@ def split_hash(entries: np.ndarray, seed: int) -> np.ndarray:
     return mixed ^ (mixed >> np.uint64(31))
 
 
-def places(entries: np.ndarray, seed: int, threshold: int) -> np.ndarray:
-    """`VAL` where the split hash is below `threshold` (at most 2**64), else `TRAIN`: uint8."""
-    if threshold <= 0 or threshold >= 2**64:
-        return np.full(len(entries), VAL if threshold > 0 else TRAIN, np.uint8)
-    return (split_hash(entries, seed) < np.uint64(threshold)).astype(np.uint8)
+def destinations(entries: np.ndarray, seed: int, val_threshold: int) -> np.ndarray:
+    """Return `VAL` where the split hash is below the threshold, else `TRAIN`: uint8 [documents]."""
+    if val_threshold <= 0 or val_threshold >= 2**64:
+        return np.full(len(entries), VAL if val_threshold > 0 else TRAIN, np.uint8)
+    return (split_hash(entries, seed) < np.uint64(val_threshold)).astype(np.uint8)

@@ -1,125 +1,145 @@
-"""The same splits under datatrove's executors: on this machine, on Slurm, on Ray.
+"""Process input splits under datatrove's executors: on this machine, on Slurm, or on Ray.
 
-The job is planned here and written to the folder of the unfinished output, which all hosts see.
-Each task does its share of the splits; one task more, after them, merges. What is done is not done
-again, whatever the engine; the bytes are those of `prepare`.
+The plan is written to the folder of the unfinished output, which all hosts must see. Each task
+processes its share of the input splits, and one more task merges them. Finished splits are reused
+with any engine, and the bytes are those of `prepare` without one.
 """
 
+from collections.abc import Iterator
 from contextlib import nullcontext
-from itertools import takewhile
+from typing import Any
 
-from datatrove.data import DocumentsPipeline
 from datatrove.executor import LocalPipelineExecutor, SlurmPipelineExecutor
 from datatrove.pipeline.base import PipelineStep
 
-from data_prep import output, places
-from data_prep.backends import BACKENDS, encoder
-from data_prep.job import Job
-from data_prep.places import Place
-from data_prep.records import add_new, record_of
-from data_prep.settle import enough, limited, reached
-from data_prep.work import do_split
+from data_prep import output
+from data_prep.assign_splits import has_limit, is_complete, limit_reached
+from data_prep.encoders import BACKENDS, get_encoder
+from data_prep.plan import PreparationPlan
+from data_prep.process_split import process_split
+from data_prep.resume import add_new_records, read_record
+from data_prep.storage_paths import absolute_path
 from nearlinear.errors import DataError
+from nearlinear.storage import StoragePath
 
 
-class DoSplits(PipelineStep):
-    """A step that does every `world_size`th split of the job in `folder`, from `rank` on.
+class ProcessSplits(PipelineStep):
+    """Pipeline step that processes every `world_size`th input split, starting at `rank`.
 
-    It ends early when those that are done before its next one reach a limit.
+    The step ends early when the splits before its next one reach a limit.
     """
 
     type, name = "Tokenizer", "nearlinear splits"
 
-    def __init__(self, folder: str | Place, backends: tuple[str, ...] = BACKENDS):
+    def __init__(self, folder: str | StoragePath, backends: tuple[str, ...] = BACKENDS):
         super().__init__()
         self.folder, self.backends = str(folder), backends
 
-    def run(self, data: DocumentsPipeline, rank: int = 0, world_size: int = 1) -> DocumentsPipeline:
-        """Yields nothing: what it makes are files."""
-        folder = places.at(self.folder)
-        job, before = Job.load(folder), {}
-        for number in range(rank, len(job.splits), world_size):
-            if limited(job):
-                add_new(before, folder, job, number)
-                if reached(job, before.values()):
+    def run(self, data: Any, rank: int = 0, world_size: int = 1) -> Iterator[Any]:
+        """Process the splits of this rank; yields no documents."""
+        folder = absolute_path(self.folder)
+        plan = PreparationPlan.load(folder)
+        earlier: dict[int, dict[str, Any]] = {}
+        for number in range(rank, len(plan.splits), world_size):
+            if has_limit(plan):
+                add_new_records(earlier, folder, plan, number)
+                if limit_reached(plan, earlier.values()):
                     break
-            if record_of(folder, job, number) is None:
+            if read_record(folder, plan, number) is None:
+                encoder = get_encoder(plan.tokenizer, self.backends)
                 with self.track_time("split"):
-                    record = do_split(job, number, folder, encoder(job.words, self.backends))
+                    record = process_split(plan, number, folder, encoder)
                 self.stat_update("documents", value=record["documents"])
                 self.stat_update("tokens", value=record["tokens"], unit="split")
         yield from data or ()
 
 
 class MergeSplits(PipelineStep):
-    """A step of one task that merges the finished splits in `folder` and publishes them at `out`.
+    """Pipeline step of one task that merges the finished splits and publishes them at `out`.
 
-    With `alone` nobody waits for it who holds the lock. Raises `DataError` when a split is not done
-    that is needed.
+    Args:
+        takes_lock: Acquire the lock of the output, because no waiting process holds it.
+
+    Raises `DataError` if a required split is missing.
     """
 
     type, name = "Tokenizer", "nearlinear merge"
 
-    def __init__(self, folder: str | Place, out: str | Place, alone: bool = False):
+    def __init__(self, folder: str | StoragePath, out: str | StoragePath, takes_lock: bool = False):
         super().__init__()
-        self.folder, self.out, self.alone = str(folder), str(out), alone
+        self.folder, self.out, self.takes_lock = str(folder), str(out), takes_lock
 
-    def run(self, data: DocumentsPipeline, rank: int = 0, world_size: int = 1) -> DocumentsPipeline:
-        """Yields nothing; only the first task does anything."""
+    def run(self, data: Any, rank: int = 0, world_size: int = 1) -> Iterator[Any]:
+        """Merge on rank 0; yields no documents."""
         if rank == 0:
-            with output.merging(self.out) if self.alone else nullcontext():
-                self._merge(places.at(self.folder))
+            with output.merging(self.out) if self.takes_lock else nullcontext():
+                self._merge(absolute_path(self.folder))
         yield from data or ()
 
-    def _merge(self, folder: Place) -> None:
-        job = Job.load(folder)
-        found = (record_of(folder, job, number) for number in range(len(job.splits)))
-        records = list(takewhile(bool, found))
-        if not enough(job, records):
+    def _merge(self, folder: StoragePath) -> None:
+        plan = PreparationPlan.load(folder)
+        records = []
+        for number in range(len(plan.splits)):
+            record = read_record(folder, plan, number)
+            if not record:
+                break
+            records.append(record)
+        if not is_complete(plan, records):
             raise DataError(
-                f"split {len(records)} of {folder} is not done: look into "
-                f"{output.logs(self.out)}, and run the same command again"
+                f"split {len(records)} of {folder} is not done: read its logs in "
+                f"{output.logs_folder(self.out)}, then run the same command again"
             )
-        output.finish(job, folder, records, self.out)
+        output.publish(plan, folder, records, self.out)
 
 
-def launch(engine: str, folder: Place, out: Place, tasks: int, backends: tuple[str, ...] = BACKENDS,
-           **options) -> None:  # fmt: skip
-    """Run, or on Slurm submit, the job in `folder` as `tasks` tasks and a merge after them.
+def launch(
+    engine: str,
+    folder: StoragePath,
+    out: StoragePath,
+    tasks: int,
+    backends: tuple[str, ...] = BACKENDS,
+    **options: Any,
+) -> None:
+    """Run the plan in `folder` as `tasks` tasks and a merge, or submit them on Slurm.
 
-    `options` are those of datatrove's executor: `time` and `partition` on Slurm. Raises
-    `DataError` for an engine that is not known or not installed, and for options it does not take.
+    Args:
+        options: Options of datatrove's executor, such as `time` and `partition` on Slurm.
+
+    Raises:
+        DataError: The engine is unknown or not installed, or rejects an option.
     """
-    executor = _executor(engine)
-    many, one = ({"workers": tasks}, {"workers": 1}) if engine == "local" else ({}, {})
+    executor = _executor_class(engine)
+    split_workers, merge_workers = (
+        ({"workers": tasks}, {"workers": 1}) if engine == "local" else ({}, {})
+    )
     try:
-        work = executor(
-            [DoSplits(folder, backends)],
+        splits = executor(
+            [ProcessSplits(folder, backends)],
             tasks=tasks,
-            logging_dir=str(output.logs(out) / "splits"),
+            logging_dir=str(output.logs_folder(out) / "splits"),
             skip_completed=False,
-            **{**many, **options},
+            **{**split_workers, **options},
         )
-        last = executor(
-            [MergeSplits(folder, out, alone=engine == "slurm")],
+        merge = executor(
+            [MergeSplits(folder, out, takes_lock=engine == "slurm")],
             tasks=1,
-            logging_dir=str(output.logs(out) / "merge"),
+            logging_dir=str(output.logs_folder(out) / "merge"),
             skip_completed=False,
-            depends=work,
-            **{**options, **one},
+            depends=splits,
+            **{**options, **merge_workers},
         )
     except TypeError as error:
         raise DataError(f"datatrove's {engine} executor: {error}; see --engine-option") from None
-    last.run()
+    merge.run()
 
 
-def _executor(engine: str):
+def _executor_class(engine: str) -> Any:
     if engine == "ray":
         try:
-            import ray  # noqa: F401
+            import ray  # noqa: F401  # pyright: ignore[reportMissingImports] - optional
         except ModuleNotFoundError:
             raise DataError(
-                "the engine ray needs Ray: run `pip install 'datatrove[ray]'`, or use another"
+                "engine ray needs Ray: run `pip install 'datatrove[ray]'`, or use another engine"
             ) from None
         from datatrove.executor import RayPipelineExecutor
 

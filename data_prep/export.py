@@ -1,9 +1,9 @@
-"""A prepared folder as other tools read it: their files, with the tokens that are in ours.
+"""Export a prepared folder to the file formats of other tools.
 
-`nanogpt` is one file of ids per side, `datatrove` its `.ds` with the ends of documents beside it;
-`smp-json` and `hf-arrow` have rows of a fixed length, windows of the stream, as the training
-scripts of SageMaker's model parallel library and of Hugging Face expect them. Megatron-Core opens
-our shards as they are.
+`nanogpt` is one file of ids each for train and val. `datatrove` is its `.ds` format with an index
+of document ends. `smp-json` and `hf-arrow` have rows of a fixed length, consecutive windows of the
+token stream, for the training scripts of SageMaker's model parallel library and of Hugging Face.
+Megatron-Core opens the shards without an export.
 """
 
 import json
@@ -12,86 +12,100 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 
 from data_prep.arguments import FORMATS
-from data_prep.places import on_disk
 from nearlinear.data.format import Manifest, read_index
 from nearlinear.errors import DataError
-from nearlinear.storage.folders import abandoned, making
+from nearlinear.storage import require_local
+from nearlinear.storage.local import abandoned_directories, atomic_directory
 
 _ROWS_PER_FILE = 16_384
+
+Writer = Callable[[Path, Path, Manifest, list[str], int], dict[str, int]]
 
 
 def export(
     folder: str | Path, out: str | Path, kind: str, sequence_length: int = 512
 ) -> dict[str, int]:
-    """Write the dataset at `folder` to the new folder `out`; how many of what it wrote.
+    """Write the dataset at `folder` to the new folder `out`, atomically.
 
-    `kind` is one of smp-json, hf-arrow, nanogpt, datatrove. Whatever interrupts, `out` is complete
-    or not there. Raises `DataError` when it has something in it, or the other format cannot hold
-    the ids.
+    Args:
+        kind: smp-json, hf-arrow, nanogpt or datatrove.
+        sequence_length: Tokens per row of smp-json and hf-arrow.
+
+    Returns:
+        The number of rows or tokens written.
+
+    Raises:
+        DataError: `out` is not empty, or the format cannot hold the token ids.
     """
     if kind not in FORMATS:
         raise DataError(f"no format {kind!r}: use {', '.join(FORMATS)}")
     if sequence_length < 1:
         raise DataError(f"sequence_length is {sequence_length}: give at least 1")
-    folder, out = on_disk(folder), Path(os.path.abspath(on_disk(out)))
+    folder, out = require_local(folder), Path(os.path.abspath(require_local(out)))
     manifest = Manifest.read(folder)
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise DataError(f"{out} exists and is not an empty folder: name another, or remove it")
+        raise DataError(
+            f"{out} exists and is not an empty folder: name another folder, or remove it"
+        )
     if kind == "nanogpt" and manifest.dtype.itemsize != 2:
         raise DataError(
-            f"nanoGPT reads ids of 2 bytes, and {manifest.vocab_size} entries need 4: export "
-            "another format"
+            f"nanoGPT reads ids of 2 bytes, but a vocabulary of {manifest.vocab_size} needs 4: "
+            "choose another format"
         )
-    writers: dict[str, Callable] = {
+    writers: dict[str, Writer] = {
         "smp-json": _smp_json,
         "hf-arrow": _hf_arrow,
         "nanogpt": _nanogpt,
         "datatrove": _datatrove,
     }
-    sides = [side for side in manifest.splits if manifest.splits[side]]
-    for stale in abandoned(out.parent):
+    subsets = [subset for subset in manifest.splits if manifest.splits[subset]]
+    for stale in abandoned_directories(out.parent):
         if stale.name.startswith(f"{out.name}."):
             shutil.rmtree(stale, ignore_errors=True)
-    with making(out) as work:
-        return writers[kind](folder, work, manifest, sides, sequence_length)
+    with atomic_directory(out) as work:
+        return writers[kind](folder, work, manifest, subsets, sequence_length)
 
 
-def windows(folder: Path, manifest: Manifest, side: str, length: int) -> Iterator[np.ndarray]:
-    """The stream of a side in windows of `length` tokens, [some windows, length] at a time.
+def windows(folder: Path, manifest: Manifest, subset: str, length: int) -> Iterator[np.ndarray]:
+    """Yield the tokens of train or val as windows: [some windows, length] at a time.
 
-    What does not fill a window at the end is left out.
+    Tokens at the end that do not fill a window are left out.
     """
     rest = np.empty(0, manifest.dtype)
-    for shard in manifest.splits[side]:
+    for shard in manifest.splits[subset]:
         tokens = np.memmap(folder / shard.file, dtype=manifest.dtype, mode="r")
         step = max(1024 * 1024 // length, 1) * length
         for start in range(0, len(tokens), step):
-            piece = np.concatenate([rest, tokens[start : start + step]])
-            whole = len(piece) // length * length
-            rest = piece[whole:]
-            if whole:
-                yield piece[:whole].reshape(-1, length)
+            part = np.concatenate([rest, tokens[start : start + step]])
+            end = len(part) // length * length
+            rest = part[end:]
+            if end:
+                yield part[:end].reshape(-1, length)
 
 
-def _smp_json(folder, out, manifest, sides, length) -> dict[str, int]:
-    """Rows of `input_ids` and `attention_mask`, files of 16,384 rows in a folder per side."""
+def _smp_json(
+    folder: Path, out: Path, manifest: Manifest, subsets: list[str], length: int
+) -> dict[str, int]:
+    """Write rows of `input_ids` and `attention_mask`, in files of 16,384 rows."""
     ones = json.dumps([1] * length)
     count = 0
-    for side in sides:
-        place = out / side
-        place.mkdir()
-        number, left, file = 0, 0, None
-        for rows in windows(folder, manifest, side, length):
+    for subset in subsets:
+        target = out / subset
+        target.mkdir()
+        number, left = 0, 0
+        file: IO[str] | None = None
+        for rows in windows(folder, manifest, subset, length):
             for row in rows.tolist():
-                if not left:
+                if not left or file is None:
                     if file is not None:
                         file.close()
-                    name = f"{side}_dataset_{length}_filtered_{number}.json"
-                    file = open(place / name, "w", encoding="utf-8")
+                    name = f"{subset}_dataset_{length}_filtered_{number}.json"
+                    file = open(target / name, "w", encoding="utf-8")
                     number, left = number + 1, _ROWS_PER_FILE
                 file.write(f'{{"input_ids":{row},"attention_mask":{ones}}}\n')
                 left, count = left - 1, count + 1
@@ -100,59 +114,64 @@ def _smp_json(folder, out, manifest, sides, length) -> dict[str, int]:
     return {"rows": count}
 
 
-def _hf_arrow(folder, out, manifest, sides, length) -> dict[str, int]:
-    """A `DatasetDict` for `load_from_disk`: input_ids, attention_mask and labels of each row."""
+def _hf_arrow(
+    folder: Path, out: Path, manifest: Manifest, subsets: list[str], length: int
+) -> dict[str, int]:
+    """Write a `DatasetDict` for `load_from_disk`: input_ids, attention_mask, labels."""
     import pyarrow as pa
     from datasets import Dataset, DatasetDict
 
     names = {"train": "train", "val": "validation"}
     schema = pa.schema({"input_ids": pa.list_(pa.int32()), "attention_mask": pa.list_(pa.int8()),
                         "labels": pa.list_(pa.int32())})  # fmt: skip
-    with tempfile.TemporaryDirectory(dir=out) as place:
+    with tempfile.TemporaryDirectory(dir=out) as work:
         found = DatasetDict()
-        for side in sides:
-            path = str(Path(place, f"{side}.arrow"))
+        for subset in subsets:
+            path = str(Path(work, f"{subset}.arrow"))
             with pa.ipc.new_stream(path, schema) as stream:
-                for rows in windows(folder, manifest, side, length):
+                for rows in windows(folder, manifest, subset, length):
                     ends = np.arange(0, rows.size + 1, length, dtype=np.int32)
                     ids = pa.ListArray.from_arrays(ends, rows.astype(np.int32).reshape(-1))
                     ones = pa.ListArray.from_arrays(ends, np.ones(rows.size, np.int8))
                     stream.write_batch(pa.record_batch([ids, ones, ids], schema=schema))
-            found[names[side]] = Dataset.from_file(path)
+            found[names[subset]] = Dataset.from_file(path)
         found.save_to_disk(out)
         rows = sum(map(len, found.values()))
         found.clear()
     return {"rows": rows}
 
 
-def _nanogpt(folder, out, manifest, sides, length) -> dict[str, int]:
-    """`train.bin` and `val.bin`: the payloads one after another."""
-    for side in sides:
-        with open(out / f"{side}.bin", "wb") as file:
-            for shard in manifest.splits[side]:
+def _nanogpt(
+    folder: Path, out: Path, manifest: Manifest, subsets: list[str], length: int
+) -> dict[str, int]:
+    """Write `train.bin` and `val.bin`: the concatenated shards."""
+    for subset in subsets:
+        with open(out / f"{subset}.bin", "wb") as file:
+            for shard in manifest.splits[subset]:
                 _append(file, folder / shard.file)
     return {"tokens": manifest.total("tokens")}
 
 
-def _datatrove(folder, out, manifest, sides, length) -> dict[str, int]:
-    """`.ds` and `.ds.index` for each shard, in a folder per side: ids, and ends of documents."""
+def _datatrove(
+    folder: Path, out: Path, manifest: Manifest, subsets: list[str], length: int
+) -> dict[str, int]:
+    """Write `.ds` (ids) and `.ds.index` (ends of documents) for each shard."""
     count = 0
-    for side in sides:
-        place = out / side
-        place.mkdir()
-        for number, shard in enumerate(manifest.splits[side]):
-            name = f"{number:05d}_{side}.ds"
-            with open(place / name, "wb") as file:
+    for subset in subsets:
+        target = out / subset
+        target.mkdir()
+        for number, shard in enumerate(manifest.splits[subset]):
+            name = f"{number:05d}_{subset}.ds"
+            with open(target / name, "wb") as file:
                 _append(file, folder / shard.file)
             ends = np.cumsum(read_index(folder, shard, manifest.dtype), dtype="<u8")
-            (place / f"{name}.index").write_bytes(ends.tobytes())
-            words = f"{manifest.tokenizer['name']}|{manifest.dtype.itemsize}"
-            (place / f"{name}.metadata").write_text(f"{words}\n{shard.tokens}\n")
+            (target / f"{name}.index").write_bytes(ends.tobytes())
+            header = f"{manifest.tokenizer['name']}|{manifest.dtype.itemsize}"
+            (target / f"{name}.metadata").write_text(f"{header}\n{shard.tokens}\n")
             count += shard.tokens
     return {"tokens": count}
 
 
-def _append(file, path: Path) -> None:
+def _append(file: IO[bytes], path: Path) -> None:
     with open(path, "rb") as source:
-        while piece := source.read(1 << 22):
-            file.write(piece)
+        shutil.copyfileobj(source, file, 1 << 22)

@@ -1,28 +1,37 @@
-"""From finished splits to a dataset: what is kept is laid out and numbered, and told.
+"""Merge finished input splits into a dataset with a manifest and statistics.
 
-Nothing of the splits is changed: it can be stopped anywhere and done again. A split of which not
-every document stays where it is gets written anew from its own shards, without its text. What the
-splits hold out is little in each, and is written together: shards of the usual size.
+Finished splits are not modified, so a merge can be stopped and repeated. Their train shards are
+linked into the dataset. A split with documents that change their destination is rewritten from its
+own shards, without its text. The validation documents of all splits are few, so they are rewritten
+into shards of the usual size.
 """
 
 import platform
 import shutil
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from data_prep import documents, places
+from data_prep import documents, storage_paths
+from data_prep.assign_splits import Assignment, assign_documents, required_records
 from data_prep.documents import DROPPED, LOG, TRAIN
-from data_prep.filters import BANDS
-from data_prep.job import Job, read_json, write_json
-from data_prep.places import Place
-from data_prep.records import LOG_FILE, NEAR_FILE, RECORD_FILE, shards_of, split_folder
-from data_prep.settle import Settled, needed, settle
-from data_prep.statistics import Statistics
-from data_prep.work import STAGES, Output, made
+from data_prep.near_dedup import BANDS
+from data_prep.plan import PreparationPlan
+from data_prep.process_split import STAGES, SplitWriter, replace_folder
+from data_prep.resume import (
+    HISTORY_FILE,
+    LOG_FILE,
+    RECORD_FILE,
+    SIGNATURES_FILE,
+    record_shards,
+    split_folder,
+)
+from data_prep.storage_paths import absolute_path, write_json
 from nearlinear import __version__
 from nearlinear.data.format import (
     MANIFEST_FILE,
@@ -34,223 +43,337 @@ from nearlinear.data.format import (
     dtype_for,
     read_index,
 )
+from nearlinear.data.packing import GROUP, PACKINGS, packing_efficiency
+from nearlinear.storage import StoragePath
 
-HISTORY_FILE = "preparation.json"
-_TOKENS_AT_ONCE = 1024 * 1024
+SEQUENCE_LENGTHS = (512, 1024, 2048, 4096, 8192)
+PACKING_METHODS = (*PACKINGS, "truncate")
+"""Methods with statistics; "truncate" cuts documents and drops those shorter than a window."""
+BIN_EDGES = np.unique(np.round(2 ** (np.arange(64) / 2)).astype(np.int64))
+"""Lower edge of each bin of the length histogram, powers of sqrt(2): int64 [bins]."""
+
+_TOKENS_PER_WRITE = 1024 * 1024
+_DOCUMENTS_PER_WRITE = 1024
 
 
-def merge(job: Job, folder: Place, records: list[dict], dataset: Place) -> Manifest:
-    """Write the dataset of finished `records`, in order, to `dataset`; what was there is removed.
+def merge(
+    plan: PreparationPlan,
+    folder: StoragePath,
+    records: list[dict[str, Any]],
+    dataset: StoragePath,
+) -> Manifest:
+    """Write the dataset of finished splits to `dataset`, replacing its content.
 
-    Raises `Unfit` when there is no document, or none for training, and `DataError` when splits are
-    not done that the job needs.
+    Args:
+        folder: Folder of the unfinished output.
+        records: Records of the first splits, in order.
+
+    Raises:
+        UnusableTextError: There is no document, or none for training.
+        DataError: A required split is missing.
     """
-    records = needed(job, records)
-    with places.room(folder) as work:
-        for stale in ("settled", "merged"):
+    records = required_records(plan, records)
+    with storage_paths.workdir(folder) as work:
+        for stale in ("rewritten", "merged"):
             shutil.rmtree(work / stale, ignore_errors=True)
-        merging = _Merging(job, _Splits(folder, work), records)
-        (dataset / MANIFEST_FILE).remove()  # first: without it, the rest is no dataset
-        dataset.clear()
-        for side in SPLITS:
-            (dataset / side).make()
-        pairs = ((source, dataset / name) for source, name in merging.files())
-        for _ in places.in_turn(dataset, lambda pair: places.lay(*pair), pairs):
+        builder = _DatasetBuilder(plan, _FinishedSplits(folder, work), records)
+        (dataset / MANIFEST_FILE).remove()  # first: without it, other files are not a dataset
+        dataset.rmtree()
+        for subset in SPLITS:
+            (dataset / subset).mkdir()
+        pairs = ((source, dataset / name) for source, name in builder.files())
+        for _ in storage_paths.map_concurrent(
+            dataset, lambda pair: storage_paths.link_or_copy(*pair), pairs
+        ):
             pass
-        manifest = merging.manifest()
-    job.words.write(dataset)
+        manifest = builder.manifest()
+    plan.tokenizer.write(dataset)
     seconds = {stage: sum(record["seconds"][stage] for record in records) for stage in STAGES}
-    write_json(dataset / HISTORY_FILE, {"cpu_seconds": seconds, "inputs": job.inputs})
-    for side in SPLITS:
-        (dataset / side).settle()
+    write_json(dataset / HISTORY_FILE, {"cpu_seconds": seconds, "inputs": plan.inputs})
+    for subset in SPLITS:
+        (dataset / subset).sync()
     manifest.write(dataset)
     return manifest
 
 
-def history(folder: str | Path | Place) -> dict:
-    """How a dataset was made, as far as that is known: CPU seconds by stage, inputs."""
-    return read_json(places.at(folder) / HISTORY_FILE) or {}
-
-
 @dataclass(frozen=True)
-class _Splits:
-    """The finished splits in `folder`, and `work`, where this machine has room."""
+class _FinishedSplits:
+    """Files of the finished splits in `folder`; remote files are downloaded to `work`."""
 
-    folder: Place
+    folder: StoragePath
     work: Path
 
-    def log(self, number: int) -> np.ndarray:
-        """Its documents: `LOG` [documents]."""
-        return np.fromfile(self.file(number, LOG_FILE), LOG)
+    def read_log(self, number: int) -> np.ndarray:
+        """Return the log of a split: `LOG` [documents]."""
+        return np.fromfile(self.local_file(number, LOG_FILE), LOG)
 
-    def signatures(self, number: int) -> np.ndarray:
-        """Those of its documents: uint64 [documents, 14]."""
-        return np.fromfile(self.file(number, NEAR_FILE), np.uint64).reshape(-1, BANDS)
+    def read_signatures(self, number: int) -> np.ndarray:
+        """Return the MinHash signatures of a split: uint64 [documents, BANDS]."""
+        path = self.local_file(number, SIGNATURES_FILE)
+        return np.fromfile(path, np.uint64).reshape(-1, BANDS)
 
-    def file(self, number: int, name: str) -> Path:
-        """A file of a split, on this machine."""
-        place = split_folder(self.folder, number) / name
-        if place.path:
-            return place.path
-        path = self._fetched(number) / name
+    def local_file(self, number: int, name: str) -> Path:
+        """Return the local path of a file of a split."""
+        file = split_folder(self.folder, number) / name
+        if file.path:
+            return file.path
+        path = self._downloads(number) / name
         if not path.exists():
-            places.fetch(place, path)
+            storage_paths.download(file, path)
         return path
 
-    def local(self, number: int, shards: tuple[Shard, ...]) -> Path:
-        """The folder of this machine where the split has these shards."""
+    def local_shards(self, number: int, shards: tuple[Shard, ...]) -> Path:
+        """Return the local folder that holds these shards of a split."""
         for shard in shards:
             for name in (shard.file, shard.idx_file):
-                self.file(number, name)
-        place = split_folder(self.folder, number)
-        return place.path or self._fetched(number)
+                self.local_file(number, name)
+        return split_folder(self.folder, number).path or self._downloads(number)
 
-    def leave(self, number: int) -> None:
-        """Of this split nothing more is needed."""
-        shutil.rmtree(self._fetched(number), ignore_errors=True)
+    def discard_downloads(self, number: int) -> None:
+        shutil.rmtree(self._downloads(number), ignore_errors=True)
 
-    def _fetched(self, number: int) -> Path:
+    def _downloads(self, number: int) -> Path:
         return self.work / "fetched" / f"{number:05d}"
 
 
 @dataclass
-class _Merging:
-    """The files of a dataset, as they come, and then its manifest."""
+class _DatasetBuilder:
+    """Yields the files of a dataset and collects its manifest."""
 
-    job: Job
-    splits: _Splits
-    records: list[dict]
-    settled: Settled = field(init=False)
+    plan: PreparationPlan
+    splits: _FinishedSplits
+    records: list[dict[str, Any]]
+    assignment: Assignment = field(init=False)
 
     def __post_init__(self):
-        near = self.splits.signatures if self.job.settings.get("near_duplicates") else None
-        self.settled = settle(self.job, self.records, self.splits.log, self.splits.work, near)
-        self.statistics = Statistics()
-        self.shards = {side: [] for side in SPLITS}
-        self.by_input = np.zeros((len(self.job.inputs), 2), np.int64)
-        """documents and tokens of each input, int64 [inputs, 2]"""
+        near = self.plan.settings.get("near_duplicates")
+        self.assignment = assign_documents(
+            self.plan,
+            self.records,
+            self.splits.read_log,
+            self.splits.work,
+            self.splits.read_signatures if near else None,
+        )
+        self.statistics = DatasetStatistics()
+        self.shards: dict[str, list[Shard]] = {subset: [] for subset in SPLITS}
+        self.input_counts = np.zeros((len(self.plan.inputs), 2), np.int64)
+        """Documents and tokens of each input, int64 [inputs, 2]."""
 
-    def files(self) -> Iterator[tuple[Place, str]]:
-        """Where each file of the dataset's shards is, and its name there."""
+    def files(self) -> Iterator[tuple[StoragePath, str]]:
+        """Yield the location and the name in the dataset of each shard file."""
         merged = self.splits.work / "merged"
-        held_out = ShardWriter(
+        val_writer = ShardWriter(
             merged,
             "val",
-            vocab_size=self.job.words.vocab_size,
-            eos_id=self.job.words.eos_id,
-            shard_tokens=self.job.settings["shard_tokens"],
+            vocab_size=self.plan.tokenizer.vocab_size,
+            eos_id=self.plan.tokenizer.eos_id,
+            shard_tokens=self.plan.settings["shard_tokens"],
         )
         for number, record in enumerate(self.records):
-            place, record, lengths = self._settled_split(number, record)
-            train, val = (shards_of(record)[side] for side in SPLITS)
+            folder, record, lengths = self._final_split(number, record)
+            train, val = (record_shards(record)[subset] for subset in SPLITS)
             for shard in train:
                 numbered = replace(shard, file=f"train/shard-{len(self.shards['train']):05d}.bin")
                 self.shards["train"].append(numbered)
                 self.statistics.add_shard("train", lengths[: shard.documents])
                 lengths = lengths[shard.documents :]
-                yield place / shard.file, numbered.file
-                yield place / shard.idx_file, numbered.idx_file
-            _append(held_out, place.path or self.splits.local(number, val), val)
-            self.splits.leave(number)
-        for shard in held_out.close():
+                yield folder / shard.file, numbered.file
+                yield folder / shard.idx_file, numbered.idx_file
+            _append_shards(val_writer, folder.path or self.splits.local_shards(number, val), val)
+            self.splits.discard_downloads(number)
+        for shard in val_writer.close():
             self.shards["val"].append(shard)
-            self.statistics.add_shard("val", read_index(merged, shard, held_out.dtype))
+            self.statistics.add_shard("val", read_index(merged, shard, val_writer.dtype))
             for name in (shard.file, shard.idx_file):
-                yield places.at(merged / name), name
+                yield absolute_path(merged / name), name
 
     def manifest(self) -> Manifest:
-        """What is in it, when all `files` have been asked for."""
-        return _manifest(
-            self.job, self.records, self.shards, self.statistics.finish(), self.by_input.tolist()
-        )
+        """Return the manifest; `files` must have been consumed."""
+        plan, statistics = self.plan, self.statistics.finish()
+        tokenizer, source = plan.tokenizer, plan.source
+        inputs = [
+            {"path": file.path, "bytes": file.bytes, "documents": counts[0], "tokens": counts[1]}
+            for file, counts in zip(plan.inputs, self.input_counts.tolist(), strict=True)
+        ]
+        splits = [[*plan.splits[number][:3], record["documents"], record["text"]]
+                  for number, record in enumerate(self.records)]  # fmt: skip
+        return Manifest(
+            vocab_size=tokenizer.vocab_size,
+            eos_id=tokenizer.eos_id,
+            tokenizer={"name": tokenizer.name, "file": TOKENIZER_FILE, "sha256": tokenizer.sha256},
+            splits={subset: tuple(shards) for subset, shards in self.shards.items()},
+            settings=plan.settings,
+            source={"name": source.name, "description": source.description,
+                    "text_bytes": statistics["text_bytes"], **source.provenance},
+            libraries={"nearlinear": __version__, "numpy": np.__version__,
+                       "tokenizers": version("tokenizers"), "python": platform.python_version(),
+                       "encoders": sorted({record["backend"] for record in self.records})},
+            plan={"inputs": inputs, "splits": splits},
+            statistics=statistics,
+        )  # fmt: skip
 
-    def _settled_split(self, number: int, record: dict) -> tuple[Place, dict, np.ndarray]:
-        """A split with every document where it belongs, which is counted: its place, its record,
-        and the lengths of what is for training, int64 [documents].
+    def _final_split(
+        self, number: int, record: dict[str, Any]
+    ) -> tuple[StoragePath, dict[str, Any], np.ndarray]:
+        """Count a split's documents and rewrite the split if a document changes its destination.
+
+        Returns:
+            The split's folder, its record, and the lengths of its train documents,
+            int64 [documents].
         """
-        job, entries = self.job, self.splits.log(number)
-        where = self.settled.of(number, entries)
-        kept = where != DROPPED
-        self.statistics.add(entries[kept])
+        plan, entries = self.plan, self.splits.read_log(number)
+        targets = self.assignment.destinations(number, entries)
+        is_kept = targets != DROPPED
+        self.statistics.add(entries[is_kept])
         self.statistics.add_dropped(
             record["dropped"],
-            duplicates=entries[self.settled.repeated(number, entries)],
-            near_duplicates=entries[self.settled.resembling(number, entries)],
+            duplicates=entries[self.assignment.duplicates_of_split(number, entries)],
+            near_duplicates=entries[self.assignment.near_duplicates_of_split(number, entries)],
         )
-        if len(self.by_input):
-            inputs = np.searchsorted(record.get("ends", []), np.flatnonzero(kept), side="right")
-            inputs += job.splits[number].input
-            np.add.at(self.by_input, inputs, [1, 0])
-            np.add.at(self.by_input[:, 1], inputs, entries["tokens"][kept])
-        lengths = entries["tokens"][where == TRAIN].astype(np.int64)
-        before = documents.places(entries, job.seed, job.threshold)
-        if np.array_equal(where, before):
+        if len(self.input_counts):
+            inputs = np.searchsorted(record.get("ends", []), np.flatnonzero(is_kept), side="right")
+            inputs += plan.splits[number].input
+            np.add.at(self.input_counts, inputs, [1, 0])
+            np.add.at(self.input_counts[:, 1], inputs, entries["tokens"][is_kept])
+        lengths = entries["tokens"][targets == TRAIN].astype(np.int64)
+        before = documents.destinations(entries, plan.seed, plan.val_threshold)
+        if np.array_equal(targets, before):
             return split_folder(self.splits.folder, number), record, lengths
-        return *self._written_anew(number, record, entries, before, where), lengths
+        return *self._rewrite(number, record, entries, before, targets), lengths
 
-    def _written_anew(
-        self, number: int, record: dict, entries: np.ndarray, before: np.ndarray, where: np.ndarray
-    ) -> tuple[Place, dict]:
-        """The split with its documents moved from where they were `before` to `where`."""
-        place = places.at(self.splits.work / "settled" / f"{number:05d}")
-        streams = [_documents(self.job, self.splits.local(number, shards), shards)
-                   for shards in shards_of(record).values()]  # fmt: skip
-        with made(place) as work:
-            out = Output(work, self.job)
-            for start in range(0, len(entries), 1024):
-                piece = slice(start, start + 1024)
-                tokens = [next(streams[side]) for side in before[piece]]
-                out.add(entries[piece], np.concatenate(tokens), where[piece])
-            again = {**record, **out.close()}
-            write_json(work / RECORD_FILE, again)
-        return place, again
+    def _rewrite(
+        self,
+        number: int,
+        record: dict[str, Any],
+        entries: np.ndarray,
+        before: np.ndarray,
+        targets: np.ndarray,
+    ) -> tuple[StoragePath, dict[str, Any]]:
+        """Write a split again with its documents moved from `before` to `targets`."""
+        folder = absolute_path(self.splits.work / "rewritten" / f"{number:05d}")
+        streams = [
+            _read_documents(self.plan, self.splits.local_shards(number, shards), shards)
+            for shards in record_shards(record).values()
+        ]
+        with replace_folder(folder) as work:
+            writer = SplitWriter(work, self.plan)
+            for start in range(0, len(entries), _DOCUMENTS_PER_WRITE):
+                part = slice(start, start + _DOCUMENTS_PER_WRITE)
+                tokens = [next(streams[subset]) for subset in before[part]]
+                writer.add(entries[part], np.concatenate(tokens), targets[part])
+            rewritten = {**record, **writer.close()}
+            write_json(work / RECORD_FILE, rewritten)
+        return folder, rewritten
 
 
-def _append(writer: ShardWriter, place: Path, shards: tuple[Shard, ...]) -> None:
-    """Write the documents of shards in `place` on, a few MiB at a time."""
+def _append_shards(writer: ShardWriter, folder: Path, shards: tuple[Shard, ...]) -> None:
+    """Append the documents of shards to `writer`, a few MiB at a time."""
     for shard in shards:
-        tokens = np.memmap(place / shard.file, dtype=writer.dtype, mode="r")
-        lengths = read_index(place, shard, writer.dtype)
+        tokens = np.memmap(folder / shard.file, dtype=writer.dtype, mode="r")
+        lengths = read_index(folder, shard, writer.dtype)
         ends = np.cumsum(lengths, dtype=np.int64)
         first = start = 0
         while first < len(ends):
-            after = int(np.searchsorted(ends, start + _TOKENS_AT_ONCE, side="right"))
+            after = int(np.searchsorted(ends, start + _TOKENS_PER_WRITE, side="right"))
             after = max(after, first + 1)
             writer.extend(tokens[start : ends[after - 1]], lengths[first:after])
             first, start = after, int(ends[after - 1])
 
 
-def _documents(job: Job, place: Path, shards: tuple[Shard, ...]) -> Iterator[np.ndarray]:
-    """The documents of shards one after another, as tokens with EOS."""
-    dtype = dtype_for(job.words.vocab_size)
+def _read_documents(
+    plan: PreparationPlan, folder: Path, shards: tuple[Shard, ...]
+) -> Iterator[np.ndarray]:
+    """Yield the tokens of each document of some shards, with EOS."""
+    dtype = dtype_for(plan.tokenizer.vocab_size)
     for shard in shards:
-        tokens = np.memmap(place / shard.file, dtype=dtype, mode="r")
+        tokens = np.memmap(folder / shard.file, dtype=dtype, mode="r")
         start = 0
-        for length in read_index(place, shard, dtype).tolist():
+        for length in read_index(folder, shard, dtype).tolist():
             yield np.asarray(tokens[start : start + length])
             start += length
 
 
-def _manifest(
-    job: Job, records: list[dict], shards: dict, statistics: dict, by_input: list
-) -> Manifest:
-    words, source = job.words, job.source
-    inputs = [{"path": file.path, "bytes": file.bytes, "documents": counts[0],
-               "tokens": counts[1]}
-              for file, counts in zip(job.inputs, by_input, strict=True)]  # fmt: skip
-    splits = [[*job.splits[number][:3], record["documents"], record["text"]]
-              for number, record in enumerate(records)]  # fmt: skip
-    return Manifest(
-        vocab_size=words.vocab_size,
-        eos_id=words.eos_id,
-        tokenizer={"name": words.name, "file": TOKENIZER_FILE, "sha256": words.sha256},
-        splits={side: tuple(found) for side, found in shards.items()},
-        settings=job.settings,
-        source={"name": source.name, "description": source.description,
-                "text_bytes": statistics["text_bytes"], **source.provenance},
-        libraries={"nearlinear": __version__, "numpy": np.__version__,
-                   "tokenizers": version("tokenizers"), "python": platform.python_version(),
-                   "encoders": sorted({record["backend"] for record in records})},
-        plan={"inputs": inputs, "splits": splits},
-        statistics=statistics,
-    )  # fmt: skip
+@dataclass
+class DatasetStatistics:
+    """Statistics of a dataset, collected one input split or shard at a time."""
+
+    documents: int = 0
+    tokens: int = 0
+    text_bytes: int = 0
+    longest: int = 0
+    """Tokens of the longest document."""
+    duplicates: Counter[str] = field(default_factory=Counter)
+    near_duplicates: Counter[str] = field(default_factory=Counter)
+    filtered: Counter[str] = field(default_factory=Counter)
+    """Documents dropped by filter and reason."""
+
+    def __post_init__(self):
+        self._histogram = np.zeros(len(BIN_EDGES), np.int64)
+        self._subset_tokens: dict[str, int] = dict.fromkeys(SPLITS, 0)
+        self._kept: dict[str, dict[int, dict[str, int]]] = {
+            subset: {length: {} for length in SEQUENCE_LENGTHS} for subset in SPLITS
+        }
+
+    def add(self, entries: np.ndarray) -> None:
+        """Count kept documents from their log entries."""
+        tokens = entries["tokens"].astype(np.int64)
+        if not len(tokens):
+            return
+        self.documents += len(tokens)
+        self.tokens += int(tokens.sum())
+        self.text_bytes += int(entries["bytes"].sum(dtype=np.int64))
+        self.longest = max(self.longest, int(tokens.max()))
+        bins = np.searchsorted(BIN_EDGES, tokens, side="right") - 1
+        self._histogram += np.bincount(bins, minlength=len(BIN_EDGES))
+
+    def add_shard(self, subset: str, lengths: np.ndarray) -> None:
+        """Count the tokens of a shard that each packing method keeps, as training packs them."""
+        self._subset_tokens[subset] += int(lengths.sum(dtype=np.int64))
+        for start in range(0, len(lengths), GROUP):
+            for length, sums in self._kept[subset].items():
+                for method, found in packing_efficiency(
+                    lengths[start : start + GROUP], length
+                ).items():
+                    sums[method] = sums.get(method, 0) + found.tokens
+
+    def add_dropped(
+        self, filtered: dict[str, int], duplicates: np.ndarray, near_duplicates: np.ndarray
+    ) -> None:
+        """Count filtered documents, and duplicates from their log entries.
+
+        Exact duplicates are counted whether or not they are dropped.
+        """
+        self.filtered.update(filtered)
+        for counts, entries in ((self.duplicates, duplicates),
+                                (self.near_duplicates, near_duplicates)):  # fmt: skip
+            counts["documents"] += len(entries)
+            counts["tokens"] += int(entries["tokens"].sum(dtype=np.int64))
+            counts["text_bytes"] += int(entries["bytes"].sum(dtype=np.int64))
+
+    def finish(self) -> dict[str, Any]:
+        """Return the statistics of the manifest.
+
+        `kept` holds, for train and val, their `tokens`, and the tokens that each packing method of
+        `nearlinear.data.packing` keeps by sequence length.
+        """
+        last = int(np.flatnonzero(self._histogram)[-1]) + 1 if self.documents else 0
+        kept_tokens = {}
+        for subset, tokens in self._subset_tokens.items():
+            kept_tokens[subset] = {"tokens": tokens, "lengths": {
+                str(length): {**sums, "concat": tokens // length * length}
+                for length, sums in self._kept[subset].items()
+            }}  # fmt: skip
+        return {
+            "documents": self.documents,
+            "tokens": self.tokens,
+            "text_bytes": self.text_bytes,
+            "longest": self.longest,
+            "duplicates": dict(self.duplicates),
+            "near_duplicates": dict(self.near_duplicates),
+            "filtered": dict(sorted(self.filtered.items())),
+            "length_histogram": {
+                "at_least": BIN_EDGES[:last].tolist(),
+                "documents": self._histogram[:last].tolist(),
+            },
+            "kept": kept_tokens,
+        }

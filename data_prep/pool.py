@@ -1,4 +1,4 @@
-"""Splits in order, in this process or in several: who does which changes nothing but time."""
+"""Process input splits in this process or in several worker processes, with the same result."""
 
 import contextlib
 import json
@@ -6,50 +6,61 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 
-from data_prep.backends import encoder
-from data_prep.job import Job
-from data_prep.places import Place
+from data_prep.encoders import get_encoder
+from data_prep.plan import PreparationPlan
+from data_prep.process_split import process_split
 from data_prep.progress import Progress
-from data_prep.work import do_split
 from nearlinear.errors import DataError
+from nearlinear.storage import StoragePath
 
 
-def run(job: Job, folder: Place, numbers: Iterator[int], workers: int, backends: Sequence[str],
-        bar: Progress, lock: int | None = None) -> None:  # fmt: skip
-    """Do the splits that `numbers` yields; each is asked for when a worker is free.
+def run(
+    plan: PreparationPlan,
+    folder: StoragePath,
+    numbers: Iterator[int],
+    workers: int,
+    backends: Sequence[str],
+    progress: Progress,
+    lock_descriptor: int | None = None,
+) -> None:
+    """Process the input splits that `numbers` yields, each when a worker is free.
 
-    More than one worker are processes, which a source with a `spec` alone can have. `lock` is a
-    file descriptor that they keep open: whoever holds the lock of the output waits for them all.
+    Several workers are processes, which need a source with a `spec`.
+
+    Args:
+        lock_descriptor: File descriptor that workers inherit, so that the output stays locked until
+            the last worker has ended.
     """
-    if workers == 1 or job.source.spec is None:
+    if workers == 1 or plan.source.spec is None:
         for number in numbers:
-            do_split(job, number, folder, encoder(job.words, tuple(backends)), bar.advance)
-            bar.finish_split(number)
+            encoder = get_encoder(plan.tokenizer, tuple(backends))
+            process_split(plan, number, folder, encoder, progress.advance)
+            progress.finish_split(number)
         return
-    turn = threading.Lock()
+    numbers_lock = threading.Lock()
 
     def next_number() -> int | None:
-        with turn:
+        with numbers_lock:
             return next(numbers, None)
 
     with ThreadPoolExecutor(workers) as threads:
-        crew = [_Worker(folder, backends, lock) for _ in range(workers)]
+        processes = [_WorkerProcess(folder, backends, lock_descriptor) for _ in range(workers)]
         try:
-            done = [threads.submit(worker.serve, next_number, bar) for worker in crew]
+            done = [threads.submit(worker.serve, next_number, progress) for worker in processes]
             for future in wait(done, return_when=FIRST_EXCEPTION).done:
                 future.result()
         finally:
-            for worker in crew:
+            for worker in processes:
                 worker.stop()
 
 
-class _Worker:
+class _WorkerProcess:
     """A process of `data_prep.worker`."""
 
-    def __init__(self, folder: Place, backends: Sequence[str], lock: int | None):
+    def __init__(self, folder: StoragePath, backends: Sequence[str], lock_descriptor: int | None):
         environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
@@ -63,40 +74,42 @@ class _Worker:
             stdout=subprocess.PIPE,
             text=True,
             env=environment,
-            pass_fds=() if lock is None else (lock,),
+            pass_fds=() if lock_descriptor is None else (lock_descriptor,),
         )
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._stdin, self._stdout = self._process.stdin, self._process.stdout
 
-    def serve(self, next_number, bar: Progress) -> None:
-        """Have the process do one split after another. Raises `DataError` when it cannot."""
-        self._answer("ready", bar)
+    def serve(self, next_number: Callable[[], int | None], progress: Progress) -> None:
+        """Let the process work on one split after another. Raises `DataError` if it fails."""
+        self._wait_for("ready", progress)
         while (number := next_number()) is not None:
-            with contextlib.suppress(BrokenPipeError):  # it ended: that it gives no answer tells
-                self._process.stdin.write(f"{number}\n")
-                self._process.stdin.flush()
-            self._answer("done", bar)
-            bar.finish_split(number)
+            with contextlib.suppress(BrokenPipeError):  # _wait_for reports a dead process
+                self._stdin.write(f"{number}\n")
+                self._stdin.flush()
+            self._wait_for("done", progress)
+            progress.finish_split(number)
 
     def stop(self) -> None:
-        """End the process, whatever it is doing."""
+        """Kill the process."""
         self._process.kill()
         self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            try:
+        for pipe in (self._stdin, self._stdout):
+            with contextlib.suppress(
+                BrokenPipeError
+            ):  # the process ended before it read everything
                 pipe.close()
-            except BrokenPipeError:  # it ended before it read all
-                pass
 
-    def _answer(self, kind: str, bar: Progress) -> None:
-        for line in self._process.stdout:
-            said = json.loads(line)
-            if "error" in said:
-                raise DataError(said["error"])
-            if "advance" in said:
-                bar.advance(*said["advance"])
-            if kind in said:
+    def _wait_for(self, kind: str, progress: Progress) -> None:
+        for line in self._stdout:
+            message = json.loads(line)
+            if "error" in message:
+                raise DataError(message["error"])
+            if "advance" in message:
+                progress.advance(*message["advance"])
+            if kind in message:
                 return
         code = self._process.wait()
         raise DataError(
-            f"a worker ended ({code}) before its split was done: run the command again, what is "
-            "done is kept; fewer --workers need less memory"
+            f"a worker ended (exit code {code}) before its input split was done: run the command "
+            "again, finished splits are kept; reduce --workers to use less memory"
         )

@@ -1,10 +1,12 @@
-"""A preparation as a SageMaker Processing job: the CreateProcessingJob request.
+"""Run a preparation as a SageMaker Processing job.
 
-One instance does it with all its cores: text comes from S3 to its disk, the dataset goes back when
-the job ends. `boto3.client("sagemaker").create_processing_job(**request(...))` starts it.
+One instance uses all its cores: text is copied from S3 to its disk, and the dataset is uploaded
+when the job ends. Start the job with
+`boto3.client("sagemaker").create_processing_job(**request(...))`.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 from nearlinear.errors import ConfigError
 
@@ -24,16 +26,27 @@ def request(
     instance_type: str = "ml.c7i.24xlarge",
     volume_gb: int = 200,
     max_hours: float = 12,
-) -> dict:
-    """The request for job `name`: `python -m data_prep prepare SOURCE` over `text` in a container.
+) -> dict[str, Any]:
+    """Build a CreateProcessingJob request that runs `python -m data_prep prepare SOURCE`.
 
-    `text` and `output` are S3 prefixes; `arguments` go on after those of `prepare`, such as
-    `--dedup exact`. The image has this repository installed. Raises `ConfigError` for a prefix
-    that is none, or a source that is not of files.
+    Args:
+        name: Name of the job and of the dataset.
+        image: Container image in which this repository is installed.
+        role: ARN of the job's role.
+        text: S3 prefix of the text.
+        output: S3 prefix for the dataset.
+        arguments: More arguments of `prepare`, such as `--dedup exact`.
+        source: jsonl, parquet or text.
+        instance_type: SageMaker instance type.
+        volume_gb: Disk size in GB.
+        max_hours: Time limit in hours.
+
+    Raises:
+        ConfigError: `text` or `output` is not an S3 prefix, or `source` does not read files.
     """
     for key, value in (("text", text), ("output", output)):
         if not value.startswith("s3://"):
-            raise ConfigError(f"{key} is {value!r}: give a prefix in S3, as s3://bucket/prefix")
+            raise ConfigError(f"{key} is {value!r}: give an S3 prefix, s3://bucket/prefix")
     if source not in ("jsonl", "parquet", "text"):
         raise ConfigError(f"source is {source!r}: give jsonl, parquet or text")
     return {

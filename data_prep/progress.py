@@ -1,31 +1,33 @@
-"""Progress of a preparation: a bar on a terminal's stderr, else a plain line every few seconds.
+"""Progress of a preparation: a bar on a terminal, otherwise a plain line every few seconds.
 
-Plain lines suit papermill, CI and CloudWatch, where a bar would be noise; with "json" each line is
-an object on stdout, for programs.
+Plain lines suit papermill, CI and CloudWatch. With "json", each line on stdout is an object.
 """
 
 import json
 import sys
 import threading
 import time
+from typing import Any
 
-from data_prep.job import Job
+from data_prep.plan import PreparationPlan
 
-_SECONDS_BETWEEN_LINES = 5.0
+_LINE_INTERVAL = 5.0  # seconds
 
 
 class Progress:
-    """Counts documents, bytes and tokens of a job; of splits that were done before, too.
+    """Thread-safe counter of documents, bytes and tokens, including splits of an earlier run.
 
-    `show` is whether to show anything, or "json". Threads may tell it at the same time.
+    Args:
+        show: True, False, or "json".
     """
 
-    def __init__(self, label: str, job: Job, show: bool | str = True):
-        self.label, self.show, self._job = label, show, job
-        self.unit, self.total = _goal(job)
-        self.counts = dict.fromkeys(("documents", "bytes", "tokens", "splits"), 0)
-        self._input = self._text = self._before = 0
-        self._bar, self._turn = None, threading.Lock()
+    def __init__(self, label: str, plan: PreparationPlan, show: bool | str = True):
+        self.label, self.show, self._plan = label, show, plan
+        self.unit, self.total = _find_goal(plan)
+        self.counts: dict[str, int] = dict.fromkeys(("documents", "bytes", "tokens", "splits"), 0)
+        self._input_bytes = self._text_bytes = self._earlier_tokens = 0
+        self._bar: Any = None
+        self._lock = threading.Lock()
 
     def __enter__(self) -> "Progress":
         self._start = self._last_line = time.monotonic()
@@ -33,36 +35,36 @@ class Progress:
             self._open_bar()
         return self
 
-    def __exit__(self, kind, error, traceback) -> None:
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
         if self._bar is not None:
             self._bar.stop()
         if self.show and kind is None:
-            self._line("done", f"{self._status()} in {self._seconds():.1f} s")
+            self._print_line("done", f"{self._status()} in {self._seconds():.1f} s")
 
     def advance(self, documents: int, bytes: int, tokens: int) -> None:
-        """Count documents, with so many bytes of text and so many tokens."""
-        with self._turn:
+        """Count documents with their bytes of text and tokens."""
+        with self._lock:
             self._count(documents, bytes, tokens)
             if self._bar is not None:
-                self._bar.update(self._task, completed=self._reached(), status=self._status())
-            elif self.show and time.monotonic() - self._last_line >= _SECONDS_BETWEEN_LINES:
+                self._bar.update(self._task, completed=self._completed(), status=self._status())
+            elif self.show and time.monotonic() - self._last_line >= _LINE_INTERVAL:
                 self._last_line = time.monotonic()
-                self._line("progress", self._status() + self._remaining())
+                self._print_line("progress", self._status() + self._remaining())
 
-    def finish_split(self, number: int, record: dict | None = None) -> None:
-        """A split is done; with its `record` it was done before, by an earlier preparation."""
-        with self._turn:
+    def finish_split(self, number: int, record: dict[str, Any] | None = None) -> None:
+        """Count a finished input split; `record` is given for a split of an earlier run."""
+        with self._lock:
             self.counts["splits"] += 1
             if record is not None:
                 self._count(record["documents"], record["bytes"], record["tokens"])
-                self._before += record["tokens"]
-            self._input += self._job.splits[number].bytes or 0
-            self._text = self.counts["bytes"]
+                self._earlier_tokens += record["tokens"]
+            self._input_bytes += self._plan.splits[number].bytes or 0
+            self._text_bytes = self.counts["bytes"]
 
     def note(self, line: str) -> None:
-        """One line for the reader that is not progress."""
+        """Print a message."""
         if self.show == "json":
-            self._line("note", line)
+            self._print_line("note", line)
         elif self.show:
             self._bar.console.print(line) if self._bar is not None else print(line, flush=True)
 
@@ -88,52 +90,54 @@ class Progress:
     def _seconds(self) -> float:
         return max(time.monotonic() - self._start, 1e-9)
 
-    def _rate(self) -> float:
-        return (self.counts["tokens"] - self._before) / self._seconds()
+    def _tokens_per_second(self) -> float:
+        return (self.counts["tokens"] - self._earlier_tokens) / self._seconds()
 
     def _status(self) -> str:
         documents, tokens = self.counts["documents"], self.counts["tokens"]
         return (
             f"{documents:,} documents, {tokens / 1e6:.2f} M tokens, "
-            f"{self._rate() / 1e6:.2f} M tokens/s"
+            f"{self._tokens_per_second() / 1e6:.2f} M tokens/s"
         )
 
-    def _reached(self) -> float:
-        """How far it is, in the unit: bytes of text stand for those of the input around them."""
+    def _completed(self) -> float:
+        """Return the progress in `unit`; input bytes are estimated from bytes of text."""
         if self.unit != "bytes":
             return self.counts[self.unit]
-        ratio = self._input / self._text if self._input and self._text else 1.0
+        has_ratio = self._input_bytes and self._text_bytes
+        ratio = self._input_bytes / self._text_bytes if has_ratio else 1.0
         return self.counts["bytes"] * ratio
 
-    def _left(self) -> float | None:
-        done = self._reached()
-        if not self.total or not done or not self._rate():
+    def _seconds_left(self) -> float | None:
+        done = self._completed()
+        if not self.total or not done or not self._tokens_per_second():
             return None
-        share = self.counts["tokens"] * max(self.total / done - 1, 0)
-        return share / self._rate()
+        tokens_left = self.counts["tokens"] * max(self.total / done - 1, 0)
+        return tokens_left / self._tokens_per_second()
 
     def _remaining(self) -> str:
-        left = self._left()
+        left = self._seconds_left()
         return "" if left is None else f", about {left:.0f} s left"
 
-    def _line(self, event: str, words: str) -> None:
+    def _print_line(self, event: str, text: str) -> None:
         if self.show != "json":
-            print(f"{self.label}: {words}", flush=True)
+            print(f"{self.label}: {text}", flush=True)
             return
         document = {"event": event, "source": self.label, **self.counts,
-                    "of_splits": len(self._job.splits), "seconds": round(self._seconds(), 3),
-                    "seconds_left": self._left()}  # fmt: skip
+                    "of_splits": len(self._plan.splits), "seconds": round(self._seconds(), 3),
+                    "seconds_left": self._seconds_left()}  # fmt: skip
         if event == "note":
-            document = {"event": event, "source": self.label, "note": words}
+            document = {"event": event, "source": self.label, "note": text}
         print(json.dumps(document), flush=True)
 
 
-def _goal(job: Job) -> tuple[str, int | None]:
-    """What is counted towards: a unit and its total, None when unknown."""
+def _find_goal(plan: PreparationPlan) -> tuple[str, int | None]:
+    """Return the unit of progress and its total, None if unknown."""
     for unit in ("tokens", "documents"):
-        if job.settings[f"max_{unit}"] is not None:
-            return unit, job.settings[f"max_{unit}"]
-    if job.source.expected_documents is not None:
-        return "documents", job.source.expected_documents
-    sizes = [split.bytes for split in job.splits]
-    return "bytes", None if None in sizes else sum(sizes)
+        if plan.settings[f"max_{unit}"] is not None:
+            return unit, plan.settings[f"max_{unit}"]
+    if plan.source.expected_documents is not None:
+        return "documents", plan.source.expected_documents
+    sizes = [split.bytes for split in plan.splits]
+    known = [size for size in sizes if size is not None]
+    return "bytes", sum(known) if len(known) == len(sizes) else None

@@ -1,6 +1,6 @@
-"""What is in a folder of token shards: in text, and as a page with figures.
+"""Describe a folder of token shards as text, as an HTML page, and as matplotlib figures.
 
-Reads the folder, or the prefix of a bucket, alone: the tokenizer that decodes a document is the one
+Everything is read from the folder or bucket prefix alone; documents are decoded by the tokenizer
 beside the shards.
 """
 
@@ -9,22 +9,33 @@ import html
 import io
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from data_prep import places
-from data_prep.statistics import WAYS
+from data_prep.merge import PACKING_METHODS
+from data_prep.resume import read_history
+from data_prep.storage_paths import absolute_path
 from data_prep.tokenizer import TextTokenizer
 from nearlinear.data.format import SPLITS, Manifest, read_index
 from nearlinear.errors import DataError
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 _BAR_WIDTH = 40
 _SHOWN_CHARACTERS = 600
 _SHOWN_INPUTS = 20
+_PACKING_LABELS = {
+    "concat": "concat: windows of the stream",
+    "best_fit": "best_fit: whole documents, packed",
+    "one_document": "one_document: padded",
+    "truncate": "truncate: documents that fill a window, cut",
+}
 
 
 def summary(folder: str | Path) -> str:
-    """Documents, tokens, bytes per token, shards, origin and the next command, as text."""
+    """Return documents, tokens, bytes per token, shards, origin and the next commands as text."""
     manifest = Manifest.read(folder)
     rows = [f"{manifest.source.get('name', '?')} -> {folder}"]
     for split in SPLITS:
@@ -41,17 +52,17 @@ def summary(folder: str | Path) -> str:
     rows.append(
         f"  tokenizer {manifest.tokenizer['name']}, fingerprint {manifest.fingerprint[:12]}"
     )
-    again = manifest.statistics.get("duplicates", {}).get("documents", 0)
-    if again:
+    duplicates = manifest.statistics.get("duplicates", {}).get("documents", 0)
+    if duplicates:
         dropped = "dropped" if manifest.settings.get("dedup") else "kept; --dedup exact drops them"
-        rows.append(f"  {again:,} documents are exact duplicates, {dropped}")
+        rows.append(f"  {duplicates:,} documents are exact duplicates, {dropped}")
     rows.append(f"look inside: python -m data_prep inspect {folder}")
     rows.append(f"train on it: nearlinear train --set data.path={folder}")
     return "\n".join(rows)
 
 
 def inspect(folder: str | Path) -> str:
-    """The summary's counts, a histogram of document lengths, and the first document decoded."""
+    """Return the summary, a histogram of document lengths, and the first document as text."""
     lines = summary(folder).splitlines()[:-1]
     lengths = document_lengths(folder)
     lines += ["", "tokens per document (end-of-text counted), all splits", *histogram(lengths)]
@@ -63,14 +74,14 @@ def inspect(folder: str | Path) -> str:
     return "\n".join(lines)
 
 
-def facts(folder: str | Path) -> dict:
-    """What `inspect` says, for programs: counts by split, tokens per document, the first one."""
+def inspect_json(folder: str | Path) -> dict[str, Any]:
+    """Return the content of `inspect` for programs."""
     manifest, lengths = Manifest.read(folder), document_lengths(folder)
     return {
         "fingerprint": manifest.fingerprint,
-        "splits": {side: {"documents": manifest.total("documents", side),
-                          "tokens": manifest.total("tokens", side),
-                          "shards": len(manifest.splits[side])} for side in SPLITS},
+        "splits": {split: {"documents": manifest.total("documents", split),
+                           "tokens": manifest.total("tokens", split),
+                           "shards": len(manifest.splits[split])} for split in SPLITS},
         "lengths": {"mean": float(lengths.mean()), "median": float(np.median(lengths)),
                     "longest": int(lengths.max())},
         "first_document": first_document(folder),
@@ -78,26 +89,26 @@ def facts(folder: str | Path) -> dict:
 
 
 def stats(folder: str | Path) -> str:
-    """The manifest's statistics as text: sizes, duplicates, lengths, kept tokens, inputs."""
+    """Return the manifest's statistics as text: sizes, duplicates, packing, inputs."""
     manifest = Manifest.read(folder)
     found = _statistics(manifest)
-    again = found["duplicates"]
-    share = again["tokens"] / max(found["tokens"], 1)
+    duplicates = found["duplicates"]
+    share = duplicates["tokens"] / max(found["tokens"], 1)
     lines = [
         f"{folder}: {found['documents']:,} documents, {found['tokens']:,} tokens, "
         f"{found['text_bytes'] / 1e6:,.1f} MB of text",
         f"  {found['text_bytes'] / found['tokens']:.2f} bytes per token, longest document "
         f"{found['longest']:,} tokens",
-        f"  exact duplicates: {again['documents']:,} documents, {again['tokens']:,} tokens "
-        f"({share:.1%})" + (", dropped" if manifest.settings.get("dedup") else ""),
-        *_dropped(found),
+        f"  exact duplicates: {duplicates['documents']:,} documents, {duplicates['tokens']:,} "
+        f"tokens ({share:.1%})" + (", dropped" if manifest.settings.get("dedup") else ""),
+        *_dropped_lines(found),
         "",
         "tokens of train that are kept, by sequence length and packing",
-        "  length" + "".join(f"{way:>14}" for way in WAYS),
+        "  length" + "".join(f"{method:>14}" for method in PACKING_METHODS),
     ]
     train = found["kept"]["train"]
     for length, kept in train["lengths"].items():
-        shares = (f"{kept[way] / train['tokens']:>14.2%}" for way in WAYS)
+        shares = (f"{kept[method] / train['tokens']:>14.2%}" for method in PACKING_METHODS)
         lines.append(f"  {length:>6}" + "".join(shares))
     inputs = manifest.plan.get("inputs", [])
     if inputs:
@@ -109,25 +120,22 @@ def stats(folder: str | Path) -> str:
     return "\n".join(lines)
 
 
-def _dropped(found: dict) -> Iterator[str]:
-    """Lines on what filters and near-duplicates took out, when they did."""
-    alike = found["near_duplicates"]
-    if alike["documents"]:
-        yield (f"  near-duplicates: {alike['documents']:,} documents, {alike['tokens']:,} tokens, "
+def _dropped_lines(found: dict[str, Any]) -> Iterator[str]:
+    """Yield lines about near-duplicates and filtered documents, if there are any."""
+    near = found["near_duplicates"]
+    if near["documents"]:
+        yield (f"  near-duplicates: {near['documents']:,} documents, {near['tokens']:,} tokens, "
                "dropped")  # fmt: skip
     if found["filtered"]:
         yield f"  filtered: {sum(found['filtered'].values()):,} documents"
-    for why, count in sorted(found["filtered"].items(), key=lambda item: -item[1]):
-        yield f"    {count:>10,} {why}"
+    for reason, count in sorted(found["filtered"].items(), key=lambda item: -item[1]):
+        yield f"    {count:>10,} {reason}"
 
 
 def write_page(folder: str | Path, path: str | Path) -> None:
-    """Write the statistics of a dataset and its figures as one HTML file.
-
-    Raises `DataError` without matplotlib.
-    """
+    """Write statistics and figures as one HTML file. Raises `DataError` without matplotlib."""
     try:
-        from data_prep import figures
+        figures = all_figures(folder)
     except ModuleNotFoundError:
         raise DataError(
             "the figures of a report need matplotlib: run `pip install matplotlib`, or leave out "
@@ -135,7 +143,7 @@ def write_page(folder: str | Path, path: str | Path) -> None:
         ) from None
     parts = [f"<h1>{html.escape(str(folder))}</h1>"]
     parts.append(f"<pre>{html.escape(summary(folder))}\n\n{html.escape(stats(folder))}</pre>")
-    for title, figure in figures.all_of(folder).items():
+    for title, figure in figures.items():
         drawn = io.BytesIO()
         figure.savefig(drawn, format="png", dpi=110)
         image = base64.b64encode(drawn.getvalue()).decode()
@@ -147,14 +155,14 @@ def write_page(folder: str | Path, path: str | Path) -> None:
     Path(path).write_text(page + "\n".join(parts), encoding="utf-8")
 
 
-def _statistics(manifest: Manifest) -> dict:
+def _statistics(manifest: Manifest) -> dict[str, Any]:
     if not manifest.statistics:
         raise DataError("the dataset has no statistics: prepare it again with --overwrite")
     return manifest.statistics
 
 
 def document_lengths(folder: str | Path) -> np.ndarray:
-    """Tokens per document over all splits, int64 [documents], EOS counted."""
+    """Return the tokens of each document of all splits, EOS included: int64 [documents]."""
     manifest = Manifest.read(folder)
     shards = [shard for split in manifest.splits.values() for shard in split]
     lengths = [read_index(folder, shard, manifest.dtype) for shard in shards]
@@ -162,7 +170,7 @@ def document_lengths(folder: str | Path) -> np.ndarray:
 
 
 def histogram(lengths: np.ndarray) -> list[str]:
-    """One line per power of two: the range, a bar, the count, the share of documents."""
+    """Return a line per power of two: range, bar, count, share of documents."""
     powers = np.frexp(lengths)[1] - 1  # floor(log2), exactly
     counts = np.bincount(powers)
     lines = []
@@ -180,11 +188,91 @@ def histogram(lengths: np.ndarray) -> list[str]:
 
 
 def first_document(folder: str | Path) -> str:
-    """The first document of split "train" as text, decoded by the tokenizer beside the shards."""
-    place, manifest = places.at(folder), Manifest.read(folder)
+    """Return the first document of train as text."""
+    path, manifest = absolute_path(folder), Manifest.read(folder)
     shard = manifest.splits["train"][0]
-    count = int(read_index(place, shard, manifest.dtype)[0])
-    raw = b"".join((place / shard.file).stream(0, count * manifest.dtype.itemsize))
+    count = int(read_index(path, shard, manifest.dtype)[0])
+    raw = b"".join((path / shard.file).stream(0, count * manifest.dtype.itemsize))
     ids = np.frombuffer(raw, manifest.dtype)
-    text = (place / manifest.tokenizer["file"]).read().decode("utf-8")
-    return TextTokenizer(manifest.tokenizer["name"], text, "").decode(ids[:-1])
+    text = (path / manifest.tokenizer["file"]).read().decode("utf-8")
+    return TextTokenizer(manifest.tokenizer["name"], text, "").decode(ids[:-1].tolist())
+
+
+def all_figures(folder: str | Path) -> "dict[str, Figure]":
+    """Return every figure that the dataset has data for, by title."""
+    manifest = Manifest.read(folder)
+    figures = {
+        "Lengths of documents": plot_lengths(manifest),
+        "Tokens kept by packing method": plot_packing(manifest),
+        "Tokens, duplicates and bytes": plot_sizes(manifest),
+    }
+    if len(manifest.plan.get("inputs", [])) > 1:
+        figures["Inputs"] = plot_inputs(manifest)
+    seconds = read_history(folder).get("cpu_seconds")
+    if seconds:
+        figures["Throughput by stage"] = plot_stages(manifest, seconds)
+    return figures
+
+
+def plot_lengths(manifest: Manifest) -> "Figure":
+    """Plot documents by length, in bins of a factor sqrt(2)."""
+    found = manifest.statistics["length_histogram"]
+    edges = np.array(found["at_least"])
+    figure, axes = _subplots()
+    axes.stairs(found["documents"], [*edges, edges[-1] * 2**0.5], fill=True)
+    axes.set(xscale="log", xlabel="tokens of a document", ylabel="documents")
+    axes.set_xscale("log", base=2)
+    return figure
+
+
+def plot_packing(manifest: Manifest) -> "Figure":
+    """Plot the share of train tokens that each packing method keeps."""
+    figure, axes = _subplots()
+    train = manifest.statistics["kept"]["train"]
+    found = {int(length): row for length, row in train["lengths"].items()}
+    for method, label in _PACKING_LABELS.items():
+        share = [100 * row[method] / train["tokens"] for row in found.values()]
+        axes.plot(list(found), share, marker="o", label=label)
+    axes.set_xscale("log", base=2)
+    axes.set(xlabel="sequence length", ylabel="tokens kept, %", ylim=(0, 105))
+    axes.legend()
+    return figure
+
+
+def plot_sizes(manifest: Manifest) -> "Figure":
+    """Plot tokens, duplicate tokens, and the bytes per token of text and of shards."""
+    figure, axes = _subplots(columns=2)
+    found = manifest.statistics
+    axes[0].bar(["all", "duplicates"], [found["tokens"], found["duplicates"]["tokens"]])
+    axes[0].set_ylabel("tokens")
+    axes[1].bar(["text", "shards"],
+                [found["text_bytes"] / found["tokens"], manifest.dtype.itemsize])  # fmt: skip
+    axes[1].set_ylabel("bytes per token")
+    return figure
+
+
+def plot_inputs(manifest: Manifest) -> "Figure":
+    """Plot the tokens of the 20 largest inputs."""
+    files = sorted(manifest.plan["inputs"], key=lambda file: -file["tokens"])[:20]
+    figure, axes = _subplots()
+    axes.barh([Path(file["path"]).name for file in files], [file["tokens"] for file in files])
+    axes.invert_yaxis()
+    axes.set_xlabel("tokens")
+    return figure
+
+
+def plot_stages(manifest: Manifest, seconds: dict[str, float]) -> "Figure":
+    """Plot tokens per CPU second of each stage of the preparation."""
+    figure, axes = _subplots()
+    spent = {stage: used for stage, used in seconds.items() if used > 0}
+    rates = [manifest.statistics["tokens"] / used / 1e6 for used in spent.values()]
+    axes.barh(list(spent), rates)
+    axes.set(xscale="log", xlabel="M tokens per CPU second")
+    return figure
+
+
+def _subplots(columns: int = 1) -> "tuple[Figure, Any]":
+    from matplotlib.figure import Figure  # optional
+
+    figure = Figure(figsize=(7, 3.6), layout="constrained")
+    return figure, figure.subplots(1, columns)

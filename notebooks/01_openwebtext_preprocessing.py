@@ -12,21 +12,21 @@
 # # From text to token shards: preparing OpenWebText
 #
 # After this notebook you can turn a collection of text into files that training reads without
-# waste: tokenize it, look inside the files with plain numpy, feed them to any number of ranks, stop
-# and go on with another number of ranks, and notice a single damaged byte.
+# waste: tokenize it, inspect the files with plain numpy, feed them to any number of ranks, stop and
+# resume with another number of ranks, and detect a single damaged byte.
 #
 # The same commands prepare OpenWebText (9 billion tokens) on a larger machine. Here they run on a
-# smaller text that needs no network: the AWS API documentation inside the `botocore` package. It
-# is real technical English. What this notebook claims about data, it asserts in a cell.
+# smaller text that needs no network: the AWS API documentation inside the `botocore` package, which
+# is real technical English. Every claim about data in this notebook is asserted in a cell.
 
 # %% tags=["parameters"]
 scale = "ci"  # ci: 1 M tokens; laptop: the whole corpus; cluster: as ci, to plan OpenWebText
 jsonl = ""  # a JSON-lines file of your own with a "text" field; empty: the botocore corpus
 sentence = "A naïve trainer can't hold 13 billion parameters; a sharded one can."
 sequence_length = 512  # tokens per training sample; the files do not depend on it
-global_batch = 8  # samples per optimizer step over all ranks; a multiple of 8 here
-seed = 0  # of the order in which training reads the samples
-shard_tokens = 250_000  # tokens per file: small here, to have several; by default 64 Mi
+global_batch = 8  # samples per optimizer step over all ranks; a multiple of 8
+seed = 0  # seed of the sample order
+shard_tokens = 250_000  # tokens per file: small, for several files; default 64 Mi
 
 # %%
 import importlib.util
@@ -51,9 +51,9 @@ import numpy as np
 
 import data_prep
 import nearlinear as nl
-from nearlinear.data import kept
+from nearlinear.config import train as train_config
+from nearlinear.data import packing_efficiency
 from nearlinear.plots import GRID, INK, MUTED, PALETTE, loss_curve, rank_map, read_metrics
-from nearlinear.train import config as train_config
 
 plt.rcParams["figure.dpi"] = 110
 keeper = tempfile.TemporaryDirectory(prefix="nearlinear-01-")  # removed when the kernel ends
@@ -62,9 +62,9 @@ work = Path(keeper.name)
 # %% [markdown]
 # ## The way in one picture
 #
-# Documents have all lengths. A training sample has one length. So the documents are laid end to
-# end, each closed by one end-of-text token, and the stream is cut into equal windows. The loader
-# hands out the windows in a shuffled order, each to exactly one rank.
+# Documents have different lengths; training samples have one length. The documents are therefore
+# concatenated, each closed by an end-of-text token, and the stream is cut into equal windows. The
+# loader returns the windows in a shuffled order, each to exactly one rank.
 
 
 # %%
@@ -110,10 +110,10 @@ ax.spines[:].set_visible(False)
 # %% [markdown]
 # ## Text to tokens
 #
-# GPT-2 uses byte-level byte-pair encoding. Text becomes bytes, and pairs of pieces that were
-# frequent in the training text are merged, the most frequent first. Every text can be encoded,
-# because every byte is in the vocabulary. In the vocabulary's spelling `Ġ` is a space; a letter
-# outside ASCII is two or more bytes, and so looks odd.
+# GPT-2 uses byte-level byte-pair encoding. Text becomes bytes, and pairs that were frequent in the
+# tokenizer's training text are merged, the most frequent first. Every text can be encoded, because
+# every byte is in the vocabulary. In the vocabulary's spelling, `Ġ` is a space; a letter outside
+# ASCII consists of two or more bytes and therefore looks odd.
 #
 # Change `sentence` in the parameters and run again.
 
@@ -128,13 +128,13 @@ for token in ids:
 print(f"\n{len(sentence.encode())} bytes, {len(ids)} tokens")
 
 # %%
-assert tokenizer.encode("Hello world") == [15496, 995]  # the ids OpenAI's GPT-2 gives
-assert tokenizer.decode(ids) == sentence  # nothing is lost on the way
+assert tokenizer.encode("Hello world") == [15496, 995]  # ids of OpenAI's GPT-2
+assert tokenizer.decode(ids) == sentence  # the round trip is lossless
 assert (tokenizer.vocab_size, tokenizer.eos_id) == (50257, 50256)
 
 # %% [markdown]
-# A web page may well contain the characters `<|endoftext|>`. If they became the end-of-text
-# token, a document could forge the end of itself. They stay text:
+# A web page may contain the characters `<|endoftext|>`. If they became the end-of-text token, a
+# document could forge its own end. They remain text:
 
 # %%
 # NBVAL_CHECK_OUTPUT
@@ -147,10 +147,10 @@ assert tokenizer.decode(ids) == forged
 # %% [markdown]
 # ## Preparing the shards
 #
-# `prepare` reads the source in splits, in bounded memory. It writes to a folder beside `out` and
-# renames that at the very end, so `out` is complete or absent; stopped, it goes on with the splits
-# that are missing. A hash of each document decides whether it goes to training or to validation. So
-# two equal documents never stand on different sides.
+# `prepare` reads the source in splits, in bounded memory. It writes to a temporary folder and
+# renames it at the very end, so that `out` is either complete or absent; an interrupted preparation
+# resumes with the missing splits. A hash of each document decides between training and validation,
+# so that two equal documents never end up on different sides.
 
 # %%
 source = data_prep.sources.jsonl([jsonl]) if jsonl else data_prep.sources.botocore()
@@ -163,7 +163,7 @@ seconds = time.perf_counter() - started
 print(data_prep.summary(out).replace(str(work), "work"))
 
 # %% [markdown]
-# A source that breaks off leaves nothing behind:
+# An interrupted source leaves no output behind:
 
 
 # %%
@@ -177,13 +177,13 @@ with contextlib.suppress(ConnectionError):
 assert not list(work.glob("broken*"))
 
 # %% [markdown]
-# Asked again, `prepare` checks the folder and leaves it as it is. Asked for other settings, it
-# refuses to replace what is there.
+# A second call checks the folder and leaves it unchanged. With other settings, `prepare` refuses to
+# replace the existing data.
 
 
 # %%
 def refusal(action, *arguments, **named) -> str:
-    """The message with which `action` refuses."""
+    """Return the error message of `action`."""
     try:
         action(*arguments, **named)
     except nl.DataError as error:
@@ -202,8 +202,8 @@ print(refusal(data_prep.prepare, source, out, **settings, val_fraction=0.05))
 # publishes). One command prepares it. The text is streamed, and only the shards stay on disk.
 #
 # The size below is arithmetic: 2 bytes per token and 20 bytes of index per document. The time is an
-# estimate for this machine. It takes the rate of the run above, reading and cleaning of that source
-# included, and it leaves out the network.
+# estimate for this machine, from the rate of the run above. It includes reading and cleaning of
+# that source, but not the network.
 
 # %%
 openwebtext_documents, openwebtext_tokens = 8_013_769, 9.04e9
@@ -214,12 +214,12 @@ print(f"  on disk  {size / 1e9:.1f} GB")
 print(f"  time     {openwebtext_tokens / rate / 3600:.1f} hours (estimate: {rate:,.0f} tokens/s)")
 
 # %% [markdown]
-# ## What is in the folder
+# ## Files of the folder
 #
-# The format is open, and older than this library. Each `.bin` file is token ids and nothing else,
-# 2 bytes each for GPT-2's vocabulary, as nanoGPT, OLMo and datatrove write them. Each `.idx` file
-# holds the length of every document in Megatron's index format. `index.json` lists the files with
-# their sizes, their sha256, and a checksum of every 4 MiB.
+# The format is open, and older than this library. Each `.bin` file consists of token ids, 2 bytes
+# each for GPT-2's vocabulary, as written by nanoGPT, OLMo and datatrove. Each `.idx` file holds the
+# length of every document in Megatron's index format. `index.json` lists the files with their
+# sizes, their sha256, and a checksum of every 4 MiB.
 
 # %%
 for path in sorted(p for p in out.rglob("*") if p.is_file()):
@@ -228,8 +228,8 @@ index = json.loads((out / "index.json").read_text())
 print(json.dumps({key: index[key] for key in ("format", "dtype", "eos_id", "totals")}, indent=1))
 
 # %% [markdown]
-# It has statistics, too. `python -m data_prep stats FOLDER --report report.html` prints them and
-# writes a page with figures.
+# `python -m data_prep stats FOLDER --report report.html` prints statistics and writes a page with
+# figures.
 
 # %%
 print(data_prep.report.stats(out).replace(str(work), "work"))
@@ -249,8 +249,9 @@ print(magic, f"version {version}:", f"{documents:,} documents,", f"{lengths.sum(
 print(tokenizer.decode(stream[: lengths[0] - 1])[:400])
 
 # %% [markdown]
-# `nl.TokenDataset` gives the same tokens, window by window. Windows run across documents and
-# across files. The number of end-of-text tokens is the number of documents: no document forged one.
+# `nl.TokenDataset` returns the same tokens, window by window. Windows cross the boundaries of
+# documents and files. The number of end-of-text tokens equals the number of documents: no document
+# forged one.
 
 # %%
 # NBVAL_CHECK_OUTPUT
@@ -262,7 +263,7 @@ assert np.count_nonzero(stream == index["eos_id"]) == index["totals"]["train"]["
 print(f"{dataset.tokens:,} tokens are {len(dataset):,} windows of {sequence_length}")
 
 # %% [markdown]
-# ## How long the documents are
+# ## Document lengths
 
 # %%
 lengths = dataset.document_lengths()
@@ -275,25 +276,26 @@ shorter = np.mean(lengths < sequence_length)
 print(f"{100 * shorter:.1f} % of the documents are shorter than one window")
 
 # %% [markdown]
-# ## What packing saves
+# ## The benefit of packing
 #
-# There is a simpler way than packing: cut every document to $L$ tokens and drop the documents that
-# are shorter. The public GPT example for Amazon's SMP library prepares its data so. Then every
-# sample comes from one document, but much text is thrown away:
+# There is a simpler method than packing: cut every document to $L$ tokens and drop the shorter
+# documents. The public GPT example for Amazon's SMP library prepares its data in this way. Every
+# sample then comes from one document, but much text is lost:
 #
 # $$\text{kept by truncating} = \frac{L \cdot \#\{\text{documents with at least } L
 # \text{ tokens}\}}{\text{all tokens}} \qquad
 # \text{kept by packing} = \frac{L \cdot \lfloor T / L \rfloor}{T}$$
 #
-# The shards hold documents, not windows, so what a window holds is chosen when they are read.
-# `concat` takes them end to end and loses less than one window in all; it may cut a document in
-# two. `best_fit` cuts only those longer than a window, and puts what is left of each where it fits
-# best; `one_document` lets nothing share a window. Both fill windows up with padding.
-# `nl.data.kept` computes what each of them keeps, of the documents' lengths alone.
+# The shards store documents, not windows, so that the rule for filling windows is chosen when
+# reading. `concat` concatenates the documents and loses less than one window in all; it may split a
+# document. `best_fit` splits only documents longer than a window, and places every remainder in the
+# window where it fits best. `one_document` puts a single document in a window. The last two fill
+# windows with padding. `nl.data.packing_efficiency` computes the share of kept tokens for each
+# rule, from the lengths of the documents alone.
 
 # %%
 window_lengths = [L for L in (128, 256, 512, 1024, 2048, 4096) if 100 * L <= dataset.tokens]
-found = {L: kept(lengths, L) for L in window_lengths}
+found = {L: packing_efficiency(lengths, L) for L in window_lengths}
 for L, ways in found.items():
     print(f"L = {L:>4}:", ", ".join(f"{way} {ways[way].share:.2%}" for way in ways))
     assert ways["concat"].tokens == L * len(nl.TokenDataset(out, sequence_length=L))
@@ -307,10 +309,10 @@ for L, counted in index["statistics"]["kept"]["train"]["lengths"].items():
         assert int(L) not in found or counted[way] == found[int(L)][way].tokens
 
 # %% [markdown]
-# The documents of botocore are short, so truncating costs more here than on web pages. The diamonds
-# are OpenWebText: 31.5 % of the tokens kept at 512 and 19.8 % at 2048, measured on 1,000
-# OpenWebText documents with the public SMP example's rules. The dotted lines are the price of not
-# cutting: how much of the windows holds text, the rest is padding.
+# The documents of botocore are short, so that truncation costs more here than on web pages. The
+# diamonds are OpenWebText: 31.5 % of the tokens kept at 512 and 19.8 % at 2048, measured on 1,000
+# OpenWebText documents with the rules of the public SMP example. The dotted lines show the cost of
+# not splitting documents: the share of the windows that holds text; the rest is padding.
 
 # %%
 figure, ax = plt.subplots(figsize=(7.4, 3.7), layout="constrained")
@@ -335,24 +337,24 @@ ax.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
 plt.show()
 
 # %% [markdown]
-# Sharing a window has a price: its documents attend to each other, unless the run masks that
-# (`nl.Masks`). The end-of-text token between them is how the model learns where one ends. GPT-3 was
-# trained so (Brown et al. 2020, appendix B).
+# Sharing a window has a price: its documents attend to each other, unless the run masks them
+# (`nl.Masks`). The end-of-text token between documents tells the model where a document ends. GPT-3
+# was trained with shared windows (Brown et al. 2020, appendix B).
 
 # %% [markdown]
-# ## One order for all ranks
+# ## A common order for all ranks
 #
 # The order of an epoch is a permutation of the windows, computed from the seed by arithmetic alone.
-# It takes no memory and no communication. Step $s$ takes places $sG$ to $sG + G - 1$ of that order,
-# and each rank reads its own part of them. `batch_id` names the windows of a step, so ranks can
-# tell that they agree.
+# It takes no memory and no communication. Step $s$ takes positions $sG$ to $sG + G - 1$ of that
+# order, and each rank reads its own part. `batch_id` identifies the windows of a step, so that
+# ranks can verify that they agree.
 #
-# To see which windows a loader reads, we watch what it asks the dataset for.
+# The next cell records the windows that a loader requests from the dataset.
 
 
 # %%
 class Watched(nl.TokenDataset):
-    """Remembers which windows it was asked for last."""
+    """Dataset that records the last requested windows."""
 
     def rows(self, indices, documents=False):
         self.asked = indices.tolist()
@@ -363,7 +365,7 @@ watched = Watched(out, "train", sequence_length=sequence_length)
 
 
 def loaders(data_ranks, state=None, samples=global_batch):
-    """The loaders of `data_ranks` ranks that share `samples` windows per step."""
+    """Return the loaders of `data_ranks` ranks that share `samples` windows per step."""
     size = samples // data_ranks
     made = [
         nl.Loader(watched, size, data_rank=rank, data_ranks=data_ranks, seed=seed)
@@ -375,7 +377,7 @@ def loaders(data_ranks, state=None, samples=global_batch):
 
 
 def step(ranks):
-    """The numbers of the windows that each rank reads in its next step: a list per rank."""
+    """Return the window numbers of each rank's next step, a list per rank."""
     numbers = []
     for loader in ranks:
         batch = next(loader)[0]["input_ids"]
@@ -385,8 +387,8 @@ def step(ranks):
 
 
 # %% [markdown]
-# Four ranks together read exactly what one rank with the whole batch reads. Over an epoch no
-# window is read twice.
+# Four ranks together read exactly the windows that one rank with the whole batch reads. No window
+# is read twice in an epoch.
 
 # %%
 # NBVAL_CHECK_OUTPUT
@@ -404,8 +406,8 @@ print(f"one epoch: {len(seen):,} of {len(dataset):,} windows, each read by one r
 # %% [markdown]
 # ## Stop on 4 ranks, go on with 2
 #
-# Clusters shrink and grow. The state of the loader is one position in the order, so it suits any
-# number of ranks. Here a run stops after three steps on 4 ranks and goes on with 2.
+# Clusters shrink and grow. The state of the loader is one position in the order and suits any
+# number of ranks. Here a run stops after three steps on 4 ranks and resumes with 2.
 
 # %%
 # NBVAL_CHECK_OUTPUT
@@ -438,7 +440,7 @@ figure.legend(loc="outside lower center", ncols=4, frameon=False)
 plt.show()
 
 # %% [markdown]
-# The steps after the stop are the steps of a run that never stopped. This holds for every number of
+# The steps after the stop equal those of a run without interruption. This holds for every number of
 # ranks, and for other batch sizes as well: three ranks with two windows each take smaller steps
 # through the same order.
 
@@ -454,19 +456,18 @@ read = sum((sum(step(smaller), []) for _ in range(4)), [])
 assert read[: 3 * global_batch] == sum(expected[3:], [])[: len(read)]
 
 # %% [markdown]
-# A state of another order is refused, because the run would repeat some samples and never see
-# others:
+# A state of another order is rejected, because the run would repeat some samples and skip others:
 
 # %%
 other = nl.Loader(dataset, micro_batch_size=global_batch, seed=seed + 1)
 print(refusal(other.load_state_dict, state))
 
 # %% [markdown]
-# ## One wrong byte
+# ## A wrong byte
 #
-# Files are damaged on disks, in copies and by hand. Most wrong bytes still read as
-# token ids, so training would go on with wrong text. We flip one bit in a copy of the shards. The
-# size is right, so a check of sizes passes. A check of contents names the file.
+# Files are damaged on disks, in copies and by hand. Most wrong bytes are still valid token ids, so
+# that training would continue with wrong text. The next cell flips one bit in a copy of the shards.
+# The size is unchanged, so that a check of sizes passes; a check of contents names the file.
 
 # %%
 copy = work / "copy"
@@ -476,15 +477,15 @@ raw = bytearray(victim.read_bytes())
 raw[len(raw) // 2] ^= 1
 victim.write_bytes(raw)
 
-nl.TokenDataset(copy, sequence_length=sequence_length, verify="size")  # notices nothing
+nl.TokenDataset(copy, sequence_length=sequence_length, verify="size")  # does not detect it
 complaint = refusal(nl.TokenDataset, copy, sequence_length=sequence_length)
 print(complaint)
 assert shards[0]["file"] in complaint
 
 # %% [markdown]
-# The error says what to do: copy the file again. Then every byte is as it was written. Up to 2 GiB
-# a dataset is checked whole when it is opened. Above that only sizes are checked, and
-# `python -m data_prep verify FOLDER` checks every byte before a long run.
+# The error states the remedy: copy the file again. Then every byte is correct. Datasets up to 2 GiB
+# are verified completely when opened. For larger ones only sizes are checked; `python -m data_prep
+# verify FOLDER` verifies every byte before a long run.
 
 # %%
 shutil.copy(out / shards[0]["file"], victim)
@@ -495,9 +496,9 @@ assert np.array_equal(mended.windows(np.arange(len(mended))), whole)
 # %% [markdown]
 # ## The tokens in use
 #
-# Do the shards train a model? We let a very small GPT-2 read them for a few steps, on 4 ranks of
-# this machine (threads, so that it starts at once). Each rank holds a part of the model and reads
-# windows of its own: in the picture a cell is a rank, and equal colours hold equal parts.
+# Do the shards train a model? A very small GPT-2 reads them for a few steps, on 4 ranks of this
+# machine (threads, which start at once). Each rank holds a shard of the model and reads windows of
+# its own. In the picture a cell is a rank, and equal colours are equal shards.
 
 # %%
 settings = {
@@ -509,7 +510,7 @@ settings = {
     "train": {"steps": 8, "eval_every": 4, "eval_sequences": 8, "sample_tokens": 0},
     "run": {"folder": str(work / "run"), "tensorboard": False},
 }
-with contextlib.redirect_stdout(io.StringIO()):  # its lines are in metrics.jsonl
+with contextlib.redirect_stdout(io.StringIO()):  # metrics.jsonl has the same lines
     results = nl.spmd.run(lambda rank: nl.Trainer(train_config.load(settings)).fit(), ranks=4)
 print(f"held-out loss after {results[0].steps} steps: {results[0].eval_loss:.2f} nats")
 
@@ -520,33 +521,34 @@ rank_map(nl.Mesh(replicate=2, shard=2), left)
 loss_curve(read_metrics(work / "run"), vocabulary=manifest.vocab_size, ax=right)
 plt.show()
 
-assert len(set(results)) == 1  # every rank came to the same loss
+assert len(set(results)) == 1  # equal on every rank
 assert results[0].eval_loss < np.log(manifest.vocab_size) - 1
 
 # %% [markdown]
 # ## Summary
 #
 # - `data_prep.prepare(source, out)` turns text into token shards split by split. `out` is complete
-#   or absent, and what was stopped goes on.
-# - A shard is plain token ids that numpy reads. The sequence length is chosen when reading.
-# - Packing keeps all tokens but the last partial window. Truncating and dropping kept 31.5 % of
-#   the tokens of 1,000 OpenWebText documents at a sequence length of 512.
-# - The order of the samples depends on the seed and the position only. So ranks agree without
-#   talking, and a run resumes exactly on another number of ranks.
-# - A single wrong bit is found, and the error names file, block and bit.
+#   or absent, and an interrupted preparation resumes.
+# - A shard consists of plain token ids that numpy reads. The sequence length is chosen when
+#   reading.
+# - Packing keeps all tokens but the last partial window. Truncating and dropping kept 31.5 % of the
+#   tokens of 1,000 OpenWebText documents at a sequence length of 512.
+# - The order of the samples depends only on the seed and the position. Ranks therefore agree
+#   without communication, and a run resumes exactly on another number of ranks.
+# - A single wrong bit is detected, and the error names file, block and bit.
 #
 # ## Exercises
 #
 # 1. Encode the same sentence in English, in another language, and as Python code. Which takes the
 #    most tokens per byte? Why?
 # 2. A third rule cuts each document into whole windows and drops only its last partial window.
-#    Compute from `lengths` what it keeps, and add it to the plot of tokens kept. When is it nearly
-#    as good as packing?
+#    Compute the share of kept tokens from `lengths`, and add it to the plot. When is it nearly as
+#    good as packing?
 # 3. Prepare the shards again with `shard_tokens=50_000` in another folder. Is the stream the same?
 #    Can a loader resume from `state` on it? Look at `fingerprint` for the reason. Would it be safe?
 # 4. Damage `copy` in other ways: cut off the end of a file, swap two `.bin` files, change `eos_id`
-#    in `index.json`. Which are noticed, and what do the errors say?
-# 5. Write a source of your own: `data_prep.Source(name="mine", documents=lambda: iter(texts))`.
-#    Put one text in it twice. Can the two copies end up in different splits?
+#    in `index.json`. Which damages are detected, and what are the errors?
+# 5. Write a source of your own: `data_prep.Source(name="mine", documents=lambda: iter(texts))`. Put
+#    one text in it twice. Can the two copies end up in different splits?
 #
 # Next: [02_train_gpt2](02_train_gpt2.ipynb) trains a GPT-2 on shards like these.

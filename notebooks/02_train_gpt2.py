@@ -1,16 +1,16 @@
 # %% [markdown]
 # # Train GPT-2 with MiCS sharding
 #
-# After this notebook you can say which rank holds which part of a 30-billion-parameter GPT-2, pick
-# a sharding degree and give the reason, check on your own machine that sharded training computes
-# what one process computes, and start the same training on 4 ranks here or on 256 GPUs.
+# After this notebook you can locate the shards of a 30-billion-parameter GPT-2 on their ranks,
+# choose a shard degree and justify it, verify on your own machine that sharded training equals
+# training in one process, and start the same training on 4 local ranks or on 256 GPUs.
 #
-# The subject is GPT-2 30B on 32 nodes of 8 GPUs. What runs here is a small GPT-2 through the same
-# functions: real sharding and real collectives between ranks of this machine, no simulation.
+# The subject is GPT-2 30B on 32 nodes of 8 GPUs. This machine runs a small GPT-2 through the same
+# functions, with real sharding and real collectives between ranks; nothing is simulated.
 
 # %% tags=["parameters"]
 scale = "ci"  # ci: seconds on 2 cores; laptop: minutes; cluster: prints the 32-node launch
-steps = 0  # optimizer steps of the training run; 0 for the number that suits the scale
+steps = 0  # optimizer steps of the training run; 0: chosen by scale
 
 # %%
 import json
@@ -38,12 +38,12 @@ keeper = tempfile.TemporaryDirectory(prefix="nearlinear-02-")  # removed when th
 work = Path(keeper.name)
 
 # %% [markdown]
-# ## Which rank holds what
+# ## Placement of the model states
 #
 # Training with AdamW in mixed precision keeps 16 bytes per parameter: 4 of float32 weights, 8 of
-# optimizer state, and up to 4 of gradients. For 30 billion parameters that is 480 GB, more than any
-# one GPU has. **MiCS** cuts these states into as many shards as it takes, and no more: the ranks of
-# one *shard group* hold one copy together, and the groups are *replicas* of each other.
+# optimizer state, and up to 4 of gradients. For 30 billion parameters that is 480 GB, more than the
+# memory of any one GPU. **MiCS** cuts these states into the smallest number of shards that fit: the
+# ranks of one *shard group* hold one copy together, and the groups are *replicas* of each other.
 #
 # | symbol | meaning | in the picture |
 # |---|---|---|
@@ -53,7 +53,7 @@ work = Path(keeper.name)
 # | $R = W / S$ | replicas | 2 |
 # | $A$ | micro-batches per optimizer step | |
 #
-# A cell is a rank, a colour is a shard. Parameters are gathered along a row, within a replica; only
+# A cell is a rank, a colour is a shard. Parameters are gathered along a row, within a replica. Only
 # finished gradient sums travel down a column, between replicas.
 
 # %%
@@ -62,27 +62,27 @@ plots.rank_map(mesh)
 print(mesh)
 
 # %% [markdown]
-# Why not shard over all ranks, as ZeRO-3 and FSDP do? Because every layer is gathered twice per
-# micro-batch from all ranks that hold a part of it. The fewer ranks in that group, the fewer hops
-# and the closer they stand. Sharding wider than memory demands buys nothing.
+# Why not shard over all ranks, as ZeRO-3 and FSDP do? Every layer is gathered twice per micro-batch
+# from all ranks that hold a shard of it. A smaller group means fewer hops over shorter distances.
+# Sharding wider than memory requires gains nothing.
 #
 # ## Pick a shard degree
 #
-# The smallest that fits. The rule of thumb for nodes of 8 GPUs with 40 GB: one node for every 3
-# billion parameters, rounded up to a power of two (source: AWS, "Train gigantic models with
+# Choose the smallest degree that fits. A rule of thumb for nodes of 8 GPUs with 40 GB: one node for
+# every 3 billion parameters, rounded up to a power of two (source: AWS, "Train gigantic models with
 # near-linear scaling using sharded data parallelism", 2022).
 
 
 # %%
 def shard_degree(parameters: float, gpus_per_node: int = 8) -> int:
-    """The rule of thumb: one node per 3 billion parameters, then the next power of two."""
+    """Apply the rule of thumb: one node per 3 billion parameters, next power of two."""
     nodes = math.ceil(parameters / 3e9)
     return 2 ** math.ceil(math.log2(nodes)) * gpus_per_node
 
 
 parameters_30b = 12 * 48 * 7168**2 + 50257 * 7168  # layers x 12 width^2, and the embeddings
 degree = shard_degree(parameters_30b)
-cluster = nl.Mesh.from_config(nl.Config(hybrid_shard_degree=degree), 256, ranks_per_node=8)
+cluster = nl.Mesh.from_config(nl.ParallelConfig(hybrid_shard_degree=degree), 256, ranks_per_node=8)
 print(f"{parameters_30b / 1e9:.1f} billion parameters: shard degree {degree}\n")
 print(cluster)
 
@@ -90,8 +90,8 @@ assert degree == 128 and (cluster.replicate, cluster.shard) == (2, 128)
 assert cluster.nodes_spanned("shard") == 16  # a shard group fills 16 consecutive nodes
 
 # %% [markdown]
-# How much of the states each GPU then holds, by degree. The line is what a 40 GB GPU has; the
-# activations need room beside the states.
+# The figure shows the bytes of model states on each GPU by shard degree. The line is the memory of
+# a 40 GB GPU; activations need room in addition to the states.
 
 # %%
 degrees = [8, 16, 32, 64, 128, 256]
@@ -110,8 +110,8 @@ assert states[degrees.index(8)] > 40 and states[degrees.index(128)] < 4
 # ## Shard a model, for real
 #
 # `nl.spmd.run` runs a function on N ranks of this machine. By default the ranks are threads: they
-# start at once, and inside the function `torch.distributed` works as on a cluster. Two lines make a
-# Hugging Face model sharded: `nl.init` lays out the ranks, `nl.shard` cuts the model.
+# start at once, and inside the function `torch.distributed` works as on a cluster. Two lines shard
+# a Hugging Face model: `nl.init` lays out the ranks, `nl.shard` cuts the model.
 
 
 # %%
@@ -123,7 +123,7 @@ def small_gpt2() -> GPT2LMHeadModel:
 
 def held(rank):
     nl.init({"hybrid_shard_degree": 2})
-    with nl.spmd.one_at_a_time(seed=0):  # ranks that are threads share one random generator
+    with nl.spmd.one_at_a_time(seed=0):  # threads share one random generator
         model = small_gpt2()
     nl.shard(model)
     name, parameter = next(iter(model.named_parameters()))
@@ -141,9 +141,9 @@ assert all(mine == total // 2 for mine, _ in shares)  # 2 shards: half each, on 
 # %% [markdown]
 # ## The same numbers as one process
 #
-# Sharding must not change what is computed. One process trains on a batch of 16 sequences; 4 ranks
-# train on 4 sequences each, cut into 2 micro-batches. `nl.accumulate` yields the micro-batches and
-# sees to it that the gradient is the mean over all tokens of all ranks.
+# Sharding must not change the result. One process trains on a batch of 16 sequences; 4 ranks train
+# on 4 sequences each, divided into 2 micro-batches. `nl.accumulate` yields the micro-batches and
+# makes the gradient the mean over all tokens of all ranks.
 
 # %%
 STEPS, ROWS = 3, 16
@@ -203,14 +203,15 @@ assert difference < 1e-5
 # ## Two hops instead of one
 #
 # With several micro-batches per step there is a choice. *One hop*: reduce the gradients over all
-# ranks after every micro-batch. *Two hops*: add them up inside the shard group, and let the
-# replicas meet once, after the last micro-batch. Both give the same gradients. Only the second
-# keeps the slow way between replicas quiet for $A - 1$ of $A$ micro-batches.
+# ranks after every micro-batch. *Two hops*: accumulate them within the shard group, and synchronize
+# the replicas once, after the last micro-batch. Both give the same gradients, but only the second
+# leaves the slow links between replicas idle for $A - 1$ of $A$ micro-batches.
 #
-# We count the collectives of $A = 4$ micro-batches. The model has 4 units (3 blocks and the rest),
-# each reduced once per micro-batch. As little as possible stays gathered, as for a model that fills
-# memory (`sdp_max_live_parameters = 0`); still, gathers are fewer than two per unit: at every
-# turn, forward to backward and micro-batch to micro-batch, the units that are needed next stay.
+# The next cell counts the collectives of $A = 4$ micro-batches. The model has 4 units (3 blocks and
+# the rest), each reduced once per micro-batch. As few units as possible stay gathered, as for a
+# model that fills memory (`sdp_max_live_parameters = 0`). There are still fewer than two gathers
+# per unit: at every turn from forward to backward and from micro-batch to micro-batch, the units
+# needed next stay gathered.
 
 # %%
 A = 4
@@ -248,8 +249,8 @@ assert one_hop == {"all_gather": 18, "reduce_scatter": 16, "all_reduce": 16}
 assert two_hop == {"all_gather": 18, "reduce_scatter": 16, "all_reduce": 4}
 
 # %% [markdown]
-# And what if you forget the last micro-batch, or step too early? Then the gradients are not there
-# yet, and plain FSDP2 would step without them, silently. Here it is an error that says so.
+# An optimizer step before the last micro-batch would use incomplete gradients. Plain FSDP2 would
+# take this step silently. nearlinear raises an error:
 
 
 # %%
@@ -276,8 +277,8 @@ assert "of 2 micro-batches" in message
 # %% [markdown]
 # ## Data
 #
-# Notebook 01 shows how text becomes token shards. Here we take a part of the same corpus, with
-# GPT-2's real vocabulary of 50,257.
+# Notebook 01 turns text into token shards. This notebook takes a part of the same corpus, with
+# GPT-2's real vocabulary of 50,257 tokens.
 
 # %%
 documents = {"ci": 3000, "laptop": None, "cluster": 3000}[scale]
@@ -291,10 +292,10 @@ plt.show()
 assert manifest.vocab_size == 50257
 
 # %% [markdown]
-# ## One config for every scale
+# ## The same config at every scale
 #
-# A run is one TOML file. What changes from a laptop to a cluster is the model's name and a few
-# numbers; the keys stay. `nearlinear train FILE --print-config` lists them all with their meaning.
+# A run is one TOML file. From a laptop to a cluster, only the model's name and a few numbers
+# change; the keys stay. `nearlinear train FILE --print-config` lists all keys with their meaning.
 
 # %%
 SCALES = {
@@ -345,8 +346,8 @@ print(config)
 # ## Train
 #
 # On this machine `nearlinear train --nproc 4` starts four processes through torchrun's API. On 32
-# nodes torchrun (or SageMaker, or Slurm) starts 8 on each and they run the same command. Before
-# any rank starts, the layout is checked against the number of ranks and the data is verified.
+# nodes torchrun (or SageMaker, or Slurm) starts 8 on each, and they run the same command. The
+# layout is validated against the number of ranks, and the data is verified, before any rank starts.
 
 # %%
 if scale == "cluster":
@@ -354,9 +355,10 @@ if scale == "cluster":
         "torchrun --nnodes 32 --nproc-per-node 8 --rdzv-backend c10d "
         f"--rdzv-endpoint $HEAD_NODE:29500 -m nearlinear.cli train {path.name}"
     )
-    print("On each of 32 p4d nodes, with data.path and run.folder on storage they share:\n")
+    print("On each of 32 p4d nodes, with data.path and run.folder on shared storage:\n")
     print(launch)
-    layout = nl.Mesh.from_config(nl.Config(hybrid_shard_degree=shards), ranks, ranks_per_node=8)
+    config = nl.ParallelConfig(hybrid_shard_degree=shards)
+    layout = nl.Mesh.from_config(config, ranks, ranks_per_node=8)
     assert (layout.nodes, layout.shard, layout.replicate) == (32, 128, 2)
 else:
     command = [sys.executable, "-m", "nearlinear.cli", "train", str(path), "--nproc", str(ranks)]
@@ -364,11 +366,11 @@ else:
     with subprocess.Popen(command, **pipe) as job:
         for line in job.stdout:
             print(line, end="")
-    assert job.returncode == 0, "the training run failed; its message is above"
+    assert job.returncode == 0, "The training run failed; its message is above."
 
 # %% [markdown]
-# The run's folder holds `metrics.jsonl`, TensorBoard events, the config as it was understood, and
-# the position in the data. The dashed line is the loss of a model that knows nothing.
+# The run's folder contains `metrics.jsonl`, TensorBoard events, the resolved config, and the
+# position in the data. The dashed line is the loss of a uniform guess.
 
 # %%
 if scale != "cluster":
@@ -384,9 +386,10 @@ if scale != "cluster":
 # %% [markdown]
 # ## The same run on 32 machines
 #
-# The table `[job]` of a config says where it runs. Here it asks SageMaker for 32 `p4d.24xlarge` (8
-# GPUs of 40 GB each), reads the tokens from an FSx for Lustre file system, and keeps checkpoints in
-# S3. `sharded_data_parallel_degree` is SMP's name for the shard degree; both are understood.
+# The table `[job]` of a config selects where the run executes. Here it requests 32 `p4d.24xlarge`
+# from SageMaker (8 GPUs of 40 GB each), reads the tokens from an FSx for Lustre file system, and
+# stores checkpoints in S3. `sharded_data_parallel_degree` is SMP's name for the shard degree; both
+# names are accepted.
 
 # %%
 cluster_config = f"""
@@ -455,9 +458,9 @@ assert request["ResourceConfig"]["InstanceCount"] == 32
 assert asked["hybrid_shard_degree"] == 128 and asked["activation_loading_horizon"] == 4
 
 # %% [markdown]
-# That is the request of SageMaker's `CreateTrainingJob`, and nothing was sent: without `--dry-run`
-# the same line submits it, and `nearlinear logs NAME --follow` reads along. What would be refused
-# after minutes of waiting is refused here, with what to do about it.
+# The output is the request of SageMaker's `CreateTrainingJob`. Nothing was sent: without
+# `--dry-run` the same line submits it, and `nearlinear logs NAME --follow` follows its log. A
+# request that the service would reject after minutes of waiting is rejected here, with a remedy.
 
 # %%
 faulty = nearlinear(
@@ -471,10 +474,10 @@ assert faulty.returncode == 2
 assert all(word in faulty.stderr for word in ("VpcConfig", "InstanceType", "KeepAlive"))
 
 # %% [markdown]
-# Does the request train? `--place emulate` runs it on this machine, in the layout that a training
-# container has: 2 hosts of 2 ranks, each with its own `/opt/ml`, hyperparameters and channels. A
-# small model stands in for the large one, and a folder for the file system. It is the same request,
-# the same entry point and the same files; only the machines are emulated.
+# Does the request train? `--place emulate` runs it on this machine, in the layout of a training
+# container: 2 hosts of 2 ranks, each with its own `/opt/ml`, hyperparameters and channels. A small
+# model replaces the large one, and a folder the file system. The request, the entry point and the
+# files are the same; only the machines are emulated.
 
 # %%
 job = work / "job"
@@ -503,8 +506,8 @@ assert len(metrics) == 4 and metrics[-1]["loss"] < metrics[0]["loss"]
 assert [path.name for path in (job / "kept").glob("step-*")] == ["step-00000004"]  # stands for S3
 
 # %% [markdown]
-# CloudWatch draws its graphs from what a job prints: the request's metric definitions are regular
-# expressions for it. Do they find every number?
+# CloudWatch draws graphs from the output of a job: the request's metric definitions are regular
+# expressions. Do they match every number?
 
 # %%
 definitions = request["AlgorithmSpecification"]["MetricDefinitions"]
@@ -512,7 +515,7 @@ steps_said = [line for line in emulated.stdout.splitlines() if line.startswith("
 for definition in definitions:
     found = [re.search(definition["Regex"], line) for line in steps_said]
     values = [match[1] for match in found if match]
-    if definition["Name"] in ("loss_scale", "skipped"):  # only runs in float16 say these
+    if definition["Name"] in ("loss_scale", "skipped"):  # printed by float16 runs only
         assert not values
         continue
     print(f"{definition['Name']:>15}: {len(values):>2} values, the last {values[-1]}")
@@ -523,21 +526,23 @@ for definition in definitions:
 #
 # - A shard group is the smallest set of ranks that holds the model states; replicas of it fill the
 #   cluster. For GPT-2 30B on 256 GPUs with 40 GB: 128 x 2.
-# - `nl.init`, `nl.shard` and `nl.accumulate` are the change to a PyTorch script. The numbers are
-#   those of one process, to rounding.
-# - Two-hop synchronisation lets replicas talk once per step instead of once per micro-batch.
-# - The same file and the same command train on a laptop and on 32 nodes. `nearlinear launch` turns
-#   its `[job]` into SageMaker's, Slurm's or Kubernetes' words, and checks it before it is sent.
+# - `nl.init`, `nl.shard` and `nl.accumulate` are the changes to a PyTorch script. The numbers equal
+#   those of one process, up to rounding.
+# - With two-hop synchronization, replicas communicate once per step instead of once per
+#   micro-batch.
+# - The same file and the same command train on a laptop and on 32 nodes. `nearlinear launch`
+#   translates its `[job]` for SageMaker, Slurm or Kubernetes, and validates it before it is sent.
 #
 # ## Exercises
 #
-# 1. Change the degree in `held` to 1 and to 4. What does each rank hold, and what does
+# 1. Change the degree in `held` to 1 and to 4. Which share does each rank hold, and what does
 #    `print(nl.init(...))` show?
 # 2. In `counted`, set `A = 8`. Which of the three bars grows with two hops, and which does not?
 # 3. Pass `reshard_after_forward=True` to `nl.shard` in `counted`. Where do the 14 extra all-gathers
-#    come from, and what do they buy? What if you leave `sdp_max_live_parameters` out instead?
+#    come from, and how much memory do they save? How does the count change without
+#    `sdp_max_live_parameters`?
 # 4. A 13-billion-parameter model on 8 nodes: which degree does the rule give, and how many
 #    replicas? Check with `nl.Mesh.from_config`.
-# 5. Print the run as a batch script for Slurm: `--place slurm`. Which fault must you mend first?
+# 5. Print the run as a batch script for Slurm: `--place slurm`. Which fault must you fix first?
 # 6. Run this notebook with `scale = "laptop"` and `--set parallel.hybrid_shard_degree=4`. Do the
 #    losses change? Should they?

@@ -1,13 +1,13 @@
 # %% [markdown]
 # # Split a Llama: tensor, sharded and context parallelism together
 #
-# After this notebook you can say why sharding alone cannot use every GPU of a large cluster, split
-# an untouched Hugging Face Llama over tensor ranks with one line, draw which rank holds which slice
-# of which matrix, count what travels in a step and say when that becomes the bottleneck, and train
-# on sequences that no single rank could hold.
+# After this notebook you can explain why sharding alone cannot use every GPU of a large cluster,
+# split an unmodified Hugging Face Llama over tensor ranks with one line, draw the slices of every
+# matrix and their ranks, count the communication of a step and say when it becomes the bottleneck,
+# and train on sequences that no single rank could hold.
 #
-# Everything runs here: the ranks are threads of this machine, the collectives and the sharding are
-# real, and every claim is checked against the same model in one process.
+# Everything runs on this machine: the ranks are threads, the collectives and the sharding are real,
+# and every claim is checked against the same model in one process.
 
 # %% tags=["parameters"]
 scale = "ci"  # ci: seconds on 2 cores; laptop: a larger model and longer sequences
@@ -35,19 +35,20 @@ logging.set_verbosity_error()  # of transformers
 # | $C$ | context parallel degree: ranks that split every sequence |
 # | $b$, $s$ | sequences of one micro-batch, tokens of one sequence |
 #
-# Sharding cuts memory, not work: every rank still reads a batch of its own, so a step trains on
-# $W \cdot b \cdot s$ tokens. Beyond some batch size more tokens per step no longer help a model to
-# converge, and the cluster cannot grow any further. Ranks that compute a layer *together* read the
-# *same* batch: with $T$ of them a step trains on $W / T \cdot b \cdot s$ tokens.
+# Sharding divides memory, not work: every rank still reads a batch of its own, so that a step
+# trains on $W \cdot b \cdot s$ tokens. Beyond some batch size, more tokens per step no longer help
+# a model to converge, and the cluster cannot grow any further. Ranks that compute a layer
+# *together* read the *same* batch: with $T$ of them a step trains on $W / T \cdot b \cdot s$
+# tokens.
 
 # %%
-SEQUENCES, TOKENS = 4, 4096  # of one micro-batch, as for a Llama 2
+SEQUENCES, TOKENS = 4, 4096  # a micro-batch, as for a Llama 2
 clusters = [64, 128, 256, 512, 1024, 2048]
 
 
 def batch_tokens(ranks: int, tensor: int) -> float:
-    """Millions of tokens in a step of one micro-batch."""
-    degrees = nl.Config(tensor_parallel_degree=tensor, hybrid_shard_degree=8)
+    """Return the millions of tokens in a step of one micro-batch."""
+    degrees = nl.ParallelConfig(tensor_parallel_degree=tensor, hybrid_shard_degree=8)
     mesh = nl.Mesh.from_config(degrees, ranks, ranks_per_node=8)
     return mesh.data_ranks * SEQUENCES * TOKENS / 1e6
 
@@ -64,14 +65,14 @@ ax.legend(frameon=False)
 plt.show()
 
 assert sharded[-1] == 8 * sharded[2]
-assert together[2:] == [together[2]] * 4  # the batch stays where it was
+assert together[2:] == [together[2]] * 4  # the batch size stays constant
 
 # %% [markdown]
-# ## One line splits the model
+# ## Splitting the model in one line
 #
-# A small Llama, with the real one's code. `nl.transform` changes it in place by the plan that its
-# config carries: query, key, value, gate and up projection are split by their outputs (that is, by
-# attention heads), output and down projection by their inputs, embeddings and head by vocabulary.
+# The example is a small Llama with the real model's code. `nl.transform` changes it in place as
+# configured: query, key, value, gate and up projections are split by their outputs (that is, by
+# attention heads), output and down projections by their inputs, embeddings and head by vocabulary.
 # The modules keep their names and their code.
 
 
@@ -85,9 +86,9 @@ def llama() -> LlamaForCausalLM:
 
 
 def split_llama(rank, config):
-    """On one rank: the model, split and sharded; values from seed 0 whatever the layout."""
+    """Return the split and sharded model; its values depend on seed 0 only, not on the layout."""
     mesh = nl.init(config)
-    with nl.delayed_init(seed=0):  # no rank ever holds the whole model
+    with nl.deferred_init(seed=0):  # no rank ever holds the whole model
         model = llama()
     model = nl.transform(model)
     return mesh, nl.shard(model)
@@ -99,7 +100,7 @@ MATRICES = ("model.layers.0.self_attn.q_proj.weight", "model.layers.0.self_attn.
 
 def slices_of(rank):
     mesh, model = split_llama(rank, LAYOUT)
-    held = nl.held(model)
+    held = nl.local_shards(model)
     everything = sum(p.to_local().numel() for p in model.parameters())
     return {name: held[name] for name in MATRICES}, everything, str(mesh)
 
@@ -108,10 +109,10 @@ found = nl.spmd.run(slices_of, 8)
 print(found[0][2])
 
 # %% [markdown]
-# Who holds which slice of two matrices, as the ranks themselves say. Tensor ranks (0 and 1) cut a
-# column-parallel matrix by its rows, which are its outputs, and a row-parallel one by its columns;
-# the shard group (0 and 2) cuts what is left, again by rows; ranks with the same colour are
-# replicas, which hold the same.
+# The ranks themselves report their slices of two matrices. Tensor ranks (0 and 1) cut a
+# column-parallel matrix by its rows, which are its outputs, and a row-parallel one by its columns.
+# The shard group (0 and 2) cuts the remainder, again by rows. Ranks with the same colour are
+# replicas with equal contents.
 
 # %%
 width = llama().config.hidden_size
@@ -133,9 +134,9 @@ assert found[0][0] == found[4][0]  # replicas
 # %% [markdown]
 # ## The same training as in one process
 #
-# Eight ranks: 2 tensor x 2 shard x 2 replicate. A step has four micro-batches, and gradients are
-# synchronised in two hops: inside the shard group after every micro-batch, across replicas once.
-# One process runs the untouched model on the same tokens.
+# The layout of the eight ranks is 2 tensor x 2 shard x 2 replicate. A step has four micro-batches,
+# and gradients are synchronized in two hops: within the shard group after every micro-batch,
+# between replicas once. One process runs the unmodified model on the same tokens.
 
 
 # %%
@@ -161,7 +162,7 @@ def alone() -> list[float]:
 
 
 def parallel(rank, config, micro_batches=4) -> tuple[list[float], int]:
-    """Losses of the same steps, and how many sequences this rank's group read in each."""
+    """Return the losses of the same steps, and the sequences read by this rank's group."""
     mesh, model = split_llama(rank, config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-5, fused=True)
     losses = []
@@ -192,8 +193,8 @@ assert all(
 # %% [markdown]
 # ## More ranks, the same batch
 #
-# The argument from above, run: from one rank to eight the global batch stays at 16 sequences, and
-# so do the losses. No learning rate is touched.
+# The experiment confirms the argument: from one rank to eight, the global batch stays at 16
+# sequences, and the losses stay the same. No learning rate changes.
 
 # %%
 for ranks, tensor in [(1, 1), (2, 2), (4, 4), (8, 8)]:
@@ -204,21 +205,21 @@ for ranks, tensor in [(1, 1), (2, 2), (4, 4), (8, 8)]:
     assert sequences == ROWS and abs(losses[-1] - reference[-1]) < 1e-5
 
 # %% [markdown]
-# ## What travels
+# ## Communication of a step
 #
 # Between layers each tensor rank keeps its own share of the tokens (*sequence parallelism*), so
-# that norms, residuals and dropout are not computed twice either. Attention and MLP gather all
-# tokens on entry and reduce-scatter their sums on exit: for $L$ layers $2L$ gathers and $2L$
-# reduce-scatters forwards and as many backwards; one of each more for head and embeddings. The loss
-# exchanges three numbers per token, not logits. Norms, which all tensor ranks share, meet in one
-# all-reduce per step. There is nothing else.
+# that norms, residuals and dropout are not duplicated either. Attention and MLP all-gather the
+# tokens on entry and reduce-scatter their sums on exit: for $L$ layers, $2L$ gathers and $2L$
+# reduce-scatters forwards and as many backwards, and one more of each for head and embeddings. The
+# loss exchanges three numbers per token instead of logits. The gradients of norms, which all tensor
+# ranks share, take one all-reduce per step. There is no other communication.
 
 
 # %%
 def travels(rank):
     mesh, model = split_llama(rank, {"tensor_parallel_degree": 2})
     ids = tokens(0)
-    model(ids)  # a model's first batch is compared with that of its other tensor ranks, once
+    model(ids)  # the first batch is compared between tensor ranks, once
     with nl.count_collectives() as counts:
         for batch in nl.accumulate(model, [{"input_ids": ids, "labels": ids}]):
             with nl.count_collectives() as forward:
@@ -234,16 +235,16 @@ print(f"forward   {forward}\nbackward  {backward}\nthe step  {step}")
 layers = llama().config.num_hidden_layers
 assert forward == {"all_gather": 2 * layers + 1 + 1, "reduce_scatter": 2 * layers + 1}
 assert backward == {"all_gather": 2 * layers + 1, "reduce_scatter": 2 * layers + 1}
-assert step["all_reduce"] == 2  # of norms; and of the micro-batches' numbers of targets
+assert step["all_reduce"] == 2  # gradients of norms, and target counts of the micro-batches
 
 # %% [markdown]
-# When does that become the bottleneck? Per layer and direction a rank sends and receives
-# $4 \cdot 2 \cdot b s E \cdot (T-1)/T$ bytes (four collectives in bfloat16) and computes
-# $24\, b s E^2 / T$ floating-point operations forwards (an MLP of four widths, without attention's
-# scores). The batch cancels: what counts is the model's width over the tensor degree, against what
-# the machine computes per byte it sends. Figures of an H100: 989 TFLOPS dense in bfloat16, 450 GB/s
-# each way over NVLink (NVIDIA, data sheet, 2023); 50 GB/s each way for a GPU's share of a p5's
-# network (AWS, instance types: 3200 Gbit/s for 8 GPUs).
+# When does communication become the bottleneck? Per layer and direction, a rank sends and receives
+# $4 \cdot 2 \cdot b s E \cdot (T-1)/T$ bytes (four collectives in bfloat16). It computes $24\, b s
+# E^2 / T$ floating-point operations forwards (an MLP of four widths, without attention scores). The
+# batch cancels: the ratio depends on the model's width over the tensor degree, and on the
+# operations that the machine computes per byte sent. Figures of an H100: 989 TFLOPS dense in
+# bfloat16, 450 GB/s each way over NVLink (NVIDIA, data sheet, 2023); 50 GB/s each way for a GPU's
+# share of a p5's network (AWS, instance types: 3200 Gbit/s for 8 GPUs).
 
 # %%
 PEAK, REACHED = 989e12, 0.5
@@ -251,7 +252,7 @@ LINKS = {"NVLink, 450 GB/s": 450e9, "network, 50 GB/s": 50e9}
 
 
 def communication_share(embedding: int, tensor: int, bytes_per_s: float) -> float:
-    """Time on the wire over time of computing, of one layer's forward pass."""
+    """Return communication time over computation time of a layer's forward pass."""
     computing = 24 * embedding**2 / tensor / (PEAK * REACHED)
     return 4 * 2 * embedding * (tensor - 1) / tensor / bytes_per_s / computing
 
@@ -263,20 +264,20 @@ for model_name, embedding in (("Llama 2 7B", 4096), ("Llama 2 70B", 8192)):
         print(f"{model_name:12}{link:>18}" + "".join(f"{share:>8.0%} " for share in shares))
 
 assert communication_share(8192, 8, LINKS["NVLink, 450 GB/s"]) < 0.5
-assert communication_share(8192, 8, LINKS["network, 50 GB/s"]) > 1  # longer than the computing
+assert communication_share(8192, 8, LINKS["network, 50 GB/s"]) > 1  # longer than the computation
 
 # %% [markdown]
-# So tensor ranks belong on one node, and `nl.transform` says so where they do not. Across nodes,
-# shard or replicate.
+# Tensor ranks therefore belong on one node, and `nl.transform` warns about other layouts. Across
+# nodes, shard or replicate.
 
 # %% [markdown]
 # ## Sequences that no rank holds
 #
-# Context ranks split every *sequence*. Queries stay, keys and values travel: round a ring, from
-# rank to rank while each computes with what it has (`cp_comm_type = "p2p"`), or in one gather
-# (`"all_gather"`). Causal attention makes late tokens expensive and early ones cheap, so
-# consecutive parts would leave the first ranks idle. Rank $r$ of $C$ gets chunks $r$ and $2C-1-r$
-# instead: the zig-zag. Below, how many scores each of 4 ranks computes.
+# Context ranks split every *sequence*. Queries stay in place while keys and values are exchanged:
+# in a ring, from rank to rank during computation (`cp_comm_type = "p2p"`), or in one all-gather
+# (`"all_gather"`). Causal attention makes late tokens expensive and early ones cheap, so that
+# consecutive parts would leave the first ranks idle. Rank $r$ of $C$ therefore gets the chunks $r$
+# and $2C-1-r$ (zig-zag). The figure shows the number of scores computed by each of 4 ranks.
 
 # %%
 CONTEXT, SEQUENCE = 4, 64
@@ -296,8 +297,8 @@ plt.show()
 assert len(set(zigzag)) == 1 and max(consecutive) > 6 * min(consecutive)
 
 # %% [markdown]
-# The model is the same, and so is the call: every context rank gets the whole batch and takes its
-# part of it. The loss comes back as that of whole sequences, on every rank.
+# The model and the call are unchanged: every context rank receives the whole batch and takes its
+# part. The loss is that of whole sequences, on every rank.
 
 # %%
 for comm_type in ("p2p", "all_gather"):
@@ -312,13 +313,14 @@ assert all(abs(a - b) < 1e-5 for a, b in zip(losses, reference, strict=True))
 print(f"2 tensor x 2 context x 2 replicas: {losses[-1]:.6f}")
 
 # %% [markdown]
-# What that is for: memory. A rank keeps, from forward to backward, what its own tokens need. Below
-# the sequence grows with the context degree, and what a rank keeps stays the same.
+# The benefit is memory. From forward to backward, a rank keeps the activations of its own tokens
+# only. Below, the sequence length grows with the context degree, and the memory of a rank stays
+# constant.
 
 
 # %%
 def kept_bytes(rank, degree, length):
-    """Bytes that autograd keeps on this rank for the backward pass of one sequence."""
+    """Return the bytes that autograd keeps on this rank for the backward pass of a sequence."""
     _, model = split_llama(rank, {"context_parallel_degree": degree})
     kept = {}
 
@@ -349,14 +351,14 @@ assert max(kept.values()) < 1.1 * min(kept.values())
 # %% [markdown]
 # ## From a config, and on a cluster
 #
-# The same degrees in the table `[parallel]` of a run, or as flags:
+# The same degrees are keys of the table `[parallel]`, or flags:
 #
 # ```sh
 # nearlinear train run.toml --set parallel.tensor_parallel_degree=8 \
 #     --set parallel.context_parallel_degree=2 --set parallel.hybrid_shard_degree=16
 # ```
 #
-# Degrees that cannot be are refused before anything starts, with what is allowed:
+# Invalid degrees are rejected before anything starts, with the allowed values:
 
 # %%
 for wrong in (
@@ -364,25 +366,27 @@ for wrong in (
     {"context_parallel_degree": 4, "hybrid_shard_degree": 2},
 ):
     try:
-        nl.Mesh.from_config(nl.Config(**wrong), 8)
-        raise AssertionError(f"{wrong} was not refused")
+        nl.Mesh.from_config(nl.ParallelConfig(**wrong), 8)
+        raise AssertionError(f"{wrong} was not rejected")
     except nl.ConfigError as error:
         print(error)
 
 # %% [markdown]
 # ## Summary
 #
-# - Sharding alone grows the batch with the cluster; tensor ranks share a batch, and it stays.
-# - `nl.transform(model)` before `nl.shard(model)`; no change to the model, the loss or the loop.
-# - Tensor ranks talk four times per layer and direction: keep them on a node.
-# - Context ranks make the longest sequence grow with their number, at equal memory.
-# - All of them compose with sharding and replicas, and equal one process within 1e-5.
+# - Sharding alone grows the batch with the cluster. Tensor ranks share a batch, so that its size
+#   stays.
+# - Call `nl.transform(model)` before `nl.shard(model)`; the model, the loss and the loop do not
+#   change.
+# - Tensor ranks communicate four times per layer and direction: keep them on one node.
+# - The longest possible sequence grows with the number of context ranks, at equal memory.
+# - All techniques compose with sharding and replicas, and equal one process within 1e-5.
 #
 # ## Exercises
 #
-# 1. Which layouts of 64 ranks, 8 to a node, train a Llama 2 70B on 4 million tokens per step? Let
-#    `nl.Mesh.from_config` and `communication_share` answer.
-# 2. Change `llama` to two key-value heads. Which tensor degrees are left, and what does
-#    `nl.transform` say to the others?
-# 3. Count what travels per step with `context_parallel_degree` 2 and 4, for both ways that keys and
-#    values can travel. Which grows with the degree?
+# 1. Which layouts of 64 ranks, 8 to a node, train a Llama 2 70B on 4 million tokens per step? Use
+#    `nl.Mesh.from_config` and `communication_share`.
+# 2. Change `llama` to two key-value heads. Which tensor degrees remain possible, and which error
+#    does `nl.transform` raise for the others?
+# 3. Count the bytes sent per step with `context_parallel_degree` 2 and 4, for both values of
+#    `cp_comm_type`. Which grows with the degree?

@@ -1,13 +1,13 @@
 # %% [markdown]
-# # Fit more: a ladder of techniques, and what each rung costs
+# # Fit more: a ladder of techniques and their costs
 #
-# After this notebook you can say which part of a training step's memory each technique makes
-# smaller, climb the ladder in the order in which it pays, and read a memory report to see which
-# rung is next. One GPT-2 stands on every rung; its losses stay the same on all of them.
+# After this notebook you can name the part of a training step's memory that each technique reduces,
+# apply the techniques in the order of their benefit, and read a memory report to choose the next
+# one. The same GPT-2 runs with every technique; its losses stay the same.
 #
-# Everything runs here: eight ranks are threads of this machine, sharding, recomputation, copies to
-# and from host memory and collectives are real. Bytes, operations and messages are counted, so they
-# are those of eight GPUs; times are not, so there are none.
+# Everything runs on this machine: the eight ranks are threads; sharding, recomputation, copies to
+# and from host memory and collectives are real. Bytes, operations and messages are counted and
+# therefore equal those of eight GPUs. Times would not, and are not shown.
 
 # %% tags=["parameters"]
 scale = "ci"  # ci: a minute on 2 cores; laptop: a wider model and longer sequences
@@ -29,12 +29,12 @@ assert scale in ("ci", "laptop", "cluster"), f"scale = {scale!r}: use ci, laptop
 logging.set_verbosity_error()  # of transformers
 
 # %% [markdown]
-# ## What there is to make smaller
+# ## Parts of a rank's memory
 #
-# With AdamW a parameter takes 16 bytes on a rank that has all of it: 4 for itself, 4 for its
-# gradient, 8 for the optimizer's two averages. Beside these *model states* there are *activations*,
-# which grow with the batch, the sequence and the layers, and what is *gathered* while a block
-# computes. `nl.memory_report` measures one step:
+# With AdamW a parameter takes 16 bytes on a rank that holds all of it: 4 for the value, 4 for the
+# gradient, 8 for the two averages of the optimizer. In addition to these *model states* there are
+# *activations*, which grow with the batch, the sequence and the layers, and the *gathered*
+# parameters of the current block. `nl.memory_report` measures one step:
 
 # %%
 WIDTH, LAYERS, LENGTH, ROWS, STEPS = 64, 4, 32, 16, 2
@@ -54,7 +54,7 @@ def tokens(step: int) -> torch.Tensor:
 
 
 class Operations(TorchDispatchMode):
-    """Counts those of matrix products, as PyTorch's `FlopCounterMode` does, in all modules alike.
+    """Count operations of matrix products, as PyTorch's `FlopCounterMode`, in all modules alike.
 
     Attention's kernel on the CPU is not among them, here as there.
     """
@@ -71,7 +71,7 @@ class Operations(TorchDispatchMode):
 
 @dataclass
 class Rung:
-    """A technique on top of those before it."""
+    """A technique in addition to the previous rungs."""
 
     name: str
     config: dict
@@ -80,9 +80,9 @@ class Rung:
 
 
 def train(rank: int, rung: Rung) -> dict:
-    """What the rung takes on this rank in the last step, and the losses of all."""
+    """Return the memory and work of the last step on this rank, and the losses of all steps."""
     mesh = nl.init(rung.config)
-    with nl.delayed_init(seed=0):
+    with nl.deferred_init(seed=0):
         model = gpt2()
     model = nl.transform(model)
     model = nl.shard(nl.pipeline(model) if mesh.pipeline > 1 else model)
@@ -138,22 +138,22 @@ first = nl.spmd.run(train, 8, args=(plain,))
 print(first[0]["report"])
 
 # %% [markdown]
-# The lower half of the table is where to look next: what each knob, turned alone, would save here.
+# The largest rows are the next to reduce: here, the activations saved by the blocks.
 #
 # ## The ladder
 #
-# AWS's page of best practices for its model parallel library gives an order: shard the optimizer's
-# state, recompute activations, then tensor parallelism within a node, pipeline parallelism across
-# nodes, and activations in host memory last. Behind the first stands what sharded data parallelism
-# added to it later: parameters and gradients are sharded too, among ranks that are near each other.
-# Every rung keeps those before it. The global batch stays the same: 16 sequences.
+# AWS's best practices for its model parallel library recommend an order: shard the optimizer state,
+# recompute activations, then tensor parallelism within a node, pipeline parallelism across nodes,
+# and activations in host memory last. Sharded data parallelism was added after the first step:
+# parameters and gradients are sharded too, among neighbouring ranks. Every rung keeps the
+# techniques before it. The global batch stays the same: 16 sequences.
 
 # %%
 SHARED = plain.config | {"shard_optimizer_state": True}
 MICS = SHARED | {"hybrid_shard_degree": 2, "sdp_max_live_parameters": 0}
 TENSOR = MICS | {"tensor_parallel_degree": 2}
 PIPELINE = TENSOR | {"pipeline_parallel_degree": 2, "microbatches": 4}
-PIPELINE |= {"shard_optimizer_state": False}  # one replica is left, whose shards are all there is
+PIPELINE |= {"shard_optimizer_state": False}  # only one replica remains
 
 ladder = [
     plain,
@@ -166,7 +166,7 @@ ladder = [
     Rung("+ offload, horizon 1", PIPELINE, "each", 1),
 ]
 found = [first, *(nl.spmd.run(train, 8, args=(rung,)) for rung in ladder[1:])]
-most = [  # of any rank; a pipeline's are not alike
+most = [  # maximum over ranks; pipeline stages differ
     {part: max(of_rank["parts"][part] for of_rank in of_rung) for part in SHOWN}
     for of_rung in found
 ]
@@ -190,31 +190,33 @@ for colour, (part, name) in zip(plots.PALETTE, SHOWN.items(), strict=False):
     begin = [a + b for a, b in zip(begin, sizes, strict=True)]
 left.set_yticks(places, [rung.name for rung in ladder])
 left.invert_yaxis()
-left.set_xlabel("MiB of one rank, the most of any")
+left.set_xlabel("MiB per rank, maximum over ranks")
 left.legend(frameon=False)
 for offset, values, label in ((-0.2, work, "operations"), (0.2, sent, "bytes in collectives")):
     right.barh([place + offset for place in places], [value / values[0] for value in values], 0.4,
                color=plots.PALETTE[5 + (offset > 0)], label=label)  # fmt: skip
-right.set_xlabel("of a step, times the first rung's")
+right.set_xlabel("per step, relative to the first rung")
 right.legend(frameon=False)
 for ax in (left, right):
     ax.spines[["top", "right"]].set_visible(False)
 plt.show()
 
 # %% [markdown]
-# What to read off it:
+# The figure shows:
 #
-# - Sharding the optimizer's state divides gradients and averages by all eight ranks; the one
-#   all-reduce becomes a reduce-scatter and a gather, which is what an all-reduce is made of.
-#   (Collectives are counted by their larger side, so that the two count twice.)
-# - Sharding the parameters in pairs halves them, and what is gathered is a block, not the model.
-# - Keeping only what matrix products and attention put out takes nearly half of the activations
-#   away and computes no product twice. Recomputing all costs one more forward pass of the blocks:
-#   what is left is one input per block, and one block's activations while it is computed again.
-# - Tensor and pipeline parallelism divide the states again, and let more of the batch onto a rank.
-# - Offloading takes the inputs away too, but for those of two blocks; with few layers that is
-#   little beside the block that is computed again. It costs neither operations nor messages: copies
-#   go beside the computation.
+# - Sharding the optimizer state divides gradients and averages by all eight ranks. The all-reduce
+#   becomes a reduce-scatter and an all-gather, the two halves of an all-reduce. (Collectives are
+#   counted by their larger side, so that the two count twice.)
+# - Sharding the parameters in pairs halves them; instead of the model, one block is gathered at a
+#   time.
+# - Selective recomputation keeps the outputs of matrix products and attention. It removes nearly
+#   half of the activations without repeating a product. Full recomputation costs one more forward
+#   pass of the blocks. It leaves one input per block, and the activations of the block that is
+#   being recomputed.
+# - Tensor and pipeline parallelism divide the states again, and place more of the batch on a rank.
+# - Offloading removes the inputs of all but two blocks; with few layers that is little next to the
+#   recomputed block. It costs neither operations nor messages, because copies overlap with
+#   computation.
 
 # %%
 (dp, over_replicas, mics, selective, again, tensor, pipeline, offload) = most
@@ -225,11 +227,11 @@ assert all(
     for a, b in zip(of_rank["losses"], found[0][0]["losses"], strict=True)
 )
 for part in ("optimizer", "gradients"):
-    assert over_replicas[part] < 1.01 * dp[part] / 8  # AdamW also counts its steps
+    assert over_replicas[part] < 1.01 * dp[part] / 8  # AdamW also stores step counts
 assert over_replicas["parameters"] == dp["parameters"] == 2 * mics["parameters"]
 assert mics["gathered"] < dp["gathered"] / 2
 assert again["activations"] < 0.6 * selective["activations"] < 0.36 * mics["activations"]
-assert again["activations"] > mics["activations"] / LAYERS  # a block's, and inputs
+assert again["activations"] > mics["activations"] / LAYERS  # one block and the inputs
 assert work[0] == work[2] == work[3] and 1.1 < work[4] / work[2] < 4 / 3 + 0.01
 assert sent[4] == sent[3] == sent[2]
 assert tensor["parameters"] < 0.52 * again["parameters"]  # norms are on both tensor ranks
@@ -238,22 +240,22 @@ assert work[7] == work[6] and sent[7] == sent[6]
 assert total[-1] < total[0] / 5
 
 # %% [markdown]
-# ## How blocks are recomputed
+# ## Recomputation of blocks
 #
-# `nl.checkpoint_activations(model, strategy)`: every block by itself keeps one input per block. In
-# groups there are fewer inputs, but a whole group's activations come back at once, and its
-# parameters are gathered once more: `"group_N"` pays where inputs are what is left, in long
-# models. `"selective"` keeps the outputs of matrix products and of attention and computes norms,
-# activation functions and dropout again, which is nearly free. A budget such as `"4MiB"` recomputes
-# as few blocks as fit what waits between the passes; the table has the most there is at once, with
-# what is computed again.
+# `nl.checkpoint_activations(model, strategy)` selects the recomputed parts. `"each"` recomputes
+# every block on its own and keeps one input per block. `"group_N"` keeps fewer inputs, but a whole
+# group's activations return at once, and its parameters are gathered once more: it pays for long
+# models, in which inputs dominate. `"selective"` keeps the outputs of matrix products and of
+# attention, and recomputes norms, activation functions and dropout, at nearly no cost. A budget
+# such as `"4MiB"` recomputes as few blocks as possible while the activations kept between the
+# passes fit. The table shows the peak, recomputed activations included.
 
 
 # %%
 def kept(rank: int, strategy: str | None) -> tuple[float, float]:
-    """MiB of activations at their peak, and GFLOP of a step."""
+    """Return the peak MiB of activations and the GFLOP of a step."""
     nl.init({})
-    with nl.delayed_init(seed=0):
+    with nl.deferred_init(seed=0):
         model = gpt2()
     model = nl.shard(model)
     if strategy:
@@ -284,25 +286,25 @@ assert sizes["4MiB"] < 4 + sizes[None] / LAYERS
 # %% [markdown]
 # ## The loading horizon
 #
-# PyTorch's own `save_on_cpu` copies a tensor back when the backward pass asks for it, and the GPU
-# waits. With a horizon $h$ the backward pass of a block starts the copies of the $h$ blocks before
-# it, so that they arrive while it computes; at most $h + 1$ blocks' tensors are on the device. A
-# horizon of 1 hides a copy behind the backward pass of one block. Take more where a block's
-# backward pass is shorter than the copy of its input, and pay $h$ blocks of memory.
+# PyTorch's `save_on_cpu` copies a tensor back when the backward pass needs it, and the GPU waits.
+# With a horizon $h$, the backward pass of a block starts the copies of the $h$ blocks before it, so
+# that they arrive during computation; at most $h + 1$ blocks' tensors are on the device. A horizon
+# of 1 hides a copy behind the backward pass of one block. Use a larger horizon if a block's
+# backward pass is shorter than the copy of its input, at the cost of $h$ blocks of memory.
 
 
 # %%
 def resident(rank: int, horizon: int) -> tuple[int, float, float]:
-    """The most blocks with inputs on the device; MiB of them; MiB of host memory."""
+    """Return the peak number of blocks on the device, their MiB, and the MiB of host memory."""
     nl.init({})
-    with nl.delayed_init(seed=0):
+    with nl.deferred_init(seed=0):
         model = gpt2()
     nl.checkpoint_activations(nl.shard(model), "each")
     nl.offload_activations(model, horizon, smallest=1)
     ids = tokens(0)
     for batch in nl.accumulate(model, [{"input_ids": ids, "labels": ids}] * 2):
         model(**batch).loss.backward()
-    peak = nl.offload_peak(model)
+    peak = nl.activation_offload_stats(model)
     return peak.blocks, peak.nbytes / 2**20, peak.host_nbytes / 2**20
 
 
@@ -315,16 +317,16 @@ for horizon in (1, 2):
 # %% [markdown]
 # ## Fewer bytes per number
 #
-# Bfloat16 halves activations and what is gathered; master weights, gradients' sums and the
-# optimizer stay in float32. Float16 does the same with less range, so gradients are scaled up on
-# their way back and a step that overflows, on any rank, is skipped on all.
+# Bfloat16 halves activations and gathered parameters; master weights, gradient sums and the
+# optimizer stay in float32. Float16 halves them too, with a smaller range. Gradients are therefore
+# scaled during the backward pass, and a step that overflows on any rank is skipped on all ranks.
 
 
 # %%
 def in_float16(rank: int) -> list[tuple[float, bool]]:
-    """The loss scale after each step, and whether it was skipped; one rank's gradient breaks."""
+    """Return the loss scale and the skip flag of each step; one rank's gradient overflows."""
     mesh = nl.init({"fp16": True, "init_scale": 1024.0, "delayed_shift": 1, "scale_window": 2})
-    with nl.delayed_init(seed=0):
+    with nl.deferred_init(seed=0):
         model = gpt2()
     model = nl.shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -365,13 +367,14 @@ assert scales[0] == scales[1] and [skipped for _, skipped in scales[0]] == [0, 0
 #
 # ## Summary
 #
-# - States first: they are the same whatever the batch, and sharding them costs least.
-# - Then activations: recompute; offload what recomputing still keeps.
-# - Then divide the model itself, inside a node before across nodes.
-# - Stop as soon as it fits: every further rung sends or computes more.
+# - Start with the states: they are independent of the batch, and sharding them costs least.
+# - Continue with activations: recompute them, and offload the remaining inputs.
+# - Then divide the model itself, within a node before across nodes.
+# - Stop as soon as the model fits: every further rung sends or computes more.
 #
 # ## Exercises
 #
-# 1. Swap two rungs: offload before tensor parallelism. What does the memory report say is next?
+# 1. Swap two rungs: offload before tensor parallelism. Which technique does the memory report
+#    suggest next?
 # 2. Double `LENGTH`. Which parts of the first rung's memory grow, and which rung gains?
-# 3. With 16 ranks in replicas of 2, how much is left of the optimizer's state on a rank? Check it.
+# 3. With 16 ranks in replicas of 2, which share of the optimizer state remains on a rank? Check it.

@@ -9,24 +9,23 @@
 # ---
 
 # %% [markdown]
-# # Collectives: what sharded training waits for
+# # Collectives: the communication of sharded training
 #
-# After this notebook you can say what all-gather and reduce-scatter do, tell when a training step
-# waits for them, read a figure of link utilisation and name what bounds each curve, move a training
-# script from gloo to `nearlinear` with two lines, and find the rank at fault when calls do not
-# match.
+# After this notebook you can explain all-gather and reduce-scatter, tell when a training step waits
+# for them, read a figure of link utilization and name the bound of each curve, move a training
+# script from gloo to `nearlinear` with two lines, and find the faulty rank when calls do not match.
 #
-# Sharded training is made of two collectives. Before a layer computes, *all-gather* puts its
-# parameters together from the ranks' shards. After its backward pass, *reduce-scatter* adds up the
-# ranks' gradients and leaves each rank the sum for its shard. Everything below runs between real
-# processes. Where this machine allows it, they run on nodes of an emulated cluster.
+# Sharded training consists of two collectives. Before a layer computes, *all-gather* assembles its
+# parameters from the ranks' shards. After its backward pass, *reduce-scatter* adds the ranks'
+# gradients and leaves each rank the sum for its shard. Everything below runs between real
+# processes, and, if the machine allows it, on nodes of an emulated cluster.
 
 # %% tags=["parameters"]
 scale = "ci"  # ci: small clusters, seconds; laptop: the whole figure, minutes; cluster: on your own
-nodes = 0  # of the emulated cluster; 0: what suits the scale
-ranks_per_node = ""  # such as "1 2 4 8"; empty: what suits the scale
-rate = "200mbit"  # of each node's NIC, each way
-sizes = ""  # bytes that a node contributes, such as "16K:4M:4"; empty: what suits the scale
+nodes = 0  # nodes of the emulated cluster; 0: chosen by scale
+ranks_per_node = ""  # such as "1 2 4 8"; empty: chosen by scale
+rate = "200mbit"  # limit of each node's NIC per direction
+sizes = ""  # bytes per node, such as "16K:4M:4"; empty: chosen by scale
 
 # %%
 import collections
@@ -45,10 +44,10 @@ import torch.distributed as dist
 
 import ci
 import nearlinear as nl
-from ci import cluster
-from ci.benchmarks.network import figure as network_figure
+from ci.benchmarks.collectives.options import format_size
+from ci.benchmarks.network import report as network_report
+from ci.emulation import cluster
 from nearlinear.plots import GRID, INK, PALETTE
-from nearlinear_collectives.bench.sizes import show
 
 assert scale in ("ci", "laptop", "cluster"), f"scale = {scale!r}: use ci, laptop or cluster"
 repository = Path(ci.__file__).resolve().parents[1]
@@ -66,8 +65,9 @@ def bare(ax):
 # %% [markdown]
 # ## The two in one picture
 #
-# A row is a rank's memory, a colour is one part of the model. All-gather: everybody's part to
-# everybody. Reduce-scatter: everybody's share of every part, added up where the part lives.
+# A row is a rank's memory, a colour is one part of the model. An all-gather sends every rank's part
+# to all ranks. A reduce-scatter sends every rank's share of each part to the owner of the part,
+# where the shares are added.
 
 # %%
 fig, axes = plt.subplots(1, 4, figsize=(9.6, 2.5), layout="constrained")
@@ -98,16 +98,16 @@ plt.show()
 # | $s$ | bytes that a node contributes to an all-gather | `sizes` |
 # | $S = N s$ | bytes of its output, on every rank | |
 # | $B$ | bytes per second that a NIC carries, each way | `rate` |
-# | $\alpha$ | seconds that a message costs however short it is | fitted below |
+# | $\alpha$ | fixed cost of a message in seconds | fitted below |
 # | $F$ | floating-point operations per second of a node's ranks together | |
 # | $t$ | tokens that a node processes between two gathers of a layer | |
 
 # %% [markdown]
 # ## On four real ranks
 #
-# `nl.spmd.run` with `processes=True` starts processes that talk through `torch.distributed`. Each
-# contributes two numbers to the all-gather and eight to the reduce-scatter. Sums of whole numbers
-# are exact, so what comes back must be equal, not close.
+# `nl.spmd.run` with `processes=True` starts processes that communicate through `torch.distributed`.
+# Each contributes two numbers to the all-gather and eight to the reduce-scatter. Sums of integers
+# are exact, so that the results must be equal, not close.
 
 
 # %%
@@ -136,22 +136,22 @@ for rank, (gathered, summed, same) in enumerate(results):
     assert same  # an all-reduce is a reduce-scatter and then an all-gather
 
 # %% [markdown]
-# ## How long must it take?
+# ## A lower bound on time
 #
-# In an all-gather a node lacks what the others contribute, $(N-1)s$ bytes, and its NIC must receive
-# them. No algorithm is faster than $(N-1)s/B$. What share of the link a collective uses is this
-# time divided by the time it takes.
+# In an all-gather a node lacks the data of the other nodes, $(N-1)s$ bytes, and its NIC must
+# receive them. No algorithm is faster than $(N-1)s/B$. The link utilization of a collective is this
+# time divided by the measured time.
 #
-# The usual algorithm is a ring: each rank sends to its neighbour what it received last, $P-1$ steps
-# one after the other, each with its own $\alpha$. The alternative is one hop: everybody's part goes
-# to everybody at once, and since no message waits for another, $\alpha$ counts once:
+# The usual algorithm is a ring: each rank forwards the part it received last to its neighbour, in
+# $P-1$ consecutive steps, each with its own $\alpha$. The alternative is one hop: every part is
+# sent to all ranks at once, and since no message waits for another, $\alpha$ counts once:
 #
 # $$T_\text{ring} = (P-1)\left(\alpha + \frac{S/P}{B}\right) \qquad
 # T_\text{one hop} = \alpha + \frac{(N-1)\,s}{B}$$
 #
-# For large outputs both come to the same. For small ones the ring pays for its steps. It uses half
-# of the link only at $S = P\,\alpha B$, which grows with the number of ranks, and one hop already
-# at $S = \frac{N}{N-1}\,\alpha B$, which does not.
+# For large outputs both algorithms reach the same rate. For small ones the ring pays for its steps.
+# It reaches half of the link rate only at $S = P\,\alpha B$, which grows with the number of ranks;
+# one hop reaches it at $S = \frac{N}{N-1}\,\alpha B$, which does not.
 
 
 # %%
@@ -167,7 +167,7 @@ def needed_seconds(S, N, B):
     return S * (N - 1) / N / B
 
 
-B, alpha = 50e9, 20e-6  # a 400 Gbit/s NIC, and what a message between two nodes may cost
+B, alpha = 50e9, 20e-6  # a 400 Gbit/s NIC, and a plausible message cost
 S = np.geomspace(1e4, 1e10, 200)
 fig, ax = plt.subplots(figsize=(7, 3.2), layout="constrained")
 for P, colour in ((8, "#fcd34d"), (32, PALETTE[1]), (128, "#92400e")):
@@ -177,7 +177,7 @@ for P, colour in ((8, "#fcd34d"), (32, PALETTE[1]), (128, "#92400e")):
     assert np.isclose(needed_seconds(half, P, B) / ring_seconds(half, P, alpha, B), 0.5)
 ax.plot(S, 100 * needed_seconds(S, 128, B) / one_hop_seconds(S, 128, alpha, B), color=PALETTE[0],
         label="one hop, 128 nodes")  # fmt: skip
-ax.set(xscale="log", xlabel="output, bytes", ylabel="share of the link used, %")
+ax.set(xscale="log", xlabel="output, bytes", ylabel="link utilization, %")
 bare(ax)
 ax.legend(frameon=False)
 plt.show()
@@ -186,16 +186,16 @@ print(f"half of the link: ring of 128 from {128 * alpha * B / 1e6:.0f} MB of out
 
 # %% [markdown]
 # A layer of a 13-billion-parameter model in bfloat16 is 600 MB, but a bucket, a smaller model or a
-# wider tensor-parallel group gives outputs of a few MB. That is where rings waste the network.
+# wider tensor-parallel group gives outputs of a few MB. At these sizes rings waste the network.
 #
 # ## Measured
 #
-# An emulated cluster needs Linux, root and iproute2. Each node is a set of namespaces with a NIC of
-# its own, limited to `rate` each way. Where it cannot run, the cell says why and reads a
-# measurement that was made with the same command at a larger scale.
+# An emulated cluster needs Linux, root and iproute2. Each node is a set of namespaces with its own
+# NIC, limited to `rate` in each direction. On an unsuitable machine the cell prints the reason and
+# reads a measurement of the same command at a larger scale.
 #
-# Both backends live in the same processes and take turns, and what they deliver is checked.
-# Ethernet, IP and TCP headers leave 95.5 % of the rate to data (the dashed line).
+# Both backends run in the same processes in turn, and their results are verified. Ethernet, IP and
+# TCP headers leave 95.5 % of the rate to data (the dashed line).
 
 # %%
 committed = repository / "packages/collectives/benchmarks/network.json"
@@ -203,11 +203,11 @@ committed = repository / "packages/collectives/benchmarks/network.json"
 if scale == "cluster":
     reason = (
         "On each of your nodes, for its real links:\n  torchrun --nnodes 4 --nproc-per-node 8 "
-        "--rdzv-backend c10d --rdzv-endpoint $HEAD_NODE:29500 -m nearlinear_collectives.bench "
+        "--rdzv-backend c10d --rdzv-endpoint $HEAD_NODE:29500 -m ci.benchmarks.collectives "
         "--ops all_gather --sizes 64K:64M:4"
     )
 else:
-    reason = cluster.why_not()
+    reason = cluster.unavailable_reason()
 if reason is None:
     # nodes, ranks per node, bytes per node, blocks
     planned = {
@@ -222,7 +222,7 @@ if reason is None:
     with subprocess.Popen(command, cwd=repository, **pipe) as job:
         for line in job.stdout:
             print(line, end="")
-    assert job.returncode == 0, "the benchmark failed; its message is above"
+    assert job.returncode == 0, "The benchmark failed; its message is above."
     record = json.loads(made.read_text())
 else:
     record = json.loads(committed.read_text())
@@ -230,25 +230,25 @@ else:
 
 panels = len({entry["ranks_per_node"] for entry in record["results"]})
 size = (8.8, 3.3 if panels <= 2 else 6)
-network_figure.draw(record, figure=plt.figure(figsize=size, layout="constrained"))
+network_report.draw(record, figure=plt.figure(figsize=size, layout="constrained"))
 plt.show()
-assert not any(entry["wrong"] for entry in record["results"])  # every byte was checked
+assert not any(entry["wrong"] for entry in record["results"])  # all data was verified
 
 # %% [markdown]
-# The same figure for GPUs, 32 nodes and a 400 Gbit/s network started this library (source: AWS,
-# "Enable faster training with Amazon SageMaker data parallel library", 2023): what matters is how
-# high a curve gets, and at how small a size.
+# The same figure for GPUs, 32 nodes and a 400 Gbit/s network motivated this library (source: AWS,
+# "Enable faster training with Amazon SageMaker data parallel library", 2023). The important
+# properties are the height of a curve, and the size at which it rises.
 #
-# ### What bounds each curve
+# ### The bounds of each curve
 #
-# We fit $T = a + b\,s$ to every curve. $a$ is what a call costs before its first byte, the sum of
-# its $\alpha$; $1/b$ is the rate it tends to; at $s = a/b$ bytes per node it runs at half of that.
-# $T$ is that of the best block, the one least disturbed by what else the machine does.
+# We fit $T = a + b\,s$ to every curve. $a$ is the cost of a call before its first byte, the sum of
+# its $\alpha$; $1/b$ is the asymptotic rate; at $s = a/b$ bytes per node the call runs at half of
+# it. $T$ is taken from the best block, which is least disturbed by other programs.
 
 
 # %%
 def measured(contender, per_node, operation="all_gather"):
-    """Bytes per node, seconds and records of one curve."""
+    """Return bytes per node, seconds and records of one curve."""
     found = [
         entry
         for entry in record["results"]
@@ -261,13 +261,13 @@ def measured(contender, per_node, operation="all_gather"):
 
 
 def fit(s, T):
-    """a and b with the smallest relative errors."""
+    """Fit a and b with the smallest relative errors."""
     (a, b), *_ = np.linalg.lstsq(np.stack([1 / T, s / T], axis=1), np.ones_like(s), rcond=None)
     return max(a, 0), b
 
 
 def used_share(s, T):
-    """Percent of the link: the time that the bytes need over the time they took."""
+    """Return link utilization in percent: necessary time over measured time."""
     return 100 * (N - 1) * s / B / T
 
 
@@ -287,35 +287,36 @@ for M, ax in zip(counts, axes[0], strict=True):
         ax.plot(s, used_share(s, T), "o", color=colour)
         ax.plot(smooth, used_share(smooth, a + b * smooth), color=colour, label=contender)
         best = used_share(1, b)
-        print(f"{M:>14}   {contender:<10} {1e3 * a:>7.2f}   {best:>6.1f} %    {show(int(a / b))}")
+        half = format_size(int(a / b))
+        print(f"{M:>14}   {contender:<10} {1e3 * a:>7.2f}   {best:>6.1f} %    {half}")
     ax.set_xscale("log", base=2)
     ticks = s[:: -(-len(s) // 3)]
-    ax.set_xticks(ticks, [show(int(size)) for size in ticks])
+    ax.set_xticks(ticks, [format_size(int(size)) for size in ticks])
     ax.set_xticks([], minor=True)
     ax.set(title=f"{M} per node", xlabel="bytes per node", ylim=(0, 104))
     bare(ax)
-axes[0, 0].set_ylabel("share of the link used, %")
+axes[0, 0].set_ylabel("link utilization, %")
 axes[0, 0].legend(frameon=False)
 plt.show()
 
 M = counts[-1]
 assert fits["gloo", M][0] > fits["nearlinear", M][0]  # the ring's steps
 first = {name: measured(name, M)[1][0] for name in ("gloo", "nearlinear")}
-assert first["gloo"] > first["nearlinear"]  # and what they cost at the smallest size
+assert first["gloo"] > first["nearlinear"]  # and their cost at the smallest size
 
 # %% [markdown]
-# ## Who sends for a node
+# ## The sender of a node
 #
-# With several ranks per node there is a choice of who sends what. Count how often a remote byte
+# With several ranks per node, different ranks can send a node's data. Count how often a remote byte
 # crosses a node's NIC, compared with once:
 #
-# - **A ring over all ranks** passes every block through every rank. $P-1$ blocks leave a node where
-#   $P-M$ would do, for its own ranks' blocks travel round too.
+# - **A ring over all ranks** passes every block through every rank. $P-1$ blocks leave a node
+#   although $P-M$ would suffice, because its own ranks' blocks travel through the ring too.
 # - **Every rank to every rank** sends a block to each of the $M$ ranks of a node: $M$ times.
 # - **One leader per NIC** fetches for the node, and its ranks share through memory: once.
 #
-# Gloo's all-gather is such a ring, and its reduce-scatter is an all-reduce, twice the bytes. The
-# NICs' own counters tell, at the largest size, where headers weigh least:
+# Gloo's all-gather is such a ring, and its reduce-scatter is an all-reduce with twice the bytes.
+# The NIC counters confirm it at the largest size, where headers weigh least:
 
 # %%
 print("ranks per node      ring should     gloo sent     nearlinear sent")
@@ -328,33 +329,33 @@ for M in counts:
     assert sent[1] < 1.1
 
 # %% [markdown]
-# ## In which order
+# ## The order of destinations
 #
 # A leader has a message for every other node. If all leaders begin with node 0, they queue up in
-# front of one NIC while the others idle. If each sends to all at once, bursts meet at a switch
-# port, its queue overflows, and TCP falls silent before it repeats what was lost. In *shift order*
-# node $i$ sends to $i+1$, then $i+2$, and so on: each node always has one sender, as long as all
-# keep in step. Or the *windows*, the bytes on their way in one stream, are so small that all of
-# them fit into one queue; then nobody waits behind a receiver that is busy. The package sends
-# pieces in shift order, to each destination with a window of what its path holds when it is empty.
+# front of one NIC while the others idle. If each sends to all nodes at once, bursts collide at a
+# switch port, its queue overflows, and TCP pauses before it retransmits the lost packets. In *shift
+# order* node $i$ sends to $i+1$, then $i+2$, and so on: each node has exactly one sender as long as
+# all nodes keep pace. Alternatively the *windows* (the bytes in flight of one stream) are so small
+# that all of them fit into one queue; then no sender waits behind a busy receiver. The package
+# sends pieces in shift order, with a window per destination equal to the capacity of an idle path.
 #
-# The simulation below keeps nothing but that: per tick, a NIC sends one packet and a switch port
+# The simulation below models only these effects: per tick, a NIC sends one packet and a switch port
 # delivers one. A port's queue holds 16 packets. A lost packet silences its stream for 200 ticks. A
-# stream sends to one destination after the other, with up to `window` packets on their way.
+# stream sends to one destination after the other, with up to `window` packets in flight.
 
 
 # %%
 def share_used(streams_of, packets=96, nodes=8, queue=16, window=8, silence=200, seed=0):
-    """All-to-all of ``packets`` per pair: needed ticks over ticks taken.
+    """Simulate an all-to-all of ``packets`` per pair; return necessary over measured ticks.
 
     ``streams_of(node)`` is a list of destination orders, one for each stream of the node.
     """
     random = np.random.default_rng(seed)
-    streams = []  # per node: [order, left for its first, on their way, silent until, share of each]
+    streams = []  # [order, left for the first, in flight, silent until, share of each] per node
     for node in range(nodes):
         orders = streams_of(node)
         share = packets * (nodes - 1) // sum(map(len, orders))
-        late = int(random.integers(20))  # nodes do not begin in the same instant
+        late = int(random.integers(20))  # nodes start at different times
         streams.append([[list(order), share, 0, late, share] for order in orders])
     ports = [collections.deque() for _ in range(nodes)]
     tick = 0
@@ -374,7 +375,7 @@ def share_used(streams_of, packets=96, nodes=8, queue=16, window=8, silence=200,
             if port:
                 stream = port.popleft()
                 stream[2] -= 1
-                if not stream[1] and not stream[2]:  # all of this destination's have arrived
+                if not stream[1] and not stream[2]:  # all packets of this destination have arrived
                     stream[0].pop(0)
                     stream[1] = stream[4]
         tick += 1
@@ -382,7 +383,7 @@ def share_used(streams_of, packets=96, nodes=8, queue=16, window=8, silence=200,
 
 
 def others(node, first=1):
-    """The other seven nodes, from ``node + first`` on."""
+    """Return the other seven nodes, starting from ``node + first``."""
     return [(node + 1 + (first - 1 + k) % 7) % 8 for k in range(7)]
 
 
@@ -399,7 +400,7 @@ good = list(used)[-2:]
 fig, ax = plt.subplots(figsize=(7, 2.2), layout="constrained")
 colours = [PALETTE[0] if name in good else PALETTE[1] for name in used]
 ax.barh(list(used), [100 * share for share in used.values()], color=colours)
-ax.set(xlabel="share of the link used, %", xlim=(0, 100))
+ax.set(xlabel="link utilization, %", xlim=(0, 100))
 bare(ax)
 plt.show()
 
@@ -410,14 +411,15 @@ assert all(share < 0.75 for name, share in used.items() if name not in good)
 # ## When does a step wait for the network?
 #
 # A layer of $p$ parameters in bfloat16 is gathered as $2p$ bytes and takes $2p$ floating-point
-# operations per token in the forward pass. So $2pt$ operations of a node stand against $2p$ bytes
+# operations per token in the forward pass. A node thus performs $2pt$ operations for $2p$ bytes
 # through its NIC: the *arithmetic intensity* of sharded training is $t$, the tokens that a node
-# processes between two gathers. With gathers that overlap computation, the forward pass runs at
+# processes between two gathers. With overlapped gathers, the forward pass runs at
 #
 # $$\min\left(F,\; t\,B\,u\right)$$
 #
-# where $u$ is the share of the link that the gather uses. Left of $t = F/(B u)$ the step waits for
-# the network, and every percent of $u$ is a percent of the step; right of it, it computes.
+# where $u$ is the link utilization of the gather. Left of $t = F/(B u)$ the step waits for the
+# network, and every percent of $u$ is a percent of the step. Right of it, the step is bound by
+# computation.
 
 # %%
 F, B = 8 * 156e12, 50e9  # a node of 8 GPUs at half of 312 TFLOP/s each, and 400 Gbit/s
@@ -434,17 +436,18 @@ ax.legend(frameon=False)
 plt.show()
 for u, ridge in ridges.items():
     print(f"{100 * u:>3.0f} % of the link: waits below {ridge:>9,.0f} tokens per node")
-assert np.isclose(ridges[0.15] / ridges[0.95], 0.95 / 0.15)  # the ridge moves as u does
+assert np.isclose(ridges[0.15] / ridges[0.95], 0.95 / 0.15)  # inversely proportional to u
 
 # %% [markdown]
 # ## Two lines
 #
-# The import registers the backend, and `init_process_group` names it. Everything else of the script
-# below is plain FSDP2. We run it as on any machine, with torchrun, on gloo and on `nearlinear`, and
-# from the same start: the losses must be the same.
+# The import registers the backend, and `init_process_group` selects it. The rest of the script
+# below is plain FSDP2. It runs with torchrun on gloo and on `nearlinear`, from the same initial
+# weights: the losses must be equal.
 #
-# The script also measures how fast a step computes for more and more tokens, which is the roofline
-# above on this machine: communication is shared memory here, or loopback sockets in gloo's case.
+# The script also measures the speed of a step for an increasing number of tokens, which is the
+# roofline above on this machine: communication goes through shared memory here, or through loopback
+# sockets with gloo.
 
 # %%
 script = """
@@ -534,13 +537,13 @@ for name, run in runs.items():
 # ### Memory from the backend
 #
 # The third row of losses comes from the same script with one more line:
-# `nearlinear_collectives.use_in(model, group)`. FSDP2 then asks the backend for its memory. A
-# gathered layer exists once per node: every rank writes its shard in place, and sees the shards of
-# its neighbours where they wrote them, so that gathering is only waiting. What is reduced lies in
-# memory that the neighbours can read, and nothing is staged in between. Memory that is kept has no
-# page faults the second time.
+# `nearlinear_collectives.use_in(model, group)`. FSDP2 then allocates communication buffers from the
+# backend. A gathered layer exists once per node: every rank writes its shard in place and reads its
+# neighbours' shards where they were written, so that gathering is only synchronization. Gradients
+# lie in memory that the neighbours can read, and nothing is staged in between. Memory that is
+# reused has no page faults.
 #
-# `nearlinear_collectives.trace()` says which way each call's bytes went:
+# `nearlinear_collectives.trace()` shows the path of each call's bytes:
 
 # %%
 for name in ("nearlinear", "nearlinear+shared"):
@@ -562,7 +565,7 @@ bare(ax)
 ax.legend(frameon=False)
 plt.show()
 
-# With one token a step is all communication: that is where a backend shows. With 512 tokens it
+# With one token a step is dominated by communication, where backends differ. With 512 tokens it
 # mostly computes, and the backend matters less.
 for tokens in ("1", "512"):
     gain = runs["gloo"]["seconds"][tokens] / runs["nearlinear+shared"]["seconds"][tokens]
@@ -571,10 +574,10 @@ for tokens in ("1", "512"):
 # %% [markdown]
 # ## When calls do not match
 #
-# Collectives go wrong in one way above all: a rank takes another branch and calls something else.
-# Most backends then hang until a timeout, or mix up the data. Here rank 1 calls another operation
-# than the others. Every rank gets an error at once that names both calls, and after it the group
-# refuses to go on.
+# The most common failure of collectives is a rank that takes another branch and calls a different
+# operation. Most backends then hang until a timeout, or mix up the data. Here rank 1 calls another
+# operation than the other ranks. Every rank immediately gets an error that names both calls, and
+# the group rejects further calls.
 
 
 # %%
@@ -600,8 +603,8 @@ for message, trace in errors:
     assert trace[-1]["state"] == "failed" and trace[-1]["detail"] in message
 
 # %% [markdown]
-# `trace()` keeps the last operations of a process, also when nothing failed. After a hang, print it
-# on every rank: the rank whose last operation differs is the one to look at.
+# `trace()` returns the last operations of a process, also without a failure. After a hang, print it
+# on every rank: the rank with a different last operation is the one to investigate.
 
 # %%
 message, trace = errors[0]
@@ -613,26 +616,26 @@ assert [call["state"] for call in trace] == ["done", "failed"]
 # %% [markdown]
 # ## Summary
 #
-# - All-gather and reduce-scatter are what sharded training waits for. A node's NIC must carry
-#   $(N-1)s$ bytes; the time this takes at the full rate, divided by the time taken, is the share
-#   of the link that a backend uses.
-# - A ring pays $P-1$ messages' $\alpha$ and passes a node's own blocks over its NIC. One hop with
-#   one leader per node pays few, and every byte crosses once.
-# - Destinations in shift order, and few bytes on their way to each, keep every receiver busy and no
+# - Sharded training waits for all-gather and reduce-scatter. A node's NIC must carry $(N-1)s$
+#   bytes; the time for this at the full rate, divided by the measured time, is the link utilization
+#   of a backend.
+# - A ring pays the $\alpha$ of $P-1$ messages and passes a node's own blocks over its NIC. One hop
+#   with one leader per node pays few, and every byte crosses once.
+# - Destinations in shift order, with few bytes in flight to each, keep every receiver busy and no
 #   queue full.
-# - The intensity of sharded training is the number of tokens between two gathers. Below $F/(Bu)$
-#   it waits for the network.
-# - Two lines change the backend, one more lets FSDP2 gather into shared memory, and a mismatch is
-#   an error with names.
+# - The intensity of sharded training is the number of tokens between two gathers. Below $F/(Bu)$ it
+#   waits for the network.
+# - Two lines change the backend, one more lets FSDP2 gather into shared memory, and a mismatch
+#   raises an error that names the ranks.
 #
 # ## Exercises
 #
-# 1. In the simulation set `queue=8`. Which `window` brings one leader in shift order back above
-#    85 %? And which brings "all at once" there? Why must the bound be per node and not per rank?
+# 1. In the simulation set `queue=8`. Which `window` brings one leader in shift order back above 85
+#    %? Which one achieves it for "all at once"? Why must the bound be per node and not per rank?
 # 2. Draw $T_\text{ring}$ for 4 nodes with 8 ranks each into the measured figure, with the $\alpha$
-#    that gloo's $a$ gives at one rank per node. What does the model leave out?
+#    from gloo's $a$ at one rank per node. Which effects does the model omit?
 # 3. An all-reduce is a reduce-scatter and an all-gather. How many bytes must cross a NIC? Check
-#    `necessary_bytes` in `ci.benchmarks.network.plan`.
+#    `necessary_bytes` in `ci.benchmarks.network.config`.
 # 4. Gradient accumulation over $A$ micro-batches reduces once per step, but gathers $A$ times. How
 #    does the arithmetic intensity of the reduce-scatter change with $A$?
 # 5. In `mismatch` let rank 1 call the same operation with 999 elements, and then with another

@@ -12,17 +12,17 @@
 # # Benchmark tables: published, measured here, modelled
 #
 # After this notebook you can recompute a published speed-up, its TFLOPS and its days of training
-# from the raw numbers, tell FLOPS of the hardware from FLOPS of the model, say how much faster
-# anybody could be at all, and judge what a race on 2 cores says about 32 nodes of GPUs.
+# from the raw numbers, distinguish FLOPS of the hardware from FLOPS of the model, bound the
+# speed-up of any library, and judge the meaning of measurements on 2 cores for 32 nodes of GPUs.
 #
-# The published numbers made the case for the libraries that this project succeeds: GPT-2 with 30
-# billion parameters, 39.7 % faster than DeepSpeed ZeRO-3 on 256 GPUs. Here every one of them stands
-# beside what this project measured, if it measured a counterpart, and nothing is filled in.
+# The published numbers made the case for the predecessors of this project: GPT-2 with 30 billion
+# parameters, 39.7 % faster than DeepSpeed ZeRO-3 on 256 GPUs. Here each published number stands
+# next to a measurement of this project, if a counterpart was measured; no gap is filled.
 
 # %% tags=["parameters"]
-scale = "ci"  # ci: reads the kept races; laptop: also races on this machine; cluster: as ci
-contestants = ""  # of the race on this machine, such as "compute fsdp2 ours_nl"; empty: a choice
-results = ""  # folder of kept races; empty: the project's own
+scale = "ci"  # ci: stored comparisons; laptop: also compare on this machine; cluster: as ci
+systems = ""  # compared on this machine, such as "compute fsdp2 ours_nl"; empty: a selection
+results = ""  # folder of stored comparisons; empty: those of the repository
 
 # %%
 import subprocess
@@ -43,12 +43,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import GPT2Config, GPT2LMHeadModel, logging
 
 import ci
-from ci import cluster
-from ci.benchmarks.network.plan import parse_rate
-from ci.race import kept as races
-from ci.race.contestants import ENTRIES
-from ci.race.table import astray
-from nearlinear.plan import validate
+from ci.benchmarks.compare import results as comparisons
+from ci.benchmarks.compare.report import deviating_systems
+from ci.benchmarks.compare.systems import SYSTEMS
+from ci.benchmarks.network.config import parse_rate
+from ci.emulation import cluster
+from nearlinear.planner import validate
 from nearlinear.plots import GRID, INK, MUTED, PALETTE
 
 assert scale in ("ci", "laptop", "cluster"), f"scale = {scale!r}: use ci, laptop or cluster"
@@ -67,7 +67,7 @@ def bare(ax, axis="both"):
 
 
 def table(head, rows):
-    """Markdown; a sentence where there are no rows."""
+    """Return a Markdown table, or a sentence without rows."""
     if not rows:
         return Markdown("*Nothing measured yet.*")
     lines = [head, [":--"] * len(head), *rows]
@@ -77,16 +77,18 @@ def table(head, rows):
 # %% [markdown]
 # ## Three kinds of numbers
 #
-# - **Published**: a number as its source prints it. `published.toml` has them, with the sources.
-# - **Measured here**: a ratio between contestants of one race on an emulated cluster, read from the
-#   files of `ci/race/results`, each of which keeps the command that wrote it.
-# - **Modelled**: what the planner predicts for the published system on the published cluster
-#   (`nearlinear plan --validate`; notebook 07). Its parameters were fitted to these and 200 other
-#   published runs, so a small error here is no proof: notebook 07 has the errors of sources that
-#   were left out.
+# - **Published**: a number as printed by its source. `published.toml` has the numbers and the
+#   sources.
+# - **Measured here**: a ratio between systems of one comparison on an emulated cluster, read from
+#   the files of `ci/benchmarks/compare/results`, each of which contains the command that wrote it.
+# - **Modelled**: the planner's prediction for the published system on the published cluster
+#   (`nearlinear plan --validate`; notebook 07). Its constants were fitted to these and 200 other
+#   published runs, so that a small error here is no evidence; notebook 07 has the errors on sources
+#   that were left out of the fit.
 #
-# They are never averaged, never divided by each other, and never drawn on one axis. A dash means:
-# there is no such number. What we compute *from* published numbers is said to be recomputed.
+# The three kinds are never averaged, never divided by each other, and never drawn on one axis. A
+# dash means that no such number exists. Numbers computed *from* published numbers are called
+# recomputed.
 #
 # | symbol | meaning |
 # |:--|:--|
@@ -135,10 +137,10 @@ table(
 # %% [markdown]
 # ## Recomputed: the percentages
 #
-# A speed-up is the ratio of two speeds, less one. The published percentages follow from the
-# published speeds, though some digits were cut off: 24.476 % is printed as 24.40 %, and the text
-# around the 30-billion table says 39.7 % where the table has 39.77 %. For the 10-billion model the
-# source prints no second speed; the one it implies can be recomputed, and is no published number.
+# A speed-up is the ratio of two speeds, minus one. The published percentages follow from the
+# published speeds, although some digits were truncated: 24.476 % is printed as 24.40 %, and the
+# text around the 30-billion table says 39.7 % where the table has 39.77 %. For the 10-billion model
+# the source prints no second speed; the implied speed is recomputed, not published.
 
 # %%
 for row in rows:
@@ -149,26 +151,26 @@ for row in rows:
         continue
     percent = 100 * (fast / slow - 1)
     print(f"{setting(row)}: {fast} / {slow} is {percent:+.3f} %, published {row['percent']} %")
-    assert 0 <= percent - row["percent"] < 0.1  # the sources cut off, they do not round up
+    assert 0 <= percent - row["percent"] < 0.1  # the sources truncate instead of rounding
 
 # %% [markdown]
-# ## Recomputed: TFLOPS, but of what?
+# ## Recomputed: TFLOPS of the model or of the hardware?
 #
-# A matrix of a layer is used once per token in the forward pass, a multiplication and an addition
-# per parameter: $2P$. The backward pass needs the gradients of the inputs and of the weights: $4P$.
-# With activation checkpointing the forward pass is run again during the backward pass: another
-# $2P$. So a token costs $6P$ operations that the *model* needs and $8P$ that the *hardware* does,
-# besides attention, which costs $12 L h s$ of the model's (source: Chowdhery et al., "PaLM",
+# A matrix of a layer is used once per token in the forward pass, with a multiplication and an
+# addition per parameter: $2P$. The backward pass computes the gradients of the inputs and of the
+# weights: $4P$. Activation checkpointing repeats the forward pass during the backward pass: another
+# $2P$. A token thus costs $6P$ operations of the *model* and $8P$ of the *hardware*, plus
+# attention, which costs $12 L h s$ of the model's operations (source: Chowdhery et al., "PaLM",
 # arXiv 2204.02311, appendix B).
 #
-# We need not believe this. PyTorch counts the operations of a real forward and backward pass.
+# This can be verified: PyTorch counts the operations of a real forward and backward pass.
 
 # %%
 L, h, vocabulary, s = 4, 128, 512, 64
 
 
 def operations_per_token(recompute):
-    """Of a small GPT-2, counted. ``recompute``: of which part of its blocks, if of any."""
+    """Count the operations of a small GPT-2; ``recompute`` selects the recomputed part."""
     off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "use_cache": False}
     shape = {"n_layer": L, "n_embd": h, "n_head": 4, "vocab_size": vocabulary, "n_positions": s}
     ends = {"bos_token_id": 0, "eos_token_id": 0, "attn_implementation": "eager"}
@@ -187,33 +189,33 @@ blocks, head, attention = 12 * L * h**2, vocabulary * h, 12 * L * h * s
 counted = {recompute: operations_per_token(recompute) for recompute in (None, "all", "most")}
 print(f"no recompute              {counted[None]:>11,.0f}  = 6P + attention")
 print(f"blocks recomputed         {counted['all']:>11,.0f}  = 8P + 4/3 attention, 6P in the head")
-print(f"... but the last product  {counted['most']:>11,.0f}  = what PyTorch leaves out by default")
+print(f"... but the last product  {counted['most']:>11,.0f}  = omitted by PyTorch by default")
 
 assert counted[None] == 6 * (blocks + head) + attention
 assert counted["all"] == 8 * blocks + 6 * head + attention * 4 / 3
 assert counted["most"] == counted["all"] - 2 * L * 4 * h**2
 
 # %% [markdown]
-# Which of them did the source print? From a speed of $v$ sequences per second follow the tokens per
+# Which of them did the source print? A speed of $v$ sequences per second gives the tokens per
 # second and GPU, $vs/G$. The published TFLOPS are
 #
 # $$8\,P\,\frac{v\,s}{G}$$
 #
-# with all parameters counted, embeddings too, and attention left out. They are hardware FLOPS. The
-# *model FLOPS utilisation*, MFU, asks what share of the GPU's peak went into what the model needs:
-# $6P + 12Lhs$ per token. It is the number to compare across libraries, for recomputing more raises
-# the hardware's FLOPS and trains nothing.
+# with all parameters counted, including embeddings, and without attention. They are hardware FLOPS.
+# The *model FLOPS utilization*, MFU, is the share of the GPU's peak spent on operations of the
+# model: $6P + 12Lhs$ per token. It is comparable across libraries, because additional recomputation
+# raises hardware FLOPS without training more.
 
 
 # %%
 def gpt2_parameters(row):
-    """Weights and biases of the blocks, the last norm, tied token and position embeddings."""
+    """Count blocks with biases, the last norm, tied token and position embeddings."""
     L, h = row["layers"], row["width"]
     return L * (12 * h**2 + 13 * h) + 2 * h + (row["vocabulary"] + row["sequence"]) * h
 
 
 def recomputed(row, system):
-    """Tokens per second and GPU, TFLOPS of the hardware (8P), and model FLOPS utilisation."""
+    """Return tokens per second and GPU, hardware TFLOPS (8P), and MFU."""
     P, G = gpt2_parameters(row), row["nodes"] * per_node
     tokens = row[system]["value"] * row["sequence"] / G
     model = 6 * P + 12 * row["layers"] * row["width"] * row["sequence"]
@@ -240,12 +242,12 @@ table(["setting", "system", "tokens/s/GPU", "s per step", "TFLOPS, published",
 
 # %% [markdown]
 # The second source prints *model* TFLOPS and says that hardware TFLOPS are about 4/3 of them, which
-# is $8P/6P$. So its 121.85 for a 13-billion Llama 2 and the first source's 141 for GPT-2 are not in
-# the same unit, and as shares of the peak they are 39 % and 35.5 %.
+# is $8P/6P$. Its 121.85 for a 13-billion Llama 2 and the first source's 141 for GPT-2 are therefore
+# in different units; as shares of the peak they are 39 % and 35.5 %.
 #
 # ### Days and dollars
 #
-# Days are tokens over speed. The dollars are the hours saved, priced.
+# Days are tokens over speed. Dollars are the saved hours times a price.
 
 # %%
 for row in described:
@@ -264,38 +266,40 @@ assert 0 < row["saved_hours"] - hours < 1
 
 # %% [markdown]
 # About 33 dollars an hour was the price of *one* of these instances, and the run occupies 32. By
-# the source's own numbers the saving is 32 times as large as it says.
+# the source's own numbers the saving is 32 times as large as stated.
 #
-# ## The race
+# ## Comparison on an emulated cluster
 #
-# `python -m ci.race` trains one small GPT-2, from the same numbers and on the same tokens, with
-# this project and with DeepSpeed and FSDP, on an emulated cluster: every node has a NIC of its own
-# with a limited rate. All contestants live at once and take turns step by step, so what disturbs
-# the machine meets all. Their losses must agree. One of them only computes: no step is shorter.
+# `python -m ci.benchmarks.compare` trains one small GPT-2 with nearlinear, DeepSpeed and FSDP, from
+# the same initial weights and on the same tokens. The cluster is emulated: every node has a NIC
+# with a limited rate. All systems run at the same time and take turns step by step, so that a
+# disturbance of the machine affects all of them. Their losses must agree. The system `compute` does
+# not communicate; no step can be shorter.
 
 # %%
-OURS = "ours_nl"  # of this project's contestants: its defaults, on its own backend
+OURS = "ours_nl"  # nearlinear with default settings on its own backend
 EXPECTED = {
-    **{layout: races.command_for(layout) for layout in ("4x1", "2x2", "4x2")},  # nodes x ranks
-    "scaling": races.sweep_for("--nodes 1 2 4 8 --rates 1500mbit", "scaling"),
-    "rates": races.sweep_for("--rates 300mbit 1gbit 3gbit", "rates"),
+    # nodes x ranks per node
+    **{layout: comparisons.command_for(layout) for layout in ("4x1", "2x2", "4x2")},
+    "scaling": comparisons.sweep_command("--nodes 1 2 4 8 --rates 1500mbit", "scaling"),
+    "rates": comparisons.sweep_command("--rates 300mbit 1gbit 3gbit", "rates"),
 }
-kept = races.read(Path(results) if results else races.FOLDER)
+kept = comparisons.read_folder(Path(results) if results else comparisons.FOLDER)
 if scale == "laptop":
-    reason = cluster.why_not()
+    reason = cluster.unavailable_reason()
     if reason is None:
         made = work / "this machine.json"
-        raced = contestants or "compute fsdp1 fsdp2 fsdp2_nl ours ours_nl"
-        words = ["--contestants", *raced.split(), "--steps", "3", "--json", str(made)]
+        raced = systems or "compute fsdp1 fsdp2 fsdp2_nl ours ours_nl"
+        words = ["--systems", *raced.split(), "--steps", "3", "--json", str(made)]
         pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        command = [sys.executable, "-m", "ci.race", *words]
+        command = [sys.executable, "-m", "ci.benchmarks.compare", *words]
         with subprocess.Popen(command, cwd=repository, **pipe) as job:
             for line in job.stdout:
                 print(line, end="")
-        assert job.returncode == 0, "the race failed; its message is above"
-        kept = {"this machine": races.races_of(made), **kept}
+        assert job.returncode == 0, "The comparison failed; its message is above."
+        kept = {"this machine": comparisons.read_file(made), **kept}
     else:
-        print(f"No race on this machine: {reason}")
+        print(f"No comparison on this machine: {reason}")
 missing = [name for name in EXPECTED if name not in kept]
 if missing:
     print("Not measured yet. As root, on Linux, each is written by its command:")
@@ -306,25 +310,25 @@ series = {name: found for name, found in kept.items() if len(found) > 1}
 
 
 def title(name):
-    return ENTRIES[name].title if name in ENTRIES else name
+    return SYSTEMS[name].title if name in SYSTEMS else name
 
 
-def cluster_of(plan):
-    layout = f"{plan['nodes']} nodes x {plan['ranks_per_node']}"
-    return f"{layout} at {plan['rate']}, shard groups of {plan['shard']}"
+def cluster_of(config):
+    layout = f"{config['nodes']} nodes x {config['ranks_per_node']}"
+    return f"{layout} at {config['rate']}, shard groups of {config['shard']}"
 
 
 for name, found in kept.items():
-    for race in found:
-        assert astray(race.turns) == [], f"{name}: some contestant trains something else"
+    for run in found:
+        assert deviating_systems(run.records) == [], f"{name}: losses deviate"
 table(
-    ["race", "cluster", "contestants", "timed steps", "command", "on"],
+    ["comparison", "cluster", "systems", "timed steps", "command", "machine"],
     [
         [
             name,
-            "<br>".join(cluster_of(race.plan) for race in found),
+            "<br>".join(cluster_of(run.config) for run in found),
             len(found[0].names),
-            found[0].plan["steps"],
+            found[0].config["steps"],
             f"`{found[0].command}`",
             "{cpu}, {cores} cores".format(**found[0].origin["machine"]),
         ]
@@ -333,103 +337,103 @@ table(
 )
 
 # %% [markdown]
-# A step's seconds are the median over the timed steps, with the shortest and the longest beside it.
-# The bytes are what the NICs' own counters say of the busiest node. They depend on no clock, and
-# they are what MiCS is about: it must send less than full sharding does, on the same backend.
+# The seconds of a step are the median over the timed steps, followed by the shortest and the
+# longest. The bytes are read from the NIC counters of the busiest node. They depend on no clock,
+# and they show the purpose of MiCS: it must send less than full sharding on the same backend.
 
 # %%
 lines = []
-for name, race in single.items():
-    for who in race.names:
-        mib = race.sent_bytes(who) / 2**20
-        lines.append([name, title(who), race.seconds(who).show(), f"{mib:.1f}"])
-    if race.plan["nodes"] > 1 and {"fsdp2", "fsdp2_nl", OURS} <= set(race.names):
-        assert race.sent_bytes(OURS) < race.sent_bytes("fsdp2_nl") < race.sent_bytes("fsdp2")
-table(["race", "contestant", "s per step", "MiB per NIC and step"], lines)
+for name, run in single.items():
+    for who in run.names:
+        mib = run.sent_bytes(who) / 2**20
+        lines.append([name, title(who), run.seconds(who).show(), f"{mib:.1f}"])
+    if run.config["nodes"] > 1 and {"fsdp2", "fsdp2_nl", OURS} <= set(run.names):
+        assert run.sent_bytes(OURS) < run.sent_bytes("fsdp2_nl") < run.sent_bytes("fsdp2")
+table(["comparison", "system", "s per step", "MiB per NIC and step"], lines)
 
 # %% [markdown]
-# ## Where a step's time goes
+# ## Composition of a step
 #
-# Everybody computes the same. What a step takes longer than computing alone is time in which it
-# waits for the network, or in which communication takes the cores away. This splits every bar, and
-# it bounds every speed-up: **nobody can be faster than `compute`**. Left of the line is what no
-# library can save, right of it what sharding costs.
+# All systems perform the same computation. The time of a step beyond pure computation is spent
+# waiting for the network, or on communication that uses the cores. This splits every bar and bounds
+# every speed-up: **no system can be faster than `compute`**. The part left of the line cannot be
+# saved by any library; the part right of it is the cost of sharding.
 
 # %%
-drawn = {name: race for name, race in single.items() if "compute" in race.names}
+drawn = {name: run for name, run in single.items() if "compute" in run.names}
 if drawn:
-    tallest = max(len(race.names) for race in drawn.values())
+    tallest = max(len(run.names) for run in drawn.values())
     size = (8.8, (0.27 * tallest + 0.9) * len(drawn))
     fig, axes = plt.subplots(len(drawn), 1, figsize=size, squeeze=False, layout="constrained")
-    for ax, (name, race) in zip(axes[:, 0], drawn.items(), strict=True):
-        floor = race.seconds("compute").median
-        names = race.names[::-1]
-        spreads = [race.seconds(who) for who in names]
+    for ax, (name, run) in zip(axes[:, 0], drawn.items(), strict=True):
+        floor = run.seconds("compute").median
+        names = run.names[::-1]
+        spreads = [run.seconds(who) for who in names]
         medians = np.array([spread.median for spread in spreads])
         around = np.abs(np.array([spread[1:] for spread in spreads]).T - medians)
-        ax.barh(names, np.minimum(medians, floor), color=PALETTE[0], label="computes")
+        ax.barh(names, np.minimum(medians, floor), color=PALETTE[0], label="computation")
         ax.barh(names, np.maximum(medians - floor, 0), left=floor, color=PALETTE[1],
-                label="communicates and waits")  # fmt: skip
+                label="communication and waiting")  # fmt: skip
         ax.errorbar(medians, names, xerr=around, fmt="none", ecolor=INK, lw=1, capsize=2)
         ax.axvline(floor, color=MUTED, lw=1, ls="--")
-        ax.set_title(f"{name}: {cluster_of(race.plan)}", fontsize=10, color=INK)
+        ax.set_title(f"{name}: {cluster_of(run.config)}", fontsize=10, color=INK)
         bare(ax, axis="x")
-        assert medians.min() > 0.9 * floor  # the bound holds, within what the machine varies
+        assert medians.min() > 0.9 * floor  # the bound holds, up to variations of the machine
     axes[-1, 0].set_xlabel("seconds per step: median, shortest and longest")
     axes[0, 0].legend(frameon=False, fontsize=9)
     plt.show()
 else:
-    print("no race with `compute` in it was kept")
+    print("No stored comparison contains `compute`.")
 
 # %% [markdown]
-# So a speed-up over a baseline should be read beside the one that nobody can exceed, and the share
-# of the waiting that went away says more than the speed-up: it does not grow by itself when the
-# network gets slower.
+# Read a speed-up over a baseline next to the upper bound of `compute`. The removed share of the
+# waiting says more than the speed-up, because it does not grow by itself when the network gets
+# slower.
 #
-# For the baseline we take the faster one of what there is, as the published table did when it chose
-# the best of DeepSpeed's configurations.
+# The baseline is the faster of the available ones, as in the published table, which used the best
+# of DeepSpeed's configurations.
 
 # %%
 BASELINES = {"ZeRO-3": ("zero3", "zero3_default"), "FSDP": ("fsdp1", "fsdp2")}
 lines = []
-for name, race in drawn.items():
-    for of, candidates in BASELINES.items():
-        baseline = race.fastest(candidates)
-        if baseline is None or OURS not in race.names:
+for name, run in drawn.items():
+    for label, candidates in BASELINES.items():
+        baseline = run.fastest(candidates)
+        if baseline is None or OURS not in run.names:
             continue
-        slow, fast, floor = (race.seconds(who).median for who in (baseline, OURS, "compute"))
+        slow, fast, floor = (run.seconds(who).median for who in (baseline, OURS, "compute"))
         removed = f"{100 * (slow - fast) / (slow - floor):.0f} %"
-        lines.append([name, of, title(baseline), race.speed_up(baseline, OURS).show(),
+        lines.append([name, label, title(baseline), run.speed_up(baseline, OURS).show(),
                       f"{slow / floor:.2f}", removed])  # fmt: skip
         assert slow / fast < 1.1 * slow / floor
-table(["race", "over", "which is", "speed-up", "at most possible", "of the waiting removed"], lines)
+table(["comparison", "baseline", "system", "speed-up", "upper bound", "waiting removed"], lines)
 
 # %% [markdown]
-# ### How much is the backend, how much is MiCS?
+# ### The shares of the backend and of MiCS
 #
-# Gloo's reduce-scatter is an all-reduce and sends twice the bytes that it must (notebook 05), which
-# no backend for GPUs does. A part of the speed-up over any baseline on gloo is only that. The same
-# FSDP2 on this project's backend separates them, for the two factors multiply to the whole.
+# Gloo's reduce-scatter is an all-reduce and sends twice the necessary bytes (notebook 05), unlike
+# any backend for GPUs. A part of the speed-up over any baseline on gloo is due to this. The same
+# FSDP2 on this project's backend separates the two factors, whose product is the whole speed-up.
 
 # %%
 lines = []
-for name, race in single.items():
-    if {"fsdp2", "fsdp2_nl", OURS} <= set(race.names):
-        backend, mics = race.speed_up("fsdp2", "fsdp2_nl"), race.speed_up("fsdp2_nl", OURS)
-        whole = race.speed_up("fsdp2", OURS)
+for name, run in single.items():
+    if {"fsdp2", "fsdp2_nl", OURS} <= set(run.names):
+        backend, mics = run.speed_up("fsdp2", "fsdp2_nl"), run.speed_up("fsdp2_nl", OURS)
+        whole = run.speed_up("fsdp2", OURS)
         assert np.isclose(backend.median * mics.median, whole.median)
         lines.append([name, backend.show(), mics.show(), whole.show()])
-table(["race", "backend: gloo to nearlinear", "sharding: full to MiCS", "both"], lines)
+table(["comparison", "backend: gloo to nearlinear", "sharding: full to MiCS", "both"], lines)
 
 # %% [markdown]
 # ## Side by side
 #
-# Two panels with an axis each: their bars must not be compared in length. What may be compared is
-# the sign, and which kind of change matters more than which.
+# The two panels have separate axes, and the lengths of their bars must not be compared. The sign
+# can be compared, and the order of the kinds of change.
 
 # %%
 COMPARISONS = {
-    # comparison: baselines, the best of which counts, and the contestant
+    # comparison: baselines, of which the best counts, and the system
     "MiCS over ZeRO-3": (BASELINES["ZeRO-3"], OURS),
     "MiCS over FSDP": (BASELINES["FSDP"], OURS),
     "collectives under FSDP": (("fsdp2",), "fsdp2_nl"),
@@ -439,18 +443,18 @@ assert {row["compares"] for row in rows} <= COMPARISONS.keys()
 
 
 def measured(comparison):
-    """Speed-ups by race, of the races that have a counterpart."""
-    candidates, contestant = COMPARISONS[comparison]
-    found = {name: race.fastest(candidates) for name, race in single.items()}
+    """Return the speed-ups of the comparisons with a counterpart, by name."""
+    candidates, system = COMPARISONS[comparison]
+    found = {name: run.fastest(candidates) for name, run in single.items()}
     return {
-        name: single[name].speed_up(baseline, contestant)
+        name: single[name].speed_up(baseline, system)
         for name, baseline in found.items()
-        if baseline is not None and contestant in single[name].names
+        if baseline is not None and system in single[name].names
     }
 
 
-def colour_of(race):
-    return PALETTE[list(single).index(race) % len(PALETTE)]
+def colour_of(name):
+    return PALETTE[list(single).index(name) % len(PALETTE)]
 
 
 fig, (left, right) = plt.subplots(1, 2, figsize=(9.6, 4), layout="constrained")
@@ -480,48 +484,49 @@ plt.show()
 # %% [markdown]
 # ## Scaling
 #
-# Near-linear means: on $n$ nodes nearly $n$ times as fast as on one. On an emulated cluster this
-# cannot be seen directly, for all nodes share the cores of one machine, and $n$ times the work
-# takes $n$ times as long even without a network. So we ask what share of a step is spent computing:
-# seconds of `compute` on $n$ nodes over seconds of the contestant on $n$ nodes. On a real cluster,
-# where every node brings its own cores, computing takes as long on $n$ nodes as on one, and this
-# share *is* the weak-scaling efficiency.
+# Near-linear scaling means: on $n$ nodes nearly $n$ times as fast as on one. An emulated cluster
+# cannot show this directly, because all nodes share the cores of one machine, and $n$ times the
+# work takes $n$ times as long even without a network. The figure therefore shows the computing
+# share of a step: the seconds of `compute` on $n$ nodes over the seconds of the system on $n$
+# nodes. On a real cluster, where every node has its own cores, computation takes as long on $n$
+# nodes as on one, and this share *is* the weak-scaling efficiency.
 
 # %%
 SHOWN = ("zero3", "fsdp2", "fsdp2_nl", "mics", "ours", "ours_nl")
 
 
-def draw_series(found, of, label):
-    """Efficiency of the contestants in a series of races."""
+def draw_series(found, x_of, label):
+    """Draw the efficiency of the systems in a series of comparisons."""
     fig, ax = plt.subplots(figsize=(7, 3.4), layout="constrained")
-    shown = [name for name in SHOWN if all(name in race.names for race in found)]
-    x = [of(race.plan) for race in found]
+    shown = [name for name in SHOWN if all(name in run.names for run in found)]
+    x = [x_of(run.config) for run in found]
     for who, colour in zip(shown, PALETTE, strict=False):
-        spreads = np.array([race.efficiency(who) for race in found])
+        spreads = np.array([run.efficiency(who) for run in found])
         ax.plot(x, 100 * spreads[:, 0], "o-", ms=4, color=colour, label=title(who))
         ax.fill_between(x, 100 * spreads[:, 1], 100 * spreads[:, 2], color=colour, alpha=0.12, lw=0)
     ax.set_xscale("log", base=2)
     ax.set_xticks(x, [f"{value:g}" for value in x])
-    ax.set(xlabel=label, ylabel="share of a step that computes, %", ylim=(0, 105))
+    ax.set(xlabel=label, ylabel="computing share of a step, %", ylim=(0, 105))
     bare(ax)
     ax.legend(frameon=False, fontsize=8)
     plt.show()
 
 
 if "scaling" in series:
-    draw_series(series["scaling"], lambda plan: plan["nodes"], "nodes")
+    draw_series(series["scaling"], lambda config: config["nodes"], "nodes")
     print(f"printed by: {series['scaling'][0].command}")
 else:
     print(f"not measured yet: {EXPECTED['scaling']}")
 
 # %% [markdown]
-# The other axis is the link. A fast enough network makes all libraries equal. A slow enough one
-# makes any speed-up large, up to the ratio of the bytes they send. So a speed-up "of up to"
-# something says little without the network it was measured on.
+# The other axis is the link rate. A fast enough network makes all libraries equal. A slow enough
+# one makes any speed-up large, up to the ratio of the bytes sent. A speed-up "of up to" some factor
+# therefore says little without the network on which it was measured.
 
 # %%
 if "rates" in series:
-    draw_series(series["rates"], lambda plan: parse_rate(plan["rate"]) / 1e9, "Gbit/s of each NIC")
+    gigabits = lambda config: parse_rate(config["rate"]) / 1e9  # noqa: E731
+    draw_series(series["rates"], gigabits, "Gbit/s of each NIC")
     print(f"printed by: {series['rates'][0].command}")
 else:
     print(f"not measured yet: {EXPECTED['rates']}")
@@ -529,9 +534,10 @@ else:
 # %% [markdown]
 # ## The tables
 #
-# First the rows that compare two systems. *Measured here* has the speed-up in every race with a
-# counterpart: the ratio of the medians, with the smallest and the largest of any round. *Modelled*
-# is the planner's; it has a dash where the cluster or the micro-batch was not published.
+# The first table has the rows that compare two systems. *Measured here* is the speed-up in every
+# comparison with a counterpart: the ratio of the medians, with the smallest and the largest ratio
+# of any round. *Modelled* is the planner's speed-up, or a dash if the cluster or the micro-batch
+# was not published.
 
 # %%
 scored = [each for each in validate.validate().scored if each.run.source.startswith("AWS")]
@@ -539,7 +545,7 @@ SYSTEMS = {"SMP": "SMP", "DeepSpeed": "DeepSpeed", "FSDP, NCCL": "NCCL", "FSDP, 
 
 
 def modelled(row, system):
-    """Speed of the published system in the row's unit, by the planner; None where it cannot say."""
+    """Predict the speed of a published system in the row's unit; None if not modelled."""
     words = next((w for s, w in SYSTEMS.items() if row[system]["system"].startswith(s)), None)
     for each in scored:
         values = each.run.row.values
@@ -551,7 +557,7 @@ def modelled(row, system):
 
 
 def modelled_gain(row):
-    """The speed-up of one over the other, by the planner."""
+    """Predict the speed-up of one system over the other."""
     slow, fast = modelled(row, "baseline"), modelled(row, "faster")
     return f"{fast / slow - 1:.1%}" if slow and fast else DASH
 
@@ -580,25 +586,26 @@ display(
     )
 )
 if any(measured(row["compares"]) for row in rows):
-    print("Measured here, each by its command:")
-    print(*(f"  {name}: {race.command}" for name, race in single.items()), sep="\n")
+    print("Measured here by these commands:")
+    print(*(f"  {name}: {run.command}" for name, run in single.items()), sep="\n")
 else:
-    print("Measured here: nothing yet. The commands are above, under “The race”.")
+    print("Measured here: nothing yet. See “Comparison on an emulated cluster” for the commands.")
 
 # %% [markdown]
-# Two things in these rows have no counterpart: tensor parallelism, of which the 65-billion row used
-# a degree of 8 and the race nothing, and the sequence length, which the race keeps at 128.
+# Two properties of these rows have no counterpart: tensor parallelism, of which the 65-billion row
+# used a degree of 8 and the comparison none, and the sequence length, which the comparison keeps at
+# 128.
 #
-# Then the absolute numbers. Seconds on 2 cores say nothing about TFLOPS of a GPU, so nothing is
-# measured here. Last the statements of the MiCS paper. Scaling efficiency compares a large cluster
-# with a small one; here that is the efficiency above at the most nodes over the one at the fewest
-# that have a network. "Up to 2.89 times" has no counterpart on purpose: on an emulated cluster the
-# link can be made as slow as one likes.
+# The next tables have the absolute numbers. Seconds on 2 cores say nothing about the TFLOPS of a
+# GPU, so that no measurements appear. The last table has the statements of the MiCS paper. Scaling
+# efficiency compares a large cluster with a small one; its counterpart is the efficiency above on
+# the most nodes over the one on the fewest nodes with a network. "Up to 2.89 times" has no
+# counterpart on purpose: the links of an emulated cluster can be arbitrarily slow.
 
 
 # %%
 def weak_scaling(contestant, smallest, largest):
-    """Efficiency on the most nodes over efficiency on the fewest."""
+    """Return the efficiency on the most nodes over that on the fewest."""
     return largest.efficiency(contestant).median / smallest.efficiency(contestant).median
 
 
@@ -618,12 +625,12 @@ for row in rows:
         both = ", ".join(shown(row[key] / gain, 2) for key in ("days_100b", "days_500b"))
         lines.append([where, days, value, DASH, both])
 
-largest = max(series.get("scaling", []), key=lambda race: race.plan["nodes"], default=None)
+largest = max(series.get("scaling", []), key=lambda run: run.config["nodes"], default=None)
 shares = {"": DASH, "scaling efficiency": DASH, "efficiency over ZeRO-3": DASH}
 if largest:
-    smallest = min((race for race in series["scaling"] if race.plan["nodes"] > 1),
-                   key=lambda race: race.plan["nodes"])  # fmt: skip
-    on = f"{smallest.plan['nodes']} to {largest.plan['nodes']} nodes, {largest.plan['rate']}"
+    smallest = min((run for run in series["scaling"] if run.config["nodes"] > 1),
+                   key=lambda run: run.config["nodes"])  # fmt: skip
+    on = f"{smallest.config['nodes']} to {largest.config['nodes']} nodes, {largest.config['rate']}"
     ours = weak_scaling(OURS, smallest, largest)
     shares["scaling efficiency"] = f"{100 * ours:.1f} %, {on}"
     baseline = largest.fastest(BASELINES["ZeRO-3"])
@@ -639,16 +646,16 @@ if largest:
     print(f"Measured here by: {largest.command}")
 
 # %% [markdown]
-# ## What 2 cores can say about 32 nodes
+# ## Conclusions from 2 cores about 32 nodes
 #
-# A race is comparable if the network is as busy as it was there. That can be put into one number
-# without units: seconds that ZeRO-3's bytes need on a NIC, over seconds that a step computes. With
-# $N$ nodes and $A$ micro-batches, two gathers and one reduce-scatter of each, and $e$ bytes per
-# parameter, a NIC carries $3 A e P (N-1)/N$ bytes per step.
+# A comparison is meaningful if the network is as busy as on the published cluster. One number
+# without units expresses this: the seconds that ZeRO-3's bytes need on a NIC, over the seconds of
+# computation in a step. With $N$ nodes and $A$ micro-batches, two gathers and one reduce-scatter of
+# each, and $e$ bytes per parameter, a NIC carries $3 A e P (N-1)/N$ bytes per step.
 #
-# For the published cluster the computing time is not known, but it lies between what the GPU's peak
-# allows and the whole step of the faster system. The number of micro-batches is not published
-# either; we take one, which is the case with the fewest bytes.
+# The computing time of the published cluster is not known, but lies between the time at the GPU's
+# peak and the whole step of the faster system. The number of micro-batches is not published either;
+# the cell assumes one, the case with the fewest bytes.
 
 
 # %%
@@ -667,14 +674,13 @@ print(f"{setting(row)}: the network needs {bytes_need:.2f} s, computing {shortes
       f"{bytes_need / shortest:.2f}")  # fmt: skip
 assert shortest < longest
 
-for name, race in drawn.items():
-    plan = race.plan
-    P = (plan["layers"] * 12 * plan["width"] + plan["vocabulary"] + plan["sequence"]) * plan[
-        "width"
-    ]
-    rate = parse_rate(plan["rate"])
-    bytes_need = network_seconds(P, plan["nodes"], plan["accumulation"], 4, rate)
-    computes = race.seconds("compute").median
+for name, run in drawn.items():
+    config = run.config
+    blocks = config["layers"] * 12 * config["width"] ** 2
+    P = blocks + (config["vocabulary"] + config["sequence"]) * config["width"]
+    rate = parse_rate(config["rate"])
+    bytes_need = network_seconds(P, config["nodes"], config["accumulation"], 4, rate)
+    computes = run.seconds("compute").median
     print(f"{name}: the network needs {bytes_need:.2f} s, computing {computes:.2f} s; "
           f"network over computing: {bytes_need / computes:.2f}")  # fmt: skip
 
@@ -682,24 +688,25 @@ for name, race in drawn.items():
 # An emulated cluster on 2 cores can show
 #
 # - that all libraries compute the same losses;
-# - how many bytes each sends over a NIC, exactly, for the NIC counts them;
-# - who waits less, at one ratio of network to computing, and how much less anybody could wait;
-# - how waiting grows with the number of nodes, for a few nodes.
+# - the exact number of bytes that each sends over a NIC, by its counter;
+# - the order of the systems by waiting time at one ratio of network to computation, and the largest
+#   possible reduction;
+# - the growth of the waiting time over a few nodes.
 #
 # It cannot show
 #
 # - TFLOPS, MFU, or any speed of a GPU;
 # - the speed-up at another ratio: at the published one there is less waiting to remove;
-# - how NVLink inside a node compares with the network between nodes, nor congestion in a real
-#   switch, nor links with a delay, nor 32 nodes;
-# - how well communication overlaps on GPUs. Here it takes the cores away from computing, there it
-#   takes a few of a hundred multiprocessors;
-# - activation recompute, mixed precision, and layers of hundreds of megabytes: what races is small,
-#   in float32, and keeps its activations.
+# - the difference between NVLink within a node and the network between nodes, congestion in a real
+#   switch, links with a delay, or 32 nodes;
+# - the overlap of communication on GPUs: here communication takes cores away from computation,
+#   there a few of a hundred multiprocessors;
+# - activation recomputation, mixed precision, and layers of hundreds of megabytes: the compared
+#   model is small, in float32, and keeps its activations.
 #
-# So the race is evidence for a mechanism, with a sign and a bound. It is no prediction of a
-# percentage on 256 GPUs; that is what the column *modelled* is for, and notebook 07 says how far to
-# trust it.
+# The comparison is evidence for a mechanism, with a sign and a bound. It does not predict a
+# percentage on 256 GPUs; that is the purpose of the column *modelled*, and notebook 07 states its
+# error.
 #
 # ## Summary
 #
@@ -707,22 +714,22 @@ for name, race in drawn.items():
 #   those of one instance.
 # - 141 and 173.6 TFLOPS are hardware FLOPS, $8P$ per token. In model FLOPS, attention included,
 #   they are 35.5 % and 42.2 % of the peak.
-# - A speed-up is bounded by computing alone. The share of the waiting that is removed says more
-#   than the speed-up, for it does not grow by itself when the network gets slower.
-# - A speed-up over a baseline on gloo is partly the backend's. The same baseline on the same
-#   backend tells how much.
-# - Published, measured and modelled numbers stand in columns of their own. A dash is an answer.
+# - Computation alone bounds a speed-up. The removed share of the waiting says more than the
+#   speed-up, because it does not grow by itself when the network gets slower.
+# - A speed-up over a baseline on gloo is partly due to the backend. The same baseline on the same
+#   backend separates the two.
+# - Published, measured and modelled numbers stand in separate columns. A dash is an answer.
 #
 # ## Exercises
 #
-# 1. The 65-billion row trains with checkpointing. What are its hardware TFLOPS per GPU, as its
-#    source defines them, and what share of the peak is its MFU?
+# 1. The 65-billion row trains with checkpointing. Compute its hardware TFLOPS per GPU, as its
+#    source defines them, and its MFU.
 # 2. From the speeds of the 30-billion rows: how many seconds per step did MiCS remove at sequence
 #    2048? Which share of ZeRO-3's step waited for the network at least?
-# 3. With `network_seconds` and the seconds of exercise 2: if nothing overlapped, what share of
-#    400 Gbit/s did ZeRO-3's bytes travel at, at most? Compare with what notebook 05 measures.
+# 3. With `network_seconds` and the seconds of exercise 2: without any overlap, which share of 400
+#    Gbit/s did ZeRO-3's bytes reach at most? Compare with the measurements of notebook 05.
 # 4. In `gpt2_parameters`, count 2048 position embeddings in both rows. Which of the two published
-#    TFLOPS no longer agrees, and what does that tell of the model behind it?
-# 5. Race two contestants at another rate, `python -m ci.race --contestants compute fsdp2_nl ours_nl
-#    --rate 300mbit --json ci/race/results/slow.json`, and run this notebook again. Which columns of
-#    the tables change, and which must not?
+#    TFLOPS no longer agrees, and what does that say about the model?
+# 5. Compare two systems at another link rate: `python -m ci.benchmarks.compare --systems compute
+#    fsdp2_nl ours_nl --rate 300mbit --json ci/benchmarks/compare/results/slow.json`. Then run this
+#    notebook again. Which columns of the tables change, and which must not?

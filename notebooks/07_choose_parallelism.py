@@ -11,27 +11,26 @@
 # %% [markdown]
 # # Choosing a sharding degree, before you pay for a cluster
 #
-# After this notebook you can say how much memory a model needs per GPU and how long its step takes,
-# on machines that you have not rented; choose the number of GPUs that share one copy of it, and
-# give the reason; and say how far the prediction can be trusted, because you have seen where it is
-# wrong.
+# After this notebook you can predict the memory per GPU and the step time of a model on machines
+# that you have not rented, choose the number of GPUs that share one copy and justify it, and state
+# the error of the prediction from examples where it is wrong.
 #
-# The question is that of a published tutorial: GPT-2 with 30 billion parameters, sequences of 2048
+# The question comes from a published tutorial: GPT-2 with 30 billion parameters, sequences of 2048
 # tokens, 32 machines with 8 A100s of 40 GB each. Its authors shared the model over 128 of the 256
 # GPUs. Why 128, and was it the best choice?
 #
-# Everything here is computed, in seconds, on any machine. Nothing is trained: `nl.plan` reads the
-# config that `nearlinear train` reads, and the model is never built. On a command line it is
+# All results are computed in seconds on any machine. Nothing is trained: `nl.plan` reads the config
+# of `nearlinear train`, and the model is never built. The equivalent command is
 #
 #     nearlinear plan run.toml --cluster p4d.24xlarge:32
 
 # %% tags=["parameters"]
-scale = "ci"  # ci: a few layouts are searched; laptop, cluster: all of them
-cluster = "p4d.24xlarge:32"  # machines, and how many
+scale = "ci"  # ci: search a few layouts; laptop, cluster: all layouts
+cluster = "p4d.24xlarge:32"  # machine type and number
 preset = "gpt2-30b"  # the model; nearlinear train --print-config lists the presets
 sequence_length = 2048
 global_batch = 1536  # sequences per step over all GPUs
-tokens = 500e9  # to train on, for days and cost
+tokens = 500e9  # training tokens, for days and cost
 
 # %%
 import copy
@@ -48,9 +47,9 @@ from IPython.display import Markdown
 
 import ci
 import nearlinear as nl
-from nearlinear.plan import scaling, search, validate
-from nearlinear.plan.advise import rule
-from nearlinear.plan.hardware import parse_cluster
+from nearlinear.planner import scaling, search, validate
+from nearlinear.planner.cluster_spec import parse_cluster
+from nearlinear.planner.explain import three_billion_rule
 from nearlinear.plots import GRID, INK, MUTED, PALETTE, predicted_against_published
 
 assert scale in ("ci", "laptop", "cluster"), f"scale = {scale!r}: use ci, laptop or cluster"
@@ -87,13 +86,13 @@ def with_(config, **leaves):
 # %% [markdown]
 # ## The question, as a config
 #
-# The global batch is given: 1536 sequences. With 256 GPUs that each read their own data it is 6
-# sequences per GPU and step. In these few lines is all that the planner is told; the rest are the
+# The global batch is given: 1536 sequences. With 256 GPUs that each read their own data, this is 6
+# sequences per GPU and step. The planner needs only these few lines; all other settings are the
 # defaults of `nearlinear train`.
 
 # %%
 per_gpu = global_batch // place.world
-assert per_gpu * place.world == global_batch, "choose a global batch that the GPUs divide"
+assert per_gpu * place.world == global_batch, "Choose a global batch that is divisible by the GPUs."
 question = {
     "model": {"preset": preset},
     "data": {"sequence_length": sequence_length},
@@ -119,12 +118,12 @@ print(plan)
 # | $B$ | bytes per second into a machine, over its network | 50 GB/s (400 Gbit/s) |
 # | $F$ | operations per second that a GPU does | |
 #
-# ## What must be kept
+# ## Model states
 #
-# In mixed precision a parameter takes 16 bytes, all in float32: 12 that last, its value and the
-# two averages of AdamW, and 4 of its gradient, from the backward pass to the update. They are
-# divided by $p$. (The bfloat16 copies that compute are made when a block is gathered, and given
-# back after it.)
+# In mixed precision a parameter takes 16 bytes, all in float32: 12 persistent bytes, its value and
+# the two averages of AdamW, and 4 bytes of gradient from the backward pass to the update. These
+# bytes are divided by $p$. (The bfloat16 copies used in computation are created when a block is
+# gathered, and freed after it.)
 
 # %%
 parameters = plan.work.shape.parameters
@@ -134,16 +133,16 @@ for degree in (1, 8, 16, 32, 64, 128, 256):
     print(f"  shared by {degree:>3}: {states / degree / GIB:7.1f} GiB per GPU")
 one = states / GIB / place.gpu.memory_gib
 print(f"One copy fills at least {math.ceil(one)} GPUs of {place.gpu.memory_gib:.0f} GiB, "
-      "with nothing else on them.")  # fmt: skip
+      "without any other memory.")  # fmt: skip
 
 # %% [markdown]
-# ## What else is needed, and which degrees fit
+# ## Other memory, and the degrees that fit
 #
-# Beside the states there are the inputs of all blocks (each block is computed again in the backward
-# pass), one block's activations while that happens, the logits, the parameters of the blocks that
-# are gathered just now, and what CUDA and NCCL take. None of it shrinks with $p$. So memory falls
-# quickly at first and then hardly at all: that is why sharing over *all* GPUs, as ZeRO-3 and plain
-# FSDP do, buys so little of it.
+# Other memory consists of the inputs of all blocks (each block is recomputed in the backward pass),
+# one block's activations during recomputation, the logits, the parameters of the currently gathered
+# blocks, and the reserve of CUDA and NCCL. None of it shrinks with $p$. Memory therefore falls
+# quickly at first and then hardly at all: sharing over *all* GPUs, as ZeRO-3 and plain FSDP do,
+# saves little more.
 
 # %%
 degrees = [d for d in (8, 16, 32, 64, 128, 256) if place.world % d == 0]
@@ -165,22 +164,22 @@ plt.show()
 
 fitting = [d for d in degrees if plans[d].fits]
 print(f"fit: {fitting}")
-assert fitting, "no degree fits: take more machines, or fewer sequences per GPU"
+assert fitting, "No degree fits. Use more machines, or fewer sequences per GPU."
 assert all(a > b for a, b in zip(needed, needed[1:], strict=False))
 
 # %% [markdown]
-# ## What a degree costs in time
+# ## The time cost of a degree
 #
-# Per pass every parameter is gathered twice (forward, and again backward) and its gradient reduced
-# once. A ring over $p$ GPUs brings all of the tensor but its own part into every machine, whatever
-# $p$ is; so a large group does not send more bytes, but it sends them over the network instead of
-# within a machine, and in more and smaller steps. Each of the $p - 1$ hops costs a latency. What
-# the network can carry in the time that computing takes decides whether anybody notices:
+# Per pass every parameter is gathered twice (forward and backward) and its gradient reduced once. A
+# ring over $p$ GPUs brings the whole tensor, except its own part, into every machine, independent
+# of $p$. A large group does not send more bytes, but it sends them over the network instead of
+# within a machine, in more and smaller steps, and each of the $p - 1$ hops costs a latency.
+# Communication is hidden if the network can carry the bytes within the time of the computation:
 #
 # $$\underbrace{\frac{8 P b s}{F}}_{\text{compute}} \quad\text{against}\quad
 # \underbrace{\frac{2 \cdot 2 P + 4 P}{B}}_{\text{gather twice in 2 bytes, reduce in 4}}$$
 #
-# $P$ cancels: what counts is tokens per GPU and pass, $bs$, not the size of the model.
+# $P$ cancels: the ratio depends on the tokens per GPU and pass, $bs$, not on the size of the model.
 
 # %%
 rows = []
@@ -193,7 +192,7 @@ for degree in degrees:
          "yes" if p.fits else "**no**", f"{worst}, {exposed[worst] / p.seconds:.1%}"]
     )  # fmt: skip
 table(
-    ["GPUs that share", "seconds per step", "MFU", "GiB", "fits", "what it waits for most"],
+    ["GPUs that share", "seconds per step", "MFU", "GiB", "fits", "longest wait"],
     rows,
 )
 
@@ -205,10 +204,9 @@ print(f"smallest that fits: {fitting[0]}; fastest that fits: {fastest}; "
       f"{published_choice} GPUs take {loss:.1%} longer")  # fmt: skip
 
 # %% [markdown]
-# With six sequences of 2048 tokens per pass the GPUs compute long enough to hide the network. The
-# degree hardly matters, as long as it fits. That is no general truth: take the batch away, and it
-# does. Below, the same model with fewer tokens per pass, and the batch of the step kept by
-# accumulation.
+# With six sequences of 2048 tokens per pass, the GPUs compute long enough to hide the network, and
+# the degree hardly matters as long as it fits. This depends on the batch. The figure shows the same
+# model with fewer tokens per pass, with the batch of the step kept by accumulation.
 
 # %%
 figure, (left, right) = plt.subplots(1, 2, figsize=(9.2, 3.4), layout="constrained")
@@ -235,33 +233,33 @@ for ax in (left, right):
     bare(ax)
 plt.show()
 if len(sizes) > 1:
-    assert slowdown[sizes[0]] > slowdown[sizes[-1]]  # fewer tokens a pass: the degree counts
+    assert slowdown[sizes[0]] > slowdown[sizes[-1]]  # with fewer tokens per pass the degree matters
 
 # %% [markdown]
-# ## One step, drawn
+# ## Timeline of a step
 #
-# Streams of one step at one sequence per pass, where communication shows. A bar is a task; what
-# computes is at the top, and where it has gaps the GPU waits.
+# The figure shows the streams of one step at one sequence per pass, where communication is exposed.
+# A bar is a task. Computation is at the top; in its gaps the GPU waits.
 
 # %%
 shown = nl.plan(with_(question, batch__micro_batch_size=1), cluster)
 figure, ax = plt.subplots(figsize=(9.2, 2.6), layout="constrained")
 shown.figure(ax)
 plt.show()
-print(shown.binding)
+print(shown.bottleneck)
 
 # %% [markdown]
-# ## All layouts, searched
+# ## Search over all layouts
 #
-# Sharding is one of several ways to cut a model: tensor and pipeline parallelism are others, and
-# activations can be kept, computed again or offloaded. `--search` tries what divides the GPUs, fits
-# in memory and keeps the batch, and ranks it.
+# Sharding is one of several methods to divide a model; tensor and pipeline parallelism are others,
+# and activations can be kept, recomputed or offloaded. `--search` tries all combinations that
+# divide the GPUs, fit in memory and keep the batch, and ranks them.
 
 # %%
 if scale == "ci":
-    search.TENSOR, search.PIPELINE = (1, 8), (1, 4)  # fewer to try
+    search.TENSOR, search.PIPELINE = (1, 8), (1, 4)  # fewer candidates
 layouts = search.search(plan.config, place, most=8)
-print(search.text(layouts, place))
+print(search.format_candidates(layouts, place))
 best = layouts[0]
 print(f"\nthe fastest takes {best.seconds:.2f} s, the published choice of degree "
       f"{plan.seconds:.2f} s: {plan.seconds / best.seconds - 1:.1%} more")  # fmt: skip
@@ -270,10 +268,10 @@ assert best.seconds <= plan.seconds * 1.001
 # %% [markdown]
 # ## Days and dollars
 #
-# The price is the on-demand price of the machine in `hardware.toml`, with its date. Nobody pays it
-# for months; it is a scale to compare by. The published run was SMP 1.11 with Hugging Face's GPT-2,
-# whose attention writes out its scores; the modelled run is this library's, with fused attention.
-# The two are not the same program, and are not divided by each other.
+# The price is the on-demand price of the machine in `hardware.toml`, with its date. It serves as a
+# scale for comparison; long reservations are cheaper. The published run used SMP 1.11 with Hugging
+# Face's GPT-2, whose attention materializes its scores; the modelled run is this library's, with
+# fused attention. The two programs differ, and their numbers are not divided by each other.
 
 # %%
 (reference,) = (row for row in published["rows"] if row.get("shard_degree"))
@@ -288,10 +286,10 @@ table(["", "sequences per second", f"days for {tokens / 1e9:.0f} billion tokens"
 # %% [markdown]
 # ## The rule of three billion
 #
-# The tutorial's rule: one more machine in the sharing group for every 3 billion parameters, rounded
-# up to a power of two. For 30 billion it gives 10, so 16 machines, so 128 GPUs. Is it right? We ask
-# for several sizes: which is the smallest group that fits, and the fastest, with the same step made
-# of four passes of one sequence, or of one pass of four?
+# The tutorial's rule: one machine per 3 billion parameters in the sharing group, rounded up to a
+# power of two. For 30 billion parameters it gives 10, rounded up to 16 machines, or 128 GPUs. Is
+# the rule right? The next cell computes, for several sizes, the smallest group that fits and the
+# fastest group, with the same step divided into four passes of one sequence, or one pass of four.
 
 # %%
 SHAPES = {  # layers, width, heads
@@ -334,7 +332,7 @@ for name in SHAPES:
             for d in powers
         }
         fits = [d for d in powers if tried[d].fits]
-        wanted = rule(tried[1])
+        wanted = three_billion_rule(tried[1])
         if not fits:
             rows.append([name, size, wanted, "none", "", "", "too bold: nothing fits"])
             continue
@@ -343,28 +341,29 @@ for name in SHAPES:
             cost = tried[wanted].seconds / tried[quickest].seconds - 1
             verdict = "right" if wanted == fits[0] else "cautious"
         else:
-            cost, verdict = math.nan, "too bold: does not fit"
+            cost, verdict = math.nan, "too small: does not fit"
         verdicts[name, size] = verdict, cost
         rows.append([name, size, wanted, fits[0], quickest,
                      "" if math.isnan(cost) else f"{cost:.1%}", verdict])  # fmt: skip
 table(
-    ["parameters", "sequences a pass", "the rule's degree", "smallest that fits", "fastest",
-     "the rule's step is longer by", "verdict"],
+    ["parameters", "sequences per pass", "the rule's degree", "smallest that fits", "fastest",
+     "slowdown by the rule", "verdict"],
     rows,
 )  # fmt: skip
 
 # %% [markdown]
-# What to read off it:
+# The table shows:
 #
-# - **It is cautious.** In nearly every row half of it fits, often a quarter. That leaves room for a
-#   larger pass, and a larger pass is worth more than a smaller group.
-# - **It costs most where one machine is enough.** Ten billion parameters fit on the 8 GPUs of one;
-#   the rule has every gather cross the network. At one sequence a pass that costs two fifths of the
-#   step, at four a twentieth.
-# - **Elsewhere it costs next to nothing.** Once a group spans machines, a larger one is as fast, as
-#   the formula above says: the bytes into a machine hardly depend on it.
-# - **It knows neither the GPU nor the sequence.** With twice the memory a fraction of it is enough;
-#   with long sequences, as the next cell shows, it can be too bold: activations are not shared.
+# - **The rule is cautious.** In nearly every row half of it fits, often a quarter. The remaining
+#   memory has room for a larger pass, and a larger pass is worth more than a smaller group.
+# - **It costs most if one machine is enough.** Ten billion parameters fit on the 8 GPUs of one
+#   machine; with the rule, every gather crosses the network. At one sequence per pass that costs
+#   two fifths of the step, at four a twentieth.
+# - **In other cases it costs next to nothing.** Once a group spans machines, a larger one is as
+#   fast, as the formula above shows: the bytes into a machine hardly depend on the degree.
+# - **It depends neither on the GPU nor on the sequence length.** With twice the memory, a fraction
+#   of it is enough. With long sequences it can be too small, as the next cell shows: activations
+#   are not shared.
 
 # %%
 cautious = [key for key, (verdict, _) in verdicts.items() if verdict == "cautious"]
@@ -388,10 +387,10 @@ table(["30B on", "GPU", *(f"{length} tokens" for length in LENGTHS)], rows)
 # ## The reference configurations, modelled
 #
 # The best practices of the same library give three layouts for GPT-2 at 512 tokens. They split
-# matrices over the GPUs of a machine and share the optimizer's state over the rest (not the
-# parameters). Which shapes have 10 and 60 billion parameters is not said; the ones above are ours.
-# Beside each stands the same batch with the parameters shared, too, and the best that the search
-# finds.
+# matrices over the GPUs of a machine and share the optimizer state over the remaining ranks (not
+# the parameters). The shapes of the models with 10 and 60 billion parameters are not published; the
+# ones above are our choice. Each layout is followed by the same batch with shared parameters, and
+# by the best layout of the search.
 
 # %%
 REFERENCES = [
@@ -427,26 +426,26 @@ for name, machines, layout, batch in REFERENCES:
         ["", f"searched: {words}", f"{found.memory / GIB:.1f}", "yes", f"{found.seconds:.2f}"],
     ]  # fmt: skip
     assert shared.fits and found.seconds <= shared.seconds * 1.001
-    held = {part: size / GIB for part, size in given.room.parts.items() if size > GIB}
+    held = {part: size / GIB for part, size in given.memory_estimate.parts.items() if size > GIB}
     print(f"{name} as given, GiB:", *(f"{part} {size:.1f}" for part, size in held.items()))
 table(["model, cluster", "layout", "GiB per GPU", "fits", "seconds per step"], rows)
 
 # %% [markdown]
-# With 10 and 30 billion parameters they fit. With 60 billion it does not fit *here*: this library
-# keeps values and sums of gradients in float32, where that one kept both in 16 bits, and a pipeline
-# holds the gradients of a stage twice while its replicas reduce them. The lines above say it:
-# parameters and gradients are too large, and they are what sharing divides.
+# With 10 and 30 billion parameters the layouts fit. With 60 billion parameters the layout does not
+# fit *in this library*, which keeps values and sums of gradients in float32, while the published
+# one kept both in 16 bits; a pipeline also holds the gradients of a stage twice while its replicas
+# reduce them. The parameters and gradients are too large, and sharing divides exactly these.
 #
-# Whoever keeps whole parameters on every replica must reduce whole gradients over the network, once
-# per step, at the end; with one pass per step there is little to hide it behind. The search finds
-# layouts that share parameters, and that make more and smaller passes.
+# With whole parameters on every replica, whole gradients must be reduced over the network once per
+# step, at the end; with one pass per step there is little computation to hide it. The search finds
+# layouts that share parameters and make more and smaller passes.
 
 # %% [markdown]
 # ## The published tables, modelled
 #
-# Now the other way round: the planner is given what others ran, with what is known of *their*
-# programs (attention that is not fused, gathers that wait for each other, other libraries'
-# collectives), and predicts what they measured. No parameter belongs to one source.
+# The planner now predicts published measurements, from the known properties of *their* programs
+# (attention that is not fused, gathers that wait for each other, other libraries' collectives). No
+# constant belongs to one source.
 
 # %%
 found = validate.validate()
@@ -460,7 +459,8 @@ for each in found.scored:
 table(["model", "cluster", "system", "published, s", "modelled, s", "error"], rows)
 
 # %% [markdown]
-# All published runs that can be modelled, and the sources in turn left out of the fit:
+# The table has all published runs that can be modelled, and the errors with each source left out of
+# the fit:
 
 # %%
 figure, ax = plt.subplots(figsize=(6.4, 4.6), layout="constrained")
@@ -469,18 +469,19 @@ plt.show()
 print(found)
 
 # %% [markdown]
-# Two columns matter to you. *Median* is how far off a prediction is for runs like those it was
-# fitted to. *Median, left out* is how far off it is for a source it has never seen: expect that for
-# yours. And the ranking says how often the planner finds the faster of two layouts, which is what
-# this notebook uses it for.
+# Two columns matter to you. *Median* is the error of predictions for runs like those of the fit.
+# *Median, left out* is the error for a source unknown to the fit: expect it for your runs. The
+# ranking states how often the planner finds the faster of two layouts, its purpose in this
+# notebook.
 
 # %% [markdown]
 # ## Near-linear, to 128 machines and beyond
 #
-# Llama-2 with 70 billion parameters, on 16 to 128 p4d machines, one sequence of 4096 tokens per GPU
-# and pass. Shared over all GPUs, a gather is a ring over all of them, and its latency grows with
-# them; shared over 64 or 128, more GPUs are more copies, which meet once per step. Beyond 128
-# machines nobody here can check: that is simulation, and drawn paler.
+# The model is Llama-2 with 70 billion parameters, on 16 to 128 p4d machines, with one sequence of
+# 4096 tokens per GPU and pass. Shared over all GPUs, a gather is a ring over all of them, and its
+# latency grows with their number. Shared over 64 or 128, additional GPUs are additional copies,
+# which synchronize once per step. Beyond 128 machines the prediction cannot be verified here; it is
+# drawn paler.
 
 # %%
 llama = {
@@ -497,9 +498,9 @@ for color, degree in zip(PALETTE, (0, 128, 64), strict=False):
     if degree:
         changed = with_(llama, parallel__hybrid_shard_degree=degree)
         start = nl.plan(changed, "p4d.24xlarge:16")
-        points = scaling.curve(start.config, start.cluster)
+        points = scaling.scaling_curve(start.config, start.cluster)
         gpus, rates = zip(*[(p.gpus, p.tokens_per_second_per_gpu) for p in points], strict=True)
-    else:  # all of however many there are
+    else:  # all GPUs of the cluster
         gpus = [8 * nodes for nodes in everywhere]
         rates = [nl.plan(llama, f"p4d.24xlarge:{n}").tokens_per_second_per_gpu for n in everywhere]
     share = np.array(rates) / rates[0]
@@ -521,24 +522,23 @@ assert kept[128][1024] > 0.95, "128 machines must be near-linear where 128 GPUs 
 assert kept[128][16384] > kept[0][16384]
 
 # %% [markdown]
-# That is the reason for sharing over some GPUs and not over all: not that it is faster today, on
-# your 32 machines with six sequences a pass, but that it stays as fast when there are more.
+# This is the reason to share over some GPUs instead of all: not the speed on your 32 machines with
+# six sequences per pass, but the constant speed when there are more.
 #
-# ## Where not to believe it
+# ## Limits of the prediction
 #
-# - **Times** of a source that was never seen are off by the column *left out*; of GPUs and layouts
-#   without a published run nobody knows. `nearlinear plan` says so under its answer.
-# - **Memory** is checked against a step of the real code on tensors without memory
-#   (`nearlinear plan --dry-run`), not against GPUs: fragmentation and what NCCL takes are estimates
-#   in the reserve.
-# - **Other people** on the network, slow disks and slow GPUs are not in it, unless you say
+# - **Times** of an unknown source have the error of the column *left out*. For GPUs and layouts
+#   without a published run the error is unknown, and `nearlinear plan` prints a note.
+# - **Memory** is compared with a step of the real code on tensors without memory (`nearlinear plan
+#   --dry-run`), not with GPUs: fragmentation and the memory of NCCL are estimates in the reserve.
+# - **Other users** of the network, slow disks and slow GPUs are not included, except by
 #   `--straggler`.
-# - `nearlinear tune`, on the machines once you have them, measures what is assumed here.
+# - `nearlinear tune` measures the assumptions on your machines once you have them.
 #
 # ## Try it
 #
-# 1. Set `cluster = "p5.48xlarge:16"`: the network is eight times as fast and so are not the GPUs.
+# 1. Set `cluster = "p5.48xlarge:16"`: the network is eight times as fast, but the GPUs are not.
 #    Which degree is the fastest now?
 # 2. `preset = "llama2-70b"`, `sequence_length = 4096`, `global_batch = 512`: does 64 fit on p4d?
-# 3. Your own config: `nearlinear plan run.toml --cluster ... --why`, then
-#    `nearlinear advise run.toml --cluster ...`, and see what it would change.
+# 3. Your own config: `nearlinear plan run.toml --cluster ... --explain`, then
+#    `nearlinear plan run.toml --cluster ... --search --explain`. Which changes does it suggest?

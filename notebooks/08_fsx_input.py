@@ -11,22 +11,22 @@
 # %% [markdown]
 # # FSx for Lustre as input: from S3 to the training step
 #
-# After this notebook you can say when a file system pays and when S3 alone is better, make one and
-# link it to S3, bring the files over before the first step asks for them, give it to a training
-# job, find out why a job would not reach it, and read in a way that suits its servers.
+# After this notebook you can choose between a file system and S3 alone, create a file system and
+# link it to S3, fetch the files before the first step needs them, attach the file system to a
+# training job, diagnose a job that cannot reach it, and read in an order that suits its servers.
 #
 # At scale `ci` the AWS account is a server on this machine (moto), and the mounted file system is a
-# folder with a small `lfs` beside it. Requests, answers, files and training are real; the services
-# are not. Give `scale = "aws"` and a subnet, and the same cells speak to your account.
+# folder with an emulated `lfs`. Requests, responses, files and training are real; the services are
+# not. With `scale = "aws"` and a subnet, the same cells address your account.
 
 # %% tags=["parameters"]
-scale = "ci"  # ci: an account on this machine, seconds; laptop: more data; aws: yours, for money
-subnet = ""  # aws: where the file system and the job are
-security_group = ""  # aws: lets TCP 988 and 1018-1023 through, from and to itself
+scale = "ci"  # ci: emulated account, seconds; laptop: more data; aws: your account, at a cost
+subnet = ""  # aws: subnet of the file system and the job
+security_group = ""  # aws: allows TCP 988 and 1018-1023 from and to itself
 bucket = ""  # aws: an S3 bucket in the same region
-role = ""  # aws: ARN of the role that the job runs as
+role = ""  # aws: ARN of the job's role
 image = "123456789012.dkr.ecr.us-west-2.amazonaws.com/nearlinear:2.13-cuda13"
-mounted = ""  # aws: where this machine has mounted it; empty: the cells that need it are left out
+mounted = ""  # aws: mount point on this machine; empty: skip the cells that need it
 
 # %%
 import contextlib
@@ -44,15 +44,15 @@ import boto3
 import matplotlib.pyplot as plt
 import numpy as np
 
-import ci.aws
+import ci.emulation.aws
 import data_prep
 import nearlinear as nl
 from nearlinear import cli, plots
 from nearlinear.data.format import Manifest, Shard, encode_index
 from nearlinear.data.loader import BlockShuffle
 from nearlinear.launch import spec
-from nearlinear.launch.fsx import check, hydrate, mount, service, throughput
-from nearlinear.launch.sagemaker import rules, shapes
+from nearlinear.launch.fsx import access_checks, hydrate, lustre, requests, service, throughput
+from nearlinear.launch.sagemaker.request_checks import check_against_model, check_rules
 
 assert scale in ("ci", "laptop", "aws"), f"scale = {scale!r}: use ci, laptop or aws"
 keeper = tempfile.TemporaryDirectory(prefix="nearlinear-08-")  # removed when the kernel ends
@@ -61,35 +61,35 @@ open_until_the_end = contextlib.ExitStack()
 
 
 def nearlinear(line: str) -> None:
-    """What `nearlinear ...` does in a terminal."""
+    """Run `nearlinear ...` as in a terminal."""
     print(f"$ nearlinear {line}")
-    assert cli.main(line.split()) == 0, "the command failed; its message is above"
+    assert cli.main(line.split()) == 0, "The command failed; its message is above."
 
 
 # %% [markdown]
-# ## When it pays
+# ## The choice of storage
 #
-# | the data | take | because |
+# | data | storage | reason |
 # |:--|:--|:--|
 # | up to 50-100 GB, read by one job | S3, `File` | it is copied to each machine, once |
 # | larger, in files over 50 MB, in order | S3, `FastFile` | training starts while it streams |
-# | larger, in random order, or small files | FSx for Lustre | many servers answer such reads |
-# | read by job after job | FSx for Lustre | what one has brought from S3 is there for all |
+# | larger, in random order, or small files | FSx for Lustre | many servers serve such reads |
+# | read by several jobs | FSx for Lustre | data fetched from S3 once is available to all jobs |
 #
 # Source: Amazon SageMaker AI developer guide, "Choosing an input mode and a storage unit" and
-# "Setting up training jobs to access datasets", 2026-11. Token shards are large files, so
-# `FastFile` is the first thing to try. A global shuffle reads them in random order, though, which
-# is what streams are worst at.
+# "Setting up training jobs to access datasets", 2026-11. Token shards are large files, so that
+# `FastFile` is the first choice. A global shuffle reads them in random order, however, for which
+# streams are least suitable.
 #
 # ## The account
 
 # %%
 account = None
 if scale != "aws":
-    account = open_until_the_end.enter_context(ci.aws.account(work / "account"))
+    account = open_until_the_end.enter_context(ci.emulation.aws.account(work / "account"))
     subnet, security_group = account.subnet, account.security_group
     bucket, role, mounted = account.bucket, account.role, str(account.lustre.folder)
-    service.PAUSE = hydrate.PAUSE = 0.2  # nothing here takes minutes
+    service.POLL_INTERVAL = hydrate.POLL_INTERVAL = 0.2  # the emulated service responds at once
     print(f"an account on {account.endpoint}, with a network, a role and s3://{bucket}")
 for name in ("subnet", "security_group", "bucket", "role"):
     assert globals()[name], f"scale aws needs the parameter {name}"
@@ -97,8 +97,8 @@ for name in ("subnet", "security_group", "bucket", "role"):
 # %% [markdown]
 # ## Token shards in S3
 #
-# Notebook 01 shows how text becomes token shards. Here a few of them, so that there is an order in
-# which to bring them.
+# Notebook 01 turns text into token shards. The cell below writes a few of them, so that the order
+# of restores matters.
 
 # %%
 documents = {"ci": 3000, "laptop": 9000, "aws": 9000}[scale]
@@ -106,7 +106,7 @@ data_prep.prepare(
     data_prep.sources.botocore(), work / "tokens", max_documents=documents, val_fraction=0.05,
     shard_tokens=30 * documents, progress=False,
 )  # fmt: skip
-s3, uploaded = boto3.client("s3"), mount.files(work / "tokens")
+s3, uploaded = boto3.client("s3"), lustre.list_files(work / "tokens")
 for path in uploaded:
     s3.upload_file(str(path), bucket, f"tokens/{path.relative_to(work / 'tokens')}")
 total = sum(path.stat().st_size for path in uploaded)
@@ -116,9 +116,10 @@ assert len(uploaded) > 10
 # %% [markdown]
 # ## A file system
 #
-# Two types matter for training. *SCRATCH_2* is not replicated: right for data that S3 keeps, gone
-# when a server fails. *PERSISTENT_2* is replicated, and sells throughput apart from size. Both come
-# in 1.2 TiB, 2.4 TiB and multiples of that. How fast they are, by the service's own formula:
+# Two types matter for training. *SCRATCH_2* is not replicated: suitable for data that S3 keeps,
+# lost when a server fails. *PERSISTENT_2* is replicated, and its throughput is chosen independently
+# of its size. Both come in 1.2 TiB, 2.4 TiB and multiples of that. Their throughput, by the
+# service's formula:
 
 # %%
 sizes = np.array([1200, 2400, 4800, 9600, 19200, 38400])
@@ -127,7 +128,7 @@ for deployment, per_tib, colour in (
     ("SCRATCH_2", 200, plots.PALETTE[1]), ("PERSISTENT_2", 125, "#93c5fd"),
     ("PERSISTENT_2", 1000, plots.PALETTE[0]),
 ):  # fmt: skip
-    rates = [service.wish.throughput(int(gib), per_tib) / 1000 for gib in sizes]
+    rates = [requests.total_throughput(int(gib), per_tib) / 1000 for gib in sizes]
     ax.plot(sizes / 1000, rates, "o-", color=colour, label=f"{deployment}, {per_tib} MB/s per TiB")
 ax.set(xscale="log", yscale="log", xlabel="TiB", ylabel="GB/s", title="throughput bought")
 ax.set_xticks(sizes / 1000, [f"{s / 1000:g}" for s in sizes])
@@ -138,81 +139,84 @@ ax.legend(frameon=False)
 plt.show()
 
 # %% [markdown]
-# What would be sent, and nothing else:
+# `--dry-run` prints the request without sending it:
 
 # %%
 words = f"fsx create --subnet {subnet} --security-group {security_group} --capacity 1200"
 nearlinear(f"{words} --dry-run")
-assert scale == "aws" or service.every() == []
+assert scale == "aws" or service.list_file_systems() == []
 
 # %% [markdown]
-# A request that the service would refuse is refused here, before it is sent. Every fault comes with
-# what to do.
+# A request that the service would reject is rejected here, before it is sent. Every fault is
+# printed with a remedy.
 
 # %%
-wrong = service.wish.FileSystem(subnet, deployment="PERSISTENT_2", capacity_gib=3600, mb_per_tib=99)
-for fault in wrong.faults():
-    print(fault)
-assert len(wrong.faults()) == 2
+wrong = requests.FileSystemRequest(
+    subnet, deployment="PERSISTENT_2", capacity_gib=3600, mb_per_tib=99
+)
+for problem in wrong.find_problems():
+    print(problem)
+assert len(wrong.find_problems()) == 2
 
 # %% [markdown]
-# Now for real. It takes five to ten minutes on AWS, and none here.
+# The next cell creates the file system. Creation takes five to ten minutes on AWS, and no time
+# here.
 
 # %%
-before = {each.id for each in service.every()}
+before = {each.id for each in service.list_file_systems()}
 nearlinear(words)
-(made,) = {each.id for each in service.every()} - before
-assert service.describe(made).throughput == 240  # 1.2 TiB x 200 MB/s per TiB
+(made,) = {each.id for each in service.list_file_systems()} - before
+assert service.describe_file_system(made).throughput == 240  # 1.2 TiB x 200 MB/s per TiB
 
 # %% [markdown]
 # ## The link to S3
 #
-# A *data repository association* lets a folder of the file system show a folder of S3. Names appear
-# at once; bytes come when somebody reads them. File systems of Lustre 2.12 and later can have eight
-# such links; SCRATCH_1 has none.
+# A *data repository association* shows a folder of S3 as a folder of the file system. Names appear
+# at once; bytes are fetched when they are first read. File systems of Lustre 2.12 and later can
+# have eight such links; SCRATCH_1 has none.
 
 # %%
 nearlinear(f"fsx link {made} s3://{bucket}/tokens /tokens")
-system = service.describe(made)
-(link,) = system.associations
+system = service.describe_file_system(made)
+(link,) = system.links
 assert link.lifecycle == "AVAILABLE" and link.s3 == f"s3://{bucket}/tokens"
 
 # %% [markdown]
-# The *mount name* is what everybody forgets. A training job does not ask for `/tokens` but for
-# `/MOUNT_NAME/tokens`, as the last lines above say.
+# The *mount name* is easily forgotten. A training job does not request `/tokens` but
+# `/MOUNT_NAME/tokens`, as in the last lines above.
 #
-# ## Seen from a machine that has mounted it
+# ## The mounted file system
 #
-# On AWS run the mount command above on a machine of the VPC, and give the folder as the parameter
-# `mounted`. Files are there with their names and sizes, and so far without their bytes.
+# On AWS, run the mount command above on a machine of the VPC, and give the folder as the parameter
+# `mounted`. Files appear with their names and sizes, but without their bytes.
 
 # %%
-mounts = account.lustre.mounts if account else mount.MOUNTS
+mounts = account.lustre.mounts if account else lustre.MOUNT_TABLE
 folder = Path(mounted) / "tokens" if mounted else None
 if folder:
-    for line in mount.report(mount.look(folder, mounts)):
+    for line in lustre.format_folder_info(lustre.inspect_folder(folder, mounts)):
         print(line)
-    hydrate.check(folder, mounts)
-    start = hydrate.progress(mount.files(folder))
+    hydrate.require_hydratable(folder, mounts)
+    start = hydrate.measure_progress(lustre.list_files(folder))
     print(start)
-    assert start.files == len(uploaded) and start.bytes == total
+    assert start.num_files == len(uploaded) and start.num_bytes == total
     assert start.share == 0 or scale == "aws"
 
 # %% [markdown]
-# Read now, the first step would wait for S3, on every rank. `nearlinear fsx hydrate FOLDER` asks
-# for the files beforehand, in the order in which the loader will want them: the manifest, the
-# tokenizer, then shards as the shuffle comes to them. Lustre's servers queue what is asked for, so
-# it goes batch by batch.
+# Without preparation, the first step would wait for S3 on every rank. `nearlinear fsx hydrate
+# FOLDER` requests the files beforehand, in the order of the loader: the manifest, the tokenizer,
+# then shards in the order of the shuffle. Lustre's servers queue the requests, so that hydration
+# proceeds in batches.
 
 # %%
 if folder:
-    order = hydrate.in_order(folder)
+    order = hydrate.files_in_read_order(folder)
     seen = []
-    end = hydrate.restore(order, at_once=6, say=seen.append)
+    end = hydrate.restore_files(order, batch_size=6, report=seen.append)
     print(end)
 
     fig, ax = plt.subplots(figsize=(7, 2.6), layout="constrained")
-    ax.plot([now.files_here for now in seen], [100 * now.share for now in seen], "o-",
+    ax.plot([now.restored_files for now in seen], [100 * now.share for now in seen], "o-",
             color=plots.PALETTE[0])  # fmt: skip
     ax.set(xlabel="files in the file system", ylabel="% of the bytes", ylim=(0, 104))
     ax.xaxis.get_major_locator().set_params(integer=True)
@@ -227,25 +231,26 @@ if folder:
 # %% [markdown]
 # ## Reads that suit Lustre
 #
-# The usual order shuffles single sequences over the whole dataset. A sequence of 2,048 tokens is
-# 4 KiB; the loader reads it through mapped memory, and a page fault makes Lustre's client fetch the
-# whole MiB around it (source: LUDOC-485). So of what travels, 255 parts of 256 are for nobody,
-# unless they are still in memory when a neighbour is wanted.
+# The default order shuffles single sequences over the whole dataset. A sequence of 2,048 tokens is
+# 4 KiB. The loader reads it through mapped memory, and a page fault makes Lustre's client fetch the
+# surrounding MiB (source: LUDOC-485). Of the fetched bytes, 255 parts of 256 are unused, unless
+# they are still in memory when a neighbour is read.
 #
-# `data.shuffle_block_mib = 4` shuffles blocks of 4 MiB instead, and deals out the sequences of
-# `data.shuffle_blocks` blocks at a time evenly, so that every step takes from all of them. Which
-# sequences a step has is again a function of seed and position, whatever the number of ranks. Ranks
-# share a step out by place: each reads its own blocks, and each block once.
+# `data.shuffle_block_mib = 4` shuffles blocks of 4 MiB instead, and distributes the sequences of
+# `data.shuffle_blocks` blocks at a time evenly, so that every step takes sequences from all of
+# them. The sequences of a step are again a function of seed and position, independent of the number
+# of ranks. Ranks divide a step by position: each reads its own blocks, and each block once.
 #
-# We count requests for one epoch. The files are holes, which read like files of that size; the
-# order does not depend on what is in them. Each of four ranks remembers a quarter of the data.
+# The next cell counts requests for one epoch. The files are sparse and read like files of that
+# size; the order does not depend on their contents. Each of four ranks caches a quarter of the
+# data.
 
 # %%
 RANKS, MIB = 4, 2**20
 
 
 def shards(path: Path, mib: list[int], bytes_of=None) -> nl.TokenDataset:
-    """Token shards of so many MiB; holes, which take no disk, or of `bytes_of(count)`."""
+    """Write token shards of the given MiB, sparse or with the contents of `bytes_of(count)`."""
     (path / "train").mkdir(parents=True)
     made = []
     for number, each in enumerate(mib):
@@ -265,7 +270,7 @@ large = shards(work / "holes", [size, size])
 
 
 def epoch(blocks: BlockShuffle | None) -> list[float]:
-    """Requests per step, KiB per message and bytes fetched per byte used; of all ranks together."""
+    """Return requests per step, KiB per message and bytes fetched per byte used, of all ranks."""
     counts, steps = [], len(large) // 128
     for rank in range(RANKS):
         counts.append(large.count_reads(memory=size // 2 * MIB))
@@ -290,35 +295,36 @@ for ax, title, *pair in zip(axes, titles, usual, in_blocks, strict=True):
     ax.spines[["top", "right"]].set_visible(False)
 plt.show()
 
-assert usual[2] > 100 and in_blocks[2] < 1.05  # of what travels, nearly all is used
+assert usual[2] > 100 and in_blocks[2] < 1.05  # nearly all fetched bytes are used
 assert usual[0] > 100 * in_blocks[0] and in_blocks[1] > 700
 
 # %% [markdown]
-# That costs mixing: in one epoch a sequence meets those of its own 32 MiB only, and a rank's
-# sequences of one step are neighbours, although the step as a whole is not. Where documents of one
-# kind lie side by side, shuffle them when you prepare the data, or take more blocks.
+# The cost is less mixing: in one epoch a sequence shares steps only with sequences of its own 32
+# MiB, and a rank's sequences of one step are neighbours, although those of the whole step are not.
+# If documents of one kind are adjacent, shuffle them when you prepare the data, or use more blocks.
 #
-# ## Who limits?
+# ## The limiting rate
 #
-# Three rates: the file system's, for large reads past the page cache; the loader's, on the same
-# files; and what training takes. `nearlinear fsx throughput FOLDER` measures the first two. Here
-# the file system is this machine's disk.
+# Three rates matter: that of the file system for large reads that bypass the page cache, that of
+# the loader on the same files, and that of training. `nearlinear fsx throughput FOLDER` measures
+# the first two. Here the file system is this machine's disk.
 
 # %%
 some = nl.TokenDataset(folder, sequence_length=128) if scale == "aws" and folder else None
 some = some or shards(work / "some", [64, 64], np.random.default_rng(0).bytes)
-measured = throughput.sequential(some.files, seconds=2)
+measured = throughput.measure_file_system(some.files, seconds=2)
 loader = nl.Loader(some, 8, data_rank=0, data_ranks=1, blocks=BlockShuffle(4, 8), read_ahead=2)
-found = throughput.loading(loader, seconds=1)
-for line in throughput.report(measured, found, throughput.Needed(tokens_per_s=20_000)):
+found = throughput.measure_loader(loader, seconds=1)
+demand = throughput.TrainingDemand(tokens_per_s=20_000)
+for line in throughput.format_measurements(measured, found, demand):
     print(line)
-assert measured.bytes > 0 and found.tokens_per_s > 0
+assert measured.num_bytes > 0 and found.tokens_per_s > 0
 
 # %% [markdown]
 # ## The job
 #
-# The config's table `[job]` says where to run. Its input is the lines that `nearlinear fsx
-# describe` printed.
+# The config's table `[job]` selects where to run. Its input consists of the lines printed by
+# `nearlinear fsx describe`.
 
 # %%
 steps, per_rank = 12, 2
@@ -370,22 +376,22 @@ run.write_text(config)
 print(config[config.index("[job]") :])
 
 # %% [markdown]
-# Can the job reach its data? Is the file system there and available, in the job's VPC, are Lustre's
-# ports open both ways, does the folder begin with the mount name?
+# Can the job reach its data? The check covers the state of the file system, the VPC of the job,
+# Lustre's ports in both directions, and the mount name at the beginning of the folder:
 
 # %%
 nearlinear(f"fsx check {run}")
 
 settings = ["job.inputs.train.directory=/tokens", 'job.subnets=["subnet-00000000000000000"]']
 faulty, _ = spec.load(str(run), settings)
-named = check.check(faulty)
-for fault in named:
-    print(f"\n{fault.where}: {fault.what}\n  -> {fault.fix}")
-assert {fault.where for fault in named} == {"job.subnets", "job.inputs.train.directory"}
+problems = access_checks.check_file_system_access(faulty)
+for problem in problems:
+    print(f"\n{problem.field}: {problem.cause}\n  -> {problem.remedy}")
+assert {problem.field for problem in problems} == {"job.subnets", "job.inputs.train.directory"}
 
 # %% [markdown]
-# The request that would go to SageMaker. `--dry-run` touches nothing; the request is held against
-# the service's model and its rules all the same.
+# `--dry-run` prints the request for SageMaker without any change on AWS. The request is still
+# validated against the service's model and its rules.
 
 # %%
 shown = subprocess.run(
@@ -399,11 +405,11 @@ print(json.dumps({key: request[key] for key in ("InputDataConfig", "VpcConfig")}
 channel = request["InputDataConfig"][0]["DataSource"]["FileSystemDataSource"]
 assert channel["FileSystemId"] == made and channel["FileSystemType"] == "FSxLustre"
 assert channel["DirectoryPath"] == f"/{system.mount_name}/tokens"
-assert shapes.check(request) == [] and rules.check(request) == []
+assert check_against_model(request) == [] and check_rules(request) == []
 
 # %% [markdown]
-# Sent. The account on this machine takes the request as the service would, and then runs nothing.
-# On AWS the machines start, and mount the file system.
+# The next cell sends the request. The account on this machine accepts it like the service, but runs
+# nothing. On AWS the machines start and mount the file system.
 
 # %%
 nearlinear(f"launch {run}")
@@ -412,8 +418,8 @@ job = summaries["TrainingJobSummaries"][0]["TrainingJobName"]
 nearlinear(f"status {job}")
 
 # %% [markdown]
-# So that something trains, the same request runs here: two hosts with the layout of the service's
-# container, one rank each, and the mounted folder in place of the file system.
+# To train, the same request runs on this machine: two hosts with the layout of the service's
+# container, one rank each, and the mounted folder instead of the file system.
 
 # %%
 name = f"{made}{channel['DirectoryPath']}"
@@ -428,19 +434,20 @@ with subprocess.Popen(command, **pipe) as emulated:
         if re.match(r"step=|done|error|mesh", line.strip()):
             printed.append(line.strip())
             print(line, end="")
-assert emulated.returncode == 0, "the emulated job failed; its message is above"
+assert emulated.returncode == 0, "The emulated job failed; its message is above."
 
 # %% [markdown]
-# What a job prints goes to CloudWatch. The job that was sent has printed nothing, so here the lines
-# above are put where the service would put them; on AWS they are there.
+# The output of a job goes to CloudWatch. The submitted job has printed nothing, so that the cell
+# writes the lines above to its log; on AWS they are already there.
 
 # %%
 if account:
-    account.say(job, "algo-1", printed)
+    account.write_logs(job, "algo-1", printed)
 nearlinear(f"logs {job}")
 
 # %% [markdown]
-# Enough seen: machines cost money. The ranks get SIGTERM, and save themselves before they end.
+# Machines cost money, so the job is stopped. The ranks receive SIGTERM and save a checkpoint before
+# they exit.
 
 # %%
 nearlinear(f"stop {job}")
@@ -465,12 +472,12 @@ assert state["shuffle_block_mib"] == 1 and state["next_sample"] == steps * 2 * p
 # %% [markdown]
 # ## Cleaning up
 #
-# A file system costs money for as long as it is there, used or not. What came from S3 is still in
-# S3. Without `--yes` the command asks.
+# A file system costs money as long as it exists, used or not. The linked data remains in S3.
+# Without `--yes` the command asks for confirmation.
 
 # %%
 nearlinear(f"fsx delete {made} --yes")
-assert scale == "aws" or made not in {each.id for each in service.every()}
+assert scale == "aws" or made not in {each.id for each in service.list_file_systems()}
 open_until_the_end.close()
 
 # %% [markdown]
@@ -478,21 +485,22 @@ open_until_the_end.close()
 #
 # - S3 alone is simpler. FSx for Lustre pays for data that is large and read in random order, or by
 #   many jobs.
-# - `nearlinear fsx create`, `link`, `describe`, `check` and `delete` are all of it on AWS; every
-#   request is checked before it is sent, and shown by `--dry-run`.
+# - `nearlinear fsx create`, `link`, `describe`, `check` and `delete` cover all operations on AWS.
+#   Every request is validated before it is sent, and printed by `--dry-run`.
 # - Hydrate before the job: the first read of a file waits for S3.
-# - The folder of a job begins with the mount name; ports 988 and 1018-1023 are open both ways.
-# - `data.shuffle_block_mib` makes reads large, at the price of mixing less. Counters say what it
-#   saves.
+# - The folder of a job begins with the mount name; ports 988 and 1018-1023 are open in both
+#   directions.
+# - `data.shuffle_block_mib` makes reads large, at the price of less mixing. Counters show the
+#   saving.
 #
 # ## Exercises
 #
-# 1. Which of the two measures makes more of the difference? In `epoch`, give `BlockShuffle(1, 64)`
-#    and `BlockShuffle(16, 4)`. Why do useful KiB per message change, and bytes fetched not?
-# 2. Let each rank remember 8 MiB instead of 32. Which order suffers, and from what size on?
-# 3. Give the loader `read_ahead=4` without blocks. What becomes of the requests, and of the bytes
-#    fetched? (Explicit reads fetch what they name.)
-# 4. Take the rule for port 988 out of the security group and run `nearlinear fsx check`. Which side
+# 1. Which of the two settings has the larger effect? In `epoch`, use `BlockShuffle(1, 64)` and
+#    `BlockShuffle(16, 4)`. Why do useful KiB per message change, but not the bytes fetched?
+# 2. Let each rank cache 8 MiB instead of 32. Which order suffers, and from which size on?
+# 3. Give the loader `read_ahead=4` without blocks. How do the requests and the bytes fetched
+#    change? (Explicit reads fetch only the requested bytes.)
+# 4. Remove the rule for port 988 from the security group and run `nearlinear fsx check`. Which side
 #    does it name?
-# 5. What does 1.2 TiB of SCRATCH_2 give each of 32 machines? How many tokens per second is that,
-#    and is it enough for the model of notebook 02?
+# 5. Which throughput does 1.2 TiB of SCRATCH_2 give each of 32 machines? How many tokens per second
+#    is that, and is it enough for the model of notebook 02?

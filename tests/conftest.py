@@ -1,5 +1,5 @@
-"""Settings of the whole suite: no model hub is asked, a process computes on one core, examples may
-take their time, what takes long begins first, and GPU tests say why they did not run.
+"""Settings of the test suite: offline model hubs, one core per process, no hypothesis deadline,
+slow tests first, and a skip reason for GPU tests.
 """
 
 import itertools
@@ -10,11 +10,11 @@ import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# Set before torch is imported. The models are tiny: threads for one operation would mostly wait for
-# each other, spinning, on the cores of the tests that run beside this one.
+# Set before torch is imported. Models are tiny: threads of one operation would mostly spin while
+# waiting for each other, on cores that concurrent tests use.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-hypothesis.settings.register_profile("any machine", deadline=None)  # nothing is asserted on time
+hypothesis.settings.register_profile("any machine", deadline=None)  # no test asserts on time
 hypothesis.settings.load_profile("any machine")
 
 
@@ -33,10 +33,11 @@ def pytest_collection_modifyitems(items):
 
 
 def slow_first(items: list, workers: int) -> list:
-    """``items`` with the slow ones at the beginning of each of ``workers`` equal shares.
+    """Order tests so that each of ``workers`` equal shares begins with slow tests.
 
-    xdist gives each worker a share, in order, and lets who is done take from the others' ends: what
-    is left last is short, and no worker is alone with a test of a minute. A file stays together.
+    xdist gives each worker a share, in order, and idle workers steal from the ends of other shares.
+    Fast tests therefore remain for the end, and no worker is left with a test of a minute. Slow
+    tests of one file stay together.
     """
     shares = [[] for _ in range(workers)]
     slow, others = (

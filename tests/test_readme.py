@@ -1,4 +1,4 @@
-"""What the README shows is what happens: its example runs, its commands and files exist."""
+"""The README is correct: its example runs, its commands and files exist."""
 
 import re
 import subprocess
@@ -9,15 +9,15 @@ import pytest
 
 import data_prep
 from ci.torch_matrix import studio
-from nearlinear.train import config as train_config
+from nearlinear.config import train as train_config
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
-def workplace(tmp_path_factory):
-    """A folder with the README's script and the data it reads."""
+def readme_folder(tmp_path_factory):
+    """Folder with the README's script and its data."""
     folder = tmp_path_factory.mktemp("readme")
     (example,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     (folder / "script.py").write_text(example)
@@ -30,9 +30,9 @@ def workplace(tmp_path_factory):
 @pytest.mark.parametrize(
     "launcher", [[], ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]]
 )
-def test_the_screen_of_code_runs(workplace, launcher):
+def test_example_runs_on_one_rank_and_on_four(readme_folder, launcher):
     command = [sys.executable, *launcher, "script.py"]
-    done = subprocess.run(command, cwd=workplace, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=readme_folder, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     losses = [float(x) for x in re.findall(r"step \d: loss ([\d.]+)", done.stdout)]
     ranks = 4 if launcher else 1
@@ -40,35 +40,35 @@ def test_the_screen_of_code_runs(workplace, launcher):
     assert all(9 < loss < 11.5 for loss in losses)
 
 
-def test_the_files_it_names_exist():
+def test_linked_files_and_folders_exist():
     for link in re.findall(r"\]\(([^)]+)\)", README):
         assert (ROOT / link).exists(), link
     for folder in re.findall(r"^\| `(\w[\w/]*)` \|", README, re.MULTILINE):
         assert (ROOT / folder).is_dir(), folder
 
 
-def test_studio_is_told_what_is_checked_in_its_versions():
+def test_studio_section_equals_the_studio_check():
     assert f"```sh\n{studio.LINES}```" in README
     for name in ("torch", "transformers", "numpy"):
         assert studio.PACKAGES[name] in README
 
 
-def test_every_notebook_is_in_the_table():
+def test_table_lists_every_notebook():
     for notebook in (ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb"):
         assert f"(notebooks/{notebook.name})" in README
 
 
-def test_the_tutorials_config_is_the_run_the_readme_describes():
+def test_tutorial_config_equals_the_description():
     config = train_config.load(ROOT / "notebooks" / "tutorial.toml", environment={})
     assert config.run.nproc == 4 and config.parallel.hybrid_shard_degree == 2
     assert config.data.path == "artifacts/data/botocore"
     assert config.run.folder == "artifacts/tutorial"
 
 
-def test_the_picture_is_drawn_by_its_script(tmp_path):
+def test_overview_figure_is_reproducible(tmp_path):
     pytest.importorskip("matplotlib")
-    from ci import draw_overview
+    from ci.notebooks import overview
 
-    drawn = draw_overview.draw(tmp_path / "a.svg").read_text()
-    assert drawn == draw_overview.draw(tmp_path / "b.svg").read_text()
+    drawn = overview.draw(tmp_path / "a.svg").read_text()
+    assert drawn == overview.draw(tmp_path / "b.svg").read_text()
     assert drawn.count("<g id=") > 50 and (ROOT / "notebooks" / "overview.svg").exists()

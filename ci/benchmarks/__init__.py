@@ -1,1 +1,1 @@
-"""Benchmarks against peers: what others built for the same job, measured in the same run."""
+"""Benchmarks against libraries for the same purpose, measured in the same run."""

@@ -1,11 +1,11 @@
-// How fast this machine copies and reduces with the engine's loops, in GB/s of bytes read and
-// written, summed over processes that do the same at the same time. Best of several rounds.
+// Copy and reduction throughput of the engine's loops, in GB/s of bytes read and written, summed
+// over processes that run the same loop concurrently. Best of several rounds.
 //
 //   cd packages/collectives/src/nearlinear_collectives/engine
 //   g++ -std=c++20 -O3 -I. ../../../../../ci/benchmarks/kernels.cc reduce{,_baseline,_avx2,_avx512}.cc copy.cc -o /tmp/kernels
 //   /tmp/kernels copy 1; /tmp/kernels copy 2; /tmp/kernels reduce 2
 //
-// The tables say which loop wins where: what stream_threshold() and the slot sizes rest on.
+// stream_threshold() and the slot sizes are derived from these tables.
 
 #include <sys/mman.h>
 #include <sys/wait.h>
@@ -34,7 +34,7 @@ constexpr size_t kSlot = size_t{128} << 10;
 constexpr size_t kSlots = 4;
 constexpr size_t kHugePage = size_t{2} << 20;
 
-// Filled, so that no page fault is measured.
+// Fill the memory, so that no page fault is measured.
 char *memory(size_t bytes, bool shared) {
   bytes = (bytes + 2 * kHugePage - 1) / kHugePage * kHugePage;
   void *start = mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
@@ -55,7 +55,7 @@ struct Shared {
   double seconds[kProcesses];
 };
 
-// The processes of one run: they enter every measurement together.
+// The processes of one run, which start every measurement together.
 struct Team {
   explicit Team(int size) : size(size) {
     shared = reinterpret_cast<Shared *>(memory(sizeof(Shared), true));
@@ -107,7 +107,7 @@ std::string size_text(size_t bytes) {
 
 void plain_memcpy(void *to, const void *from, size_t bytes, bool) { std::memcpy(to, from, bytes); }
 
-// A large tensor through slots that are used again and again, and memory to memory.
+// Copy a large tensor through reused slots, and from memory to memory.
 void benchmark_copy(Team &team) {
   const size_t largest = size_t{256} << 20;
   char *from = memory(largest, true), *to = memory(largest, false);
@@ -138,7 +138,7 @@ void benchmark_copy(Team &team) {
   }
 }
 
-// All sources at once against one pair after the other, and against a copy of as many bytes.
+// Reduce all sources at once or pairwise, and copy the same number of bytes.
 void benchmark_reduce(Team &team) {
   std::vector<const nlc::Kernels *> sets{&nlc::baseline_kernels()};
   for (const nlc::Kernels *set : {nlc::avx2_kernels(), nlc::avx512_kernels()}) {

@@ -1,7 +1,7 @@
-"""The benchmark tables of the collectives' and the race's README, rendered from measured files.
+"""Render the benchmark tables of READMEs from measured files.
 
-    python -m ci.benchmarks.tables            write the tables anew
-    python -m ci.benchmarks.tables --check    exit 1 if a README is not in step with its files
+    python -m ci.benchmarks.tables            write the tables
+    python -m ci.benchmarks.tables --check    exit 1 if a README does not match its files
 
 A table stands between ``<!-- benchmark FILE.json -->`` and ``<!-- end -->``, below the command that
 wrote the file. No number is typed by hand.
@@ -18,67 +18,78 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ci.benchmarks.network.plan import show_rate
-from ci.race import sweep
-from ci.race import table as race
+from ci.benchmarks.compare import report as compare_report
+from ci.benchmarks.compare import sweep
+from ci.benchmarks.network.config import show_rate
 
 ROOT = Path(__file__).resolve().parents[2]
 BLOCK = re.compile(r"(<!-- benchmark (?P<name>\S+\.json) -->\n).*?(<!-- end -->)", re.DOTALL)
 
-WIDTH = 96  # of a command's lines
+WIDTH = 96  # maximum line length of a command
 
 Row = list[str]
 
 
 @dataclass(frozen=True)
-class Book:
-    """A README and the folder of the files it shows; ``said``: how commands name that folder."""
+class Report:
+    """A README and the measured files it shows."""
 
     readme: Path
     folder: Path
-    said: str
+    relative_folder: str
+    """The folder as commands name it."""
 
 
-BOOKS = [
-    Book(ROOT / package / "README.md", ROOT / package / folder, f"{package}/{folder}")
-    for package, folder in (("packages/collectives", "benchmarks"), ("ci/race", "results"))
+REPORTS = [
+    Report(ROOT / package / "README.md", ROOT / package / folder, f"{package}/{folder}")
+    for package, folder in (
+        ("packages/collectives", "benchmarks"),
+        ("ci/benchmarks/compare", "results"),
+    )
 ]
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m ci.benchmarks.tables",
-        description=f"Render the files of {', '.join(book.said for book in BOOKS)} into the README "
-        "beside each folder.",
+        description="Render the measured files of "
+        f"{' and '.join(report.relative_folder for report in REPORTS)} into the README next to "
+        "each folder.",
     )
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if it would")
+    parser.add_argument(
+        "--check", action="store_true", help="only check; exit 1 if a README would change"
+    )
     check = parser.parse_args(argv).check
-    return max(_renew(book, check) for book in BOOKS)
+    return max(_update(report, check) for report in REPORTS)
 
 
-def _renew(book: Book, check: bool) -> int:
-    old = book.readme.read_text(encoding="utf-8")
+def _update(report: Report, check: bool) -> int:
+    old = report.readme.read_text(encoding="utf-8")
     try:
-        new = render(old, book)
+        new = render(old, report)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     if new == old:
-        print(f"the tables beside {book.said} are those of the measured files")
+        print(f"{report.readme.name} matches {report.relative_folder}")
         return 0
     if check:
-        print(f"the tables beside {book.said} are not those of the measured files: run "
-              "python -m ci.benchmarks.tables", file=sys.stderr)  # fmt: skip
+        print(f"the README next to {report.relative_folder} does not match the measured files. Run "
+              "python -m ci.benchmarks.tables.", file=sys.stderr)  # fmt: skip
         return 1
-    book.readme.write_text(new, encoding="utf-8")
-    print(f"the README beside {book.said} is written")
+    report.readme.write_text(new, encoding="utf-8")
+    print(f"wrote the README next to {report.relative_folder}")
     return 0
 
 
-def render(text: str, book: Book) -> str:
-    """The README with every block written anew; ValueError for a file without block or command."""
+def render(text: str, report: Report) -> str:
+    """Return the README with every block rendered.
+
+    Raises:
+        ValueError: If a file has no block, or a block no file or a different command.
+    """
     shown = {match["name"] for match in BLOCK.finditer(text)}
-    measured = {path.name for path in book.folder.glob("*.json")}
+    measured = {path.name for path in report.folder.glob("*.json")}
     if shown != measured:
         raise ValueError(
             f"files without a block in the README: {sorted(measured - shown)}; "
@@ -87,17 +98,19 @@ def render(text: str, book: Book) -> str:
 
     def block(match: re.Match) -> str:
         name = match["name"]
-        record = json.loads((book.folder / name).read_text(encoding="utf-8"))
-        written_to = f"--json {book.said}/{name}"
+        record = json.loads((report.folder / name).read_text(encoding="utf-8"))
+        written_to = f"--json {report.relative_folder}/{name}"
         if written_to not in record["command"]:
-            raise ValueError(f"{name}: its command must say {written_to}; measure it again so")
+            raise ValueError(
+                f"{name}: its command must contain {written_to}. Measure it again with that option."
+            )
         return f"{match[1]}\n{_origin(record)}\n\n{_body(record)}\n\n{match[3]}"
 
     return BLOCK.sub(block, text)
 
 
 def _origin(record: dict) -> str:
-    """The command, and what a reader must know of the machine and of that hour."""
+    """Return the command, the machine, the versions and the load by other programs."""
     lines = [""]
     for option in re.split(r" (?=--)", record["command"]):
         if lines[-1] and len(lines[-1]) + len(option) > WIDTH:
@@ -120,15 +133,15 @@ def _body(record: dict) -> str:
         return mpi(record)
     if module == "ci.benchmarks.network":
         return network(record)
-    if module == "ci.race":
-        return race.whole(record)
-    if module == "ci.race.sweep":
-        return sweep.render(record["races"])
+    if module == "ci.benchmarks.compare":
+        return compare_report.render_file(record)
+    if module == "ci.benchmarks.compare.sweep":
+        return sweep.render(record["runs"])
     return steps(record) if "model" in record["results"][0] else collectives(record)
 
 
 def collectives(record: dict) -> str:
-    """`nearlinear_collectives.bench`: a table per pattern, a column per operation."""
+    """Render a single-node benchmark: a table per pattern, a column per operation."""
     results = record["results"]
     labels = _values(results, "contender")
     ours, other = labels[0], labels[-1]
@@ -156,7 +169,7 @@ def collectives(record: dict) -> str:
 
 
 def steps(record: dict) -> str:
-    """`nearlinear_collectives.bench --step`: a row per model and backend."""
+    """Render a training step benchmark (``--step``): a row per model and backend."""
     table = []
     for entry in record["results"]:
         same = [e for e in record["results"] if e["model"] == entry["model"]]
@@ -170,7 +183,7 @@ def steps(record: dict) -> str:
 
 
 def mpi(record: dict) -> str:
-    """`ci.benchmarks.mpi`: the engine beside the fastest MPI at every size."""
+    """Render `ci.benchmarks.mpi`: the engine and the fastest MPI at every size."""
     results, parts = record["results"], []
     for ranks in _values(results, "ranks"):
         chosen = [entry for entry in results if entry["ranks"] == ranks]
@@ -189,13 +202,13 @@ def mpi(record: dict) -> str:
             table.append([*row, f"{100 * floor:.0f} %" if floor else "-"])
         parts.append(
             f"{ranks} ranks: median microseconds per call, the engine / the fastest MPI (ratio), "
-            "and which that is.\n\n" + _markdown(["size", *operations, "of the copy limit"], table)
+            "and its name.\n\n" + _markdown(["size", *operations, "of the copy limit"], table)
         )
     return "\n\n".join(parts)
 
 
 def _floor(results: list[dict], size: int) -> float | None:
-    """An all-gather's fastest copies over the engine's time; None where they were not measured."""
+    """Return the time of the fastest copies over the engine's, or None if not measured."""
     of = {e["contender"]: e["median_us"] for e in results
           if (e["bytes"], e["operation"]) == (size, "all_gather")}  # fmt: skip
     copies = [us for name, us in of.items() if name.partition(":")[0] == "memcpy"]
@@ -203,7 +216,7 @@ def _floor(results: list[dict], size: int) -> float | None:
 
 
 def network(record: dict) -> str:
-    """`ci.benchmarks.network`: a table per operation, a column per number of ranks per node."""
+    """Render `ci.benchmarks.network`: a table per operation, a column per ranks per node."""
     settings, results = record["settings"], record["results"]
     labels, parts = _values(results, "contender"), []
     for operation in _values(results, "operation"):
@@ -224,11 +237,11 @@ def network(record: dict) -> str:
             for label in labels for count in counts
         }  # fmt: skip
         row = cells(lambda label, count, sent=sent: f"{sent[label, count]:.2f}")
-        table.append(["bytes sent / necessary, at most", *row])
+        table.append(["maximum bytes sent / necessary", *row])
         head = ["bytes per node", *(f"{n} rank{'s' * (n > 1)} per node" for n in counts)]
         rate = show_rate(settings["rate_bits_per_second"])
         parts.append(
-            f"{operation}, {settings['nodes']} nodes, {rate} each: % of the link used, median, "
+            f"{operation}, {settings['nodes']} nodes, {rate} each: % link utilization, median, "
             f"{' / '.join(labels)}.\n\n{_markdown(head, table)}"
         )
     return "\n\n".join(parts)
@@ -253,12 +266,12 @@ def _size(size: int) -> str:
 
 
 def _mean(ratios: list[float]) -> float:
-    """Geometric; NaN where nothing was compared."""
+    """Return the geometric mean, or NaN without values."""
     return math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else math.nan
 
 
 def _values(results: Iterable[dict], key: str) -> list:
-    """The different values of a field, in their order of appearance."""
+    """Return the distinct values of a field in order of appearance."""
     return list(dict.fromkeys(entry[key] for entry in results))
 
 

@@ -1,7 +1,7 @@
-"""Run, check and render the tutorials: ``python -m ci.notebooks --help``.
+"""Run, check and render the notebooks: ``python -m ci.notebooks --help``.
 
 ``execute`` runs a notebook with papermill, ``pairs`` keeps each .ipynb equal to its .py,
-``gallery`` writes the HTML pages. Notebooks are ``notebooks/NN_name.{py,ipynb}``.
+``gallery`` writes HTML pages. Notebooks are ``notebooks/NN_name.{py,ipynb}``.
 """
 
 from pathlib import Path

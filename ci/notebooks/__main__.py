@@ -1,6 +1,6 @@
-"""The command line: run the notebooks (the default), ``--check`` them, or ``--sync`` them.
+"""Command line: run the notebooks (the default), ``--check`` or ``--sync`` them.
 
-Exit code 0 when all is well, 1 when a notebook failed or has a fault, 2 for a wrong request.
+The exit code is 0, 1 if a notebook failed or has a fault, and 2 for an invalid request.
 """
 
 import argparse
@@ -27,14 +27,14 @@ def main(argv: list[str] | None = None) -> int:
         action="append",
         default=[],
         metavar="01",
-        help="only notebooks whose name starts so; may be given again",
+        help="only notebooks whose name starts with this; repeatable",
     )
     parser.add_argument(
         "--set",
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="another parameter, its value in YAML (12, 1.5, true, text); may be given again",
+        help="another parameter with a YAML value (12, 1.5, true, text); repeatable",
     )
     parser.add_argument("--cell-timeout", type=int, default=600, metavar="SECONDS")
     parser.add_argument("--notebooks", type=Path, default=ROOT / "notebooks", metavar="FOLDER")
@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
         type=Path,
         default=ROOT / "artifacts" / "notebooks",
         metavar="FOLDER",
-        help="executed copies; the gallery goes one level up (default: artifacts/notebooks)",
+        help="executed copies; the gallery is one level up (default: artifacts/notebooks)",
     )
     args = parser.parse_args(argv)
     try:
@@ -54,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
             return check(args.notebooks, stems)
         parameters = {"scale": args.scale, **dict(map(parse_setting, args.set))}
         notebooks = [args.notebooks / f"{stem}.ipynb" for stem in stems]
-        execute.refuse_unknown(notebooks, parameters)
+        execute.check_parameters(notebooks, parameters)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
@@ -68,7 +68,7 @@ def main(argv: list[str] | None = None) -> int:
 def parse_setting(text: str) -> tuple[str, object]:
     name, equals, value = text.partition("=")
     if not equals or not name.isidentifier():
-        raise ValueError(f"--set {text}: write it as NAME=VALUE, for instance --set steps=20.")
+        raise ValueError(f"--set {text}: expected NAME=VALUE, for example --set steps=20.")
     return name, yaml.safe_load(value)
 
 

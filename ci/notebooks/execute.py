@@ -1,7 +1,7 @@
-"""Run one notebook with papermill, in a kernel of this very interpreter.
+"""Run one notebook with papermill, in a kernel of this interpreter.
 
-Cell output is streamed as plain lines, and nothing a notebook started outlives it: children are
-ended when it finishes, fails, times out or is interrupted, and the kernel when this process dies.
+Cell output is streamed as plain lines. Child processes are ended when the notebook finishes, fails,
+times out or is interrupted, and the kernel ends with this process.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from ci.notebooks import ROOT
 
 PR_SET_CHILD_SUBREAPER = 36
 
-# The kernel asks Linux to end it when its parent (this process) dies, however that happens.
+# Linux terminates the kernel when its parent (this process) dies.
 START_KERNEL = """
 import ctypes, signal, sys
 if sys.platform == "linux":
@@ -38,21 +38,22 @@ launch_new_instance()
 
 
 class ThisInterpreter(AsyncKernelManager):
-    """Starts `sys.executable`, whatever kernels are, or are not, registered on this machine."""
+    """Kernel manager that starts `sys.executable`, regardless of registered kernels."""
 
     @property
     def kernel_spec(self) -> KernelSpec:
-        # Log level ERROR: ipykernel otherwise notes on every start that loopback is not encrypted.
+        # Log level ERROR hides ipykernel's warning about unencrypted loopback on every start.
         argv = [sys.executable, "-c", START_KERNEL, "-f", "{connection_file}", "--log-level=40"]
         return KernelSpec(argv=argv, display_name="Python 3", language="python")
 
 
 @dataclass
 class Result:
-    """How a run went: `error` is None, or the failing cell and the tail of its traceback."""
+    """Outcome of a run."""
 
     seconds: float
     error: str | None = None
+    """The failing cell and the end of its traceback."""
 
     @property
     def status(self) -> str:
@@ -60,7 +61,7 @@ class Result:
 
 
 class LineStream(io.TextIOBase):
-    """Prints whole lines behind the notebook's name; of a redrawn line, its last state only."""
+    """Print whole lines with the notebook's name; only the last state of redrawn lines."""
 
     def __init__(self, prefix: str):
         self.prefix, self.rest = prefix, ""
@@ -78,8 +79,8 @@ class LineStream(io.TextIOBase):
         super().close()
 
 
-def refuse_unknown(notebooks: list[Path], parameters: dict) -> None:
-    """Raise ValueError for a parameter some notebook does not have (papermill would only warn)."""
+def check_parameters(notebooks: list[Path], parameters: dict) -> None:
+    """Raise ValueError for a parameter missing in a notebook (papermill only warns)."""
     for path in notebooks:
         known = papermill.inspect_notebook(str(path))
         for name in parameters:
@@ -89,13 +90,13 @@ def refuse_unknown(notebooks: list[Path], parameters: dict) -> None:
             hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
             listing = ", ".join(known) or "none (no cell is tagged `parameters`)"
             raise ValueError(
-                f"{path.name} has no parameter {name!r}.{hint} It has: {listing}. "
-                "To set one for a single notebook, add --only."
+                f"{path.name} has no parameter {name!r}.{hint} Its parameters: {listing}. "
+                "Add --only to set a parameter of one notebook."
             )
 
 
 def run(path: Path, output: Path, parameters: dict, cell_timeout: int) -> Result:
-    """Execute `path` in its own folder, as Jupyter would, and save the result to `output`."""
+    """Execute `path` in its folder, as Jupyter does, and save the result to `output`."""
     stream = LineStream(path.stem)
     before = set(psutil.Process().children(recursive=True))
     start = time.monotonic()
@@ -120,22 +121,22 @@ def run(path: Path, output: Path, parameters: dict, cell_timeout: int) -> Result
             tail = "\n".join(plain(failure.traceback).splitlines()[-25:])
             cause = f"{failure.ename}: {failure.evalue}".splitlines()[0]
             error = f"{path.name}, cell [{failure.exec_count}]: {cause}\n{tail}"
-        except Exception as failure:  # a cell timed out, the kernel died: the next one still runs
+        except Exception as failure:  # timeout or dead kernel: continue with the next
             error = f"{path.name}: {type(failure).__name__}: {failure}"
         finally:
-            end(set(psutil.Process().children(recursive=True)) - before)
+            terminate(set(psutil.Process().children(recursive=True)) - before)
     result = Result(time.monotonic() - start, error)
     record(output if output.exists() else path, output, result)
     return result
 
 
 def plain(traceback: list[str]) -> str:
-    """A traceback as text without terminal colours."""
+    """Return a traceback without terminal colours."""
     return re.sub(r"\x1b\[[0-9;]*m", "", "\n".join(traceback))
 
 
 def record(source: Path, output: Path, result: Result) -> None:
-    """Keep the outcome in the executed copy, where the gallery reads it."""
+    """Store the outcome in the executed copy for the gallery."""
     notebook = nbformat.read(source, as_version=4)
     notebook.metadata["nearlinear"] = {
         "status": result.status,
@@ -147,26 +148,26 @@ def record(source: Path, output: Path, result: Result) -> None:
 
 
 def adopt_orphans() -> None:
-    """Make this process (on Linux) the parent of orphaned descendants, so that `run` ends them."""
+    """Make this process the parent of orphaned descendants (Linux), so that `run` ends them."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
-def end(processes: set[psutil.Process], patience: float = 5.0) -> None:
-    """Ask processes to stop, then make them."""
+def terminate(processes: set[psutil.Process], timeout: float = 5.0) -> None:
+    """Send SIGTERM, then SIGKILL after ``timeout`` seconds."""
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.send_signal(signal.SIGTERM)
-    _, alive = psutil.wait_procs(processes, timeout=patience)
+    _, alive = psutil.wait_procs(processes, timeout=timeout)
     for process in alive:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
-    psutil.wait_procs(alive, timeout=patience)
+    psutil.wait_procs(alive, timeout=timeout)
 
 
 @contextlib.contextmanager
 def python_path(folder: Path):
-    """Let kernels and what they start import the workspace's own modules."""
+    """Add ``folder`` to PYTHONPATH of kernels and their child processes."""
     old = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(folder), old]))
     try:

@@ -1,7 +1,7 @@
-"""Executed notebooks as web pages: one HTML file each, and an index with a card for each.
+"""Render executed notebooks as web pages, and an index with a card for each.
 
-Pages need no network: images are embedded, formulas become MathML, scripts and widgets are left
-out. The index links by relative paths, so the folder can be moved or served as it is.
+Pages work offline: images are embedded, formulas become MathML, scripts and widgets are removed.
+The index uses relative links, so that the folder can be moved or served.
 """
 
 import base64
@@ -59,7 +59,7 @@ pre {{ font-size: .75rem; white-space: pre-wrap; overflow-wrap: anywhere; color:
 <div class="cards">
 {cards}
 </div>
-<footer>Run times were measured on the machine that made this page.</footer>
+<footer>Run times were measured on the machine that rendered this page.</footer>
 </main></body></html>
 """
 
@@ -75,7 +75,7 @@ CARD = """<article class="card">
 
 
 class OfflineExporter(HTMLExporter):
-    """nbconvert's HTML, with formulas as MathML."""
+    """nbconvert's HTML exporter with formulas as MathML."""
 
     def markdown2html(self, context, source):
         parts = VERBATIM.split(super().markdown2html(context, source))
@@ -87,7 +87,7 @@ class OfflineExporter(HTMLExporter):
         )
 
 
-# A Jinja filter that takes the template's context must say so; an override does not inherit it.
+# Jinja passes the context only to marked filters, and an override does not inherit the mark.
 OfflineExporter.markdown2html.jinja_pass_arg = HTMLExporter.markdown2html.jinja_pass_arg
 
 
@@ -96,13 +96,13 @@ def to_mathml(match: re.Match) -> str:
     formula = html.unescape(match["block"] if block else match["inline"])
     try:
         return latex2mathml.converter.convert(formula, display="block" if block else "inline")
-    except Exception as error:  # one formula it cannot read must not cost the page
+    except Exception as error:  # one unreadable formula must not fail the page
         print(f"gallery: formula left as text ({type(error).__name__}): {formula.strip()}")
         return f"<code>{html.escape(formula)}</code>"
 
 
 def render(executed: Path) -> Path:
-    """Write the executed notebook as a page beside it."""
+    """Write the executed notebook as an HTML page in the same folder."""
     notebook = nbformat.read(executed, as_version=4)
     notebook.metadata.pop("widgets", None)
     body, _ = OfflineExporter(template_name="lab").from_notebook_node(notebook)
@@ -118,7 +118,7 @@ def write_index(folder: Path) -> Path:
     for executed in sorted(folder.glob("*.ipynb")):
         notebook = nbformat.read(executed, as_version=4)
         outcome = notebook.metadata.get("nearlinear")
-        if outcome is None:  # interrupted half-way
+        if outcome is None:  # interrupted
             continue
         failed += outcome["status"] == "failed"
         cards.append(card(notebook, outcome, executed, index.parent))
@@ -150,7 +150,7 @@ def card(notebook, outcome: dict, executed: Path, base: Path) -> str:
 
 
 def headline(notebook) -> tuple[str, str]:
-    """A notebook's title and first paragraph, as HTML without links or emphasis."""
+    """Return a notebook's title and first paragraph as HTML without links or emphasis."""
     title = description = ""
     for cell in notebook.cells:
         tags = " ".join(cell.metadata.get("tags", []))
@@ -167,7 +167,7 @@ def headline(notebook) -> tuple[str, str]:
 
 
 def blocks(source: str) -> list[str]:
-    """Markdown split into headings and paragraphs."""
+    """Split Markdown into headings and paragraphs."""
     spaced = re.sub(r"^(#.*)$", r"\n\1\n", source, flags=re.MULTILINE)
     return [block.strip() for block in re.split(r"\n\s*\n", spaced) if block.strip()]
 
@@ -186,7 +186,7 @@ def prose(text: str) -> str:
 
 
 def thumbnail(notebook, executed: Path) -> Path | None:
-    """Write the first image a cell put out as a file beside the notebook."""
+    """Save the first image among the outputs as a file in the same folder."""
     for cell in notebook.cells:
         for output in cell.get("outputs", []):
             for kind, suffix in IMAGES.items():

@@ -1,7 +1,7 @@
-"""Keep each notebook's .ipynb equal to its .py (jupytext percent format), the source of truth.
+"""Keep each notebook's .ipynb equal to its source, a .py file in jupytext's percent format.
 
-The .ipynb is written without outputs and with cell ids derived from content, so that writing it
-twice gives the same bytes and a diff shows only what changed.
+The .ipynb is written without outputs and with cell ids derived from content, so that the bytes are
+reproducible and diffs show changed cells only.
 """
 
 import hashlib
@@ -16,22 +16,26 @@ SYNC = "python -m ci.notebooks --sync"
 
 
 def select(folder: Path, only: list[str]) -> list[str]:
-    """Names (without suffix) of the notebooks in `folder`, in order; all, or those asked for."""
+    """Return the sorted stems of the notebooks in `folder` that start with any of `only`.
+
+    Raises:
+        ValueError: If there are no notebooks, or none matches a prefix.
+    """
     found = {
         path.stem for suffix in ("py", "ipynb") for path in folder.glob(f"[0-9][0-9]_*.{suffix}")
     }
     if not found:
-        raise ValueError(f"No notebooks: {folder} holds no NN_name.ipynb.")
+        raise ValueError(f"No notebooks: {folder} contains no NN_name.ipynb.")
     for start in only:
         if not any(stem.startswith(start) for stem in found):
             raise ValueError(
-                f"--only {start}: no such notebook. There are: {', '.join(sorted(found))}."
+                f"--only {start}: no such notebook. Choose from: {', '.join(sorted(found))}."
             )
     return sorted(stem for stem in found if not only or stem.startswith(tuple(only)))
 
 
 def from_script(script: Path) -> str:
-    """The text of the .ipynb that belongs to a percent script."""
+    """Return the text of the .ipynb for a percent script."""
     notebook = jupytext.read(script, fmt="py:percent")
     seen: dict[str, int] = {}
     for cell in notebook.cells:
@@ -50,10 +54,10 @@ def from_script(script: Path) -> str:
 
 
 def sync(folder: Path, stem: str) -> bool:
-    """Write `stem`.ipynb from `stem`.py; True when that changed it."""
+    """Write `stem`.ipynb from `stem`.py and return True if it changed."""
     script, path = folder / f"{stem}.py", folder / f"{stem}.ipynb"
     if not script.exists():
-        raise ValueError(f"{path.name} has no .py; make one: jupytext --to py:percent {path}")
+        raise ValueError(f"{path.name} has no .py file. Create it: jupytext --to py:percent {path}")
     text = from_script(script)
     if path.exists() and path.read_text() == text:
         return False
@@ -62,7 +66,7 @@ def sync(folder: Path, stem: str) -> bool:
 
 
 def faults(folder: Path, stem: str) -> list[tuple[str, str]]:
-    """What is wrong with a notebook's two files, each with its fix; empty when all is well."""
+    """Return the faults of a notebook's two files, each with its fix."""
     script, path = folder / f"{stem}.py", folder / f"{stem}.ipynb"
     to_script = f"jupytext --to py:percent {path}"
     if not path.exists():
@@ -73,15 +77,15 @@ def faults(folder: Path, stem: str) -> list[tuple[str, str]]:
     found = []
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     if any(cell.outputs for cell in code):
-        found.append(("the .ipynb holds outputs", SYNC))
+        found.append(("the .ipynb contains outputs", SYNC))
     if any(cell.execution_count is not None for cell in code):
-        found.append(("the .ipynb holds execution counts", SYNC))
+        found.append(("the .ipynb contains execution counts", SYNC))
     if notebook.metadata.get("kernelspec", {}).get("name") != "python3":
         found.append(("the .ipynb's kernelspec is not python3", SYNC))
     first = notebook.cells[0] if notebook.cells else None
     if first is None or first.cell_type != "markdown" or not first.source.startswith("# "):
-        fix = f"let {script.name} open with a markdown cell: # %% [markdown], then # # Title"
-        found.append(("does not open with a markdown title", fix))
+        fix = f"begin {script.name} with a markdown cell: # %% [markdown], then # # Title"
+        found.append(("does not begin with a markdown title", fix))
     if "scale" not in parameters(path):
         fix = f'in {script.name}: # %% tags=["parameters"], then scale = "ci"  # ci or laptop'
         found.append(("has no cell tagged `parameters` that sets `scale`", fix))
@@ -90,7 +94,7 @@ def faults(folder: Path, stem: str) -> list[tuple[str, str]]:
         fix = f"{SYNC}  (keeps the .py); if the edits are in the .ipynb: {to_script}"
         found.append(("the .py and the .ipynb differ", fix))
     elif not found and from_script(script) != path.read_text():
-        found.append(("the .ipynb's cell ids or metadata are not those --sync writes", SYNC))
+        found.append(("the .ipynb's cell ids or metadata differ from those of --sync", SYNC))
     return found
 
 
@@ -101,5 +105,5 @@ def contents(notebook) -> list[tuple]:
 def parameters(path: Path) -> dict:
     notebook = nbformat.read(path, as_version=4)
     if notebook.metadata.get("kernelspec", {}).get("language") != "python":
-        return {"scale": None}  # papermill cannot tell; the kernelspec's own fault says enough
+        return {"scale": None}  # papermill cannot read it; the kernelspec is reported
     return papermill.inspect_notebook(str(path))

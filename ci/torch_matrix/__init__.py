@@ -1,1 +1,1 @@
-"""The collectives on other releases of torch: download, compile the glue, run every operation."""
+"""Test the collectives on other torch releases: install, compile the glue, run all operations."""

@@ -1,4 +1,4 @@
-"""``python -m ci.torch_matrix 2.12.1 2.14.1``: the collectives on these releases, as a table."""
+"""Test the collectives on torch releases: ``python -m ci.torch_matrix 2.12.1 2.14.1``."""
 
 import argparse
 import json
@@ -13,25 +13,28 @@ from ci.torch_matrix import environments
 ROOT = Path(__file__).resolve().parent.parent.parent
 COLUMNS = ("torch", "glue", "compiled", "python")
 TITLES = ("torch", "glue compiled in", "compiled glue", "without a compiler")
-LIMIT = 1800  # seconds for one release, on a slow machine
+TIMEOUT = 1800  # seconds of one release, on a slow machine
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m ci.torch_matrix",
-        description="Install releases of torch from the package index into throw-away environments "
-        "(about 3 GB each), compile the collectives' glue for them, and run every operation and "
-        "FSDP2 on 2 ranks beside gloo.",
+        description="Install releases of torch from the package index into temporary environments "
+        "(about 3 GB each), compile the collectives' glue, and compare every operation and FSDP2 "
+        "with gloo on 2 ranks.",
     )
-    parser.add_argument("versions", nargs="+", metavar="VERSION", help="2.14.1, say")
+    parser.add_argument("versions", nargs="+", metavar="VERSION", help="for example 2.14.1")
     parser.add_argument(
-        "--keep", type=Path, metavar="FOLDER", help="keep the environments there, and reuse them"
+        "--keep",
+        type=Path,
+        metavar="FOLDER",
+        help="keep the environments in this folder and reuse them",
     )
     args = parser.parse_args(argv)
     rows, failures = [], []
-    with tempfile.TemporaryDirectory(prefix="torch-matrix-") as cache:  # one engine for all
+    with tempfile.TemporaryDirectory(prefix="torch-matrix-") as cache:  # one engine build for all
         for version in args.versions:
-            row = check(version, args.keep, Path(cache))
+            row = check_release(version, args.keep, Path(cache))
             rows.append([row.get(column, "-") for column in COLUMNS])
             if row["failed"]:
                 failures.append(f"torch {version}: {row['failed']}")
@@ -40,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
     return 1 if failures else 0
 
 
-def check(version: str, keep: Path | None, cache: Path) -> dict[str, str]:
+def check_release(version: str, keep: Path | None, cache: Path) -> dict[str, str]:
     print(f"torch {version}: installing ...", file=sys.stderr, flush=True)
     try:
         with environments.environment(version, keep) as python:
@@ -53,11 +56,11 @@ def check(version: str, keep: Path | None, cache: Path) -> dict[str, str]:
 def run_checks(python: Path, cache: Path) -> dict[str, str]:
     done = subprocess.run(
         [str(python), "-m", "ci.torch_matrix.checks"],
-        env=environments.inside(python, ROOT, cache),
+        env=environments.variables(python, ROOT, cache),
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=LIMIT,
+        timeout=TIMEOUT,
     )
     *_, last = done.stdout.strip().splitlines() or [""]
     try:
@@ -67,7 +70,7 @@ def run_checks(python: Path, cache: Path) -> dict[str, str]:
 
 
 def table(rows: list[list[str]]) -> str:
-    """Markdown, for the package's README."""
+    """Return a Markdown table for the package's README."""
     lines = [TITLES, [":--"] * len(TITLES), *rows]
     text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     return f"{text}\n\nPython {platform.python_version()}, 2 ranks on one machine."

@@ -1,7 +1,7 @@
-"""What is run on each release: every operation and FSDP2, with both glues.
+"""Check one torch release: every operation and FSDP2, with the compiled and the Python glue.
 
-``python -m ci.torch_matrix.checks`` in an environment with that torch; it needs nothing but numpy
-beside it. Prints one line of JSON: what was checked, and what went wrong.
+Run ``python -m ci.torch_matrix.checks`` in an environment with the release and numpy. Prints one
+line of JSON with the checks and the failure.
 """
 
 import contextlib
@@ -25,7 +25,12 @@ GLUES = ("compiled", "python")
 
 
 def train_sharded(rank: int, memory: str) -> list[float]:
-    """FSDP2 in ``memory`` of its own, of the backend, or shared: losses, and the parameters."""
+    """Train with FSDP2 and return the losses and parameters.
+
+    Args:
+        rank: This rank.
+        memory: Communication buffers: FSDP2's own, the backend's, or shared memory.
+    """
     model = training.make_model(blocks=2, width=144)
     mesh = init_device_mesh("cpu", (RANKS,))
     for part in (*model.blocks, model):
@@ -36,7 +41,7 @@ def train_sharded(rank: int, memory: str) -> list[float]:
         if training.on_nearlinear() and memory == "backend" and isinstance(module, FSDPModule):
             module.set_allocate_memory_from_process_group_for_comm(True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    excess = sum_for_mean()
+    excess = mean_excess()
 
     def correct(_: float) -> None:
         for parameter in model.parameters():
@@ -45,30 +50,30 @@ def train_sharded(rank: int, memory: str) -> list[float]:
     return training.train(model, optimizer, rank, clip=correct) + training.summary(model)
 
 
-def sum_for_mean() -> float:
-    """How many times too large a mean is: torch 2.8's gloo gives FSDP2 the sum, without a word."""
+def mean_excess() -> float:
+    """Return the factor by which a mean is too large: torch 2.8's gloo returns the sum."""
     mean, ones = torch.zeros(1), torch.ones(RANKS)
     dist.reduce_scatter_tensor(mean, ones, op=dist.ReduceOp.AVG)
     return mean.item()
 
 
 def check_operations(pool: Pool) -> str:
-    """How many calls gave the truth."""
+    """Run every operation and return the number of correct calls."""
     program = every_operation(RANKS)
     for wrong, _ in pool.run(runner.run, program, BACKEND, ranks=RANKS):
         if wrong:
-            raise AssertionError(f"{len(wrong)} results are wrong, first {wrong[0]}")
+            raise AssertionError(f"{len(wrong)} results are wrong, the first: {wrong[0]}")
     return f"{len(program.steps)} calls"
 
 
 def check_training(pool: Pool) -> str:
     if hasattr(FSDPModule, "set_custom_reduce_scatter"):
-        memories, where = ("own", "backend", "shared"), ""
-    else:  # torch 2.8's FSDP2 takes neither memory nor collectives
-        memories, where = ("own",), " in its own memory"
+        memories, note = ("own", "backend", "shared"), ""
+    else:  # torch 2.8's FSDP2 accepts neither buffers nor collectives
+        memories, note = ("own",), " in its own memory"
     for memory in memories:
         training.same_as_gloo(pool, train_sharded, memory, ranks=RANKS)
-    return f"FSDP2 {training.STEPS} steps{where}"
+    return f"FSDP2 {training.STEPS} steps{note}"
 
 
 def compile_glue() -> str:
@@ -97,7 +102,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    # As a module with a name: ranks are told what to run by it.
+    # Import by name, because ranks import the function to run by its module.
     from ci.torch_matrix import checks
 
     sys.exit(checks.main())

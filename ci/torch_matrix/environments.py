@@ -1,7 +1,7 @@
-"""Throw-away environments with a release of torch, as small as an import of it allows.
+"""Temporary environments with a torch release and the minimum of its dependencies.
 
-The wheels of the package index are CUDA builds; what they load on import must be there, even where
-no GPU is. The rest (compilers for GPUs, their bindings) stays away: it doubles the download.
+The wheels of the package index are CUDA builds, and libraries loaded on import are necessary even
+without a GPU. Other dependencies (GPU compilers, bindings) would double the download.
 """
 
 import contextlib
@@ -13,8 +13,8 @@ import venv
 from collections.abc import Iterator
 from pathlib import Path
 
-# Of what a release of torch asks for: not loaded by `import torch`, nor by anything on a CPU.
-NEEDLESS = {
+# Requirements of torch that neither `import torch` nor CPU code loads.
+UNNECESSARY = {
     "cuda-bindings",
     "cuda-pathfinder",
     "cuda-toolkit",
@@ -22,16 +22,16 @@ NEEDLESS = {
     "setuptools",
     "triton",
 }
-ALSO = ["numpy"]  # the tests read bytes of tensors with it
+ADDITIONAL = ["numpy"]  # used by the tests
 
 
 class InstallError(RuntimeError):
-    """A release cannot be had here; the text says why."""
+    """A release cannot be installed; the message contains pip's output."""
 
 
 @contextlib.contextmanager
 def environment(version: str, kept: Path | None = None) -> Iterator[Path]:
-    """The Python of an environment with torch ``version``, gone afterwards unless ``kept``."""
+    """Yield the Python of an environment with torch ``version``, removed unless ``kept``."""
     if kept is not None:
         yield installed(version, kept / f"torch-{version}")
         return
@@ -44,21 +44,22 @@ def installed(version: str, folder: Path) -> Path:
     if not stamp.exists():
         venv.create(folder, with_pip=True, clear=True)
         pip = [str(python), "-m", "pip", "--quiet", "--disable-pip-version-check"]
-        packages = [*required(pip, version), *ALSO]
-        # Without --no-cache-dir every wheel would be on the disk twice.
+        packages = [*required(pip, version), *ADDITIONAL]
+        # --no-cache-dir avoids a second copy of every wheel.
         run([*pip, "install", "--no-cache-dir", "--no-deps", *packages])
         stamp.touch()
     return python
 
 
 def required(pip: list[str], version: str) -> list[str]:
-    """What to install for ``import torch``, each with the version that the release asks for."""
+    """Return the pinned requirements of ``import torch`` for a release."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.json")
-        asked = ["install", "--dry-run", "--ignore-installed", "--report", str(report)]
-        run([*pip, *asked, f"torch=={version}"])
+        options = ["install", "--dry-run", "--ignore-installed", "--report", str(report)]
+        run([*pip, *options, f"torch=={version}"])
         found = [entry["metadata"] for entry in json.loads(report.read_text())["install"]]
-    return [f"{it['name']}=={it['version']}" for it in found if it["name"].lower() not in NEEDLESS]
+    pinned = ((each["name"], each["version"]) for each in found)
+    return [f"{name}=={version}" for name, version in pinned if name.lower() not in UNNECESSARY]
 
 
 def run(command: list[str]) -> None:
@@ -67,13 +68,13 @@ def run(command: list[str]) -> None:
         raise InstallError((done.stderr or done.stdout).strip()[-2000:])
 
 
-def inside(python: Path, root: Path, cache: Path) -> dict[str, str]:
-    """The environment variables of a program that runs there, on this repository's sources."""
-    names = ("PYTHON", "VIRTUAL_ENV", "NEARLINEAR_COLLECTIVES")
-    variables = {name: it for name, it in os.environ.items() if not name.startswith(names)}
+def variables(python: Path, root: Path, cache: Path) -> dict[str, str]:
+    """Return the environment variables of a program there, with this repository on its path."""
+    prefixes = ("PYTHON", "VIRTUAL_ENV", "NEARLINEAR_COLLECTIVES")
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith(prefixes)}
     sources = os.pathsep.join(map(str, [root / "packages" / "collectives" / "src", root]))
     return {
-        **variables,
+        **inherited,
         "PYTHONPATH": sources,
         "NEARLINEAR_COLLECTIVES_CACHE": str(cache),
         "OMP_NUM_THREADS": "1",

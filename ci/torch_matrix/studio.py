@@ -1,10 +1,11 @@
-"""What SageMaker Studio has installed: the README's install line and the library's tests, there.
+"""Test the library with the package versions of SageMaker Studio.
 
     python -m ci.torch_matrix.studio --python python3.12
 
-Versions of SageMaker Distribution 4.4.1 (August 2026), the newest image whose list of packages is
-public: github.com/aws/sagemaker-distribution, build_artifacts/v4/v4.4/v4.4.1. The image has them
-from conda; here they are the package index's builds, torch's for CUDA 12.8 instead of 12.9.
+The versions are those of SageMaker Distribution 4.4.1 (August 2026), the newest image with a public
+package list: github.com/aws/sagemaker-distribution, build_artifacts/v4/v4.4/v4.4.1. The image uses
+conda packages; here the builds of the package index are installed, with torch for CUDA 12.8 instead
+of 12.9.
 """
 
 import argparse
@@ -50,7 +51,7 @@ PACKAGES = {
     "transformers": "4.57.6",
     "urllib3": "1.26.20",
 }
-# As the README has them, for a terminal of Studio in the repository's folder.
+# The README's install lines, for a terminal of Studio in the repository's folder.
 LINES = """\
 python -c "from importlib.metadata import version as v; print('torch==' + v('torch'))" > torch.txt
 pip install -c torch.txt -e packages/collectives -e "packages/core[notebooks,data]"
@@ -63,26 +64,30 @@ NOTEBOOK = "02"
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m ci.torch_matrix.studio",
-        description="Make an environment with the versions of SageMaker Studio (8 GB, most of it "
-        "CUDA), install the library by the README's lines, check that nothing that was there has "
-        "changed, and run tests and a notebook there.",
+        description="Build an environment with the versions of SageMaker Studio (8 GB, most of it "
+        "CUDA), install the library with the README's lines, check that the existing packages are "
+        "unchanged, and run tests and a notebook.",
     )
-    parser.add_argument("--python", default="python3.12", help="of the environment (python3.12)")
-    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep the environment there")
-    parser.add_argument("tests", nargs="*", default=TESTS, help="files or folders, for pytest")
+    parser.add_argument(
+        "--python",
+        default="python3.12",
+        help="interpreter of the environment (default: python3.12)",
+    )
+    parser.add_argument(
+        "--keep", type=Path, metavar="FOLDER", help="keep the environment in this folder"
+    )
+    parser.add_argument("tests", nargs="*", default=TESTS, help="files or folders for pytest")
     args = parser.parse_args(argv)
     try:
         with environment(args.python, args.keep) as folder:
             before = installed(folder)
-            follow(folder, LINES)
+            run_shell(folder, LINES)
             after = installed(folder)
             changed = [name for name in before if after.get(name) != before[name]]
             if changed:
                 raise InstallError(f"the install lines changed {', '.join(changed)}")
-            print(
-                f"{len(before)} packages as they were, {len(after) - len(before)} new", flush=True
-            )
-            follow(folder, f"pip install --quiet {' '.join(TESTERS)}")
+            print(f"{len(before)} packages unchanged, {len(after) - len(before)} new", flush=True)
+            run_shell(folder, f"pip install --quiet {' '.join(TESTERS)}")
             tests = ["-m", "pytest", "--numprocesses=auto", "-q", *args.tests]
             notebook = ["-m", "ci.notebooks", "--scale", "ci", "--only", NOTEBOOK]
             return max(python(folder, command) for command in (tests, notebook))
@@ -93,49 +98,57 @@ def main(argv: list[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def environment(interpreter: str, kept: Path | None) -> Iterator[Path]:
-    """The folder of an environment like Studio's, gone afterwards unless ``kept``."""
+    """Yield the folder of an environment like Studio's, removed unless ``kept``."""
     if shutil.which(interpreter) is None:
-        raise InstallError(f"there is no {interpreter} here: name another, as in --python python3")
+        raise InstallError(
+            f"{interpreter} was not found. Choose another with --python, such as --python python3."
+        )
     with contextlib.ExitStack() as stack:
         folder = kept or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="studio-")))
         if not (folder / "complete").exists():
             run([interpreter, "-m", "venv", "--clear", str(folder)])
             packages = " ".join(f"{name}=={version}" for name, version in PACKAGES.items())
-            follow(folder, f"python -m pip install --quiet --no-cache-dir {packages}")
+            run_shell(folder, f"python -m pip install --quiet --no-cache-dir {packages}")
             (folder / "complete").touch()
         yield folder
 
 
-def follow(folder: Path, lines: str) -> None:
-    """Run lines of a shell in the repository's folder. Raises InstallError."""
-    with tempfile.TemporaryDirectory() as elsewhere:  # for what they leave
+def run_shell(folder: Path, lines: str) -> None:
+    """Run shell commands in the repository's folder. Raises InstallError."""
+    with tempfile.TemporaryDirectory() as elsewhere:  # receives torch.txt
         lines = lines.replace("torch.txt", str(Path(elsewhere, "torch.txt")))
         done = subprocess.run(
-            ["bash", "-euc", lines], cwd=ROOT, env=inside(folder), capture_output=True, text=True
+            ["bash", "-euc", lines],
+            cwd=ROOT,
+            env=environment_variables(folder),
+            capture_output=True,
+            text=True,
         )
     if done.returncode:
         raise InstallError((done.stderr or done.stdout).strip()[-4000:])
 
 
 def installed(folder: Path) -> dict[str, str]:
-    """Versions by package."""
+    """Return installed versions by package."""
     command = [str(folder / "bin" / "python"), "-m", "pip", "list", "--format=json"]
-    listed = subprocess.run(command, env=inside(folder), capture_output=True, text=True, check=True)
-    return {it["name"]: it["version"] for it in json.loads(listed.stdout)}
+    listed = subprocess.run(
+        command, env=environment_variables(folder), capture_output=True, text=True, check=True
+    )
+    return {each["name"]: each["version"] for each in json.loads(listed.stdout)}
 
 
 def python(folder: Path, arguments: list[str]) -> int:
     return subprocess.call(
-        [str(folder / "bin" / "python"), *arguments], cwd=ROOT, env=inside(folder)
+        [str(folder / "bin" / "python"), *arguments], cwd=ROOT, env=environment_variables(folder)
     )
 
 
-def inside(folder: Path) -> dict[str, str]:
-    """Variables of a program that runs there."""
+def environment_variables(folder: Path) -> dict[str, str]:
+    """Return the environment variables of a program in the environment."""
     drop = ("PYTHON", "VIRTUAL_ENV", "NEARLINEAR_")
-    variables = {name: it for name, it in os.environ.items() if not name.startswith(drop)}
+    variables = {name: value for name, value in os.environ.items() if not name.startswith(drop)}
     path = f"{folder / 'bin'}{os.pathsep}{variables.get('PATH', os.defpath)}"
-    # Offline for model hubs, and a core for each rank, as in ./run test.
+    # Model hubs are offline, and each rank has one core, as in ./run test.
     return variables | {"PATH": path, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 
 

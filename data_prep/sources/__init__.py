@@ -1,27 +1,27 @@
-"""Where text comes from: each function returns a `Source`, a named stream of documents.
+"""Text sources. Each function returns a `Source`, a named and repeatable stream of documents.
 
-A source can be read more than once and yields the same documents in the same order each time.
-Its `settings` say what was asked (another answer means another dataset); its `provenance` says
-where the text came from. `plain` has those of text files, `tables` those of rows with a field of
-text, `hub` those of the Hugging Face hub.
+A source yields the same documents in the same order each time. `text_files` reads plain text,
+`tables` JSON lines and Parquet, `hub` datasets of the Hugging Face Hub.
 """
 
 import os
+from collections.abc import Callable
 from importlib.metadata import version
+from typing import Any
 
-from data_prep.places import elsewhere
 from data_prep.sources.botocore_docs import botocore_documents, data_folder
 from data_prep.sources.hub import huggingface, openwebtext
-from data_prep.sources.plain import text
-from data_prep.sources.source import Input, Source, Split
+from data_prep.sources.source import Input, InputSplit, Source
 from data_prep.sources.tables import jsonl, parquet
+from data_prep.sources.text_files import text
+from data_prep.storage_paths import is_remote
 
-__all__ = ["Input", "Source", "Split", "botocore", "botocore_documents", "huggingface", "jsonl",
-           "openwebtext", "parquet", "portable", "rebuild", "text"]  # fmt: skip
+__all__ = ["Input", "InputSplit", "Source", "botocore", "botocore_documents", "huggingface",
+           "jsonl", "openwebtext", "parquet", "portable", "rebuild", "text"]  # fmt: skip
 
 
 def botocore() -> Source:
-    """The AWS API documentation inside the installed botocore: English text without a network."""
+    """Return the AWS API documentation in the installed botocore: English without a network."""
     data_folder()
     return Source(
         name="botocore",
@@ -32,9 +32,9 @@ def botocore() -> Source:
     )
 
 
-def rebuild(spec: dict) -> Source:
-    """The source with this `spec`, made again: by a worker, on another host, at a resumption."""
-    makers = {
+def rebuild(spec: dict[str, Any]) -> Source:
+    """Recreate a source from its `spec`, in a worker, on another host, or on resumption."""
+    makers: dict[str, Callable[..., Source]] = {
         "botocore": botocore,
         "huggingface": huggingface,
         "jsonl": jsonl,
@@ -45,13 +45,13 @@ def rebuild(spec: dict) -> Source:
     return makers[options.pop("kind")](**options)
 
 
-def portable(spec: dict | None) -> dict | None:
-    """A spec that means the same in other folders and on other hosts: its paths are absolute."""
+def portable(spec: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Make the paths of a spec absolute, so that it works in any folder and on any host."""
     if spec is None:
         return None
 
     def absolute(name: str) -> str:
-        return os.path.abspath(name) if not elsewhere(name) and os.path.exists(name) else name
+        return os.path.abspath(name) if not is_remote(name) and os.path.exists(name) else name
 
     found = {key: list(map(absolute, spec[key])) for key in ("files", "paths") if key in spec}
     return {**spec, **found, **({"name": absolute(spec["name"])} if "name" in spec else {})}

@@ -1,9 +1,9 @@
-"""A real English corpus that needs no network: the AWS API documentation inside botocore.
+"""The AWS API documentation inside botocore: a real English corpus that needs no network.
 
-One document per operation of the newest API version of every service: what the operation does,
-then its request and response members, as plain paragraphs. A member described in the same words
-before is left out, or boilerplate would be a fifth of the corpus. Technical prose, Apache-2.0,
-about 17 MB; its text changes with the botocore version, so nothing may depend on exact counts.
+Each operation of the newest API version of a service is one document: its description, then its
+request and response members, as plain paragraphs. Repeated member descriptions are dropped; they
+would be a fifth of the corpus. About 17 MB of technical prose, Apache-2.0. The text changes with
+the botocore version, so tests must not depend on exact counts.
 """
 
 import gzip
@@ -25,11 +25,11 @@ _SPACE_BEFORE_STOP = re.compile(r" ([.,;:)])(?=\s|$)")
 
 
 def botocore_documents() -> Iterator[str]:
-    """The documents of the installed botocore, in a fixed order, exact duplicates dropped.
+    """Yield the documents of the installed botocore in a fixed order, without exact duplicates.
 
-    Raises `DataError` when botocore is not installed.
+    Raises `DataError` if botocore is not installed.
     """
-    documents, members = _Seen(), _Seen()
+    documents, members = _TextSet(), _TextSet()
     for service in sorted(p for p in data_folder().iterdir() if p.is_dir()):
         model = _newest_model(service)
         for text in _operations(model, members) if model else ():
@@ -38,27 +38,27 @@ def botocore_documents() -> Iterator[str]:
 
 
 def data_folder() -> Path:
-    """The folder of service descriptions, found without importing botocore."""
+    """Return the folder of service descriptions, without importing botocore."""
     spec = find_spec("botocore")
     folder = Path(spec.origin).parent / "data" if spec and spec.origin else None
     if folder is None or not folder.is_dir():
         raise DataError(
-            "the botocore source reads the installed botocore package and there is none: "
+            "the botocore source needs the botocore package, which is not installed: "
             "run `pip install botocore`, or prepare your own text with `data_prep text`"
         )
     return folder
 
 
 def plain_text(markup: str) -> str:
-    """HTML as clean text: one paragraph per block element, entities unescaped, spaces collapsed."""
+    """Convert HTML to text: a paragraph per block element, unescaped, spaces collapsed."""
     parser = _Paragraphs()
     parser.feed(markup)
     parser.close()
     return "\n\n".join(parser.finish())
 
 
-class _Seen:
-    """Texts met so far, 16 bytes each."""
+class _TextSet:
+    """Set of texts, stored as 16-byte digests."""
 
     def __init__(self):
         self._digests: set[bytes] = set()
@@ -71,9 +71,11 @@ class _Seen:
 
 
 class _Paragraphs(HTMLParser):
+    """Collects the text of an HTML document by block element."""
+
     def __init__(self):
         super().__init__(convert_charrefs=True)
-        self._pieces: list[str] = []
+        self._fragments: list[str] = []
         self._paragraphs: list[str] = []
 
     def handle_starttag(self, tag, attrs):
@@ -85,21 +87,21 @@ class _Paragraphs(HTMLParser):
             self._break()
 
     def handle_data(self, data):
-        self._pieces.append(data)
+        self._fragments.append(data)
 
     def finish(self) -> list[str]:
         self._break()
         return self._paragraphs
 
     def _break(self):
-        text = _SPACES.sub(" ", "".join(self._pieces)).strip()
-        self._pieces.clear()
+        text = _SPACES.sub(" ", "".join(self._fragments)).strip()
+        self._fragments.clear()
         if text:
             self._paragraphs.append(_SPACE_BEFORE_STOP.sub(r"\1", text))
 
 
 def _newest_model(service: Path) -> dict | None:
-    """The description of a service's newest API version (version folders are dates)."""
+    """Load a service's newest API version (version folders are named by date)."""
     for version in sorted((p for p in service.iterdir() if p.is_dir()), reverse=True):
         for name in ("service-2.json.gz", "service-2.json"):
             path = version / name
@@ -109,7 +111,7 @@ def _newest_model(service: Path) -> dict | None:
     return None
 
 
-def _operations(model: dict, members: _Seen) -> Iterator[str]:
+def _operations(model: dict, members: _TextSet) -> Iterator[str]:
     service = model["metadata"].get("serviceFullName", model["metadata"].get("serviceId", ""))
     for name, operation in sorted(model.get("operations", {}).items()):
         own = plain_text(operation.get("documentation", ""))
@@ -123,8 +125,8 @@ def _operations(model: dict, members: _Seen) -> Iterator[str]:
         yield "\n\n".join(part for part in parts if part)
 
 
-def _members(model: dict, reference: dict | None, members: _Seen) -> list[str]:
-    """`name: description` per newly documented member of a shape, in the model's order."""
+def _members(model: dict, reference: dict | None, members: _TextSet) -> list[str]:
+    """Return `name: description` of each member of a shape not seen before, in order."""
     shape = model["shapes"].get(reference["shape"], {}) if reference else {}
     texts = []
     for name, member in shape.get("members", {}).items():

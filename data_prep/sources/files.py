@@ -1,54 +1,56 @@
-"""Input files, here or in a bucket: which are meant, their lines from a range of bytes, their text.
+"""Input files, local or in S3: find them, cut them at line ends, and read their text.
 
-A file that is not compressed is cut into ranges that begin and end at lines, found by reading at
-the cuts alone; a compressed one (.gz, .zst) can only be read from its beginning and is one range.
+An uncompressed file is cut into byte ranges that begin and end at line ends, found by reading only
+near the cuts. A compressed file (.gz, .zst) can only be read from its start, so it is one split.
 """
 
 import gzip
 import io
-import logging
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-from data_prep.places import elsewhere
-from data_prep.sources import remote
-from data_prep.sources.source import Input, Split
+from data_prep.sources.source import Input, InputSplit
+from data_prep.storage_paths import absolute_path, is_remote
 from nearlinear.errors import DataError
+from nearlinear.storage import StoragePath
 
-logger = logging.getLogger("data_prep")
-
-_CHUNK = 128 * 1024  # fits a core's cache, with what is made of it
-MOST_BYTES = 2**30
-"""of a document or a line, which is in memory whole"""
+_CHUNK_BYTES = 128 * 1024
+"""Fits the cache of a core together with the lines decoded from it."""
+MAX_DOCUMENT_BYTES = 2**30
+"""Limit of a document or a line, which is held in memory as a whole."""
+MIN_RANGE_BYTES, MAX_RANGE_BYTES = 64 * 1024, 8 * 1024 * 1024
+"""Size of the ranges fetched from S3: the first after a seek, and those of a long read."""
 _COMPRESSED = (".gz", ".zst")
 
 
-def inputs_of(
-    paths: str | Path | Sequence[str | Path], folders: tuple[str, ...] = ()
+def find_inputs(
+    paths: str | Path | Sequence[str | Path], suffixes: tuple[str, ...] = ()
 ) -> tuple[Input, ...]:
-    """The files meant by `paths`; of a folder those with suffixes `folders`, in sorted order.
+    """Find the input files that `paths` name.
 
-    `s3://bucket/key` is an object, or all below it with those suffixes.
+    A folder stands for all files below it with one of `suffixes`, sorted. `s3://bucket/key` is an
+    object, or all objects below that prefix with one of `suffixes`.
     """
     found: list[Input] = []
     for path in [paths] if isinstance(paths, (str, Path)) else paths:
-        if elsewhere(path):
-            found += remote.files_under(str(path), folders)
+        if is_remote(path):
+            found += _find_objects(str(path), suffixes)
         else:
-            found += map(Input.of, _files(Path(path), folders))
+            found += map(Input.from_path, _find_files(Path(path), suffixes))
     if not found:
-        raise DataError("no input files were named: give at least one")
+        raise DataError("no input files were named: name at least one")
     return tuple(found)
 
 
-def _files(path: Path, folders: tuple[str, ...]) -> list[Path]:
-    if path.is_dir() and folders:
-        found = [p for p in path.rglob("*") if p.name.endswith(folders) and p.is_file()]
+def _find_files(path: Path, suffixes: tuple[str, ...]) -> list[Path]:
+    if path.is_dir() and suffixes:
+        found = [p for p in path.rglob("*") if p.name.endswith(suffixes) and p.is_file()]
         if not found:
             raise DataError(
-                f"no {' or '.join(folders[:2])} files under {path}: name the files themselves"
+                f"no {' or '.join(suffixes[:2])} files under {path}: name the files themselves"
             )
         return sorted(found)
     if not path.is_file():
@@ -56,120 +58,106 @@ def _files(path: Path, folders: tuple[str, ...]) -> list[Path]:
     return [path]
 
 
-def opened(path: str | Path):
-    """A file of this machine or of a bucket, to read from and seek in, without a buffer."""
-    return remote.opened(str(path)) if elsewhere(path) else open(path, "rb", buffering=0)
+def _find_objects(address: str, suffixes: tuple[str, ...]) -> Iterator[Input]:
+    """Yield the object at `address`, or else the objects below it with one of `suffixes`."""
+    from nearlinear.storage.s3 import S3Path
+
+    path = absolute_path(address)
+    assert isinstance(path, S3Path)
+    found = list(path.list_objects())
+    prefix = f"{path.key}/" if path.key else ""
+    selected = [item for item in found if item["Key"] == path.key] or [
+        item
+        for item in found
+        if item["Key"].startswith(prefix) and item["Key"].endswith(suffixes or ("",))
+    ]
+    if not selected:
+        kinds = " or ".join(suffixes[:2])
+        raise DataError(f"no object {path}, and no {kinds} objects below it: check the address")
+    for item in sorted(selected, key=lambda item: item["Key"]):
+        changed = round(item["LastModified"].timestamp() * 1e9)
+        yield Input(f"s3://{path.bucket}/{item['Key']}", item["Size"], changed)
+
+
+def open_file(path: str | Path) -> io.RawIOBase:
+    """Open a local file or an S3 object for unbuffered, seekable reading."""
+    return RemoteFile(absolute_path(path)) if is_remote(path) else open(path, "rb", buffering=0)
+
+
+class RemoteFile(io.RawIOBase):
+    """A seekable file over an S3 object, fetched in ranges.
+
+    Ranges are small after a seek and double during sequential reading. One range of at most
+    `MAX_RANGE_BYTES` is held in memory.
+    """
+
+    def __init__(self, path: StoragePath):
+        super().__init__()
+        self._path, self._size = path, path.size()
+        self._position = self._range_start = 0
+        self._range, self._next_bytes = memoryview(b""), MIN_RANGE_BYTES
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
+        self._position = max(0, base + offset)
+        return self._position
+
+    def readinto(self, buffer: Any, /) -> int:
+        into = memoryview(buffer).cast("B")
+        if self._position >= self._size or not len(into):
+            return 0
+        if not self._range_start <= self._position < self._range_start + len(self._range):
+            self._fetch(len(into))
+        first = self._position - self._range_start
+        taken = self._range[first : first + len(into)]
+        into[: len(taken)] = taken
+        self._position += len(taken)
+        return len(taken)
+
+    def _fetch(self, wanted: int) -> None:
+        sequential = self._position == self._range_start + len(self._range)
+        self._next_bytes = (
+            min(2 * self._next_bytes, MAX_RANGE_BYTES) if sequential else MIN_RANGE_BYTES
+        )
+        size = min(max(self._next_bytes, wanted), MAX_RANGE_BYTES)
+        end = min(self._position + size, self._size)
+        self._range = memoryview(b"".join(self._path.stream(self._position, end)))
+        self._range_start = self._position
 
 
 def is_compressed(path: str | Path) -> bool:
-    """Whether a file can only be read from its beginning."""
+    """Return True if a file can only be read from its start."""
     return Path(path).suffix in _COMPRESSED
 
 
-def line_splits(inputs: Sequence[Input], target: int) -> list[Split]:
-    """Ranges of about `target` bytes that begin and end at lines, for each of the files."""
+def split_by_lines(inputs: Sequence[Input], target: int) -> list[InputSplit]:
+    """Cut each file into byte ranges of about `target` bytes that begin and end at line ends."""
     splits = []
     for number, file in enumerate(inputs):
         if is_compressed(file.path):
-            splits.append(Split(number, 0, None, file.bytes))
+            splits.append(InputSplit(number, 0, None, file.bytes))
             continue
         start = 0
-        with opened(file.path) as stream:
+        with open_file(file.path) as stream:
             for cut in range(target, file.bytes + target, target):
-                end = _line_start(stream, cut) if cut < file.bytes else file.bytes
+                end = _next_line_start(stream, cut) if cut < file.bytes else file.bytes
                 if end > start:
-                    splits.append(Split(number, start, end, end - start))
+                    splits.append(InputSplit(number, start, end, end - start))
                     start = end
     return splits
 
 
-def whole_lines(path: str | Path, start: int = 0, end: int | None = None) -> Iterator[bytes]:
-    """The lines [start, end) of a file, with their ends, about 128 KiB of them at a time.
-
-    Of what it packs, when the file is compressed. Raises `DataError` for a line of more than 1 GiB.
-    """
-    with _opened(path) as stream:
-        if start:
-            stream.seek(start)
-        left = float("inf") if end is None else end - start
-        begun: list[memoryview] = []  # of a line whose end is still to come
-        held = 0  # bytes of it
-        while left > 0 and (chunk := stream.read(int(min(_CHUNK, left)))):
-            left -= len(chunk)
-            after = chunk.rfind(b"\n") + 1
-            if not after:
-                begun.append(memoryview(chunk))
-                held += len(chunk)
-                if held > MOST_BYTES:
-                    raise DataError(
-                        f"{path} has a line of more than 1 GiB, and a line is in memory whole: cut "
-                        "it, and write an array in JSON as one object a line"
-                    )
-                continue
-            whole = b"".join((*begun, memoryview(chunk)[:after]))
-            begun, held = [memoryview(chunk)[after:]], len(chunk) - after
-            yield whole
-            del whole  # it may be large, and more than one is not needed
-        if held:
-            yield b"".join(begun)
-
-
-def cut(whole: bytes) -> list[bytes]:
-    """Lines that end in \\n alone, as files have them: bytes.splitlines cuts at \\r too."""
-    if b"\r" not in whole:
-        return whole.splitlines(keepends=True)
-    *lines, last = whole.split(b"\n")
-    return [line + b"\n" for line in lines] + ([last] if last else [])
-
-
-def lines(path: str | Path, start: int = 0, end: int | None = None) -> Iterator[bytes]:
-    """The lines of `whole_lines`, one by one."""
-    for whole in whole_lines(path, start, end):
-        yield from cut(whole)
-
-
-def chunks(path: str | Path) -> Iterator[bytes]:
-    """The bytes of a file, or of what it packs, 128 KiB at a time."""
-    with _opened(path) as stream:
-        while chunk := stream.read(_CHUNK):
-            yield chunk
-
-
-def decoded(raw: bytes | bytearray, path: str | Path, at: int = 0) -> str:
-    """UTF-8 bytes of a file from its byte `at` as text, without a byte order mark at its 0.
-
-    Raises `DataError`.
-    """
-    try:
-        text = raw.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise not_utf8(path, at + error.start) from None
-    return text if at else text.removeprefix("\ufeff")
-
-
-def not_utf8(path: str | Path, byte: int) -> DataError:
-    """What is wrong with a file at that byte."""
-    return DataError(
-        f"{path} is not UTF-8 text (byte {byte}): convert it, for example with "
-        "`iconv -f latin1 -t utf-8`"
-    )
-
-
-def describe(inputs: Sequence[Input]) -> str:
-    """A few names of files, for people."""
-    names = ", ".join(Path(file.path).name for file in inputs[:3])
-    return names if len(inputs) <= 3 else f"{names} and {len(inputs) - 3} more files"
-
-
-def plain_size(inputs: Sequence[Input]) -> int | None:
-    """Bytes of text to expect, when no file is compressed."""
-    if any(is_compressed(file.path) for file in inputs):
-        return None
-    return sum(file.bytes for file in inputs)
-
-
-def _line_start(stream, cut: int) -> int:
-    """Where the first line begins that begins at `cut` or after it; the file's size if none."""
+def _next_line_start(stream: Any, cut: int) -> int:
+    """Return the offset of the first line that starts at or after `cut`, or the file's size."""
     position = cut - 1
     stream.seek(position)
     while chunk := stream.read(65_536):
@@ -180,35 +168,121 @@ def _line_start(stream, cut: int) -> int:
     return position
 
 
+def read_line_blocks(path: str | Path, start: int = 0, end: int | None = None) -> Iterator[bytes]:
+    """Yield the complete lines in bytes [start, end) of a file, about 128 KiB at a time.
+
+    Offsets are those of the uncompressed text. Raises `DataError` for a line of more than 1 GiB.
+    """
+    with _open_uncompressed(path) as stream:
+        if start:
+            stream.seek(start)
+        left = float("inf") if end is None else end - start
+        pending: list[memoryview] = []  # start of a line whose end has not been read
+        pending_bytes = 0
+        while left > 0 and (chunk := stream.read(int(min(_CHUNK_BYTES, left)))):
+            left -= len(chunk)
+            after = chunk.rfind(b"\n") + 1
+            if not after:
+                pending.append(memoryview(chunk))
+                pending_bytes += len(chunk)
+                if pending_bytes > MAX_DOCUMENT_BYTES:
+                    raise DataError(
+                        f"{path} has a line of more than 1 GiB, and a line must fit into memory. "
+                        "Cut it; write a JSON array as one object per line"
+                    )
+                continue
+            block = b"".join((*pending, memoryview(chunk)[:after]))
+            pending, pending_bytes = [memoryview(chunk)[after:]], len(chunk) - after
+            yield block
+            del block  # a block with a long line is large: hold one at a time
+        if pending_bytes:
+            yield b"".join(pending)
+
+
+def split_lines(block: bytes) -> list[bytes]:
+    r"""Split a block after each \n. Unlike bytes.splitlines, do not split at \r."""
+    if b"\r" not in block:
+        return block.splitlines(keepends=True)
+    *lines, last = block.split(b"\n")
+    return [line + b"\n" for line in lines] + ([last] if last else [])
+
+
+def read_lines(path: str | Path, start: int = 0, end: int | None = None) -> Iterator[bytes]:
+    """Yield the lines in bytes [start, end) of a file, with their line ends."""
+    for block in read_line_blocks(path, start, end):
+        yield from split_lines(block)
+
+
+def read_chunks(path: str | Path) -> Iterator[bytes]:
+    """Yield the uncompressed bytes of a file, 128 KiB at a time."""
+    with _open_uncompressed(path) as stream:
+        while chunk := stream.read(_CHUNK_BYTES):
+            yield chunk
+
+
+def decode_utf8(raw: bytes | bytearray, path: str | Path, offset: int = 0) -> str:
+    """Decode bytes that start at `offset` of a file; drop a byte order mark at offset 0.
+
+    Raises `DataError` for bytes that are not UTF-8.
+    """
+    try:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise utf8_error(path, offset + error.start) from None
+    return text if offset else text.removeprefix("\ufeff")
+
+
+def utf8_error(path: str | Path, offset: int) -> DataError:
+    """Return the error for a file with invalid UTF-8 at `offset`."""
+    return DataError(
+        f"{path} is not UTF-8 text (byte {offset}): convert it, for example with "
+        "`iconv -f latin1 -t utf-8`"
+    )
+
+
+def describe_inputs(inputs: Sequence[Input]) -> str:
+    """Return the names of the first files and the number of the others."""
+    names = ", ".join(Path(file.path).name for file in inputs[:3])
+    return names if len(inputs) <= 3 else f"{names} and {len(inputs) - 3} more files"
+
+
+def uncompressed_bytes(inputs: Sequence[Input]) -> int | None:
+    """Return the total size of the text, or None if a file is compressed."""
+    if any(is_compressed(file.path) for file in inputs):
+        return None
+    return sum(file.bytes for file in inputs)
+
+
 @contextmanager
-def _opened(path: str | Path):
-    """A file's bytes, unpacked by the suffix of its name. Raises `DataError` for a broken one."""
+def _open_uncompressed(path: str | Path) -> Iterator[Any]:
+    """Open a file and decompress it by its suffix. Raises `DataError` for a corrupt file."""
     suffix = Path(path).suffix
-    with opened(path) as file:
+    with open_file(path) as file:
         if suffix not in _COMPRESSED:
             yield file
             return
-        if not file.seek(0, io.SEEK_END):  # which unpacks as no text at all
-            raise _broken(path, "it is empty")
+        if not file.seek(0, io.SEEK_END):  # libraries decompress an empty file to empty text
+            raise _corrupt_error(path, "the file is empty")
         file.seek(0)
         try:
-            with _UNPACKED[suffix](file if elsewhere(path) else str(path)) as stream:
+            with _DECOMPRESSORS[suffix](file if is_remote(path) else str(path)) as stream:
                 yield stream
         except (EOFError, zlib.error, OSError) as error:
-            if getattr(error, "errno", None) is not None:  # of the file system, which names it
+            if getattr(error, "errno", None) is not None:  # a file system error, which names it
                 raise
-            raise _broken(path, error) from None
+            raise _corrupt_error(path, error) from None
 
 
-def _zstd(packed):
+def _open_zstd(compressed: Any) -> Any:
     import pyarrow
 
-    return pyarrow.CompressedInputStream(packed, "zstd")
+    return pyarrow.CompressedInputStream(compressed, "zstd")
 
 
-_UNPACKED = {".gz": gzip.open, ".zst": _zstd}
+_DECOMPRESSORS: dict[str, Any] = {".gz": gzip.open, ".zst": _open_zstd}
 
 
-def _broken(path: str | Path, why) -> DataError:
-    kind, why = {".gz": "gzip", ".zst": "zstd"}[Path(path).suffix], " ".join(str(why).split())
-    return DataError(f"{path} is not a whole {kind} file ({why}): copy it again")
+def _corrupt_error(path: str | Path, reason: object) -> DataError:
+    kind = {".gz": "gzip", ".zst": "zstd"}[Path(path).suffix]
+    text = " ".join(str(reason).split())
+    return DataError(f"{path} is not a complete {kind} file ({text}): copy it again")

@@ -1,4 +1,4 @@
-"""Datasets of the Hugging Face hub, streamed, and those that were saved on this machine."""
+"""Datasets of the Hugging Face Hub, streamed, and datasets saved to disk."""
 
 import hashlib
 import json
@@ -8,17 +8,18 @@ from dataclasses import replace
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
-from data_prep.sources.fields import of_row
-from data_prep.sources.source import Input, Source, Split, of_files
+from data_prep.sources.source import Input, InputSplit, Source, documents_of_splits
+from data_prep.sources.tables import get_text
 from nearlinear.errors import DataError
 
 _OPENWEBTEXT_DOCUMENTS = 8_013_769
-_SECONDS_FOR_HUB = 10
+_HUB_TIMEOUT = 10  # seconds
 
 
 def openwebtext(revision: str | None = None) -> Source:
-    """OpenWebText, 8 million web pages, about 9 billion GPT-2 tokens, streamed from the hub."""
+    """Stream OpenWebText: 8 million web pages, about 9 billion GPT-2 tokens."""
     return replace(
         huggingface("Skylion007/openwebtext", revision=revision),
         description="OpenWebText (packaging CC0), https://huggingface.co/datasets/"
@@ -34,25 +35,31 @@ def huggingface(
     text_field: str = "text",
     revision: str | None = None,
 ) -> Source:
-    """A dataset of the Hugging Face hub, streamed: nothing but the shards is kept on disk.
+    """Stream a dataset of the Hugging Face Hub; only the token shards are kept on disk.
 
-    `name` may also be a folder that `save_to_disk` wrote. Its files are the splits, or runs of
-    rows of what was saved. `revision` is the commit of the hub, or what a folder's text is known
-    by (default: that of now, which all splits are read from). Raises `DataError` when dataset,
-    split or field cannot be had, when a folder is not of the revision, and for a branch or a tag.
+    Input splits are the dataset's files, or runs of rows of a dataset saved to disk.
+
+    Args:
+        name: Dataset on the Hub, or a folder written by `save_to_disk`.
+        revision: Commit on the Hub, or fingerprint of a folder. By default the current one, which
+            is then used for all input splits.
+
+    Raises:
+        DataError: The dataset, split or field is missing, a folder has another fingerprint than
+            `revision`, or `revision` is a branch or a tag.
     """
-    here = Path(name).is_dir()
-    if revision and not here and not re.fullmatch("[0-9a-f]+", revision):
+    is_folder = Path(name).is_dir()
+    if revision and not is_folder and not re.fullmatch("[0-9a-f]+", revision):
         raise DataError(
-            f"revision is {revision!r}: give a commit, as the hub shows it; a branch or a tag moves"
+            f"revision is {revision!r}: give a commit hash from the Hub; branches and tags move"
         )
     saved = Path(name, "state.json").is_file() or Path(name, "dataset_dict.json").is_file()
 
     @cache
-    def pinned() -> str | None:
-        return revision or (_of_folder(name, split) if here else _of_hub(name))
+    def pinned_revision() -> str | None:
+        return revision or (_folder_revision(name, split) if is_folder else _hub_revision(name))
 
-    def opened():
+    def open_dataset() -> Any:
         try:
             import datasets
         except ModuleNotFoundError:
@@ -60,34 +67,41 @@ def huggingface(
                 f"reading {name} needs the datasets package: run `pip install datasets`, or "
                 "prepare text that needs no network with `python -m data_prep botocore`"
             ) from None
-        commit = pinned()
-        if here and _of_folder(name, split) != commit:
+        commit = pinned_revision()
+        if is_folder and _folder_revision(name, split) != commit:
             raise DataError(
                 f"{name} has changed since the preparation was planned: run the same command again "
-                "when nothing writes it any more"
+                "when no process writes to it"
             )
         try:
             if not saved:
                 return datasets.load_dataset(
-                    name, config, split=split, streaming=True, revision=None if here else commit
+                    name,
+                    config,
+                    split=split,
+                    streaming=True,
+                    revision=None if is_folder else commit,
                 )
             found = datasets.load_from_disk(name)
             return found if isinstance(found, datasets.Dataset) else found[split]
-        except Exception as error:  # the hub's client raises many kinds
+        except Exception as error:  # the Hub client raises many types
             raise _hub_error(name, error) from error
 
-    def plan(target: int) -> list[Split]:
-        dataset = opened()
+    def plan(target: int) -> list[InputSplit]:
+        dataset = open_dataset()
         if not saved:
-            return [Split(0, number, number + 1) for number in range(dataset.num_shards)]
+            return [InputSplit(0, number, number + 1) for number in range(dataset.num_shards)]
         rows, size = len(dataset), max(dataset.data.nbytes, 1)
         step = max(rows * target // size, 1)
-        return [Split(0, start, min(start + step, rows), min(step, rows - start) * size // rows)
-                for start in range(0, rows, step)]  # fmt: skip
+        return [
+            InputSplit(0, start, min(start + step, rows), min(step, rows - start) * size // rows)
+            for start in range(0, rows, step)
+        ]
 
-    def read(piece: Split) -> Iterator[list[str]]:
-        dataset = opened()
+    def read(piece: InputSplit) -> Iterator[list[str]]:
+        dataset = open_dataset()
         if saved:
+            assert piece.end is not None, "a split of a saved dataset names its last row"
             dataset = dataset.select(range(piece.start, piece.end))
         else:
             dataset = dataset.shard(num_shards=dataset.num_shards, index=piece.start)
@@ -99,41 +113,39 @@ def huggingface(
                 return
             except Exception as error:
                 raise _hub_error(name, error) from error
-            yield [of_row(row, text_field, name)]
+            yield [get_text(row, text_field, name)]
 
     return Source(
         name=name.rstrip("/").rsplit("/", 1)[-1],
-        documents=of_files(plan, read),
+        documents=documents_of_splits(plan, read),
         description=f"https://huggingface.co/datasets/{name}" if not saved else name,
         settings={"dataset": name, "config": config, "split": split, "text_field": text_field},
-        provenance={"datasets": _version("datasets")},
+        provenance={"datasets": _package_version("datasets")},
         plan=plan,
         reader=read,
         spec={"kind": "huggingface", "name": name, "split": split, "config": config,
               "text_field": text_field},
-        revision=pinned,
+        revision=pinned_revision,
     )  # fmt: skip
 
 
-def _of_hub(name: str) -> str | None:
-    """The commit that a dataset of the hub is at; None when the hub does not say."""
+def _hub_revision(name: str) -> str | None:
+    """Return the current commit of a Hub dataset, or None if the Hub does not answer."""
     try:
         from huggingface_hub import HfApi
 
-        return HfApi().dataset_info(name, timeout=_SECONDS_FOR_HUB).sha
-    except Exception:  # of many kinds; reading the dataset tells what is wrong
+        return HfApi().dataset_info(name, timeout=_HUB_TIMEOUT).sha
+    except Exception:  # many types; reading the dataset reports the cause
         return None
 
 
-def _of_folder(name: str, split: str) -> str:
-    """What the text of a folder is known by: the fingerprint with which `datasets` saved it, else
-    a hash of its files' names, sizes and times.
-    """
+def _folder_revision(name: str, split: str) -> str:
+    """Return the fingerprint stored by `datasets`, or a hash of file names, sizes and times."""
     for state in (Path(name, "state.json"), Path(name, split, "state.json")):
         if state.is_file():
             return json.loads(state.read_text(encoding="utf-8"))["_fingerprint"]
     files = sorted(path for path in Path(name).rglob("*") if path.is_file())
-    known = [[str(path.relative_to(name)), *Input.of(path)[1:]] for path in files]
+    known = [[str(path.relative_to(name)), *Input.from_path(path)[1:]] for path in files]
     return hashlib.sha256(json.dumps(known).encode()).hexdigest()[:16]
 
 
@@ -145,7 +157,7 @@ def _hub_error(name: str, error: Exception) -> DataError:
     )
 
 
-def _version(package: str) -> str | None:
+def _package_version(package: str) -> str | None:
     try:
         return version(package)
     except PackageNotFoundError:

@@ -1,95 +1,107 @@
-"""What a source of text is: documents in a fixed order, in pieces that are planned once.
+"""The interface of a text source: documents in a fixed order, cut into input splits.
 
-A piece of input (`Split`) is what one worker does at a time, and what a resumed preparation does
-again at most. The pieces depend on the input alone, so the shards made of them do not depend on
-who makes them.
+An `InputSplit` is the unit of work of one worker, and the most that a resumed preparation repeats.
+Input splits depend on the input alone, so the shards do not depend on the number of workers.
 """
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 SPLIT_BYTES = 32 * 1024 * 1024
-MOST_SPLIT_BYTES = 256 * 1024 * 1024
-MANY_SPLITS = 4096
+MAX_SPLIT_BYTES = 256 * 1024 * 1024
+MAX_SPLITS = 4096
+"""Input splits grow beyond SPLIT_BYTES when there would be more than this many."""
 
 
-class Split(NamedTuple):
-    """Documents that begin in [start, end) of input number `input`, in the unit of the source."""
+class InputSplit(NamedTuple):
+    """The documents that begin in [start, end) of one input, in the unit of the source."""
 
     input: int
+    """Index of the input."""
     start: int
     end: int | None
-    """None: to the end"""
+    """None: the end of the input."""
     bytes: int | None = None
-    """of the input, to tell how far a preparation is; None when unknown"""
+    """Input bytes, for progress. None if unknown."""
 
 
 class Input(NamedTuple):
-    """A file that a source reads, as it was when the splits were planned."""
+    """An input file as it was when the input splits were planned."""
 
     path: str
     bytes: int
     mtime_ns: int
 
     @classmethod
-    def of(cls, path: Path) -> "Input":
+    def from_path(cls, path: Path) -> "Input":
         stat = path.stat()
         return cls(str(path), stat.st_size, stat.st_mtime_ns)
 
 
 @dataclass(frozen=True)
 class Source:
-    """A stream of documents: `documents()` starts it anew and yields one string per document.
+    """A named, repeatable stream of documents.
 
-    A source of files has `inputs`, `plan` (target bytes to splits), `reader` (the documents of a
-    split, in lists of as many as are in memory anyway), and a `spec` from which
-    `data_prep.sources.rebuild` makes it again in another process.
-    One without `inputs` may have a `revision`: what its text is known by, None when that cannot be
-    known; it is asked when a job is planned, and is one of its settings and in its spec.
+    A source of files has `inputs`, `plan`, `reader` and `spec`. A source with `documents` alone is
+    one input split, which only this process can read.
     """
 
     name: str
     documents: Callable[[], Iterable[str]]
+    """Start the stream from the beginning; yields one string per document."""
     description: str = ""
-    settings: dict = field(default_factory=dict)
-    provenance: dict = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Options that change the dataset; stored in the manifest and compared on resumption."""
+    provenance: dict[str, Any] = field(default_factory=dict)
+    """Origin of the text, such as package versions."""
     expected_documents: int | None = None
     expected_bytes: int | None = None
     inputs: tuple[Input, ...] = ()
     runs: bool = False
-    """a split is whole inputs, from `input` to `end`"""
-    plan: Callable[[int], list[Split]] | None = None
-    reader: Callable[[Split], Iterator[list[str]]] | None = None
-    spec: dict | None = None
+    """True if an input split is a run of whole inputs, from `input` to `end`."""
+    plan: Callable[[int], list[InputSplit]] | None = None
+    """Cut the input into splits of about the given number of bytes."""
+    reader: Callable[[InputSplit], Iterator[list[str]]] | None = None
+    """Yield the documents of an input split, in lists that fit into memory."""
+    spec: dict[str, Any] | None = None
+    """Arguments from which `data_prep.sources.rebuild` recreates the source elsewhere."""
     revision: Callable[[], str | None] | None = None
+    """Identify the text of a source without `inputs`; None if it cannot be known."""
 
-    def splits(self) -> list[Split]:
-        """The pieces of the input, in order: of 32 MiB, or of more where those would be many."""
+    def splits(self) -> list[InputSplit]:
+        """Return the input splits in order, of 32 MiB or more each."""
         if self.plan is None:
-            return [Split(0, 0, None, self.expected_bytes)]
+            return [InputSplit(0, 0, None, self.expected_bytes)]
         total = sum(file.bytes for file in self.inputs)
-        return self.plan(min(max(SPLIT_BYTES, total // MANY_SPLITS), MOST_SPLIT_BYTES))
+        return self.plan(min(max(SPLIT_BYTES, total // MAX_SPLITS), MAX_SPLIT_BYTES))
 
-    def read(self, split: Split) -> Iterator[str]:
-        """The documents of one of `splits`."""
-        return chain.from_iterable(self.some(split))
+    def read(self, split: InputSplit) -> Iterator[str]:
+        """Yield the documents of an input split one by one."""
+        return chain.from_iterable(self.read_batches(split))
 
-    def some(self, split: Split) -> Iterator[list[str]]:
-        """The same, a few at a time."""
-        return one_by_one(self.documents()) if self.reader is None else self.reader(split)
+    def read_batches(self, split: InputSplit) -> Iterator[list[str]]:
+        """Yield the documents of an input split in lists."""
+        if self.reader is None:
+            return single_document_batches(self.documents())
+        return self.reader(split)
 
-    def by_input(self, split: Split) -> list[Split]:
-        """A split as several, of one input each."""
+    def split_by_input(self, split: InputSplit) -> list[InputSplit]:
+        """Cut an input split into one split per input."""
         if not self.runs:
             return [split]
-        return [Split(number, 0, number + 1) for number in range(split.input, split.end)]
+        assert split.end is not None, "a run of inputs names its last one"
+        return [InputSplit(number, 0, number + 1) for number in range(split.input, split.end)]
 
 
-def of_files(plan: Callable, reader: Callable, target: int = SPLIT_BYTES) -> Callable:
-    """The `documents` of a source that has splits: those of each, one after another."""
+def documents_of_splits(
+    plan: Callable[[int], list[InputSplit]],
+    reader: Callable[[InputSplit], Iterator[list[str]]],
+    target: int = SPLIT_BYTES,
+) -> Callable[[], Iterator[str]]:
+    """Return a `Source.documents` function that reads all input splits in order."""
 
     def documents() -> Iterator[str]:
         for split in plan(target):
@@ -98,6 +110,6 @@ def of_files(plan: Callable, reader: Callable, target: int = SPLIT_BYTES) -> Cal
     return documents
 
 
-def one_by_one(texts: Iterable[str]) -> Iterator[list[str]]:
-    """As a `reader` has them: each may be large, so none is asked for before the last is done."""
+def single_document_batches(texts: Iterable[str]) -> Iterator[list[str]]:
+    """Yield each text in a list of its own, so that only one large document is in memory."""
     return ([text] for text in texts)

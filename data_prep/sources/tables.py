@@ -1,77 +1,93 @@
-"""JSON lines and Parquet: files of this machine or of a bucket, cut into splits."""
+"""JSON lines and Parquet: rows of which one field is the document, in local files or in S3."""
 
+import json
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-from data_prep.places import elsewhere
-from data_prep.sources import fields
+import msgspec
+import numpy as np
+
 from data_prep.sources.files import (
-    cut,
-    describe,
-    inputs_of,
+    describe_inputs,
+    find_inputs,
     is_compressed,
-    line_splits,
-    lines,
-    opened,
-    plain_size,
-    whole_lines,
+    open_file,
+    read_line_blocks,
+    read_lines,
+    split_by_lines,
+    split_lines,
+    uncompressed_bytes,
 )
-from data_prep.sources.source import Source, Split, of_files, one_by_one
+from data_prep.sources.source import (
+    InputSplit,
+    Source,
+    documents_of_splits,
+    single_document_batches,
+)
+from data_prep.storage_paths import is_remote
 from nearlinear.errors import DataError, NearlinearError
 
 logger = logging.getLogger("data_prep")
 
 _JSON_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json", ".json.gz", ".json.zst")
+_NEWLINE, _OPENING_BRACE, _CLOSING_BRACE = b"\n{}"
 _PARQUET_ROWS = 256
-_FEW_BYTES = 1024 * 1024  # of rows that are encoded together
+_MAX_BATCH_BYTES = 1024 * 1024
+"""Parquet rows up to this size are encoded together."""
 
 
 def jsonl(
     files: Sequence[str | Path], text_field: str = "text", skip_bad_lines: bool = False
 ) -> Source:
-    """JSON lines (`.jsonl`, also `.gz` and `.zst`, or folders of them): one object per line.
+    """Read JSON lines (`.jsonl`, also `.gz` and `.zst`, or folders of them), an object per line.
 
-    Its `text_field` is the document. Raises `DataError` naming file and line for a line that is
-    not such an object; with `skip_bad_lines` those are left out and counted in a warning.
+    Args:
+        text_field: Field that holds the document.
+        skip_bad_lines: Skip unreadable lines and count them in a warning.
+
+    Raises:
+        DataError: A line is not an object with the field; the message names file and line.
     """
-    inputs = inputs_of(files, folders=_JSON_SUFFIXES)
+    inputs = find_inputs(files, suffixes=_JSON_SUFFIXES)
 
-    def read(split: Split) -> Iterator[list[str]]:
-        path, field = inputs[split.input].path, fields.TextField(text_field)
+    def read(split: InputSplit) -> Iterator[list[str]]:
+        path, field = inputs[split.input].path, TextField(text_field)
         skipped, first, number = 0, None, 0
-        for whole in whole_lines(path, split.start, split.end):
-            texts = field.of_lines(whole)
+        for block in read_line_blocks(path, split.start, split.end):
+            texts = field.decode_block(block)
             if texts is not None:
                 number += len(texts)
-                del whole  # a line may be large, and waits until its text is encoded
+                del block  # may be large, and would stay until its text is encoded
                 yield texts
                 del texts
                 continue
-            for line in cut(whole):
+            for line in split_lines(block):
                 number += 1
-                text = field.of_line(line)
+                text = field.decode_line(line)
                 if text is not None:
                     yield [text]
                 elif line.strip():
                     if not skip_bad_lines:
-                        where = f"{path}:{number + _lines_before(path, split.start)}"
-                        raise fields.complaint(line, text_field, where)
+                        where = f"{path}:{number + _count_lines_before(path, split.start)}"
+                        raise _line_error(line, text_field, where)
                     skipped += 1
-                    first = first or fields.complaint(line, text_field, _where(split, path, number))
+                    where = _line_location(split, path, number)
+                    first = first or _line_error(line, text_field, where)
         if skipped:
             logger.warning("skipped %d bad lines, the first: %s", skipped, first)
 
-    def plan(target: int) -> list[Split]:
-        return line_splits(inputs, target)
+    def plan(target: int) -> list[InputSplit]:
+        return split_by_lines(inputs, target)
 
     return Source(
         name="jsonl",
-        documents=of_files(plan, read),
-        description=describe(inputs),
+        documents=documents_of_splits(plan, read),
+        description=describe_inputs(inputs),
         settings={"text_field": text_field, "skip_bad_lines": skip_bad_lines},
-        expected_bytes=plain_size(inputs),
+        expected_bytes=uncompressed_bytes(inputs),
         inputs=inputs,
         plan=plan,
         reader=read,
@@ -80,44 +96,135 @@ def jsonl(
     )  # fmt: skip
 
 
+class TextField:
+    """Decoder of one text field of JSON objects; other fields are only checked to be JSON."""
+
+    def __init__(self, name: str):
+        self.name = name
+        row = msgspec.defstruct("Row", [("text", str)], rename={"text": name}, gc=False)
+        self._decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(row)
+
+    def decode_block(self, block: bytes) -> list[str] | None:
+        """Decode a block of lines. Return None if a line is not one object with the field.
+
+        The decoder itself accepts an object over several lines, and several objects on a line. If
+        every line starts with `{` and every line but the last ends with `}`, no object crosses a
+        line end, and equal counts of objects and lines prove one object per line.
+        """
+        raw = np.frombuffer(block, np.uint8)
+        ends = np.flatnonzero(raw == _NEWLINE)
+        count = len(ends) + (not block.endswith(b"\n"))
+        inner = ends[: count - 1]
+        starts_object = raw[inner + 1] == _OPENING_BRACE
+        ends_object = raw[inner - 1] == _CLOSING_BRACE
+        if not (block.startswith(b"{") and starts_object.all() and ends_object.all()):
+            return None
+        try:
+            rows = self._decoder.decode_lines(block)
+        except (ValueError, RecursionError):
+            return None
+        return [row.text for row in rows] if len(rows) == count else None
+
+    def decode_line(self, line: bytes) -> str | None:
+        """Decode one line. Return None if it is blank or invalid."""
+        try:
+            return self._decoder.decode(line).text
+        except (ValueError, RecursionError):
+            pass  # Python's json accepts more: a lone surrogate, NaN
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            return None
+        text = row.get(self.name) if isinstance(row, dict) else None
+        return text if isinstance(text, str) else None
+
+
+def get_text(row: dict[str, Any], text_field: str, where: str, remedy: str = "") -> str:
+    """Return the text field of a row. Raises `DataError` if it is missing or not a string."""
+    if text_field not in row:
+        raise DataError(
+            f"{where} has no field {text_field!r}, only {', '.join(map(repr, row)) or 'none'}: "
+            f"name one of these with --text-field{remedy}"
+        )
+    if not isinstance(row[text_field], str):
+        kind = type(row[text_field]).__name__
+        raise DataError(
+            f"{where} has a {kind} in field {text_field!r}, not text: name another field with "
+            f"--text-field{remedy}"
+        )
+    return row[text_field]
+
+
+def _line_error(line: bytes, text_field: str, where: str) -> DataError:
+    """Return the error for a line that `TextField.decode_line` rejected."""
+    remedy = "correct the line, or pass --skip-bad-lines to skip such lines"
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        return DataError(f"{where} is not JSON ({error}): {remedy}")
+    if not isinstance(row, dict):
+        return DataError(f"{where} is JSON but not an object: {remedy}")
+    try:
+        get_text(row, text_field, where, f"; {remedy}")
+    except DataError as error:
+        return error
+    raise AssertionError(f"{where} is valid")
+
+
+def _line_location(split: InputSplit, path: str, number: int) -> str:
+    """Locate line `number` of a split without reading the file before the split."""
+    return f"{path} (line {number} from byte {split.start})" if split.start else f"{path}:{number}"
+
+
+def _count_lines_before(path: str, start: int) -> int:
+    return sum(1 for _ in read_lines(path, 0, start)) if start and not is_compressed(path) else 0
+
+
 def parquet(files: Sequence[str | Path], text_field: str = "text") -> Source:
-    """Parquet files, or folders of them: column `text_field`, a row one document.
+    """Read Parquet files, or folders of them: each row of column `text_field` is a document.
 
-    Splits are runs of row groups, so one row group is what is in memory. Raises `DataError` for a
-    file that is none, a column that is not there or not text; rows without a value are left out.
+    An input split is a run of row groups, so one row group is in memory. Rows without a value are
+    skipped.
+
+    Raises:
+        DataError: A file is not Parquet, or the column is missing or not text.
     """
-    inputs = inputs_of(files, folders=(".parquet",))
+    inputs = find_inputs(files, suffixes=(".parquet",))
 
-    def read(split: Split) -> Iterator[list[str]]:
-        with _parquet(inputs[split.input].path, text_field) as table:
+    def read(split: InputSplit) -> Iterator[list[str]]:
+        assert split.end is not None, "a split of Parquet names its last row group"
+        with _open_parquet(inputs[split.input].path, text_field) as table:
             groups = range(split.start, split.end)
             for batch in table.iter_batches(_PARQUET_ROWS, row_groups=groups, columns=[text_field],
                                             use_threads=False):  # fmt: skip
                 texts = [text for text in batch.column(0).to_pylist() if text is not None]
-                yield from [texts] if batch.nbytes < _FEW_BYTES else one_by_one(texts)
+                if batch.nbytes < _MAX_BATCH_BYTES:
+                    yield texts
+                else:
+                    yield from single_document_batches(texts)
 
-    def plan(target: int) -> list[Split]:
+    def plan(target: int) -> list[InputSplit]:
         splits = []
         for number, file in enumerate(inputs):
-            with _parquet(file.path, text_field) as table:
+            with _open_parquet(file.path, text_field) as table:
                 leaves = [table.schema.column(leaf).path for leaf in range(len(table.schema))]
-                column = leaves.index(text_field)  # a column of structs has several
+                column = leaves.index(text_field)  # a struct column has several leaves
                 sizes = [table.metadata.row_group(group).column(column).total_uncompressed_size
                          for group in range(table.num_row_groups)]  # fmt: skip
             start = size = 0
             for group, more in enumerate(sizes):
                 size += more
                 if size >= target or group == len(sizes) - 1:
-                    splits.append(Split(number, start, group + 1, size))
+                    splits.append(InputSplit(number, start, group + 1, size))
                     start, size = group + 1, 0
         return splits
 
     return Source(
         name="parquet",
-        documents=of_files(plan, read),
-        description=describe(inputs),
+        documents=documents_of_splits(plan, read),
+        description=describe_inputs(inputs),
         settings={"text_field": text_field},
-        expected_bytes=sum(split.bytes for split in plan(2**40)),
+        expected_bytes=sum(split.bytes or 0 for split in plan(2**40)),
         inputs=inputs,
         plan=plan,
         reader=read,
@@ -125,26 +232,16 @@ def parquet(files: Sequence[str | Path], text_field: str = "text") -> Source:
     )
 
 
-def _where(split: Split, path: str, number: int) -> str:
-    """The line of that number of a split, without reading what lies before it."""
-    return f"{path} (line {number} from byte {split.start})" if split.start else f"{path}:{number}"
-
-
-def _lines_before(path: str, start: int) -> int:
-    """How many lines of a file lie before byte `start`: to name a line that is wrong."""
-    return sum(1 for _ in lines(path, 0, start)) if start and not is_compressed(path) else 0
-
-
 @contextmanager
-def _parquet(path: str, text_field: str):
-    """An open Parquet file that has a column of text `text_field`. Raises `DataError`.
+def _open_parquet(path: str, text_field: str) -> Iterator[Any]:
+    """Open a Parquet file with a text column `text_field`.
 
-    Also for what is found to be damaged while it is read.
+    Raises `DataError` at once, or for damage found while the block reads the file.
     """
     import pyarrow
     from pyarrow import parquet as pq
 
-    source = opened(path) if elsewhere(path) else path
+    source = open_file(path) if is_remote(path) else path
     try:
         with pq.ParquetFile(source, memory_map=False, buffer_size=2**20) as table:
             _check_column(table.schema_arrow, path, text_field)
@@ -152,25 +249,26 @@ def _parquet(path: str, text_field: str):
     except (NearlinearError, MemoryError):
         raise
     except (pyarrow.ArrowException, OSError, ValueError, IndexError) as error:
-        if getattr(error, "errno", None) is not None:  # of the file system, which names it
+        if getattr(error, "errno", None) is not None:  # a file system error, which names it
             raise
-        why = " ".join(str(error).split())
+        reason = " ".join(str(error).split())
         raise DataError(
-            f"{path} is not a Parquet file, or damaged ({why}): copy it again"
+            f"{path} is damaged or not a Parquet file ({reason}): copy it again"
         ) from None
 
 
-def _check_column(schema, path: str, text_field: str) -> None:
+def _check_column(schema: Any, path: str, text_field: str) -> None:
     import pyarrow
 
     names = schema.names
     if text_field not in names:
         raise DataError(
-            f"{path} has no column {text_field!r}, it has {', '.join(map(repr, names))}: name one "
-            "with --text-field"
+            f"{path} has no column {text_field!r}, only {', '.join(map(repr, names))}: name one "
+            "of these with --text-field"
         )
     kind = schema.field(text_field).type
     if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
         raise DataError(
-            f"{path} has {kind} in {text_field!r}, not text: name another column with --text-field"
+            f"{path} has {kind} in column {text_field!r}, not text: name another column with "
+            "--text-field"
         )

@@ -1,4 +1,4 @@
-"""The wheel's build step: compile the engine (seconds, no torch) and put its library in."""
+"""Build hook of the wheel: compile the engine (seconds, without torch) and include its library."""
 
 import importlib.util
 import sysconfig
@@ -13,7 +13,7 @@ PACKAGE = "nearlinear_collectives"
 class CompileEngine(BuildHookInterface):
     def initialize(self, version, build_data):
         if version == "editable":
-            return  # sources may change: the engine is compiled into the cache on first use
+            return  # sources may change, so the engine is compiled on first use
         build = load_build_module(Path(self.root) / "src" / PACKAGE / "build" / "__init__.py")
         self.scratch = tempfile.TemporaryDirectory(prefix="nearlinear-wheel-")
         library = Path(self.scratch.name) / build.SHIPPED.name
@@ -25,7 +25,7 @@ class CompileEngine(BuildHookInterface):
         stamp.write_text(build.sources_hash(build.engine_sources()))
         for file in (library, stamp):
             build_data["force_include"][str(file)] = f"{PACKAGE}/lib/{file.name}"
-        # The library has a plain C interface: one wheel serves every Python on this platform.
+        # The library has a C interface, so one wheel serves every Python on this platform.
         build_data["pure_python"] = False
         build_data["tag"] = (
             f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"

@@ -1,6 +1,6 @@
-"""READMEs show what was measured: tables in step with files, files with commands.
+"""`ci.benchmarks.tables`: README tables equal the measured files.
 
-The files themselves are held to their form: relative paths, and not one wrong element.
+The files themselves must name their command, use relative paths and contain no wrong element.
 """
 
 import json
@@ -11,36 +11,36 @@ import pytest
 
 from ci.benchmarks import tables
 
-FILES = sorted(path for book in tables.BOOKS for path in book.folder.glob("*.json"))
+FILES = sorted(path for report in tables.REPORTS for path in report.folder.glob("*.json"))
 
 
-def test_the_readme_is_in_step_with_the_files():
+def test_readmes_equal_the_measured_files():
     assert FILES
     assert tables.main(["--check"]) == 0
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
-def test_a_file_says_how_it_was_made_and_holds_no_wrong_data(path):
+def test_files_name_their_command_and_hold_no_wrong_data(path):
     record = json.loads(path.read_text())
     command = record["command"].split()
     assert command[:2] == ["python", "-m"] and not any(word.startswith("/") for word in command)
     assert {"cpu", "cores"} <= record["machine"].keys() and "versions" in record
-    results = record.get("results") or [turn for one in record["races"] for turn in one["results"]]
+    results = record.get("results") or [turn for one in record["runs"] for turn in one["results"]]
     assert not sum(entry.get("wrong", 0) for entry in results)
 
 
 @pytest.fixture
 def copy(tmp_path, monkeypatch):
-    """The collectives' README and files, to change."""
-    book = tables.BOOKS[0]
-    shutil.copytree(book.folder, tmp_path / "benchmarks")
-    shutil.copy(book.readme, tmp_path / "README.md")
-    moved = tables.Book(tmp_path / "README.md", tmp_path / "benchmarks", book.said)
-    monkeypatch.setattr(tables, "BOOKS", [moved])
+    """Copy the collectives' README and files."""
+    report = tables.REPORTS[0]
+    shutil.copytree(report.folder, tmp_path / "benchmarks")
+    shutil.copy(report.readme, tmp_path / "README.md")
+    moved = tables.Report(tmp_path / "README.md", tmp_path / "benchmarks", report.relative_folder)
+    monkeypatch.setattr(tables, "REPORTS", [moved])
     return tmp_path
 
 
-def test_a_new_measurement_is_noticed_and_rendered(copy):
+def test_new_measurement_is_detected_and_rendered(copy):
     path = copy / "benchmarks" / "node_2.json"
     text = path.read_text()
     path.write_text(re.sub(r'"median_us": [\d.]+', '"median_us": 123456.0', text, count=1))
@@ -50,7 +50,7 @@ def test_a_new_measurement_is_noticed_and_rendered(copy):
     assert tables.main(["--check"]) == 0
     path.write_text(text)
     assert tables.main([]) == 0
-    assert "123,456" not in (copy / "README.md").read_text()  # nothing of the old tables stays
+    assert "123,456" not in (copy / "README.md").read_text()  # old tables are replaced
 
 
 def test_files_and_blocks_must_match(copy, capsys):
@@ -63,14 +63,14 @@ def test_files_and_blocks_must_match(copy, capsys):
     assert "mpi.json" in capsys.readouterr().err
 
 
-def test_a_file_of_another_command_is_refused(copy, capsys):
+def test_file_of_another_command_is_rejected(copy, capsys):
     shutil.copy(copy / "benchmarks" / "node_2.json", copy / "benchmarks" / "node_4.json")
     assert tables.main([]) == 1
-    assert "node_4.json: its command must say" in capsys.readouterr().err
+    assert "node_4.json: its command must contain" in capsys.readouterr().err
 
 
 def rows(markdown: str) -> list[list[str]]:
-    """The cells of a table's rows, below its head."""
+    """Return the cells of a table's rows."""
     lines = [line for line in markdown.splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[2:]]
 
@@ -79,7 +79,7 @@ def results(key: str, numbers: dict, **place) -> list[dict]:
     return [{"contender": name, key: number, **place} for name, number in numbers.items()]
 
 
-def test_collectives_are_compared_with_the_last_backend():
+def test_collectives_table_compares_with_the_last_backend():
     place = {"operation": "all_gather", "pattern": "plain", "ranks": 2}
     times = results("median_us", {"nearlinear": 10.0, "gloo": 90.0}, bytes=65536, **place)
     times += results("median_us", {"nearlinear": 2500.0, "gloo": 10000.0}, bytes=1 << 20, **place)
@@ -90,7 +90,7 @@ def test_collectives_are_compared_with_the_last_backend():
     ]
 
 
-def test_steps_are_compared_with_gloo():
+def test_step_table_compares_with_gloo():
     place = {"model": "34M", "ranks": 2, "min_ms": 90.0}
     times = results("median_ms", {"nearlinear": 100.0, "gloo": 450.0}, **place)
     assert rows(tables.steps({"results": times})) == [
@@ -99,7 +99,7 @@ def test_steps_are_compared_with_gloo():
     ]
 
 
-def test_the_engine_is_compared_with_the_fastest_mpi_of_each_size():
+def test_mpi_table_compares_the_engine_with_the_fastest_mpi_of_each_size():
     place = {"operation": "all_reduce", "ranks": 4}
     own = {"engine": 20.0, "engine:pool": 5.0}
     times = results("median_us", {**own, "mpich": 30.0, "impi": 25.0}, bytes=65536, **place)
@@ -112,7 +112,7 @@ def test_the_engine_is_compared_with_the_fastest_mpi_of_each_size():
     ]
 
 
-def test_the_network_table_has_a_column_per_ranks_per_node():
+def test_network_table_has_a_column_per_ranks_per_node():
     found = []
     for count in (1, 8):
         for size, used in ((65536, 0.9), (1 << 20, 0.95)):
@@ -127,11 +127,11 @@ def test_the_network_table_has_a_column_per_ranks_per_node():
     assert rows(text) == [
         ["64 KiB", "90.0 / 90.0", "90.0 / 11.2"],
         ["1 MiB", "95.0 / 95.0", "95.0 / 11.9"],
-        ["bytes sent / necessary, at most", "1.25 / 1.25", "1.25 / 1.25"],
+        ["maximum bytes sent / necessary", "1.25 / 1.25", "1.25 / 1.25"],
     ]
 
 
-def test_long_commands_are_broken_and_stay_one_command():
+def test_long_commands_are_wrapped_and_stay_one_command():
     words = ["python", "-m", "ci.benchmarks.network", *(f"--word{i}" for i in range(30))]
     facts = {"cpu": "a", "cores": 2, "memory_gib": 1}
     text = tables._origin({"command": " ".join(words), "machine": facts, "versions": {}})
@@ -139,4 +139,4 @@ def test_long_commands_are_broken_and_stay_one_command():
     assert max(map(len, command.splitlines())) <= 100
     assert command.replace("\\\n", "").split() == words
     assert all(line.lstrip().startswith(("python", "--")) for line in command.splitlines())
-    assert "GiB." in text  # and nothing is said of what is not known
+    assert "GiB." in text  # unknown load is omitted

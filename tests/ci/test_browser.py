@@ -1,4 +1,4 @@
-"""A browser is found if it runs, installed if it can be, and never the reason of a failed run."""
+"""`ci.browser`: search and installation of Chromium; its absence does not fail a run."""
 
 import os
 import subprocess
@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture
 def machine(tmp_path, monkeypatch):
-    """A machine with nothing on it; returns what puts a program there."""
+    """Empty PATH; yields a function that adds a program to it."""
     programs = tmp_path / "bin"
     programs.mkdir()
     monkeypatch.setenv("PATH", str(programs))
@@ -28,7 +28,7 @@ def machine(tmp_path, monkeypatch):
     return put
 
 
-def test_one_that_runs_is_found(machine):
+def test_find_returns_a_browser_that_runs(machine):
     assert browser.find() is None
     machine("chromium", "echo 'install it from the store' >&2; exit 1")
     assert browser.find() is None
@@ -36,15 +36,15 @@ def test_one_that_runs_is_found(machine):
     assert browser.find() == path
 
 
-def test_without_root_it_says_what_to_do(machine, monkeypatch, capsys):
+def test_install_without_root_prints_the_remedy(machine, monkeypatch, capsys):
     machine("apt-get")
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     assert browser.install() is None
-    assert "install the package chromium" in capsys.readouterr().out
+    assert "Install the package chromium" in capsys.readouterr().out
 
 
-def test_apt_installs_what_it_has(machine, monkeypatch, tmp_path):
-    """The small package is not known to this distribution, the other one is."""
+def test_install_falls_back_to_the_second_package(machine, monkeypatch, tmp_path):
+    """The distribution has no headless package."""
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     target, log = tmp_path / "bin" / "chromium", tmp_path / "log"
     machine(
@@ -59,15 +59,15 @@ def test_apt_installs_what_it_has(machine, monkeypatch, tmp_path):
     assert log.read_text().splitlines() == calls
 
 
-def test_what_apt_said_is_passed_on(machine, monkeypatch, capsys):
+def test_install_prints_the_error_of_apt(machine, monkeypatch, capsys):
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     machine("apt-get", "echo 'E: Unable to locate package chromium'; exit 100")
     assert browser.install() is None
     assert "Unable to locate package" in capsys.readouterr().out
 
 
-def test_without_a_browser_it_ends_with_a_word(machine):
-    """And .ci/run goes on."""
+def test_command_without_a_browser_prints_that_tests_are_skipped(machine):
+    """.ci/run continues."""
     done = subprocess.run(
         [sys.executable, "-c", "import os; os.geteuid = lambda: 1000; import runpy; "
          "runpy.run_module('ci.browser', run_name='__main__')"],

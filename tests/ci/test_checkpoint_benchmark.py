@@ -1,17 +1,21 @@
-"""`python -m ci.benchmarks.checkpoint`: its numbers are there, of states that are as they were."""
+"""`ci.benchmarks.checkpoint`: a small run reports all methods."""
 
 import json
 
 import pytest
 
-from ci.benchmarks.checkpoint import __main__ as command
+from ci.benchmarks import checkpoint
 
 
 @pytest.mark.slow
-def test_a_small_one(capsys):
-    assert command.main("--width 64 --layers 1 --rounds 1 --json".split()) == 0
+def test_small_run_reports_every_method(capsys):
+    assert checkpoint.main("--width 64 --layers 1 --rounds 1 --json".split()) == 0
     (line,) = (line for line in capsys.readouterr().out.splitlines() if line[:1] == "{")
     found = json.loads(line)
-    assert found["seconds"].keys() == {*command.WAYS, command.PASS, command.SLOWED}
+    assert found["seconds"].keys() == {
+        *checkpoint.METHODS,
+        checkpoint.PASS,
+        checkpoint.OVERLAPPED_PASS,
+    }
     assert min(found["seconds"].values()) > 0
     assert found["bytes"] > 3 * 4 * 50257 * 64 and len(found["ratios"]) == 5

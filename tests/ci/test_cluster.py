@@ -1,4 +1,4 @@
-"""The emulated cluster: isolation, links, ranks, and that nothing is left of it, ever."""
+"""`ci.emulation.cluster`: isolation, links, ranks and cleanup."""
 
 import contextlib
 import json
@@ -13,40 +13,49 @@ from pathlib import Path
 
 import pytest
 
-from ci.cluster import Cluster, ClusterError, clean, in_order_of_end, namespaces, why_not
-from ci.cluster.__main__ import main
+from ci.emulation.cluster import (
+    Cluster,
+    ClusterError,
+    as_completed,
+    clean,
+    namespaces,
+    unavailable_reason,
+)
+from ci.emulation.cluster.__main__ import main
 
 ROOT = Path(__file__).resolve().parents[2]
-PATIENCE = 60  # seconds until something that must happen counts as never happening
+TIMEOUT = 60  # seconds
 
-needs_cluster = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+needs_cluster = pytest.mark.skipif(
+    unavailable_reason() is not None, reason=str(unavailable_reason())
+)
 
 
 def python(code: str) -> list[str]:
     return [sys.executable, "-c", textwrap.dedent(code)]
 
 
-def until(condition, what: str):
-    """The first true value of ``condition()``."""
-    deadline = time.monotonic() + PATIENCE
+def wait_until(condition, event: str):
+    """Wait for ``condition()`` to be true and return its value."""
+    deadline = time.monotonic() + TIMEOUT
     while not (value := condition()):
-        assert time.monotonic() < deadline, f"not in {PATIENCE} s: {what}"
+        assert time.monotonic() < deadline, f"not within {TIMEOUT} s: {event}"
         time.sleep(0.02)
     return value
 
 
 def outputs(cluster: Cluster, command: list[str], ranks_per_node: int = 1, **settings) -> list[str]:
-    """What each rank prints; all must succeed."""
+    """Return the output of each rank; all ranks must succeed."""
     popen = {"stdout": subprocess.PIPE, "text": True, **settings}
     ranks = cluster.start(command, ranks_per_node, **popen)
-    codes = cluster.wait(ranks, PATIENCE)
+    codes = cluster.wait(ranks, TIMEOUT)
     texts = [rank.stdout.read() for rank in ranks]
     assert codes == [0] * len(ranks), texts
     return texts
 
 
 def names_of(owner: int) -> list[str]:
-    """Namespaces whose name says that process ``owner`` made them."""
+    """Return the namespaces named after the owner process."""
     if not namespaces.NETNS.exists():
         return []
     return [path.name for path in namespaces.NETNS.glob(f"nearlinear-{owner}-*")]
@@ -62,44 +71,47 @@ def cluster():
         yield cluster
 
 
-# ---- where it cannot run -----------------------------------------------------------------------
+# Unsuitable machines
 
 
 @pytest.fixture
 def machine(monkeypatch):
-    """A machine that could run a cluster, whatever this one is; tests take something away."""
+    """Simulate a machine that can run a cluster; tests remove a requirement."""
     monkeypatch.setattr(namespaces.shutil, "which", lambda tool: f"/sbin/{tool}")
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     monkeypatch.setattr(namespaces, "command", lambda words: None)
     return monkeypatch
 
 
-def test_a_machine_with_everything_has_no_excuse(machine):
-    assert why_not.__wrapped__() is None
+def test_suitable_machine_has_no_reason(machine):
+    assert unavailable_reason.__wrapped__() is None
 
 
 def test_missing_tools_are_named_with_their_packages(machine):
     machine.setattr(namespaces.shutil, "which", lambda tool: None if tool == "tc" else tool)
-    reason = why_not.__wrapped__()
+    reason = unavailable_reason.__wrapped__()
     assert "needs tc," in reason and "apt install iproute2" in reason
 
 
-def test_a_user_without_root_is_told_of_sudo(machine):
+def test_missing_root_suggests_sudo(machine):
     machine.setattr(os, "geteuid", lambda: 1000)
-    assert "needs root" in why_not.__wrapped__() and "sudo" in why_not.__wrapped__()
+    assert (
+        "needs root" in unavailable_reason.__wrapped__()
+        and "sudo" in unavailable_reason.__wrapped__()
+    )
 
 
-def test_a_refusing_container_is_told_what_to_allow(machine):
+def test_refusing_container_suggests_privileged(machine):
     def refuse(words):
         raise ClusterError("unshare: unshare failed: Operation not permitted.")
 
     machine.setattr(namespaces, "command", refuse)
-    reason = why_not.__wrapped__()
+    reason = unavailable_reason.__wrapped__()
     assert "Operation not permitted" in reason and "--privileged" in reason
 
 
-def test_the_command_line_says_why_it_cannot_run(monkeypatch, capsys):
-    monkeypatch.setattr("ci.cluster.command.why_not", lambda: "It needs root.")
+def test_command_prints_why_it_cannot_run(monkeypatch, capsys):
+    monkeypatch.setattr("ci.emulation.cluster.nodes.unavailable_reason", lambda: "It needs root.")
     assert main(["--nodes", "2", "--", "true"]) == 2
     assert capsys.readouterr().err == "It needs root.\n"
 
@@ -107,7 +119,7 @@ def test_the_command_line_says_why_it_cannot_run(monkeypatch, capsys):
 @pytest.mark.parametrize(
     "request_", [[], ["--nodes", "2"], ["--clean", "--", "true"], ["--ranks", "0", "--", "true"]]
 )
-def test_wrong_requests_are_refused(request_, capsys):
+def test_invalid_requests_are_rejected(request_, capsys):
     with pytest.raises(SystemExit) as refusal:
         main(request_)
     assert refusal.value.code == 2
@@ -115,16 +127,16 @@ def test_wrong_requests_are_refused(request_, capsys):
 
 
 @pytest.mark.parametrize("nodes", [0, -1, 251])
-def test_the_number_of_nodes_has_bounds(nodes):
+def test_number_of_nodes_is_bounded(nodes):
     with pytest.raises(ValueError, match=f"nodes={nodes}: .* 1 to 250"):
         Cluster(nodes)
 
 
-# ---- nodes -------------------------------------------------------------------------------------
+# Nodes
 
 
 @needs_cluster
-def test_ranks_see_what_torchrun_would_tell_them(cluster, monkeypatch):
+def test_ranks_have_the_environment_of_torchrun(cluster, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     show = python("import json, os; print(json.dumps(dict(os.environ)))")
     texts = outputs(cluster, show, ranks_per_node=2, env={"MINE": "1"})
@@ -146,19 +158,21 @@ def test_ranks_see_what_torchrun_would_tell_them(cluster, monkeypatch):
 
 
 @needs_cluster
-def test_a_rank_is_the_command_itself_in_the_callers_folder(cluster, tmp_path, monkeypatch):
+def test_rank_is_the_command_itself_in_the_callers_folder(cluster, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     show = python("import os; print(os.getpid(), os.getpgid(0), os.getcwd())")
     ranks = cluster.start(show, 2, stdout=subprocess.PIPE, text=True)
-    cluster.wait(ranks, PATIENCE)
+    cluster.wait(ranks, TIMEOUT)
     for number, rank in enumerate(ranks):
         assert (rank.rank, rank.node) == (number, number // 2)
-        assert rank.stdout.read() == f"{rank.pid} {rank.pid} {tmp_path}\n", "Ctrl-C is not for it"
+        assert rank.stdout.read() == f"{rank.pid} {rank.pid} {tmp_path}\n", (
+            "own process group: unaffected by Ctrl-C"
+        )
     assert outputs(cluster, ["pwd"], cwd="/usr") == ["/usr\n"] * 3
 
 
 @needs_cluster
-def test_names_resolve_and_nodes_have_one_nic(cluster):
+def test_node_names_resolve_and_nodes_have_one_nic(cluster):
     code = """
         import json, os, socket
         names = ["node0", "node1", "node2", "localhost", socket.gethostname()]
@@ -176,7 +190,7 @@ def test_names_resolve_and_nodes_have_one_nic(cluster):
 
 
 @needs_cluster
-def test_memory_and_local_sockets_are_shared_inside_a_node_only(cluster, tmp_path):
+def test_memory_and_local_sockets_are_shared_within_a_node_only(cluster, tmp_path):
     server = """
         import pathlib, socket, sys, time
         abstract = socket.socket(socket.AF_UNIX); abstract.bind("\\0nearlinear-test")
@@ -203,12 +217,12 @@ def test_memory_and_local_sockets_are_shared_inside_a_node_only(cluster, tmp_pat
         (tmp_path / f"{name}.py").write_text(textwrap.dedent(code))
     choose = f"[ $RANK = 0 ] && role=server || role=client; exec {sys.executable} $0/$role.py $0"
     ranks = cluster.start(["sh", "-c", choose, str(tmp_path)], 2, stdout=subprocess.PIPE, text=True)
-    assert cluster.wait(ranks[1:], PATIENCE) == [0] * 5
+    assert cluster.wait(ranks[1:], TIMEOUT) == [0] * 5
     ranks[0].kill()
-    assert cluster.wait(ranks, PATIENCE)[0] == -signal.SIGKILL
+    assert cluster.wait(ranks, TIMEOUT)[0] == -signal.SIGKILL
     seen = [rank.stdout.read().strip() for rank in ranks[1:]]
     assert seen == ["True True ['segment']"] + ["False False []"] * 4
-    assert not Path("/dev/shm/segment").exists(), "the machine's own /dev/shm is not theirs"
+    assert not Path("/dev/shm/segment").exists(), "the machine's /dev/shm is separate"
 
 
 @needs_cluster
@@ -220,7 +234,7 @@ def test_ranks_of_a_node_share_its_namespaces(cluster, kind):
 
 
 @needs_cluster
-def test_two_clusters_stand_side_by_side(cluster):
+def test_two_clusters_coexist(cluster):
     with Cluster(nodes=1) as other:
         assert outputs(other, ["uname", "-n"]) == ["node0\n"]
         assert not set(other._names) & set(cluster._names)
@@ -229,7 +243,7 @@ def test_two_clusters_stand_side_by_side(cluster):
 
 @needs_cluster
 @pytest.mark.slow
-def test_gloo_runs_over_it(cluster):
+def test_gloo_runs_on_the_cluster(cluster):
     pytest.importorskip("torch")
     code = """
         import torch, torch.distributed as dist
@@ -248,7 +262,7 @@ def test_gloo_runs_over_it(cluster):
         assert (pair.counters(1) - before).tx_bytes > 4000
 
 
-# ---- links -------------------------------------------------------------------------------------
+# Links
 
 SEND = """
     import os, socket, sys, time
@@ -275,7 +289,7 @@ SEND = """
 
 
 def queue(cluster: Cluster, node: int, at_switch: bool = False) -> dict:
-    """What tc says of the queue at a node's NIC, or at the switch's port to the node."""
+    """Return tc's description of the queue at a node's NIC, or at its switch port."""
     name = cluster._switch if at_switch else cluster._names[node]
     device = f"port{node}" if at_switch else "eth0"
     words = ["tc", "-netns", name, "-statistics", "-json", "qdisc", "show", "dev", device]
@@ -284,22 +298,22 @@ def queue(cluster: Cluster, node: int, at_switch: bool = False) -> dict:
 
 
 @needs_cluster
-def test_the_counters_agree_with_what_was_sent(cluster):
+def test_counters_equal_the_bytes_sent(cluster):
     size = 4_000_000
     before = [cluster.counters(node) for node in range(3)]
     outputs(cluster, [*python(SEND), str(size)])
     sent, received, idle = (cluster.counters(n) - before[n] for n in range(3))
-    assert size < sent.tx_bytes < size * 1514 / 1448 + 20_000  # headers, of each segment at most
+    assert size < sent.tx_bytes < size * 1514 / 1448 + 20_000  # headers of at most every segment
     assert sent.tx_bytes == pytest.approx(received.rx_bytes, abs=2000)
     assert sent.tx_packets == pytest.approx(received.rx_packets, abs=20)
     assert sent.rx_bytes == pytest.approx(received.tx_bytes, abs=2000)
     assert received.tx_bytes < size / 20  # acknowledgements
-    assert idle.tx_bytes == 0 and idle.rx_bytes < 500  # a broadcast or two: who has node1?
+    assert idle.tx_bytes == 0 and idle.rx_bytes < 500  # one or two ARP broadcasts
     assert size / 32768 < sent.tx_packets < 2 * size / 1448
 
 
 @needs_cluster
-def test_a_fresh_cluster_is_silent():
+def test_idle_cluster_has_no_traffic():
     with Cluster(nodes=2) as fresh:
         outputs(fresh, ["sleep", "0.5"])
         for node in range(2):
@@ -308,7 +322,7 @@ def test_a_fresh_cluster_is_silent():
 
 
 @needs_cluster
-def test_every_link_is_limited_both_ways(cluster):
+def test_rate_limits_both_directions_of_every_link(cluster):
     for node in range(3):
         for at_switch in (False, True):
             entry = queue(cluster, node, at_switch)
@@ -319,7 +333,7 @@ def test_every_link_is_limited_both_ways(cluster):
 
 @needs_cluster
 @pytest.mark.parametrize("limited", [0, 1])
-def test_traffic_passes_the_limit_of_its_sender_and_its_receiver(limited):
+def test_traffic_is_limited_by_sender_and_receiver(limited):
     size = 2_000_000
     with Cluster(nodes=2) as cluster:
         cluster.set_rate("100mbit", node=limited)
@@ -332,7 +346,7 @@ def test_traffic_passes_the_limit_of_its_sender_and_its_receiver(limited):
 
 
 @needs_cluster
-def test_the_rate_can_be_changed_and_lifted():
+def test_rate_can_be_changed_and_removed():
     with Cluster(nodes=2, rate="1gbit") as cluster:
         cluster.set_rate("50mbit", node=1)
         assert queue(cluster, 0)["options"]["rate"] == 1e9 / 8
@@ -347,7 +361,7 @@ def test_the_rate_can_be_changed_and_lifted():
 
 @needs_cluster
 def test_large_packets_fit_the_bucket():
-    """Else tbf cuts them up: slow, out of order, and the link never reaches its rate."""
+    """Larger packets would be split by tbf, slowly and out of order."""
     size = 4_000_000
     with Cluster(nodes=2, rate="1gbit") as cluster:
         outputs(cluster, [*python(SEND), str(size)])
@@ -359,7 +373,7 @@ def test_large_packets_fit_the_bucket():
 
 
 @needs_cluster
-def test_a_pulled_cable_stops_traffic_until_it_is_back(cluster):
+def test_disconnected_node_has_no_traffic_until_reconnected(cluster):
     chatter = """
         import os, socket, time
         if os.environ["RANK"] == "0":
@@ -374,45 +388,47 @@ def test_a_pulled_cable_stops_traffic_until_it_is_back(cluster):
 
     def more_at(node: int, packets: int = 20):
         start = cluster.counters(node).rx_packets
-        until(lambda: cluster.counters(node).rx_packets >= start + packets, f"node{node} receives")
+        wait_until(
+            lambda: cluster.counters(node).rx_packets >= start + packets, f"node{node} receives"
+        )
 
     more_at(1)
     cluster.link_down(1)
     before = cluster.counters(1)
-    more_at(2)  # the others go on
+    more_at(2)  # other nodes continue
     assert (cluster.counters(1) - before).rx_packets == 0
-    assert ranks[0].poll() is None, "no socket was told"
+    assert ranks[0].poll() is None, "sockets see no error"
     cluster.link_up(1)
     more_at(1)
     for rank in ranks:
         rank.kill()
-    cluster.wait(ranks, PATIENCE)
+    cluster.wait(ranks, TIMEOUT)
 
 
 @needs_cluster
 @pytest.mark.parametrize("call", ["address", "counters", "link_down", "link_up"])
 @pytest.mark.parametrize("node", [-1, 3])
-def test_an_unknown_node_is_refused(cluster, call, node):
-    with pytest.raises(ValueError, match=f"node {node}: .* 0 to 2"):
+def test_unknown_node_is_rejected(cluster, call, node):
+    with pytest.raises(ValueError, match=f"node {node} does not exist.* 0 to 2"):
         getattr(cluster, call)(node)
 
 
-# ---- ranks -------------------------------------------------------------------------------------
+# Ranks
 
 
 @needs_cluster
-def test_waiting_names_who_still_runs(cluster):
+def test_wait_timeout_names_the_running_ranks(cluster):
     first, second, third = ranks = cluster.start(["sh", "-c", "exec sleep ${RANK}000"])
-    first.wait(PATIENCE)  # sleep 0000
+    first.wait(TIMEOUT)  # sleep 0000
     second.stop()
     third.kill()
-    assert next(in_order_of_end([second, third], PATIENCE)) is third
+    assert next(as_completed([second, third], TIMEOUT)) is third
     with pytest.raises(TimeoutError, match=r"after 0\.1 s: node1 rank1\."):
         cluster.wait(ranks, timeout=0.1)
     second.send_signal(signal.SIGTERM)
-    assert list(in_order_of_end([second], timeout=0.1)) == [], "frozen: it acts on no signal"
+    assert list(as_completed([second], timeout=0.1)) == [], "a frozen process handles no signal"
     second.resume()
-    assert cluster.wait(ranks, PATIENCE) == [0, -signal.SIGTERM, -signal.SIGKILL]
+    assert cluster.wait(ranks, TIMEOUT) == [0, -signal.SIGTERM, -signal.SIGKILL]
 
 
 @needs_cluster
@@ -422,28 +438,28 @@ def test_ranks_outlive_the_thread_that_started_them(cluster):
     thread = threading.Thread(target=lambda: ranks.extend(cluster.start(["cat"], **pipes)))
     thread.start()
     thread.join()
-    assert [rank.communicate("hello", PATIENCE)[0] for rank in ranks] == ["hello"] * 3
+    assert [rank.communicate("hello", TIMEOUT)[0] for rank in ranks] == ["hello"] * 3
 
 
 @needs_cluster
-def test_output_may_differ_by_rank(cluster, tmp_path):
+def test_streams_can_depend_on_the_rank(cluster, tmp_path):
     with contextlib.ExitStack() as files:
         opened = [files.enter_context((tmp_path / f"{n}.log").open("w")) for n in range(3)]
         ranks = cluster.start(["sh", "-c", "echo $RANK; echo no >&2"], stdout=opened.__getitem__,
                               stderr=lambda rank: subprocess.STDOUT if rank else None)  # fmt: skip
-        assert cluster.wait(ranks, PATIENCE) == [0, 0, 0]
+        assert cluster.wait(ranks, TIMEOUT) == [0, 0, 0]
     assert [(tmp_path / f"{n}.log").read_text() for n in range(3)] == ["0\n", "1\nno\n", "2\nno\n"]
 
 
-# ---- what is left ------------------------------------------------------------------------------
+# Cleanup
 
 OWNER = """
     import signal, subprocess, time
-    from ci.cluster import Cluster
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # though started with nohup or by &
+    from ci.emulation.cluster import Cluster
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # also if started by nohup or &
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     with Cluster(nodes=2, rate="1gbit") as cluster:
-        # A rank with a child, which does not die with us by itself.
+        # A rank with a child, which the parent-death signal does not reach.
         ranks = cluster.start(["sh", "-c", "sleep 1000 & echo $!; wait"],
                               stdout=subprocess.PIPE, text=True)
         children = [int(rank.stdout.readline()) for rank in ranks]
@@ -454,7 +470,7 @@ OWNER = """
 
 @contextlib.contextmanager
 def owner(last: str = "time.sleep(1000)"):
-    """Another process that owns a cluster; also the ids of its ranks and of their children."""
+    """Start a cluster owner; yield its process, and the ids of its ranks and their children."""
     code = python(textwrap.dedent(OWNER).format(last=last))
     process = subprocess.Popen(code, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     with process:
@@ -475,19 +491,19 @@ def owner(last: str = "time.sleep(1000)"):
         (signal.SIGINT, "time.sleep(1000)", -2),
     ],
 )
-def test_nothing_is_left_of_an_owner_that_can_act(number, last, code):
+def test_owner_that_exits_or_is_terminated_leaves_nothing(number, last, code):
     with owner(last) as (process, processes):
         assert len(processes) == 4
         if number:
             assert len(names_of(process.pid)) == 3
             process.send_signal(number)
-        assert process.wait(PATIENCE) == code
+        assert process.wait(TIMEOUT) == code
         assert names_of(process.pid) == []
         assert not any(alive(one) for one in processes)
 
 
 @needs_cluster
-def test_a_signal_amid_the_removal_waits_for_its_end(monkeypatch):
+def test_signals_during_removal_are_deferred(monkeypatch):
     remove = namespaces.remove
 
     def interrupted(names):
@@ -509,22 +525,22 @@ def test_a_signal_amid_the_removal_waits_for_its_end(monkeypatch):
 
 
 @needs_cluster
-def test_what_a_killed_owner_leaves_the_next_start_removes(cluster):
+def test_next_start_removes_leftovers_of_a_killed_owner(cluster):
     with owner() as (process, processes):
         ranks, children = processes[:2], processes[2:]
         assert len(names_of(process.pid)) == 3
         assert all(alive(child) for child in children)
         process.kill()
-        until(lambda: not alive(process.pid), "the owner is dead")  # and not reaped: a zombie
-        until(lambda: not any(alive(rank) for rank in ranks), "ranks die with their owner")
+        wait_until(lambda: not alive(process.pid), "the owner is dead")  # a zombie until reaped
+        wait_until(lambda: not any(alive(rank) for rank in ranks), "ranks end with their owner")
         with Cluster(nodes=1):
             assert names_of(process.pid) == []
             assert not any(alive(child) for child in children)
-    assert outputs(cluster, ["uname", "-n"])[1] == "node1\n", "what lives is left alone"
+    assert outputs(cluster, ["uname", "-n"])[1] == "node1\n", "live clusters are unaffected"
 
 
 @needs_cluster
-def test_clean_tells_a_dead_owner_from_a_live_one_with_its_number(cluster):
+def test_clean_distinguishes_owners_with_the_same_process_id(cluster):
     mine, started = os.getpid(), namespaces._started(os.getpid())
     reused = f"nearlinear-{mine}-{started - 1}-0-node0"  # of an earlier process with this id
     foreign = f"nearlinear-test-{mine}"
@@ -540,7 +556,7 @@ def test_clean_tells_a_dead_owner_from_a_live_one_with_its_number(cluster):
 
 
 @needs_cluster
-def test_two_cleaners_do_not_hinder_each_other(monkeypatch):
+def test_concurrent_cleanup_succeeds(monkeypatch):
     names = [f"nearlinear-test-{os.getpid()}-{n}" for n in range(3)]
     for name in names:
         subprocess.check_call(["ip", "netns", "add", name])
@@ -556,15 +572,15 @@ def test_two_cleaners_do_not_hinder_each_other(monkeypatch):
 
 
 @pytest.mark.parametrize("removed, shown", [(["a", "b"], "a\nb\n"), ([], "Nothing to remove.\n")])
-def test_clean_says_what_it_removed(removed, shown, monkeypatch, capsys):
-    monkeypatch.setattr("ci.cluster.command.why_not", lambda: None)
-    monkeypatch.setattr("ci.cluster.__main__.clean", lambda: removed)
+def test_clean_prints_the_removed_namespaces(removed, shown, monkeypatch, capsys):
+    monkeypatch.setattr("ci.emulation.cluster.nodes.unavailable_reason", lambda: None)
+    monkeypatch.setattr("ci.emulation.cluster.__main__.clean", lambda: removed)
     assert main(["--clean"]) == 0
     assert capsys.readouterr().out == shown
 
 
 @needs_cluster
-def test_a_cluster_that_cannot_be_made_leaves_nothing():
+def test_failed_start_leaves_nothing():
     before = names_of(os.getpid())
     handler = signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
@@ -578,27 +594,27 @@ def test_a_cluster_that_cannot_be_made_leaves_nothing():
 
 
 @needs_cluster
-def test_no_file_and_no_process_of_ours_is_left():
-    def ours():
+def test_no_descriptor_or_process_is_leaked():
+    def own_resources():
         parents = []
         for stat in Path("/proc").glob("[0-9]*/stat"):
-            with contextlib.suppress(OSError):  # ended meanwhile
+            with contextlib.suppress(OSError):  # the process has ended
                 parents.append(int(stat.read_text().rpartition(")")[2].split()[1]))
         return sorted(os.listdir("/proc/self/fd")), parents.count(os.getpid())
 
     with Cluster(nodes=1):
-        pass  # whatever the first of them opens for good
-    before = ours()
+        pass  # resources opened once for all clusters
+    before = own_resources()
     with Cluster(nodes=2) as cluster:
         ranks = cluster.start(["sh", "-c", "exec sleep ${RANK}000"], 2)
-        next(in_order_of_end(ranks))
+        next(as_completed(ranks))
         with pytest.raises(TimeoutError):
             cluster.wait(ranks, timeout=0.01)
-    assert ours() == before
+    assert own_resources() == before
 
 
 @needs_cluster
-def test_a_fork_of_the_owner_leaves_the_cluster_alone(cluster):
+def test_forked_child_does_not_close_the_cluster(cluster):
     child = os.fork()
     if child == 0:
         try:
@@ -609,12 +625,22 @@ def test_a_fork_of_the_owner_leaves_the_cluster_alone(cluster):
     assert outputs(cluster, ["uname", "-n"])[2] == "node2\n"
 
 
-# ---- the command line --------------------------------------------------------------------------
+# Command line
 
 
 @needs_cluster
-def test_the_output_of_rank_0_is_shown():
-    command = ["-m", "ci.cluster", "--nodes", "2", "--ranks", "2", "--rate", "1gbit", "--"]
+def test_command_shows_the_output_of_rank_0():
+    command = [
+        "-m",
+        "ci.emulation.cluster",
+        "--nodes",
+        "2",
+        "--ranks",
+        "2",
+        "--rate",
+        "1gbit",
+        "--",
+    ]
     done = subprocess.run(
         [sys.executable, *command, "sh", "-c", "echo rank $RANK; echo note $RANK >&2"],
         cwd=ROOT, capture_output=True, text=True,
@@ -634,8 +660,8 @@ def test_prefix_shows_all_ranks_line_by_line(capfd):
 
 
 @needs_cluster
-def test_the_first_failure_is_reported_and_ends_the_others(capfd, monkeypatch):
-    monkeypatch.setattr("ci.cluster.__main__.GRACE", 0.2)
+def test_first_failure_is_reported_and_ends_the_other_ranks(capfd, monkeypatch):
+    monkeypatch.setattr("ci.emulation.cluster.__main__.GRACE", 0.2)
     script = """
         case $RANK in
             0) exec sleep 1000 ;;
@@ -653,17 +679,17 @@ def test_the_first_failure_is_reported_and_ends_the_others(capfd, monkeypatch):
 
 
 @needs_cluster
-def test_a_killed_rank_gives_the_code_a_shell_would(capfd):
+def test_killed_rank_gives_the_exit_code_of_a_shell(capfd):
     assert main(["--nodes", "1", "--", "sh", "-c", "kill -KILL $$"]) == 137
     assert "killed by signal 9" in capfd.readouterr().err
     assert main(["--nodes", "1", "--", "no-such-command"]) == 127
 
 
 @needs_cluster
-def test_a_closed_output_ends_the_run():
-    command = [sys.executable, "-m", "ci.cluster", "--prefix", "--", "yes"]
+def test_closed_output_ends_the_run():
+    command = [sys.executable, "-m", "ci.emulation.cluster", "--prefix", "--", "yes"]
     with subprocess.Popen(command, cwd=ROOT, stdout=-1, stderr=-1, text=True) as process:
         process.stdout.readline()
         process.stdout.close()
-        assert process.wait(PATIENCE) == 128 + signal.SIGPIPE
+        assert process.wait(TIMEOUT) == 128 + signal.SIGPIPE
         assert "Traceback" not in process.stderr.read()

@@ -1,4 +1,4 @@
-"""`python -m ci.benchmarks.network`: bytes over NICs, tables, the figure, requests refused."""
+"""`ci.benchmarks.network`: bytes over NICs, tables, figures and request validation."""
 
 import json
 import os
@@ -9,16 +9,18 @@ from pathlib import Path
 import pytest
 
 from ci.benchmarks.network import __main__ as command
-from ci.benchmarks.network import figure, table
-from ci.benchmarks.network.plan import Plan, necessary_bytes, parse_rate, show_rate
-from ci.cluster import why_not
+from ci.benchmarks.network import report
+from ci.benchmarks.network.config import NetworkConfig, necessary_bytes, parse_rate, show_rate
+from ci.emulation.cluster import unavailable_reason
 
 ROOT = Path(__file__).resolve().parents[2]
-needs_cluster = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+needs_cluster = pytest.mark.skipif(
+    unavailable_reason() is not None, reason=str(unavailable_reason())
+)
 
 
 def entry(label: str, ranks: int, size: int, used: float, **more) -> dict:
-    """A result as a run records it."""
+    """Return a result as recorded by a run."""
     place = {"operation": "all_gather", "ranks_per_node": ranks, "bytes_per_node": size}
     numbers = {"link_used": used, "link_used_at_best": used + 0.01, "median_us": 1e6 / used}
     rest = {"contender": label, "bytes": 4 * size, "sent_over_necessary": 1.004, "wrong": 0}
@@ -36,7 +38,7 @@ RECORD = {
 }
 
 
-def test_rates_are_those_of_tc():
+def test_rates_are_parsed_in_the_notation_of_tc():
     assert parse_rate("200mbit") == 200_000_000 and parse_rate("1.5Gbit") == 1_500_000_000
     assert show_rate(200_000_000) == "200 Mbit/s" and show_rate(10**9) == "1 Gbit/s"
     for wrong in ("200", "200mbps", "0mbit", "-1mbit", "fast"):
@@ -44,30 +46,30 @@ def test_rates_are_those_of_tc():
             parse_rate(wrong)
 
 
-def test_necessary_bytes_do_not_depend_on_the_ranks_of_a_node():
+def test_necessary_bytes_are_independent_of_the_ranks_per_node():
     assert necessary_bytes("all_gather", 4, 1000) == 3000
     assert necessary_bytes("reduce_scatter", 4, 1000) == 3000
     assert necessary_bytes("all_reduce", 4, 1000) == 6000
 
 
-def test_a_plan_survives_the_command_line():
-    plan = Plan(("all_gather",), (65536,), ("gloo",), ("this",), 10**9, 3, 0.1, 60.0)
-    assert Plan.from_json(plan.to_json()) == plan
+def test_config_round_trips_through_json():
+    config = NetworkConfig(("all_gather",), (65536,), ("gloo",), ("this",), 10**9, 3, 0.1, 60.0)
+    assert NetworkConfig.from_json(config.to_json()) == config
 
 
-def test_rows_stand_under_their_heads():
-    head = table.head("all_gather", 4, 2, 200_000_000, ["nearlinear", "gloo"])
-    row = table.row(RECORD["results"][:2])
+def test_rows_align_with_the_table_head():
+    head = report.table_head("all_gather", 4, 2, 200_000_000, ["nearlinear", "gloo"])
+    row = report.table_row(RECORD["results"][:2])
     assert "4 nodes x 2 ranks, 200 Mbit/s" in head
     assert [len(line) for line in head.splitlines()[-2:]] == [len(row)] * 2
     assert "94.0 % (95.0)" in row and "47.0 % (48.0)" in row
     assert row.split("|")[-2].strip() == "2.00"  # gloo took twice as long
-    assert "3 WRONG" in table.row([entry("a", 1, 65536, 0.5, wrong=3)])
+    assert "3 WRONG" in report.table_row([entry("a", 1, 65536, 0.5, wrong=3)])
 
 
-def test_the_figure_has_a_panel_per_ranks_and_a_line_per_backend(tmp_path):
+def test_figure_has_a_panel_per_layout_and_a_line_per_backend(tmp_path):
     pytest.importorskip("matplotlib")
-    drawn = figure.draw(RECORD)
+    drawn = report.draw(RECORD)
     assert [ax.get_title() for ax in drawn.axes] == [
         "1 rank per node",
         "2 ranks per node",
@@ -79,40 +81,42 @@ def test_the_figure_has_a_panel_per_ranks_and_a_line_per_backend(tmp_path):
         assert list(lines["gloo"].get_ydata()) == [47.0, 47.0]
     more = {**RECORD, "results": [*RECORD["results"], entry("gloo", 1, 65536, 0.3)]}
     more["results"][-1]["operation"] = "all_reduce"
-    figure.save(more, tmp_path / "net.svg")
+    report.save(more, tmp_path / "net.svg")
     assert {path.name for path in tmp_path.iterdir()} == {"net.svg", "net_all_reduce.svg"}
 
 
 @needs_cluster
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("words", "message"),
     [
-        (["--rate", "200mbps"], "write 200mbit"),
+        (["--rate", "200mbps"], "such as 200mbit"),
         (["--sizes", "12", "--ranks", "2"], "multiple of 4 bytes x 2 ranks"),
         (["--nodes", "1"], "--nodes: must be at least 2"),
-        (["--ranks", "0"], "at least one rank"),
+        (["--ranks", "0"], "--ranks: must be at least 1"),
         (["--backends", "carrier_pigeon"], "carrier_pigeon"),
         (["--json", "no/such/folder/file.json"], "there is no folder"),
         (["--plot", "figure.txt"], "must end in"),
     ],
 )
-def test_wrong_requests_end_before_a_rank_starts(words, says, capsys, monkeypatch):
-    monkeypatch.setattr(command, "Cluster", lambda *_: pytest.fail("a cluster was made"))
+def test_invalid_requests_are_rejected_before_a_rank_starts(words, message, capsys, monkeypatch):
+    monkeypatch.setattr(command, "Cluster", lambda *_: pytest.fail("a cluster was created"))
     assert command.main(words) == 2
-    assert says in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
-def test_a_machine_that_cannot_says_why(capsys, monkeypatch):
-    monkeypatch.setattr("ci.cluster.command.why_not", lambda: "An emulated cluster needs root.")
+def test_unsuitable_machine_is_reported(capsys, monkeypatch):
+    monkeypatch.setattr(
+        "ci.emulation.cluster.nodes.unavailable_reason", lambda: "An emulated cluster needs root."
+    )
     assert command.main([]) == 2
     assert "needs root" in capsys.readouterr().err
 
 
 @needs_cluster
 @pytest.mark.slow
-def test_a_run_moves_the_necessary_bytes_and_no_more(tmp_path):
-    """Each node's NIC, by its own counter; gloo's reduce-scatter shows that waste is seen."""
-    # At this rate no queue overflows, however busy the machine: what is lost is sent twice.
+def test_nearlinear_sends_only_the_necessary_bytes(tmp_path):
+    """NIC counters; gloo's reduce-scatter shows that excess bytes are detected."""
+    # At this rate no queue overflows on a busy machine; dropped packets would be sent twice.
     words = ["--nodes", "2", "--ranks", "2", "--rate", "10gbit", "--sizes", "256K", "--blocks", "2"]
     words += ["--block-ms", "20", "--ops", "all_gather", "reduce_scatter"]
     words += ["--json", str(tmp_path / "run.json"), "--plot", str(tmp_path / "run.svg")]
@@ -124,9 +128,9 @@ def test_a_run_moves_the_necessary_bytes_and_no_more(tmp_path):
         timeout=300,
     )
     assert done.returncode == 0, done.stderr
-    kept = json.loads((tmp_path / "run.json").read_text())
-    assert kept["command"].startswith("python -m ci.benchmarks.network --nodes 2")
-    found = {(e["operation"], e["contender"]): e for e in kept["results"]}
+    record = json.loads((tmp_path / "run.json").read_text())
+    assert record["command"].startswith("python -m ci.benchmarks.network --nodes 2")
+    found = {(e["operation"], e["contender"]): e for e in record["results"]}
     assert len(found) == 4 and not any(e["wrong"] for e in found.values())
     for operation in ("all_gather", "reduce_scatter"):
         ours = found[operation, "nearlinear"]
@@ -139,7 +143,7 @@ def test_a_run_moves_the_necessary_bytes_and_no_more(tmp_path):
 
 @needs_cluster
 @pytest.mark.slow
-def test_a_rank_that_fails_fails_the_run(tmp_path):
+def test_failed_rank_fails_the_run(tmp_path):
     words = ["--nodes", "2", "--ranks", "1", "--rate", "1gbit", "--sizes", "64K", "--blocks", "1"]
     (tmp_path / "broken_plugin.py").write_text(
         "import os\nif os.environ.get('RANK') == '1':\n    raise ImportError('rank 1 is broken')\n"

@@ -1,4 +1,4 @@
-"""`python -m ci.notebooks` on small notebooks made here: run, check, sync, and what it leaves."""
+"""`ci.notebooks` on small notebooks: run, check, sync, gallery and cleanup."""
 
 import os
 import signal
@@ -59,7 +59,7 @@ def runner(folder: Path, *args: str) -> subprocess.CompletedProcess:
     return subprocess.run(command(folder, *args), cwd=ROOT, capture_output=True, text=True)
 
 
-def test_a_run_streams_and_leaves_a_gallery(folder):
+def test_run_streams_output_and_renders_the_gallery(folder):
     add(folder, "01_first", PLOT)
     done = runner(folder, "--set", "steps=5")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -72,11 +72,13 @@ def test_a_run_streams_and_leaves_a_gallery(folder):
         assert f'"{link}"' in index and (artifacts / link).exists()
     page = (artifacts / "notebooks/01_first.html").read_text()
     assert "<math" in page and "<script" not in page and 'src="http' not in page
-    assert not nbformat.read(folder / "01_first.ipynb", 4).cells[2].outputs  # source is untouched
+    assert (
+        not nbformat.read(folder / "01_first.ipynb", 4).cells[2].outputs
+    )  # the source is unchanged
 
 
 @pytest.mark.parametrize("setting, hint", [("step=5", "Did you mean 'steps'?"), ("x=1", "scale")])
-def test_an_unknown_parameter_is_refused_before_anything_runs(folder, setting, hint):
+def test_unknown_parameter_is_rejected_before_the_run(folder, setting, hint):
     add(folder, "01_first")
     done = runner(folder, "--set", setting)
     assert done.returncode == 2
@@ -84,7 +86,7 @@ def test_an_unknown_parameter_is_refused_before_anything_runs(folder, setting, h
     assert not (folder.parent / "artifacts").exists()
 
 
-def test_a_failing_cell_is_reported_and_the_next_notebook_runs(folder):
+def test_failing_cell_is_reported_and_the_next_notebook_runs(folder):
     add(folder, "01_bad", "def f():\n    raise RuntimeError('on purpose')\nf()")
     add(folder, "02_good")
     done = runner(folder)
@@ -96,7 +98,7 @@ def test_a_failing_cell_is_reported_and_the_next_notebook_runs(folder):
     assert "on purpose" in index and "1 failed" in index
 
 
-def test_only_selects_and_the_gallery_keeps_the_others(folder):
+def test_only_selects_notebooks_and_the_gallery_keeps_others(folder):
     add(folder, "01_first")
     add(folder, "02_second")
     runner(folder)
@@ -118,8 +120,8 @@ def child_pid(lines) -> int:
     return int(next(line for line in lines if "] child " in line).split()[-1])
 
 
-def gone(pid: int, patience: float = 30.0) -> bool:
-    deadline = time.monotonic() + patience
+def has_ended(pid: int, timeout: float = 30.0) -> bool:
+    deadline = time.monotonic() + timeout
     while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
         if time.monotonic() > deadline:
             return False
@@ -127,37 +129,37 @@ def gone(pid: int, patience: float = 30.0) -> bool:
     return True
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="orphans are adopted on Linux only")
-def test_a_timed_out_cell_leaves_no_process_behind(folder):
+@pytest.mark.skipif(sys.platform != "linux", reason="requires Linux to adopt orphans")
+def test_timed_out_cell_leaves_no_process(folder):
     add(folder, "01_hangs", DETACHED)
     done = runner(folder, "--cell-timeout", "4")
     assert done.returncode == 1 and "CellTimeoutError" in done.stdout
-    assert gone(child_pid(done.stdout.splitlines()))
+    assert has_ended(child_pid(done.stdout.splitlines()))
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="orphans are adopted on Linux only")
+@pytest.mark.skipif(sys.platform != "linux", reason="requires Linux to adopt orphans")
 @pytest.mark.parametrize("how, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_an_interrupted_run_leaves_no_process_behind(folder, how, code):
+def test_interrupted_run_leaves_no_process(folder, how, code):
     add(folder, "01_hangs", DETACHED)
     process = subprocess.Popen(
         command(folder),
         cwd=ROOT,
         stdout=subprocess.PIPE,
         text=True,
-        # a suite that runs in the background hands an ignored SIGINT down
+        # a background job inherits an ignored SIGINT
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     pid = child_pid(process.stdout)
     os.kill(process.pid, how)
     process.communicate(timeout=60)
     assert process.returncode == code
-    assert gone(pid)
+    assert has_ended(pid)
 
 
-# ---- pairs -------------------------------------------------------------------------------------
+# Pairs
 
 
-def test_sync_is_idempotent_and_a_change_touches_one_cell(folder):
+def test_sync_is_idempotent_and_a_change_affects_one_cell(folder):
     path = add(folder, "01_first", "print('hello')\n\n# %%\nprint('hello')\n\n# %%\n1")
     text = path.read_text()
     assert not pairs.sync(folder, "01_first") and path.read_text() == text
@@ -170,13 +172,13 @@ def test_sync_is_idempotent_and_a_change_touches_one_cell(folder):
     nbformat.validate(nbformat.read(path, 4))
 
 
-def test_a_good_pair_has_no_fault(folder):
+def test_valid_pair_has_no_fault(folder):
     add(folder, "01_first")
     done = runner(folder, "--check")
     assert done.returncode == 0 and "1 notebooks checked, 0 faults" in done.stdout
 
 
-def test_an_out_of_sync_pair_is_found_and_sync_mends_it(folder):
+def test_sync_repairs_a_differing_pair(folder):
     add(folder, "01_first")
     script = folder / "01_first.py"
     script.write_text(script.read_text().replace("hello", "changed"))
@@ -198,16 +200,16 @@ def edit(path: Path, change) -> None:
     [
         (
             lambda nb: nb.cells[2].outputs.append(nbformat.v4.new_output("stream", text="x")),
-            "holds outputs",
+            "contains outputs",
         ),
-        (lambda nb: nb.cells[2].update(execution_count=3), "holds execution counts"),
+        (lambda nb: nb.cells[2].update(execution_count=3), "contains execution counts"),
         (lambda nb: nb.metadata.pop("kernelspec"), "kernelspec is not python3"),
-        (lambda nb: nb.cells.pop(0), "does not open with a markdown title"),
+        (lambda nb: nb.cells.pop(0), "does not begin with a markdown title"),
         (lambda nb: nb.cells[1].metadata.pop("tags"), "no cell tagged `parameters`"),
         (lambda nb: nb.cells[0].update(id="other"), "cell ids or metadata"),
     ],
 )
-def test_each_fault_is_found(folder, change, fault):
+def test_each_fault_is_detected(folder, change, fault):
     path = add(folder, "01_first")
     edit(path, change)
     found = pairs.faults(folder, "01_first")
@@ -216,18 +218,18 @@ def test_each_fault_is_found(folder, change, fault):
 
 
 @pytest.mark.parametrize("missing", ["py", "ipynb"])
-def test_a_lone_file_is_found(folder, missing):
+def test_missing_partner_file_is_detected(folder, missing):
     add(folder, "01_first")
     (folder / f"01_first.{missing}").unlink()
     assert f"no .{missing}" in pairs.faults(folder, "01_first")[0][0]
 
 
-def test_no_notebooks_is_an_error(folder):
+def test_folder_without_notebooks_is_an_error(folder):
     done = runner(folder)
     assert done.returncode == 2 and "No notebooks" in done.stderr
 
 
-def test_the_first_paragraph_is_found_under_the_title():
+def test_headline_is_the_title_and_the_first_paragraph():
     cells = [
         nbformat.v4.new_markdown_cell("# Title\n![picture](a.png)\n\nSee [the *paper*](b) now."),
         nbformat.v4.new_markdown_cell("More."),

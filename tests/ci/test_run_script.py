@@ -1,4 +1,4 @@
-"""The `run` script and ci/environment.py: decisions only, nothing is installed or fetched."""
+"""`run` and `ci.environment`: decisions only; nothing is installed or downloaded."""
 
 import ast
 import importlib.util
@@ -27,7 +27,7 @@ def run():
 
 @pytest.fixture
 def workspace(tmp_path, monkeypatch):
-    """A workspace of two packages, core and one compiled against torch, that `environment` uses."""
+    """Workspace of two packages: core, and an extension compiled against torch."""
     for name, requires in {"core": ["hatchling"], "fast": ["setuptools>=77", "torch>=2.6"]}.items():
         folder = tmp_path / "packages" / name
         folder.mkdir(parents=True)
@@ -43,12 +43,12 @@ def workspace(tmp_path, monkeypatch):
 
 @pytest.fixture
 def installs(workspace, monkeypatch):
-    """The installer commands `environment` would run, in order, by what they are called."""
+    """Installer commands that `environment` would run, by name, in order."""
     commands = {}
 
-    def record(what, command, env):
-        commands[what] = command
-        if what == "an empty environment":
+    def record(name, command, env):
+        commands[name] = command
+        if name == "an empty environment":
             environment.PYTHON.parent.mkdir(parents=True)
             environment.PYTHON.symlink_to(sys.executable)
 
@@ -58,14 +58,14 @@ def installs(workspace, monkeypatch):
     return commands
 
 
-# ---- run ---------------------------------------------------------------------------------------
+# run
 
 
-def test_it_parses_on_an_old_python():
+def test_script_parses_on_python_3_8():
     ast.parse((ROOT / "run").read_text(), feature_version=(3, 8))
 
 
-def test_an_old_python_is_told_what_is_needed(run, monkeypatch, capsys):
+def test_old_python_is_rejected_with_the_required_version(run, monkeypatch, capsys):
     monkeypatch.setattr(sys, "version_info", (3, 9, 1))
     assert run.main(["test"]) == 1
     assert "needs Python 3.11 or newer" in capsys.readouterr().out
@@ -79,7 +79,7 @@ def test_help_lists_every_command(args):
         assert f"\n  {command} " in done.stdout
 
 
-def test_an_unknown_command_is_refused(run, capsys):
+def test_unknown_command_is_rejected(run, capsys):
     assert run.main(["tset"]) == 2
     assert "'tset'" in capsys.readouterr().out
 
@@ -94,7 +94,7 @@ def test_test_passes_arguments_and_exit_code_on(run, monkeypatch):
     assert seen[1][:3] == ["python", "-m", "pytest"] and "--durations=15" in seen[1]
 
 
-def test_the_tutorial_stops_at_a_failing_step(run, monkeypatch, capsys):
+def test_tutorial_stops_at_a_failing_step(run, monkeypatch, capsys):
     codes = iter([0, 3])
     monkeypatch.setattr(environment, "ensure", lambda **additions: None)
     monkeypatch.setattr(run, "job", lambda command, **settings: next(codes))
@@ -103,7 +103,7 @@ def test_the_tutorial_stops_at_a_failing_step(run, monkeypatch, capsys):
     assert "Step 2 of 3" in last and "exit code 3" in last and "nearlinear train" in last
 
 
-def test_the_tutorial_says_where_to_look(run, monkeypatch, capsys, tmp_path):
+def test_tutorial_prints_the_paths_of_results(run, monkeypatch, capsys, tmp_path):
     for name in ["index.html", "train/metrics.jsonl", "train/loss.png"]:
         path = tmp_path / "artifacts" / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -122,11 +122,11 @@ def test_the_tutorial_says_where_to_look(run, monkeypatch, capsys, tmp_path):
     assert "./run lab" in out
 
 
-def test_a_job_runs_in_the_root_offline_and_passes_its_exit_code(run, monkeypatch, tmp_path):
+def test_job_runs_offline_in_the_root_and_returns_its_exit_code(run, monkeypatch, tmp_path):
     (tmp_path / "python").symlink_to(sys.executable)
     monkeypatch.setattr(environment, "BIN", tmp_path)
     monkeypatch.delenv("HF_HUB_OFFLINE")
-    monkeypatch.setenv("OMP_NUM_THREADS", "3")  # the caller's own setting wins
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")  # the caller's setting takes precedence
     check = (
         "import os, sys; e = os.environ; assert e['HF_HUB_OFFLINE'] == '1'; "
         f"assert e['OMP_NUM_THREADS'] == '3'; assert os.getcwd() == {str(ROOT)!r}; sys.exit(7)"
@@ -135,13 +135,13 @@ def test_a_job_runs_in_the_root_offline_and_passes_its_exit_code(run, monkeypatc
     assert run.job(["python", "-c", check], OMP_NUM_THREADS="1") == 7
 
 
-# ---- ci/environment.py -------------------------------------------------------------------------
+# ci.environment
 
 
 @pytest.mark.parametrize(
     "changed", ["constraints.txt", "packages/core/pyproject.toml", "packages/fast/setup.py"]
 )
-def test_the_stamp_changes_with_what_decides_the_installation(workspace, changed):
+def test_fingerprint_changes_with_the_inputs_of_the_installation(workspace, changed):
     before = environment.fingerprint()
     assert environment.fingerprint() == before
     with (workspace / changed).open("a") as file:
@@ -149,7 +149,7 @@ def test_the_stamp_changes_with_what_decides_the_installation(workspace, changed
     assert environment.fingerprint() != before
 
 
-def test_a_fresh_set_up_installs_torch_first_and_compiles_against_it(workspace, installs):
+def test_new_environment_installs_torch_first_and_compiles_against_it(workspace, installs):
     environment.ensure()
     assert list(installs) == [
         "an empty environment",
@@ -162,18 +162,18 @@ def test_a_fresh_set_up_installs_torch_first_and_compiles_against_it(workspace, 
     assert "--no-build-isolation" in installs["packages/fast"]
     assert "--no-build-isolation" not in installs[f"packages/core[{environment.EXTRAS}]"]
     assert installs["build tools of fast"][-1] == "setuptools>=77"
-    for what in list(installs)[1:]:
-        assert "constraints.txt" in installs[what]
+    for name in list(installs)[1:]:
+        assert "constraints.txt" in installs[name]
 
 
-def test_a_finished_set_up_is_not_repeated(workspace, installs):
+def test_finished_environment_is_not_rebuilt(workspace, installs):
     environment.ensure()
     installs.clear()
     environment.ensure()
     assert not installs
 
 
-def test_a_change_is_installed_over_the_old_environment(workspace, installs):
+def test_change_updates_the_environment(workspace, installs):
     environment.ensure()
     installs.clear()
     (workspace / "constraints.txt").write_text("torch==2.13.1\n")
@@ -182,7 +182,7 @@ def test_a_change_is_installed_over_the_old_environment(workspace, installs):
 
 
 @pytest.mark.parametrize("damage", ["interrupted", "python gone", "moved", "other installer"])
-def test_a_damaged_environment_is_rebuilt(workspace, installs, damage, monkeypatch):
+def test_damaged_environment_is_rebuilt(workspace, installs, damage, monkeypatch):
     environment.ensure()
     installs.clear()
     stamp = json.loads(environment.STAMP.read_text())
@@ -200,7 +200,7 @@ def test_a_damaged_environment_is_rebuilt(workspace, installs, damage, monkeypat
     assert "an empty environment" in installs
 
 
-def test_lab_is_added_once_and_kept(workspace, installs):
+def test_lab_is_installed_once_and_kept(workspace, installs):
     environment.ensure()
     installs.clear()
     environment.ensure(lab=True)
@@ -211,7 +211,7 @@ def test_lab_is_added_once_and_kept(workspace, installs):
     assert not installs
 
 
-def test_peers_are_built_for_the_torch_at_hand(workspace, installs):
+def test_peers_are_built_for_the_installed_torch(workspace, installs):
     environment.ensure(peers=True)
     for peer in environment.PEERS:
         assert "--no-build-isolation" in installs[peer] and "constraints.txt" in installs[peer]
@@ -222,11 +222,11 @@ def test_peers_are_built_for_the_torch_at_hand(workspace, installs):
     assert not installs
 
 
-def test_tests_go_on_without_peers(workspace, installs, monkeypatch, capsys):
-    def fail(what, command, env):
-        if what in environment.PEERS:
+def test_tests_continue_without_peers(workspace, installs, monkeypatch, capsys):
+    def fail(name, command, env):
+        if name in environment.PEERS:
             raise environment.SetupError("no compiler")
-        install(what, command, env)
+        install(name, command, env)
 
     install = environment.install_step
     monkeypatch.setattr(environment, "install_step", fail)
@@ -235,19 +235,19 @@ def test_tests_go_on_without_peers(workspace, installs, monkeypatch, capsys):
     assert "no compiler" in said and "deepspeed are skipped" in said
     monkeypatch.setattr(environment, "install_step", install)
     installs.clear()
-    environment.ensure(peers=True)  # tried again, on the environment that is there
+    environment.ensure(peers=True)  # tries again on the existing environment
     assert "deepspeed" in installs and "PyTorch" not in installs
 
 
-def test_a_venv_of_someone_else_is_left_alone(workspace, installs):
+def test_foreign_venv_is_not_modified(workspace, installs):
     (workspace / ".venv").mkdir()
     (workspace / ".venv/pyvenv.cfg").touch()
-    with pytest.raises(environment.SetupError, match="was not made by ./run"):
+    with pytest.raises(environment.SetupError, match="was not created by ./run"):
         environment.ensure()
     assert not installs and (workspace / ".venv/pyvenv.cfg").exists()
 
 
-def test_uv_gets_the_settings_of_pip():
+def test_uv_receives_the_settings_of_pip():
     env = environment.uv_environment(
         {"PIP_FIND_LINKS": "/wheels https://b/x", "PIP_INDEX_URL": "https://a/simple"},
         {"find-links": "/other", "extra-index-url": "https://c/simple"},
@@ -257,7 +257,7 @@ def test_uv_gets_the_settings_of_pip():
     assert env["UV_INDEX"] == "https://c/simple"
 
 
-def test_a_setting_of_uv_wins():
+def test_settings_of_uv_take_precedence():
     env = environment.uv_environment({"UV_FIND_LINKS": "/mine", "PIP_FIND_LINKS": "/wheels"}, {})
     assert env["UV_FIND_LINKS"] == "/mine"
     assert "UV_DEFAULT_INDEX" not in env
@@ -276,11 +276,11 @@ def test_a_setting_of_uv_wins():
         ("something else", "above"),
     ],
 )
-def test_failures_are_told_in_plain_words(output, words):
+def test_installer_failures_have_a_remedy(output, words):
     assert words in environment.remedy(output)
 
 
-def test_a_failing_installer_shows_its_last_lines(workspace, capsys):
+def test_failed_installer_shows_its_last_lines(workspace, capsys):
     (workspace / ".venv").mkdir()
     command = [sys.executable, "-c", "print('ensurepip is not available'); raise SystemExit(1)"]
     with pytest.raises(environment.SetupError) as failure:
@@ -290,14 +290,14 @@ def test_a_failing_installer_shows_its_last_lines(workspace, capsys):
     assert "ensurepip is not available" in environment.LOG.read_text()
 
 
-def test_two_set_ups_wait_for_one_another(tmp_path, capsys):
+def test_concurrent_builds_wait_for_each_other(tmp_path, capsys):
     order = []
 
     def second():
-        with environment.only_one(tmp_path / "lock"):
+        with environment.file_lock(tmp_path / "lock"):
             order.append("second")
 
-    with environment.only_one(tmp_path / "lock"):
+    with environment.file_lock(tmp_path / "lock"):
         thread = threading.Thread(target=second)
         thread.start()
         thread.join(timeout=0.3)
@@ -307,14 +307,14 @@ def test_two_set_ups_wait_for_one_another(tmp_path, capsys):
     assert "waiting" in capsys.readouterr().out
 
 
-def test_without_file_locks_it_says_so_and_goes_on(tmp_path, capsys, monkeypatch):
+def test_missing_file_locks_print_a_warning(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "fcntl", None)
-    with environment.only_one(tmp_path / "lock"):
+    with environment.file_lock(tmp_path / "lock"):
         pass
-    assert "no file locks" in capsys.readouterr().out
+    assert "File locks are not available" in capsys.readouterr().out
 
 
-def test_constraints_are_plain_pins():
+def test_constraints_are_exact_pins():
     for line in (ROOT / "constraints.txt").read_text().splitlines():
         assert line.startswith("#") or (
             line.count("==") == 1 and "+" not in line and "/" not in line

@@ -1,4 +1,4 @@
-"""Ranks for the collectives' tests: one pool of processes per test module."""
+"""Fixtures of the collectives' tests: one pool of rank processes per test module."""
 
 import pytest
 
@@ -7,15 +7,15 @@ from tests.collectives.ranks import Pool
 
 @pytest.fixture(scope="session")
 def compiled():
-    """The libraries of the package, before any rank has to wait for a compiler."""
+    """Compile the package's libraries before any rank has to wait for the compiler."""
     from nearlinear_collectives import backend
 
-    backend.glue()
+    backend.find_glue()
 
 
 @pytest.fixture(scope="module")
 def pool(compiled):
-    """Up to 8 rank processes, kept warm over the tests of a module."""
+    """Up to 8 rank processes, reused by the tests of a module."""
     pool = Pool()
     yield pool
     pool.close()

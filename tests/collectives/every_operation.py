@@ -1,4 +1,4 @@
-"""One program with every operation, once per dtype and reduction of ours; nothing drawn, quick."""
+"""A fixed, short program with every operation, dtype and reduction of the engine."""
 
 from tests.collectives.programs import DTYPES, FALLBACKS, NATIVE, Program, Step, reductions
 
@@ -6,10 +6,10 @@ LAYOUTS = ("contiguous", "offset", "strided", "transposed")
 
 
 def every_operation(ranks: int) -> Program:
-    """In turn synchronous and not, in place, of several layouts and sizes, on the pool."""
+    """Alternate synchronous and asynchronous calls, layouts, sizes and pooled memory."""
     steps = []
     for kind in (*NATIVE, *FALLBACKS):
-        native = kind in NATIVE  # which dtypes the others take depends on gloo's release
+        native = kind in NATIVE  # the dtypes of the other operations depend on gloo's release
         for dtype in DTYPES if native else ["float32"]:
             for op in reductions(dtype) if native and "reduce" in kind else ["SUM"]:
                 number = len(steps)

@@ -1,7 +1,7 @@
-"""Random programs of collectives: what is run, and what must come out.
+"""Random programs of collectives, and their expected results.
 
-Every input is drawn from (seed, step, rank), so that each rank can compute the true result of each
-step alone, floats in float64: no second implementation has to be trusted.
+Every input is drawn from (seed, step, rank), so that each rank can compute the exact result of each
+step alone, floats in float64. No second implementation has to be trusted.
 """
 
 import dataclasses
@@ -23,13 +23,13 @@ REDUCES = ("all_reduce", "all_reduce_coalesced")
 COALESCED = ("all_gather_coalesced", "reduce_scatter_coalesced", "all_reduce_coalesced")
 NATIVE = (*GATHERS, *SCATTERS, *REDUCES, "broadcast", "barrier")
 FALLBACKS = ("reduce", "gather", "scatter", "all_to_all")  # run by a gloo group of the backend
-TABLE = 3_000_017  # elements of the table of random numbers; more than any one tensor
+TABLE = 3_000_017  # elements of the table of random numbers; more than any tensor
 SHARED = (*GATHERS, *REDUCES, "broadcast")  # every rank has the same result
 
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """One collective; ``sizes`` are elements per rank, one per tensor of a coalesced call."""
+    """A collective; ``sizes`` are elements per rank, one per tensor of a coalesced call."""
 
     kind: str
     group: int = 0
@@ -38,7 +38,7 @@ class Step:
     sizes: tuple[int, ...] = (5,)
     root: int = 0  # modulo the size of the group
     in_place: bool = False
-    layout: str = "contiguous"  # or offset, strided, transposed, mixed (another on every rank)
+    layout: str = "contiguous"  # or offset, strided, transposed, mixed (different on every rank)
     pooled: bool = False  # tensors from the backend's allocate_tensor
     overlap: int = 0  # 0: synchronous; k: asynchronous, waited for k steps later
     jitter: bool = False  # ranks arrive up to 2 ms apart
@@ -46,7 +46,7 @@ class Step:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """Steps over groups; every rank of a group runs the group's steps in the same order."""
+    """Steps of several groups; every rank of a group runs the group's steps in the same order."""
 
     groups: tuple[tuple[int, ...], ...]
     steps: tuple[Step, ...]
@@ -54,14 +54,14 @@ class Program:
 
 
 def reductions(dtype: str) -> tuple[str, ...]:
-    """What every backend must be able to reduce: not bits of floats, nor means of integers."""
+    """Return the reductions that every backend supports: no bitwise floats, no integer means."""
     return (*ARITHMETIC, "AVG") if dtype in FLOATS else (*ARITHMETIC, *BITWISE)
 
 
 def values(program: Program, step: int, rank: int, count: int, part: int = 0) -> torch.Tensor:
-    """What ``rank`` puts into tensor ``part`` of a step: (count,), contiguous, not to be changed.
+    """Return the input of ``rank`` for tensor ``part`` of a step: (count,), contiguous, read-only.
 
-    A window of one long table: large tensors cost nothing to draw, on any rank.
+    Inputs are windows of one long table, so large tensors cost nothing to draw on any rank.
     """
     numbers = table(program.steps[step].dtype, program.steps[step].reduce == "PRODUCT")
     place = random.Random(hash((program.seed, step, rank, part)))
@@ -73,7 +73,7 @@ def values(program: Program, step: int, rank: int, count: int, part: int = 0) ->
 def table(dtype_name: str, near_one: bool) -> torch.Tensor:
     dtype, source = getattr(torch, dtype_name), torch.Generator().manual_seed(5)
     if dtype.is_floating_point:
-        if near_one:  # products of many stay in range
+        if near_one:  # keeps products of many ranks in range
             return (torch.rand(TABLE, generator=source) + 0.5).to(dtype)
         return torch.randn(TABLE, generator=source).to(dtype)
     if dtype == torch.bool:
@@ -85,10 +85,11 @@ def table(dtype_name: str, near_one: bool) -> torch.Tensor:
 def combine(
     parts: list[torch.Tensor], reduce: str, wide: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The exact reduction of equal tensors, and how far a right answer may be from it.
+    """Return the exact reduction of the tensors, and the allowed error.
 
-    Floats come back in float64. Their bound allows one rounding to the dtype at the end and one of
-    the accumulator per source; with ``wide`` the 16-bit dtypes have an accumulator of 32 bits.
+    Floats are returned in float64. The allowed error covers one rounding to the dtype at the end
+    and one rounding of the accumulator per source; with ``wide``, 16-bit dtypes accumulate in 32
+    bits.
     """
     dtype, n, exactly = parts[0].dtype, len(parts), torch.zeros(())
     if dtype == torch.bool:
@@ -109,7 +110,7 @@ def combine(
         total = parts[0].long()
         for part in parts[1:]:
             total = combine_two(total, part.long())
-        return total.to(dtype), exactly  # wraps around, as the machine's integers do
+        return total.to(dtype), exactly  # wraps around like the machine's integers
     stacked = torch.stack(parts).double()
     if reduce in ("MIN", "MAX"):
         return (stacked.amin(0) if reduce == "MIN" else stacked.amax(0)), exactly
@@ -127,7 +128,7 @@ def combine(
 def expected(
     program: Program, index: int, rank: int, wide: bool
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Per output of ``rank``: the exact values (flat), and the allowed distance from them."""
+    """Return the exact values (flat) and the allowed error of each output of ``rank``."""
     step = program.steps[index]
     members = program.groups[step.group]
     n, me, root = len(members), members.index(rank), step.root % len(members)
@@ -160,7 +161,7 @@ def expected(
 
 
 def flat(outputs: list[torch.Tensor], step: Step) -> list[torch.Tensor]:
-    """Outputs as flat contiguous tensors, the lists of a gather joined into one."""
+    """Flatten outputs to contiguous tensors; the list of a gather becomes one tensor."""
     parts = [torch.cat([output.reshape(-1)]) for output in outputs]
     joined = step.kind in ("all_gather_list", "all_gather_views", "gather")
     return [torch.cat(parts)] if joined and parts else parts
@@ -169,7 +170,7 @@ def flat(outputs: list[torch.Tensor], step: Step) -> list[torch.Tensor]:
 def differences(
     program: Program, rank: int, outputs: list[list[torch.Tensor]], wide: bool
 ) -> list[str]:
-    """A line for every output of ``rank`` that is not what it must be (``wide``: see combine)."""
+    """Describe every wrong output of ``rank`` on one line (``wide``: see combine)."""
     lines = []
     for index, step in enumerate(program.steps):
         if rank not in program.groups[step.group]:
@@ -177,7 +178,7 @@ def differences(
         found = flat(outputs[index], step)
         wanted = expected(program, index, rank, wide and step.kind not in FALLBACKS)
         for part, (have, (exact, bound)) in enumerate(zip(found, wanted, strict=True)):
-            if have.dtype == torch.bool:  # true is any byte but 0: compare what it means
+            if have.dtype == torch.bool:  # any non-zero byte is true: compare truth values
                 have = have.view(torch.uint8) != 0
             right = have == exact
             if bound.dim() and not right.all():
@@ -193,7 +194,7 @@ def differences(
 
 
 def fingerprints(program: Program, outputs: list[list[torch.Tensor]]) -> dict[int, str]:
-    """For each step whose result is the same on all ranks: a digest of its bits here."""
+    """Return a digest of the bits of each step whose result is equal on all ranks."""
     found = {}
     for index, step in enumerate(program.steps):
         if outputs[index] and step.kind in SHARED:

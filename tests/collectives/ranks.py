@@ -1,8 +1,8 @@
-"""Rank processes that outlive a test: started once, used by many cases, replaced when one fails.
+"""Rank processes that outlive a test: started once, used by many cases, replaced after a failure.
 
-`Pool.run` calls a module-level function on the first n ranks with a fresh default group;
-`Pool.start` lets a test kill or stop ranks meanwhile. A case that takes too long is ended, with the
-stacks of its ranks in the error. Ranks are separate processes, each with one compute thread.
+`Pool.run` calls a module-level function on the first n ranks with a new default group; `Pool.start`
+lets a test kill or stop ranks meanwhile. A case that exceeds its time limit is ended, with the
+stacks of its ranks in the error. Ranks are separate processes with one compute thread each.
 """
 
 import contextlib
@@ -22,16 +22,19 @@ import torch.distributed as dist
 
 from tests.collectives.worker import Call, Outcome, receive, send
 
-# The backend under test. With gloo most of these tests hold c10d's own backend to the same
-# promises: what fails there too is an error of the test, or a limit of gloo's that it skips.
+# Backend under test. With gloo, most of these tests check c10d's own backend: a failure there is an
+# error of the test, or a limit of gloo that the test should skip.
 BACKEND = os.environ.get("TEST_BACKEND", "nearlinear")
 SERVER = "from tests.collectives.worker import main"
-GRACE = 5.0  # seconds for the other ranks of a case to notice that one has failed
+GRACE = 5.0  # seconds for the other ranks of a case to notice a failed one
 
 
 def open_store() -> dist.TCPStore:
-    """A store for ranks of this machine. Listening on IPv4 alone: torch's own socket sees peers as
-    ::ffff:127.0.0.1, a name it asks DNS for, which can take seconds."""
+    """Create a store for the ranks of this machine.
+
+    It listens on IPv4 only: torch's own socket sees peers as ::ffff:127.0.0.1 and resolves that
+    name by DNS, which can take seconds.
+    """
     listening = socket.create_server(("127.0.0.1", 0))
     port = listening.getsockname()[1]
     handle = listening.detach()
@@ -41,11 +44,11 @@ def open_store() -> dist.TCPStore:
 
 
 class RanksFailed(AssertionError):
-    """Ranks of a case raised, died or hung; the message has each one's error, stacks, output."""
+    """Ranks of a case raised, died or hung. The message has their errors, stacks and output."""
 
 
 class Rank:
-    """One forked process and the connection to it."""
+    """A forked process and the connection to it."""
 
     def __init__(self, pool: "Pool", number: int):
         ours, theirs = Pipe()
@@ -66,7 +69,7 @@ class Rank:
         self.connection.close()
 
     def printed(self) -> str:
-        """What the process wrote since the last time this was asked."""
+        """Return the output of the process since the last call."""
         if not self.output.exists():
             return ""
         text = self.output.read_bytes()[self.shown :]
@@ -75,14 +78,14 @@ class Rank:
 
 
 class Case:
-    """One call in flight on several ranks."""
+    """A call in flight on several ranks."""
 
     def __init__(self, pool: "Pool", ranks: list[Rank], name: str):
         self.pool, self.ranks, self.name = pool, ranks, name
         self.outcomes: dict[int, Outcome] = {}
 
     def kill(self, rank: int, number: int = signal.SIGKILL, reap: bool = False) -> float:
-        """Signal a rank; with ``reap`` no zombie stays. Returns the time, on time.monotonic()."""
+        """Signal a rank; ``reap`` also reaps the zombie. Returns time.monotonic() of the signal."""
         now = time.monotonic()
         os.kill(self.ranks[rank].pid, number)
         if reap:
@@ -128,7 +131,7 @@ class Case:
             return Outcome(error="the process ended")
 
     def stacks(self) -> str:
-        """What every rank has printed, and where those without an outcome stand now."""
+        """Return the output of every rank, and the stacks of those without an outcome."""
         for number, rank in enumerate(self.ranks):
             if number not in self.outcomes:
                 rank.signal(signal.SIGCONT)
@@ -148,7 +151,7 @@ class Case:
         return f"--- rank {number} {state}\n{printed}".rstrip()
 
     def close(self, replace: bool = False) -> None:
-        """Have the ranks leave their groups together; those of a failed case are replaced."""
+        """Let the ranks leave their groups together; replace those of a failed case."""
         whole = len(self.outcomes) == len(self.ranks)
         if replace or not whole or any(outcome.failed for outcome in self.outcomes.values()):
             self.pool.replace(self.ranks)
@@ -173,7 +176,7 @@ class Case:
 
 
 class Pool:
-    """Up to 8 ranks on this machine, forked as they are needed."""
+    """Up to 8 ranks on this machine, forked on demand."""
 
     def __init__(self):
         self.numbers = itertools.count()
@@ -194,9 +197,9 @@ class Pool:
     def start(
         self, function, *args, ranks: int, backend: str | None = BACKEND, timeout: float = 60.0
     ) -> Case:
-        """Have ``function(rank, *args)`` called on every rank, and come back at once.
+        """Call ``function(rank, *args)`` on every rank, and return at once.
 
-        ``backend`` names the default group it finds, with ``timeout`` seconds; None makes none.
+        ``backend`` is that of the default group, with ``timeout`` seconds; None creates no group.
         """
         while len(self.ranks) < ranks:
             self.ranks.append(Rank(self, len(self.ranks)))
@@ -217,10 +220,10 @@ class Pool:
         limit: float | None = None,
         discard: bool = False,
     ) -> list:
-        """`start`, and wait: the values of all ranks, in rank order; RanksFailed otherwise.
+        """Call `start` and return the values of all ranks in rank order, or raise RanksFailed.
 
         A case that takes longer than ``limit`` seconds (default: ``timeout``) is ended. With
-        ``discard`` the processes are not used again, whatever the call has left in them.
+        ``discard``, the processes are not reused.
         """
         case = self.start(function, *args, ranks=ranks, backend=backend, timeout=timeout)
         limit = timeout if limit is None else limit
@@ -239,7 +242,7 @@ class Pool:
         return {int(pid): code for pid, code in json.loads(self.control.recv(65536)).items()}
 
     def replace(self, ranks: list[Rank]) -> None:
-        """End these ranks; the next case that needs as many forks new ones."""
+        """End these ranks; later cases fork new ones on demand."""
         for rank in ranks:
             rank.end()
             self.ranks.remove(rank)
@@ -249,6 +252,6 @@ class Pool:
         for rank in self.ranks:
             rank.connection.close()
         self.control.close()
-        self.server.kill()  # and with it the ranks
+        self.server.kill()  # which ends the ranks
         self.server.wait()
         self._folder.cleanup()

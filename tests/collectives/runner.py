@@ -1,9 +1,9 @@
-"""Runs the programs of `programs` through torch.distributed, on groups of any backend.
+"""Run the programs of `programs` with torch.distributed, on groups of any backend.
 
 A runner keeps calls in flight on several groups and overwrites every input as soon as its call is
-complete. Half of the ranks then copy the outputs and overwrite them too, the other half look at
-theirs only at the program's end: memory that a peer still reads or writes, or shares for good, is
-found out.
+complete. Half of the ranks then copy the outputs and overwrite them too; the other half read their
+outputs at the end of the program. This detects memory that a peer still reads or writes, or that it
+shares permanently.
 """
 
 import dataclasses
@@ -28,14 +28,14 @@ from tests.collectives.programs import (
 CPU = torch.device("cpu")
 SHAPED = ("all_reduce", "broadcast", "all_gather_list", "reduce_scatter_list")  # may be 2-D
 
-# Their names before torch 2.13.
+# Names before torch 2.13.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @dataclasses.dataclass
 class Issued:
-    """A call that has been made: its outputs, the inputs it may still read, its work or None."""
+    """A started call: its outputs, the inputs it may still read, its work or None."""
 
     outputs: list[torch.Tensor]
     inputs: list[torch.Tensor]
@@ -43,14 +43,14 @@ class Issued:
 
 
 class Runner:
-    """One rank's way through a program. ``plain``: contiguous memory of torch's own only."""
+    """Runs a program on one rank. ``plain``: only contiguous memory allocated by torch."""
 
     def __init__(self, program: Program, rank: int, groups: list, plain: bool = False):
         self.program, self.rank, self.groups, self.plain = program, rank, groups, plain
         self.random = random.Random(hash((program.seed, rank)))
 
     def run(self) -> list[list[torch.Tensor]]:
-        """Per step the outputs of this rank; none where it takes no part."""
+        """Return the outputs of this rank per step; empty for steps of other groups."""
         outputs, pending = [], {}
         for index, step in enumerate(self.program.steps):
             outputs.append([])
@@ -86,7 +86,7 @@ class Runner:
 
 
 class Call:
-    """How each kind of step is called."""
+    """Call the collective of a step."""
 
     def __init__(self, runner: Runner, index: int, step: Step, members: tuple[int, ...]):
         self.runner, self.index, self.step = runner, index, step
@@ -99,7 +99,7 @@ class Call:
         self.options = {"group": self.group, "async_op": step.overlap > 0}
 
     def empty(self, count: int) -> torch.Tensor:
-        """A new tensor of ``count`` elements in the step's layout."""
+        """Allocate a tensor of ``count`` elements in the step's layout."""
         step, runner = self.step, self.runner
         dtype, layout = getattr(torch, step.dtype), step.layout
         if runner.plain or step.kind in FALLBACKS:
@@ -108,7 +108,7 @@ class Call:
             layout = ("strided", "contiguous", "offset")[runner.rank % 3]
         room = {"strided": 2 * count, "offset": count + 1}.get(layout, count)
         backend = self.group._get_backend(CPU)
-        if step.pooled and backend.supports_tensor_alloc(CPU):  # torch 2.8 asks no backend
+        if step.pooled and backend.supports_tensor_alloc(CPU):  # torch 2.8 does not ask the backend
             memory = backend.allocate_tensor(room, dtype=dtype, device=CPU)
         else:
             memory = torch.empty(room, dtype=dtype)
@@ -126,7 +126,7 @@ class Call:
         return tensor
 
     def own(self, chunks: int = 1, part: int = 0) -> torch.Tensor:
-        """What this rank puts in, ``chunks`` times the step's size."""
+        """Return this rank's input, ``chunks`` times the step's size."""
         count = chunks * self.step.sizes[part]
         return values(self.runner.program, self.index, self.runner.rank, count, part)
 
@@ -222,11 +222,11 @@ class Call:
 
 
 def run(rank: int, program: Program, backend: str):
-    """On one rank: (differences from the truth, fingerprints) of a program over fresh groups.
+    """Run a program over new groups on one rank; return (wrong results, fingerprints).
 
-    The first group has all ranks: where it is to run the default group's backend, it is that.
-    gloo is given contiguous memory only, for it reduces strided tensors wrongly, and is allowed to
-    round 16-bit floats after every addition.
+    The first group has all ranks; it is the default group if the backend is the same. gloo gets
+    contiguous memory only, because it reduces strided tensors wrongly, and may round 16-bit floats
+    after every addition.
     """
     warnings.simplefilter("ignore")
     default = dist.group.WORLD

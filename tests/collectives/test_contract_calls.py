@@ -1,4 +1,4 @@
-"""Single calls at the edges of the API: dtypes, shapes, wrong arguments, what is left to gloo."""
+"""Single calls at the edges of the API: dtypes, shapes, wrong arguments, fallbacks."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ def still_works() -> bool:
 
 
 def wrong_calls(size: int) -> dict:
-    """Calls that no rank may get away with, in a group of ``size``."""
+    """Invalid calls in a group of ``size`` ranks."""
     f, i = torch.ones(4), torch.ones(4, dtype=torch.int32)
     return {
         "gather: output too small": lambda: all_gather_single(torch.empty(4 * size - 1), f),
@@ -34,7 +34,7 @@ def wrong_calls(size: int) -> dict:
 
 
 def call_wrongly(rank, alone):
-    """With ``alone`` only rank 0 does, and the others never hear of it."""
+    """Make invalid calls; with ``alone`` only on rank 0, which must not affect the others."""
     for name, call in wrong_calls(dist.get_world_size()).items():
         if rank == 0 or not alone:
             try:
@@ -47,7 +47,7 @@ def call_wrongly(rank, alone):
 
 
 @pytest.mark.parametrize("alone", [False, True])
-def test_a_wrong_call_fails_before_it_communicates(pool, alone):
+def test_invalid_call_fails_before_communication(pool, alone):
     if BACKEND == "gloo" and alone:
         pytest.skip("gloo notices some of them too late")
     pool.run(call_wrongly, alone, ranks=3)
@@ -68,7 +68,7 @@ def byte_dtypes(rank):
     return found
 
 
-def test_gathers_and_broadcast_take_any_dtype(pool):
+def test_gather_and_broadcast_support_any_dtype(pool):
     for found in pool.run(byte_dtypes, ranks=2):
         for dtype, (single, listed, sent) in found.items():
             second = 1 if dtype == "torch.bool" else 2
@@ -77,7 +77,7 @@ def test_gathers_and_broadcast_take_any_dtype(pool):
 
 
 def strided_fallbacks(rank):
-    """Reductions that the backend leaves to others, of tensors that are not contiguous."""
+    """Fallback reductions of tensors that are not contiguous."""
     found = []
     for op in (dist.ReduceOp.BAND, dist.ReduceOp.BOR, dist.ReduceOp.BXOR):
         flags = torch.tensor([True, rank == 0, False, rank == 1] * 3).view(3, 4)[:, :2]
@@ -88,7 +88,7 @@ def strided_fallbacks(rank):
     return found, column.tolist()
 
 
-def test_strided_tensors_that_others_reduce(pool):
+def test_fallback_reduces_strided_tensors(pool):
     if BACKEND == "gloo":
         pytest.skip("gloo reduces the first elements of the storage")
     (found, column), (other, _) = pool.run(strided_fallbacks, ranks=2)
@@ -107,7 +107,7 @@ def complex_numbers(rank):
     return tensor.tolist(), scattered.item()
 
 
-def test_complex_numbers(pool):
+def test_complex_numbers_can_be_summed_but_not_compared(pool):
     reduced = [3 + 6j, 9 - 3j]
     assert pool.run(complex_numbers, ranks=2) == [(reduced, 2 + 2j), (reduced, 4 - 4j)]
 
@@ -118,7 +118,7 @@ def sparse(rank):
     return tensor.to_dense().tolist()
 
 
-def test_sparse_tensors_are_summed_as_by_gloo(pool):
+def test_sparse_all_reduce_equals_gloo(pool):
     assert pool.run(sparse, ranks=2) == [[1.0, 1.0, 0.0, 20.0]] * 2
 
 
@@ -130,8 +130,8 @@ def premultiplied(rank):
     return tensor.tolist(), scattered.tolist()
 
 
-def test_premultiplied_sums(pool):
-    """What FSDP2 calls for a gradient divide factor; gloo has none."""
+def test_premultiplied_sum_scales_inputs(pool):
+    """FSDP2 uses it for gradient divide factors. gloo does not support it."""
     if BACKEND == "gloo":
         pytest.skip("gloo cannot")
     assert pool.run(premultiplied, ranks=2) == [([0.75] * 5, [0.75] * 2)] * 2
@@ -150,7 +150,7 @@ def infinities(rank):
     return results
 
 
-def test_infinity_and_nan_spread(pool):
+def test_reductions_propagate_infinity_and_nan(pool):
     for found in pool.run(infinities, ranks=2):
         for summed in found[0::2]:
             assert summed[0] == float("inf") and summed[1].isnan() and summed[3] == float("inf")
@@ -186,7 +186,7 @@ def shapes(rank):
     )
 
 
-def test_shapes_and_uneven_lists(pool):
+def test_shapes_and_uneven_lists_are_supported(pool):
     if BACKEND == "gloo":
         pytest.skip("gloo does not take the stacked form")
     for rank, found in enumerate(pool.run(shapes, ranks=3)):
@@ -208,7 +208,7 @@ def objects(rank):
     return lengths, collected, shared, mine
 
 
-def test_object_collectives(pool):
+def test_object_collectives_return_objects(pool):
     lengths = [(rank, 1 + 1000 * rank) for rank in range(3)]
     for rank, found in enumerate(pool.run(objects, ranks=3)):
         collected = [("from", r) for r in range(3)] if rank == 1 else None
@@ -225,7 +225,7 @@ def point_to_point(rank):
     tagged = torch.empty(2)
     if rank == 0:
         sends = [dist.isend(torch.tensor([1.0, 2.0]) * tag, 1, tag=tag) for tag in (5, 6)]
-        source = dist.recv(tagged, tag=7)  # from anyone
+        source = dist.recv(tagged, tag=7)  # from any source
         for work in sends:
             work.wait()
     elif rank == 1:
@@ -247,7 +247,7 @@ def point_to_point(rank):
     return received.tolist(), batch.item(), tagged.tolist(), source
 
 
-def test_point_to_point(pool):
+def test_point_to_point_uses_gloo(pool):
     found = pool.run(point_to_point, ranks=3)
     assert found == [
         ([2.0] * 4, 2.0, [11.0, 22.0], 1),
@@ -269,7 +269,7 @@ def exchanges(rank):
     return [part.tolist() for part in received], output.tolist(), tensor.tolist()
 
 
-def test_all_to_all_and_reduce(pool):
+def test_all_to_all_and_reduce_use_gloo(pool):
     for rank, (listed, single, reduced) in enumerate(pool.run(exchanges, ranks=3)):
         assert listed == [[10.0 * r + rank] * 2 for r in range(3)]
         assert single == [float(r) for r in range(3) for _ in range(1 + rank)]
@@ -287,12 +287,12 @@ def barriers(rank):
     return still_works()
 
 
-def test_barriers(pool):
+def test_barriers_wait_for_all_ranks(pool):
     assert pool.run(barriers, ranks=3) == [True] * 3
 
 
 def native_and_fallback_mixed(rank):
-    """Both move through the same group, in flight at the same time."""
+    """Keep native and fallback calls in flight at the same time on one group."""
     size, works, checks = dist.get_world_size(), [], []
     for step in range(30):
         count = 1 + 997 * (step % 4)
@@ -310,5 +310,5 @@ def native_and_fallback_mixed(rank):
         assert exchanged.tolist() == [100.0 * step + r for r in range(size)]
 
 
-def test_native_and_fallback_calls_side_by_side(pool):
+def test_native_and_fallback_calls_overlap(pool):
     pool.run(native_and_fallback_mixed, ranks=3)

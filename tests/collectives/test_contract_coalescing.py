@@ -1,4 +1,4 @@
-"""Several collectives as one: the coalescing manager, its device form, and the coalesced calls."""
+"""Coalesced collectives: the coalescing manager, its device form, and the coalesced calls."""
 
 import warnings
 
@@ -15,7 +15,7 @@ COUNTS = (3, 40_001, 0, 1)
 
 
 def coalesce(rank, device, asynchronous, kind):
-    """All tensors of one kind of call, through the manager; their results, flat."""
+    """Run one kind of call on all tensors in the manager, and return the flat results."""
     size = dist.get_world_size()
     each = {"all_gather": (1, size), "reduce_scatter": (size, 1), "all_reduce": (1, 1)}[kind]
     sources = [torch.full((each[0] * count,), rank + 1.0) for count in COUNTS]
@@ -33,14 +33,14 @@ def coalesce(rank, device, asynchronous, kind):
         manager.wait()
     results = sources if kind == "all_reduce" else outputs
     after = torch.ones(1)
-    dist.all_reduce(after)  # the group has left the coalescing state
+    dist.all_reduce(after)  # the group is no longer coalescing
     return [result.unique().tolist() for result in results], after.item()
 
 
 @pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter", "all_reduce"])
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("device", [False, True])
-def test_the_coalescing_manager(pool, device, asynchronous, kind):
+def test_coalescing_manager_equals_single_calls(pool, device, asynchronous, kind):
     if BACKEND == "gloo" and device:
         pytest.skip("gloo has no startCoalescing")
     values = [1.0, 2.0, 3.0] if kind == "all_gather" else [6.0]
@@ -59,7 +59,7 @@ def different_dtypes(rank):
     return [output.float().tolist() for output in outputs]
 
 
-def test_tensors_of_different_dtypes_are_gathered_together(pool):
+def test_coalesced_gather_supports_mixed_dtypes(pool):
     wanted = [1.0] * 7 + [2.0] * 7
     assert pool.run(different_dtypes, ranks=2) == [[wanted] * 4] * 2
 
@@ -73,7 +73,7 @@ def deprecated_calls(rank):
     return [t.unique().item() for t in reduced], [[t.unique().item() for t in g] for g in gathered]
 
 
-def test_the_older_coalesced_calls(pool):
+def test_deprecated_coalesced_calls_work(pool):
     assert pool.run(deprecated_calls, ranks=2) == [([3.0, 3.0], [[0.0, 0.0], [1.0, 1.0]])] * 2
 
 
@@ -93,7 +93,7 @@ def functional(rank):
     return tensor.tolist(), [result.flatten().tolist() for result in results]
 
 
-def test_functional_collectives(pool):
+def test_functional_collectives_work(pool):
     for rank, (unchanged, found) in enumerate(pool.run(functional, ranks=2)):
         assert unchanged == [rank + 1.0] * 4
         both = [1.0] * 4 + [2.0] * 4

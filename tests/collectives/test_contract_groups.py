@@ -1,4 +1,4 @@
-"""Groups beside the default one: how they are made, that they are independent, and of any size."""
+"""Groups besides the default one: creation, independence, and sizes."""
 
 import itertools
 
@@ -38,7 +38,7 @@ def use_subgroups(rank):
     return found, everyone, total()
 
 
-def test_sub_groups_know_their_members(pool):
+def test_sub_groups_have_members_and_ranks(pool):
     for rank, (found, before, after) in enumerate(pool.run(use_subgroups, ranks=5)):
         assert found == {pair: 10.0 ** pair[0] + 10.0 ** pair[1] for pair in found}
         assert len(found) == 4 and all(rank in pair for pair in found)
@@ -47,12 +47,12 @@ def test_sub_groups_know_their_members(pool):
 
 def members_only(rank):
     if rank == 2:
-        return None  # makes no group, and nobody waits for it
+        return None  # creates no group, and no other rank waits for this call
     group = dist.new_group([0, 1, 3], use_local_synchronization=True)
     return total(group)
 
 
-def test_a_group_made_by_its_members_alone(pool):
+def test_group_can_be_created_by_its_members_only(pool):
     assert pool.run(members_only, ranks=4) == [3, 3, None, 3]
 
 
@@ -70,7 +70,7 @@ def out_of_order_members(rank):
     return output.tolist() == by_rank, tensor.item(), second.item() == by_rank[1]
 
 
-def test_group_ranks_and_global_ranks(pool):
+def test_group_ranks_map_to_global_ranks(pool):
     assert pool.run(out_of_order_members, ranks=4) == [(True, 3.0, True)] * 2 + [
         None,
         (True, 3.0, True),
@@ -87,13 +87,13 @@ def many_groups(rank):
     return totals
 
 
-def test_many_groups_at_once(pool):
+def test_many_groups_coexist(pool):
     expected = [3.0 * number for number in range(60)]
     assert pool.run(many_groups, ranks=3) == [expected] * 3
 
 
 def opposite_orders(rank):
-    """Rank 0 calls on A, then B; rank 1 on B, then A: nothing in c10d orders two groups."""
+    """Rank 0 calls on A, then B; rank 1 on B, then A. c10d does not order calls of two groups."""
     groups = [dist.new_group(), dist.new_group()]
     for count in (3, 200_000):
         for _ in range(20):
@@ -111,7 +111,7 @@ def test_groups_do_not_wait_for_each_other(pool):
 
 
 def blocked_group_blocks_no_other(rank):
-    """Rank 1 never answers on A until rank 0 is through on B."""
+    """Rank 1 joins the call on A only after rank 0 has completed one on B."""
     a, b = dist.new_group(), dist.new_group()
     late = torch.ones(1)
     if rank == 0:
@@ -125,7 +125,7 @@ def blocked_group_blocks_no_other(rank):
     return late.item(), with_async[-1].item(), with_sync[-1].item()
 
 
-def test_a_call_that_waits_holds_up_its_own_group_only(pool):
+def test_waiting_call_blocks_only_its_own_group(pool):
     assert pool.run(blocked_group_blocks_no_other, ranks=2, limit=30) == [(2, 2, 2)] * 2
 
 
@@ -138,7 +138,7 @@ def meshes(rank):
     return [*sums, total(flat.get_group()), total(own), total(halves, float(rank))]
 
 
-def test_device_meshes_and_helpers_that_make_groups(pool):
+def test_device_meshes_and_helpers_create_groups(pool):
     for rank, found in enumerate(pool.run(meshes, ranks=6)):
         row, column = rank // 3 * 3, rank % 3
         replicate = 10.0**column + 10.0 ** (column + 3)
@@ -152,7 +152,7 @@ def splitting(rank):
     return total()
 
 
-def test_split_group_is_refused_as_for_gloo(pool):
+def test_split_group_is_rejected_like_gloo(pool):
     assert pool.run(splitting, ranks=2) == [2, 2]
 
 
@@ -176,7 +176,7 @@ def alone(rank):
     return tensor.tolist()
 
 
-def test_a_group_of_one_rank(pool):
+def test_group_of_one_rank_works(pool):
     assert pool.run(alone, ranks=1) == [[0.0, 1.0, 2.0, 3.0, 4.0]]
 
 
@@ -190,7 +190,7 @@ def named_for_a_device(rank):
     return total(), total(group) if rank < 2 else 2, objects, total(mesh.get_group())
 
 
-def test_the_backend_named_for_cpu(pool):
+def test_backend_can_be_named_for_cpu(pool):
     objects = [{"rank": rank} for rank in range(3)]
     assert pool.run(named_for_a_device, ranks=3, backend=None) == [(3, 2, objects, 3)] * 3
 
@@ -202,12 +202,12 @@ def beside_gloo(rank):
 
 
 @pytest.mark.parametrize("default", ["gloo", BACKEND])
-def test_beside_gloo_groups(pool, default):
+def test_nearlinear_and_gloo_groups_coexist(pool, default):
     assert pool.run(beside_gloo, ranks=2, backend=default) == [[2, 2, 2]] * 2
 
 
 def rank_zero_keeps_the_store(rank):
-    """As in a plain script: the store lives in rank 0, not in a launcher."""
+    """Rendezvous of a plain script: rank 0 hosts the store, not a launcher."""
     gate = store("port")
     if rank == 0:
         server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -218,16 +218,16 @@ def rank_zero_keeps_the_store(rank):
     return total()
 
 
-def test_the_store_may_live_in_rank_zero(pool):
+def test_store_can_be_hosted_by_rank_zero(pool):
     assert pool.run(rank_zero_keeps_the_store, ranks=3, backend=None) == [3, 3, 3]
 
 
 def file_store(rank, path):
-    # A FileStore has none of the multi-key calls a TCPStore has.
+    # A FileStore lacks the multi-key calls of a TCPStore.
     group_store = dist.FileStore(path, size_of_call())
     dist.init_process_group(BACKEND, store=group_store, rank=rank, world_size=size_of_call())
     return total()
 
 
-def test_any_store_will_do(pool, tmp_path):
+def test_any_store_is_supported(pool, tmp_path):
     assert pool.run(file_store, str(tmp_path / "store"), ranks=3, backend=None) == [3, 3, 3]

@@ -1,4 +1,4 @@
-"""From making a group to leaving it: leaks, memory, timeouts, debug mode, the trace."""
+"""Lifecycle of a group: leaks, memory, timeouts, debug mode, the trace."""
 
 import os
 import time
@@ -23,7 +23,7 @@ def total(group=None) -> float:
 
 
 def held() -> dict[str, int]:
-    """What this process holds of what the system hands out."""
+    """Count the system resources that this process holds."""
     return {
         "files": len(os.listdir("/proc/self/fd")),
         "threads": len(os.listdir("/proc/self/task")),
@@ -32,7 +32,7 @@ def held() -> dict[str, int]:
 
 
 def use_everything(round_: int) -> None:
-    """One life of the default group, with every kind of thing it may leave behind."""
+    """Create, use and destroy the default group, with every kind of resource."""
     join(BACKEND, name=f"round {round_}")
     pair = dist.new_group([0, 1])
     backend = dist.group.WORLD._get_backend(CPU)
@@ -45,7 +45,7 @@ def use_everything(round_: int) -> None:
     all_gather_single(pooled, pooled[: 600_000 // 2][:300_000].clone())
     if pair is not dist.GroupMember.NON_GROUP_MEMBER:
         total(pair)
-    if round_ % 10 == 0:  # a fallback group too, now and then
+    if round_ % 10 == 0:  # also create a fallback sometimes
         dist.all_to_all_single(torch.empty(2), torch.ones(2))
     dist.destroy_process_group()
 
@@ -56,13 +56,13 @@ def live_many_times(rank, rounds):
     before = held()
     for number in range(10, 10 + rounds):
         use_everything(number)
-    deadline = time.monotonic() + 10  # spare threads outlive their group for a moment
+    deadline = time.monotonic() + 10  # spare threads outlive their group briefly
     while held()["threads"] > before["threads"] and time.monotonic() < deadline:
         time.sleep(0.05)
     return before, held()
 
 
-def test_a_hundred_lives_leak_nothing(pool):
+def test_hundred_groups_leak_nothing(pool):
     for before, after in pool.run(live_many_times, 100, ranks=2, backend=None, limit=180):
         assert after["files"] <= before["files"] + 2, (before, after)
         assert after["threads"] <= before["threads"] + 1, (before, after)
@@ -86,19 +86,19 @@ def pooled_tensors(rank):
     own.fill_(rank + 1.0)
     all_gather_single(gathered, own)
     before = held()["mappings"]
-    for _ in range(200):  # freed memory is used again, with content of its own
+    for _ in range(200):  # freed memory is reused with new content
         again = backend.allocate_tensor(300_000, dtype=torch.float32, device=CPU)
         again.fill_(-5)
         del again
     grown = held()["mappings"] - before
     dist.destroy_process_group()
-    # Tensors outlive the group they came from.
+    # Tensors outlive their group.
     parts = [part.unique().tolist() for part in gathered.view(size, -1)]
     gathered.add_(1)
     return parts, gathered[-1].item(), tensors[torch.int64].sum().item(), grown
 
 
-def test_pool_tensors_are_ordinary_tensors(pool):
+def test_pool_tensors_behave_like_ordinary_tensors(pool):
     if BACKEND == "gloo":
         pytest.skip("gloo has no tensor allocation")
     for found in pool.run(pooled_tensors, ranks=3):
@@ -108,7 +108,7 @@ def test_pool_tensors_are_ordinary_tensors(pool):
 
 
 def leave_early(rank):
-    """A rank leaves as soon as its own calls are done, while slower ones are still reading."""
+    """Leave as soon as the own calls are done, while slower ranks are still reading."""
     size = dist.get_world_size()
     source, output = torch.full((500_000,), float(rank)), torch.empty(size * 500_000)
     if rank:
@@ -121,7 +121,7 @@ def leave_early(rank):
     return [part.unique().tolist() for part in output.view(size, -1)], last.sum().item()
 
 
-def test_leaving_a_group_harms_no_slower_rank(pool):
+def test_leaving_a_group_does_not_affect_slower_ranks(pool):
     if BACKEND == "gloo":
         pytest.skip("gloo needs a barrier first")
     expected = ([[0.0], [1.0], [2.0], [3.0]], 5_000.0)
@@ -130,7 +130,7 @@ def test_leaving_a_group_harms_no_slower_rank(pool):
 
 
 def destroy_with_calls_in_flight(rank):
-    """Rank 1 never joins the call: leaving ends it, in bounded time, and says so."""
+    """Rank 1 never joins the call; leaving ends the call in bounded time with an error."""
     work = dist.all_reduce(torch.ones(4), async_op=True) if rank == 0 else None
     store("gate").set(f"ready {rank}", b"")
     store("gate").wait(["ready 0", "ready 1"])
@@ -143,7 +143,7 @@ def destroy_with_calls_in_flight(rank):
     return True
 
 
-def test_leaving_ends_calls_in_flight(pool):
+def test_leaving_fails_calls_in_flight(pool):
     assert pool.run(destroy_with_calls_in_flight, ranks=2, limit=30) == [True, True]
 
 
@@ -157,14 +157,14 @@ def use_after_destroy(rank):
     return total()
 
 
-def test_a_destroyed_group_says_so(pool):
+def test_destroyed_group_raises(pool):
     if BACKEND == "gloo":
         pytest.skip("gloo's groups can be used after shutdown")
     assert pool.run(use_after_destroy, ranks=2) == [2.0, 2.0]
 
 
 def respect_timeouts(rank):
-    """The group's timeout, a later change of it, and a group with its own."""
+    """Check the default timeout, a later change of it, and a group with another timeout."""
     own = dist.new_group(timeout=timedelta(seconds=1.5))
     gate = store("gate")
     if rank == 1:
@@ -182,7 +182,7 @@ def respect_timeouts(rank):
     return took
 
 
-def test_timeouts_of_groups(pool):
+def test_group_timeouts_are_independent(pool):
     first, second = pool.run(respect_timeouts, ranks=2, limit=40)[0]
     assert 0.9 <= first <= 10 and 1.4 <= second <= 10
 
@@ -210,8 +210,8 @@ def debug_mode(rank):
         dist.set_debug_level(level)
 
 
-def test_the_debug_wrapper(pool):
-    """TORCH_DISTRIBUTED_DEBUG=DETAIL puts c10d's own checking group around the backend."""
+def test_debug_wrapper_supports_the_backend(pool):
+    """TORCH_DISTRIBUTED_DEBUG=DETAIL wraps the backend in c10d's checking group."""
     for tensor, gathered, objects, mismatch in pool.run(debug_mode, ranks=2, backend=None):
         assert (tensor, gathered, objects) == ([2.0] * 3, [2.0] * 6, [0, 1])
         assert "mismatch" in mismatch.lower()
@@ -229,7 +229,7 @@ def look_at_trace(rank):
     return names, nearlinear_collectives.trace()
 
 
-def test_the_trace_lists_the_last_operations(pool):
+def test_trace_lists_the_last_operations(pool):
     if BACKEND == "gloo":
         pytest.skip("the trace is nearlinear's")
     for (world, second), trace in pool.run(look_at_trace, ranks=2):

@@ -1,4 +1,4 @@
-"""A group among forks, threads and launchers."""
+"""Groups with forks, threads and launchers."""
 
 import os
 import re
@@ -23,7 +23,7 @@ def total() -> float:
 
 
 def fork_and_touch(rank):
-    """A forked child that uses its parent's group is told; the parent never notices."""
+    """A forked child that uses its parent's group gets an error; the parent is unaffected."""
     before, tensor = total(), torch.ones(2)
     reader, writer = os.pipe()
     child = os.fork()
@@ -45,7 +45,7 @@ def fork_and_touch(rank):
     return before, answer, status, total(), tensor.tolist()
 
 
-def test_a_forked_child_cannot_use_the_group(pool):
+def test_forked_child_cannot_use_its_parents_group(pool):
     if BACKEND == "gloo":
         pytest.skip("gloo hangs")
     for before, answer, status, after, tensor in pool.run(fork_and_touch, ranks=2, limit=30):
@@ -54,8 +54,8 @@ def test_a_forked_child_cannot_use_the_group(pool):
 
 
 def start_anew_in_a_child(rank):
-    """The child leaves the group it inherited and makes one of its own, with its own pool."""
-    dist.all_reduce(torch.ones(200_000), async_op=True).wait()  # the engine has a thread by now
+    """The child leaves the inherited group and creates a new one with its own pool."""
+    dist.all_reduce(torch.ones(200_000), async_op=True).wait()  # starts a thread of the engine
     allocate = dist.group.WORLD._get_backend(CPU).allocate_tensor
     old = allocate(300_000, dtype=torch.float32, device=CPU).fill_(1)
     child = os.fork()
@@ -76,7 +76,7 @@ def start_anew_in_a_child(rank):
     return os.waitstatus_to_exitcode(status), old.unique().tolist(), new.unique().tolist(), total()
 
 
-def test_a_forked_child_may_start_anew(pool):
+def test_forked_child_can_create_a_new_group(pool):
     if BACKEND == "gloo":
         pytest.skip("gloo's threads do not survive a fork")
     for found in pool.run(start_anew_in_a_child, ranks=2, limit=30):
@@ -100,7 +100,7 @@ def two_threads(rank):
     return sums
 
 
-def test_two_threads_use_two_groups(pool):
+def test_two_threads_can_use_two_groups(pool):
     assert pool.run(two_threads, ranks=3, limit=60) == [[300.0, 600.0]] * 3
 
 
@@ -120,8 +120,8 @@ sys.stdout.write("saw " + str(tensor.tolist()) + "\\n")
 
 @pytest.mark.slow
 @pytest.mark.parametrize("leave", ["dist.destroy_process_group()", "", "sys.exit(3)"])
-def test_a_script_under_torchrun(tmp_path, compiled, leave):
-    """Fresh interpreters, the launcher's own store, and an end in order, without, or in error."""
+def test_script_under_torchrun(tmp_path, compiled, leave):
+    """Cover new interpreters, the launcher's store, and exits with destroy, without, in error."""
     imports = "import nearlinear_collectives" if BACKEND != "gloo" else ""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(imports=imports, backend=BACKEND, leave=leave))

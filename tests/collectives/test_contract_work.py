@@ -1,4 +1,4 @@
-"""What c10d promises about an asynchronous call: its work, its future, its waiting."""
+"""c10d's contract of asynchronous calls: work, future and wait."""
 
 import threading
 from datetime import timedelta
@@ -12,7 +12,7 @@ from tests.collectives.worker import store
 
 
 def every_call(rank: int, size: int) -> dict:
-    """Name of a call -> (asynchronous work, the tensors its future must hold)."""
+    """Map the name of a call to (asynchronous work, tensors that its future must hold)."""
     reduced, sent = torch.full((4,), rank + 1.0), torch.full((3,), float(rank))
     gathered, scattered = torch.empty(3 * size), torch.empty(2)
     listed = [torch.empty(3) for _ in range(size)]
@@ -40,7 +40,7 @@ def joined(tensors: list[torch.Tensor]) -> torch.Tensor:
     return torch.cat([torch.empty(0), *(tensor.view(-1) for tensor in tensors)])
 
 
-def test_works_end_with_a_future_that_is_a_list_of_their_outputs(pool):
+def test_future_of_a_work_holds_the_list_of_outputs(pool):
     pool.run(look_at_works, ranks=3)
 
 
@@ -52,7 +52,7 @@ def result_is_the_outputs(rank):
     assert result.data_ptr() == tensor.data_ptr() and result.tolist() == [2.0] * 4
 
 
-def test_the_result_of_a_work_is_its_outputs(pool):
+def test_result_of_a_work_is_its_outputs(pool):
     pool.run(result_is_the_outputs, ranks=2)
 
 
@@ -74,13 +74,13 @@ def chain_callbacks(rank):
     return first.wait().tolist(), second.wait().tolist(), seen, after.wait()
 
 
-def test_callbacks_of_futures_run_before_and_after_completion(pool):
+def test_future_callbacks_run_before_and_after_completion(pool):
     for outcome in pool.run(chain_callbacks, ranks=2):
         assert outcome == ([1.0] * 3, [11.0] * 3, [[2.0] * 3], 2.0)
 
 
 def call_in_callback(rank):
-    """As PowerSGD does: a callback makes another call on the same group and waits for it."""
+    """Make another call on the same group in a callback and wait for it, as PowerSGD does."""
 
     def again(done):
         [total] = done.value()
@@ -94,7 +94,7 @@ def call_in_callback(rank):
     return found
 
 
-def test_callbacks_may_make_calls(pool):
+def test_callbacks_can_make_calls(pool):
     expected = [[4.0 * step] * 3 for step in range(5)]
     assert pool.run(call_in_callback, ranks=2, limit=20) == [expected] * 2
 
@@ -115,12 +115,12 @@ def one_rank_is_late(rank):
     return tensor.tolist()
 
 
-def test_a_wait_that_gives_up_harms_neither_the_call_nor_the_group(pool):
+def test_wait_timeout_affects_neither_call_nor_group(pool):
     assert pool.run(one_rank_is_late, ranks=2) == [[2.0] * 5] * 2
 
 
 def wait_without_the_gil(rank):
-    """Rank 1 joins only after a Python thread of rank 0 has run while rank 0 was waiting."""
+    """Let rank 1 join only after a Python thread ran on rank 0, which waits."""
     gate, tensor = store("gate"), torch.ones(2)
 
     def count_and_open():
@@ -143,7 +143,7 @@ def wait_without_the_gil(rank):
     return tensor.tolist()
 
 
-def test_other_python_threads_run_while_a_rank_waits(pool):
+def test_waiting_releases_the_gil(pool):
     assert pool.run(wait_without_the_gil, ranks=2, limit=30) == [[4.0] * 2] * 2
 
 
@@ -154,19 +154,19 @@ def forget_tensors(rank):
         source = torch.full((count,), rank + 10.0 * step)
         works.append(all_gather_single(torch.empty(size * count), source, async_op=True))
         del source
-        torch.full((count,), -1.0)  # takes the memory of whatever was freed too early
+        torch.full((count,), -1.0)  # reuses memory that was freed too early
     for step, work in enumerate(works):
         work.wait()
         whole = joined(work.get_future().value())
         for other, part in enumerate(whole.view(size, count)):
             assert (part == other + 10.0 * step).all()
-    all_gather_single(torch.empty(size), torch.ones(1), async_op=True)  # nobody waits for this one
+    all_gather_single(torch.empty(size), torch.ones(1), async_op=True)  # without a wait
     tensor = torch.ones(1)
     dist.all_reduce(tensor)
     return tensor.item()
 
 
-def test_a_work_keeps_its_tensors_and_needs_no_waiting(pool):
+def test_work_keeps_its_tensors_alive_without_wait(pool):
     assert pool.run(forget_tensors, ranks=3) == [3.0] * 3
 
 
@@ -186,18 +186,18 @@ def wait_elsewhere(rank):
     return seen
 
 
-def test_several_threads_may_wait_for_one_work(pool):
+def test_several_threads_can_wait_for_one_work(pool):
     assert pool.run(wait_elsewhere, ranks=2) == [[2000.0] * 3] * 2
 
 
 def overlap_compute(rank):
-    """Asynchronous calls advance while the issuing thread computes and never polls."""
+    """Check that asynchronous calls progress while the issuing thread computes and never polls."""
     tensor, other = torch.ones(300_000), torch.ones(128, 128)
     work = dist.all_reduce(tensor, async_op=True)
     gate = store("gate")
     gate.add("arrived", 1)
     while gate.add("arrived", 0) < dist.get_world_size():
-        other @ other  # the call is under way on all ranks; none of them waits for it
+        other @ other  # in progress on all ranks; no rank waits for it
     for _ in range(20_000):
         if work.is_completed():
             break
@@ -207,5 +207,5 @@ def overlap_compute(rank):
     return completed
 
 
-def test_asynchronous_calls_advance_without_being_waited_for(pool):
+def test_asynchronous_calls_progress_without_wait(pool):
     assert pool.run(overlap_compute, ranks=2) == [True, True]

@@ -1,6 +1,6 @@
-"""Every collective against the truth and against gloo: random programs on 1 to 8 ranks.
+"""Every collective compared with exact results and with gloo: random programs on 1 to 8 ranks.
 
-NEARLINEAR_SOAK=n runs n times as many examples, with new random ones each time.
+NEARLINEAR_SOAK=n runs n times as many examples, with new random ones in each run.
 """
 
 import dataclasses
@@ -64,7 +64,7 @@ def steps(draw, groups: int, sizes=SMALL, kinds=NATIVE + FALLBACKS):
 
 @st.composite
 def programs(draw, length: int):
-    """Up to three more groups of some ranks beside the one of all, one large step at most."""
+    """Draw up to three groups in addition to that of all ranks, with at most one large step."""
     ranks = draw(st.integers(1, 8))
     subset = st.lists(st.integers(0, ranks - 1), min_size=1, unique=True).map(sorted).map(tuple)
     groups = (tuple(range(ranks)), *draw(st.lists(subset, max_size=3)))
@@ -76,13 +76,13 @@ def programs(draw, length: int):
 
 
 def as_gloo_can(program: Program) -> Program:
-    """gloo has no int16."""
+    """Draw a dtype; gloo has no int16."""
     body = [dataclasses.replace(s, dtype=s.dtype.replace("int16", "int32")) for s in program.steps]
     return dataclasses.replace(program, steps=tuple(body))
 
 
 def check(pool, program: Program, backend: str = BACKEND) -> None:
-    """Right on every rank, and reductions the same to the last bit on all of them."""
+    """Check the results of every rank, and that reductions are bitwise equal on all ranks."""
     ranks = len(program.groups[0])
     if backend == "gloo":
         program = as_gloo_can(program)
@@ -97,14 +97,14 @@ def check(pool, program: Program, backend: str = BACKEND) -> None:
 
 @examples(60)
 @given(program=programs(length=12))
-def test_random_programs_give_the_truth(pool, program):
+def test_random_programs_give_exact_results(pool, program):
     check(pool, program)
 
 
 @examples(12)
 @given(program=programs(length=12))
-def test_gloo_gives_the_same_truth(pool, program):
-    """The reference of these tests is itself tested: gloo passes them as well."""
+def test_gloo_passes_the_same_checks(pool, program):
+    """Validate the reference of these tests with gloo."""
     check(pool, program, backend="gloo")
 
 
@@ -113,7 +113,7 @@ ELEMENTWISE = [(dtype, reduce) for dtype in DTYPES for reduce in reductions(dtyp
 
 @pytest.mark.parametrize("kind", ["all_reduce", "reduce_scatter"])
 @pytest.mark.parametrize("ranks", [2, 3, 8])
-def test_every_dtype_and_reduction(pool, kind, ranks):
+def test_every_dtype_and_reduction_gives_exact_results(pool, kind, ranks):
     body = [
         Step(kind, dtype=dtype, reduce=reduce, sizes=(count,), overlap=count % 3)
         for dtype, reduce in ELEMENTWISE
@@ -124,8 +124,8 @@ def test_every_dtype_and_reduction(pool, kind, ranks):
 
 @pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter", "all_reduce", "broadcast"])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5, 8])
-def test_sizes_around_powers_of_two(pool, ranks, kind):
-    """Where chunks end and where the engine takes another path; 4 bytes per element."""
+def test_sizes_around_powers_of_two_give_exact_results(pool, ranks, kind):
+    """Cover chunk ends and the sizes at which the engine changes its path; 4 bytes per element."""
     sizes = [2**power + extra for power in (12, 13, 15, 18) for extra in (-1, 0, 1)]
     if ranks <= 3:
         sizes.append(700_001)
@@ -139,8 +139,8 @@ def test_sizes_around_powers_of_two(pool, ranks, kind):
 
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("pooled", [False, True])
-def test_back_to_back_calls_do_not_overtake_each_other(pool, pooled, in_place):
-    """Hundreds of calls without a pause, of sizes that use different paths of the engine."""
+def test_back_to_back_calls_keep_their_order(pool, pooled, in_place):
+    """Make hundreds of calls without a pause, of sizes that use different paths of the engine."""
     kinds = ("all_gather", "all_reduce", "reduce_scatter", "broadcast", "all_gather_views")
     sizes = (1, 40_000, 9, 300, 5_000, 1, 1, 70_001, 0)
     body = [
@@ -151,7 +151,7 @@ def test_back_to_back_calls_do_not_overtake_each_other(pool, pooled, in_place):
 
 
 def reuse_tensors(rank, count, pooled):
-    """One input and one output for many calls, changed by their owner in between."""
+    """Reuse one input and one output for many calls, and change them in between."""
     size, backend = dist.get_world_size(), dist.group.WORLD._get_backend(CPU)
 
     def empty(length: int) -> torch.Tensor:
@@ -169,20 +169,20 @@ def reuse_tensors(rank, count, pooled):
         source.copy_(gathered)
         runner.reduce_scatter_single(reduced, source)
         assert reduced.unique().tolist() == [size * (100.0 * step + rank)], step
-        dist.all_reduce(gathered)  # what was gathered is a tensor like any other
+        dist.all_reduce(gathered)  # a gathered tensor is writable
         assert gathered[-1] == size * (100.0 * step + size - 1), step
 
 
 @pytest.mark.parametrize("count", [10, 20_000, 300_003])
 @pytest.mark.parametrize("pooled", [False, True])
-def test_tensors_used_again_and_again(pool, count, pooled):
+def test_reused_tensors_give_exact_results(pool, count, pooled):
     pool.run(reuse_tensors, count, pooled and BACKEND != "gloo", ranks=4)
 
 
 @examples(15)
 @given(program=programs(length=8))
-def test_when_calls_are_waited_for_changes_no_bit(pool, program):
-    """The same program with every call synchronous, on ordinary memory, gives the same bits."""
+def test_results_do_not_depend_on_wait_order(pool, program):
+    """Compare bitwise with the same program in synchronous calls on ordinary memory."""
     assume(any(step.kind in REDUCES for step in program.steps))
     ranks = len(program.groups[0])
     calm = [

@@ -1,4 +1,4 @@
-"""The doctor tells the truth about this machine, and the remedy where one lacks something."""
+"""The doctor reports the state of this machine, and a remedy for each defect."""
 
 import ipaddress
 import json
@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 import nearlinear_collectives
 from nearlinear_collectives import backend
-from nearlinear_collectives.doctor import machine, nccl, network, software
-from nearlinear_collectives.doctor.report import BROKEN, MEANING, OFF, OK, SLOW, Finding, Report
+from nearlinear_collectives.doctor import Finding, Report, host, network
+from nearlinear_collectives.doctor.finding import BROKEN, OFF, OK, SLOW, STATE_MEANINGS
 
 COMMAND = [sys.executable, "-m", "nearlinear_collectives.doctor"]
 
@@ -26,24 +26,24 @@ def run_doctor(*arguments: str, **environment: str) -> subprocess.CompletedProce
     )
 
 
-def test_this_machine_can_do_what_the_other_tests_do():
+def test_this_machine_has_no_broken_finding():
     done = run_doctor("--json")
     assert done.returncode == 0 and not done.stderr, done.stdout + done.stderr
     report = json.loads(done.stdout)
     state = {finding["name"]: finding["state"] for finding in report["findings"]}
-    assert report["works"] and set(state.values()) <= set(MEANING) - {BROKEN}
+    assert report["works"] and set(state.values()) <= set(STATE_MEANINGS) - {BROKEN}
     assert state["engine"] == state["shared memory"] == OK
     assert torch.cuda.is_available() or state["CUDA"] == OFF
 
 
-def test_a_machine_without_engine_is_told_so_and_fails():
+def test_missing_engine_is_broken_and_gives_exit_status_1():
     done = run_doctor(NEARLINEAR_COLLECTIVES_ENGINE="/nowhere/engine.so")
     assert done.returncode == 1
     assert "broken  engine" in done.stdout and "/nowhere/engine.so" in done.stdout
-    assert "-> " in done.stdout and MEANING[BROKEN] in done.stdout
+    assert "-> " in done.stdout and STATE_MEANINGS[BROKEN] in done.stdout
 
 
-def test_the_public_function_gives_the_report(monkeypatch):
+def test_doctor_returns_a_report(monkeypatch):
     monkeypatch.setenv("NEARLINEAR_COLLECTIVES_GLUE", "python")
     report = nearlinear_collectives.doctor()
     assert isinstance(report, Report) and report.works
@@ -51,68 +51,68 @@ def test_the_public_function_gives_the_report(monkeypatch):
     assert repr(report) == str(report) and torch.__version__ in str(report)
 
 
-def test_a_report_with_something_broken_does_not_work():
-    sound, broken = Finding("a", OK, "fine"), Finding("b", BROKEN, "not so", "mend it")
+def test_report_with_a_broken_finding_does_not_work():
+    sound, broken = Finding("a", OK, "fine"), Finding("b", BROKEN, "not so", "repair it")
     assert Report("", (sound,)).works and not Report("", (sound, broken)).works
-    assert "-> mend it" in str(broken)
+    assert "-> repair it" in str(broken)
 
 
 @pytest.mark.parametrize(
-    "says, script",
+    "message, script",
     [
         ("No such file", "import os; os.open('/proc/0/fd/0', os.O_RDWR)"),
-        ("does not hold", machine.NEIGHBOUR.replace('b"hello"', 'b"other"')),
-        ("does not hold", machine.NEIGHBOUR.replace('b"world"', 'b"other"')),
+        ("does not hold", host.NEIGHBOUR.replace('b"hello"', 'b"other"')),
+        ("does not hold", host.NEIGHBOUR.replace('b"world"', 'b"other"')),
         ("No such file", "print(12345, flush=True); input()"),
         ("the second one ended", ""),
     ],
 )
-def test_ranks_that_cannot_share_memory(monkeypatch, says, script):
-    monkeypatch.setattr(machine, "NEIGHBOUR", script)
-    found = machine.shared_memory()
-    assert found.state == BROKEN and says in found.says and "one user" in found.remedy
+def test_processes_that_cannot_share_memory_are_broken(monkeypatch, message, script):
+    monkeypatch.setattr(host, "NEIGHBOUR", script)
+    found = host.check_shared_memory()
+    assert found.state == BROKEN and message in found.message and "one user" in found.remedy
 
 
-def test_no_process_or_descriptor_is_left_behind():
+def test_shared_memory_check_leaves_no_process_or_descriptor():
     def open_now() -> tuple[list[str], list[psutil.Process]]:
         return sorted(os.listdir("/proc/self/fd")), psutil.Process().children()
 
-    machine.shared_memory()
+    host.check_shared_memory()
     before = open_now()
-    assert machine.shared_memory().state == OK
+    assert host.check_shared_memory().state == OK
     assert open_now() == before
 
 
-def test_huge_pages_are_what_the_kernel_says():
-    setting = machine.SHMEM_ENABLED.read_text() if machine.SHMEM_ENABLED.exists() else "[never]"
+def test_huge_pages_agree_with_the_kernel_setting():
+    setting = host.SHMEM_ENABLED.read_text() if host.SHMEM_ENABLED.exists() else "[never]"
     if "[never]" in setting or "[deny]" in setting:
-        assert machine.huge_kilobytes(8 << 20) == 0
-        assert "echo advise" in machine.huge_pages().remedy
+        assert host.huge_page_kilobytes(8 << 20) == 0
+        assert "echo advise" in host.check_huge_pages().remedy
     elif "[always]" in setting or "[force]" in setting:
-        assert machine.huge_kilobytes(8 << 20) > 0
+        assert host.huge_page_kilobytes(8 << 20) > 0
 
 
-def test_cores(monkeypatch):
+def test_cores_are_slow_if_ranks_share_them(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(4))
-    monkeypatch.setattr(machine, "cpu_quota", lambda: None)
+    monkeypatch.setattr(host, "cpu_quota", lambda: None)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert machine.cores().state == OK
+    assert host.check_cores().state == OK
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "5")
-    assert machine.cores().state == SLOW and "at most 4 ranks" in machine.cores().remedy
-    monkeypatch.setattr(machine, "cpu_quota", lambda: 1.5)
-    assert "quota is 1.5" in machine.cores().says
+    assert host.check_cores().state == SLOW and "at most 4 ranks" in host.check_cores().remedy
+    monkeypatch.setattr(host, "cpu_quota", lambda: 1.5)
+    assert "quota is 1.5" in host.check_cores().message
 
 
-def test_the_network_that_is_used(monkeypatch):
+def test_unusable_interface_is_reported_with_remedy(monkeypatch):
     monkeypatch.setenv("NEARLINEAR_COLLECTIVES_INTERFACE", "lo")
-    found = network.network()
+    found = network.check_interface()
     assert (
         found.state == OFF
-        and "lo" in found.says
+        and "lo" in found.message
         and "NEARLINEAR_COLLECTIVES_INTERFACE" in found.remedy
     )
     monkeypatch.setenv("NEARLINEAR_COLLECTIVES_INTERFACE", "nosuch0")
-    assert "nosuch0" in network.network().says
+    assert "nosuch0" in network.check_interface().message
 
 
 TCP = "libfabric 2.5 (tcp on eth0), window 4 MiB"
@@ -130,7 +130,7 @@ EFA = "libfabric 2.5 (efa on rdmap0), window 4 MiB"
         ("efa", EFA, "ofi", OK, ""),
     ],
 )
-def test_adapters_and_their_software(
+def test_efa_adapters_need_their_software_and_setting(
     monkeypatch, tmp_path, driver, library, setting, state, remedy
 ):
     (tmp_path / "drivers" / driver).mkdir(parents=True)
@@ -146,39 +146,39 @@ def test_adapters_and_their_software(
             raise RuntimeError("libfabric cannot be loaded")
         return library
 
-    monkeypatch.setattr(network, "transport", transport)
-    found = network.libfabric()
+    monkeypatch.setattr(network, "describe_transport", transport)
+    found = network.check_libfabric()
     assert found.state == state and remedy in found.remedy and bool(remedy) == bool(found.remedy)
 
 
 @pytest.mark.parametrize(
     "address, state", [("127.0.1.1", OFF), (None, OFF), ("10.0.0.7", OK), ("fd00::7", OK)]
 )
-def test_what_gloo_makes_of_the_machines_name(monkeypatch, address, state):
+def test_gloo_needs_a_resolvable_host_name(monkeypatch, address, state):
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    monkeypatch.setattr(network, "LONG", float("inf"))
+    monkeypatch.setattr(network, "MAX_LOOKUP_SECONDS", float("inf"))
     monkeypatch.setattr(network, "own_address", lambda: address and ipaddress.ip_address(address))
-    found = network.gloo()
+    found = network.check_gloo()
     assert found.state == state and (state == OK or "GLOO_SOCKET_IFNAME" in found.remedy)
-    monkeypatch.setattr(network, "LONG", -1.0)
-    assert network.gloo().state == SLOW
+    monkeypatch.setattr(network, "MAX_LOOKUP_SECONDS", -1.0)
+    assert network.check_gloo().state == SLOW
 
 
-def test_torchcomms_would_bypass_the_backend(monkeypatch):
+def test_torchcomms_that_bypasses_the_backend_is_broken(monkeypatch):
     monkeypatch.setenv("TORCH_DISTRIBUTED_USE_TORCHCOMMS", "1")
-    assert not list(software.torchcomms()), "the variable alone does nothing"
+    assert not list(host.check_torchcomms()), "the variable alone has no effect"
     monkeypatch.setattr(backend.importlib.util, "find_spec", lambda name: name)
-    [found] = software.torchcomms()
+    [found] = host.check_torchcomms()
     assert found.state == BROKEN and "unset" in found.remedy
     monkeypatch.setenv("TORCH_DISTRIBUTED_USE_TORCHCOMMS", "0")
-    assert not list(software.torchcomms())
+    assert not list(host.check_torchcomms())
 
 
-GOOD = {"version": (2, 30, 6), "driver": (13, 0), "refusing": None, "environment": {}}
+GOOD = {"version": (2, 30, 6), "driver": (13, 0), "unreachable": None, "environment": {}}
 
 
 @pytest.mark.parametrize(
-    "change, says, remedy",
+    "change, message, remedy",
     [
         ({}, "", ""),
         ({"version": (2, 28, 0)}, "", ""),
@@ -186,26 +186,26 @@ GOOD = {"version": (2, 30, 6), "driver": (13, 0), "refusing": None, "environment
         ({"environment": {"NCCL_CTA_POLICY": "2"}}, "", ""),
         ({"version": (2, 27, 7)}, "NCCL 2.27.7", "2.28.0"),
         ({"driver": (12, 4)}, "CUDA 12.4 only", "12.5"),
-        ({"refusing": (0, 3)}, "GPUs 0 and 3", "peer access"),
+        ({"unreachable": (0, 3)}, "GPUs 0 and 3", "peer access"),
         ({"environment": {"NCCL_CTA_POLICY": "1"}}, "NCCL_CTA_POLICY=1", "=2"),
         ({"environment": {"NCCL_P2P_DISABLE": "1"}}, "NCCL_P2P_DISABLE", "unset"),
     ],
 )
-def test_what_keeps_nccl_from_its_copy_engines(monkeypatch, change, says, remedy):
+def test_nccl_copy_engine_obstacles_have_remedies(monkeypatch, change, message, remedy):
     policies = type("ProcessGroupNCCL", (), {"NCCL_CTA_POLICY_ZERO": 2})
     monkeypatch.setattr(dist, "ProcessGroupNCCL", policies, raising=False)
-    monkeypatch.setattr(nccl, "symmetric_memory", lambda: True)
-    found = list(nccl.obstacles(**{**GOOD, **change}))
-    assert len(found) == (1 if says else 0)
-    assert all(says in said and remedy in told for said, told in found)
+    monkeypatch.setattr(network, "has_symmetric_memory", lambda: True)
+    found = list(network.zero_cta_obstacles(**{**GOOD, **change}))
+    assert len(found) == (1 if message else 0)
+    assert all(message in said and remedy in advice for said, advice in found)
 
 
-def test_a_torch_that_cannot_ask_nccl(monkeypatch):
+def test_torch_without_nccl_policy_or_symmetric_memory_is_reported(monkeypatch):
     monkeypatch.setattr(dist, "ProcessGroupNCCL", type("ProcessGroupNCCL", (), {}), raising=False)
-    monkeypatch.setattr(nccl, "symmetric_memory", lambda: False)
-    policy, memory = nccl.obstacles(**GOOD)
+    monkeypatch.setattr(network, "has_symmetric_memory", lambda: False)
+    policy, memory = network.zero_cta_obstacles(**GOOD)
     assert "NCCL_CTA_POLICY=2" in policy[1] and "symmetric memory" in memory[0]
     environment = {"NCCL_CTA_POLICY": "2"}
-    assert [says for says, _ in nccl.obstacles(**{**GOOD, "environment": environment})] == [
-        memory[0]
-    ]
+    assert [
+        message for message, _ in network.zero_cta_obstacles(**{**GOOD, "environment": environment})
+    ] == [memory[0]]

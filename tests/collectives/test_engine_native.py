@@ -1,6 +1,6 @@
-"""The engine's own C++ tests, run with the library that ships and under sanitizers.
+"""C++ tests of the engine, run with the shipped library and under sanitizers.
 
-Every `engine/*_test.cc` is linked with the engine; PROGRAMS names what else a program needs.
+Every `engine/*_test.cc` is linked with the engine; PROGRAMS lists further requirements.
 """
 
 import dataclasses
@@ -22,19 +22,19 @@ TESTS = Path(__file__).parent / "engine"
 PACKAGE = importlib.util.find_spec("nearlinear_collectives")
 ENGINE = Path(PACKAGE.origin).parent / "engine"
 COMPILER = next(filter(shutil.which, ("g++", "clang++")), None)
-# Lines for the sanitizers' reports, and no more: names of variables double what is compiled.
+# Line tables for the sanitizers' reports only: variable names double the size of the objects.
 FLAGS = ["-std=c++20", "-g1", "-Wall", "-Wextra", "-Winvalid-pch", "-pthread", "-ffp-contract=off"]
 INCLUDES = [f"-I{ENGINE}", f"-isystem{ENGINE / 'third_party' / 'libfabric'}"]
-CANNOT_HERE = 77  # a program's exit code: what it tests is not to be had on this machine
+CANNOT_HERE = 77  # exit code of a program whose feature is not available on this machine
 
 FLAVOURS = {
-    "plain": ["-O1"],  # of the program; the engine is the library that ships
+    "plain": ["-O1"],  # of the program; the engine is the shipped library
     "address": ["-Og", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
     "thread": ["-O1", "-fsanitize=thread"],
 }
 WEAKENED = "NLC_WEAKENED_FENCE"  # counters are published without ordering
 ENVIRONMENT = {
-    "ASAN_OPTIONS": "detect_leaks=0",  # the engine keeps some things until the process ends
+    "ASAN_OPTIONS": "detect_leaks=0",  # the engine keeps some memory until the process ends
     "TSAN_OPTIONS": "halt_on_error=0:exitcode=66",
 }
 TSAN_REPORTED = 66
@@ -47,7 +47,7 @@ pytestmark = [
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A test program: the engine's sources it needs, how it is built, and how it is called."""
+    """A test program: engine sources, build flavours, and arguments."""
 
     sources: tuple[str, ...] = ("*",)
     flavours: tuple[str, ...] = ("plain", "address")
@@ -58,8 +58,8 @@ PROGRAMS = {
     "copy_test": Program(sources=("copy", "slot_writer")),
     "queue_test": Program(sources=("queue",), flavours=("plain", "address", "thread")),
     "reduce_test": Program(sources=("reduce", "reduce_[ab]*")),
-    # libfabric 1.20's own tcp provider now and then follows a stray pointer when the other end of
-    # a message that is on its way is killed.
+    # libfabric 1.20's tcp provider sometimes dereferences a stray pointer when the other end of a
+    # message in flight is killed.
     "transport_test": Program(
         sources=("transport", "tcp", "ofi", "base"), calls=("tcp", "ofi -killed_while_busy")
     ),
@@ -71,7 +71,7 @@ PROGRAMS = {
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory) -> Path:
-    """Where everything is compiled to, once for all processes that run tests side by side."""
+    """Folder of compiled programs, shared by all concurrent test processes."""
     base = tmp_path_factory.getbasetemp()
     base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
     shared = base / "engine-tests"
@@ -80,7 +80,7 @@ def folder(tmp_path_factory) -> Path:
 
 
 def make(target: Path, flavour: str, *arguments: str) -> str:
-    """Compile or link ``target``, unless that has been done."""
+    """Compile or link ``target`` unless it exists."""
     with open(f"{target}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not target.exists():
@@ -93,9 +93,9 @@ def make(target: Path, flavour: str, *arguments: str) -> str:
 
 
 def standard_headers(folder: Path, flavour: str) -> str:
-    """A header of all that the engine includes of the standard library, compiled ahead.
+    """Precompile a header with all standard headers of the engine.
 
-    That a source includes what it needs by itself shows where the library is compiled.
+    Compiling the library itself shows that every source includes the headers it needs.
     """
     header = folder / f"standard-{flavour}.h"
     includes = re.compile(r"^#include <\w+>$", re.MULTILINE)
@@ -115,7 +115,7 @@ def compiled(folder: Path, flavour: str, source: Path, define: str = "") -> str:
 
 
 def program(folder: Path, name: str, flavour: str, define: str = "") -> str:
-    """The test program ``name``; ``define`` reaches the sources that ask for it."""
+    """Build the test program ``name``; ``define`` is set for the sources that use it."""
     target = folder / f"{name}-{flavour}{define}"
     main = TESTS / f"{name}.cc"
     if flavour == "plain":
@@ -136,7 +136,7 @@ def run(
     folder: Path, name: str, flavour: str, call: str, define: str = "", **settings: str
 ) -> subprocess.CompletedProcess:
     command = [program(folder, name, flavour, define), *call.split()]
-    if flavour == "thread":  # whose shadow memory does not bear random addresses
+    if flavour == "thread":  # its shadow memory does not support random addresses
         if not shutil.which("setarch"):
             pytest.skip("a thread sanitizer needs setarch here")
         command = ["setarch", "-R", *command]
@@ -155,7 +155,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("name, flavour, call", CASES)
-def test_program(folder, name, flavour, call):
+def test_native_program_passes(folder, name, flavour, call):
     done = run(folder, name, flavour, call)
     output = done.stdout[-4000:] + done.stderr[-8000:]
     if done.returncode == CANNOT_HERE:
@@ -164,13 +164,15 @@ def test_program(folder, name, flavour, call):
     assert "runtime error" not in output and "WARNING: ThreadSanitizer" not in output, output
 
 
-def test_every_program_named_here_exists():
+def test_every_listed_program_exists():
     assert {path.stem for path in TESTS.glob("*_test.cc")} >= PROGRAMS.keys()
 
 
-def test_the_thread_sanitizer_sees_a_weakened_fence(folder):
-    """The proof that the runs above can fail: counters published without ordering are races."""
-    first = {"TSAN_OPTIONS": f"halt_on_error=1:exitcode={TSAN_REPORTED}"}  # one is enough
+def test_thread_sanitizer_detects_a_weakened_fence(folder):
+    """Prove that the runs above can fail: counters published without ordering are races."""
+    first = {
+        "TSAN_OPTIONS": f"halt_on_error=1:exitcode={TSAN_REPORTED}"
+    }  # a single report is enough
     done = run(folder, "ranks_as_threads_test", "thread", "4 60 1", WEAKENED, **first)
     assert done.returncode == TSAN_REPORTED, done.stdout[-2000:] + done.stderr[-4000:]
     assert "data race" in done.stderr

@@ -1,7 +1,7 @@
-"""Ranks that die, stop or never come: the others raise in time, and say who and where.
+"""Ranks that die, stop or never join: the others raise in time and name the rank and the call.
 
 Victims, calls and moments are random but seeded. NEARLINEAR_SOAK=n runs n times as many trials.
-The bounds are the backend's own promises: 2 s after a death, the timeout after a stall.
+The bounds are those of the backend: 2 s after a death, the timeout after a stall.
 """
 
 import itertools
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.skipif(BACKEND == "gloo", reason="gloo names no rank")
 
 
 def random_program(seed: int, ranks: int) -> Program:
-    """40 calls of all kinds and sizes, some in flight together."""
+    """Draw 40 calls of all kinds and sizes, some in flight together."""
     draw = random.Random(seed)
     steps = [
         Step(
@@ -48,7 +48,7 @@ def random_program(seed: int, ranks: int) -> Program:
 
 
 def aftermath(error: Exception, group=None) -> dict:
-    """What a rank reports once a call has failed: when, how, and how the group behaves after."""
+    """Report a failed call (time and error) and the behaviour of the group afterwards."""
     report = {"when": time.monotonic(), "error": str(error)}
     begun = time.monotonic()
     try:
@@ -64,7 +64,7 @@ def aftermath(error: Exception, group=None) -> dict:
 
 
 def call_for_ever(rank, seed, busy):
-    """Random collectives until one fails; with ``busy``, mostly computing in between."""
+    """Make random collectives until one fails; with ``busy``, mostly compute in between."""
     program, own = random_program(seed, dist.get_world_size()), random.Random(rank)
     worker.announce("joined")
     try:
@@ -78,10 +78,10 @@ def call_for_ever(rank, seed, busy):
         return aftermath(error)
 
 
-def check_report(report: dict, victim: int, what: str) -> None:
+def check_report(report: dict, victim: int, pattern: str) -> None:
     error = report["error"]
     assert re.search(rf"\brank {victim} \(host {re.escape(socket.gethostname())}\b", error), error
-    assert re.search(what, error), error
+    assert re.search(pattern, error), error
     operation = re.search(rf"\b({OPERATIONS}) #\d+", error)
     assert operation, error
     assert "barrier" in operation[0] or re.search(r" of [\d.]+ ([KM]i)?B\b", error), error
@@ -105,7 +105,7 @@ def end_abruptly(pool, seed, number, busy):
         reports = [case.outcomes[rank].value for rank in survivors]
         assert all(reports), case.stacks()
         if number == signal.SIGSTOP:
-            case.kill(victim, signal.SIGCONT)  # late, it is told what happened
+            case.kill(victim, signal.SIGCONT)  # gets the error late
             assert case.collect(10) and case.outcomes[victim].value, case.stacks()
     finally:
         case.close(replace=True)
@@ -114,7 +114,7 @@ def end_abruptly(pool, seed, number, busy):
 
 @pytest.mark.parametrize("busy", [False, True], ids=["calling", "computing"])
 @pytest.mark.parametrize("seed", range(10 * SOAK))
-def test_a_killed_rank_is_named_by_all_survivors(pool, seed, busy):
+def test_killed_rank_is_named_by_all_survivors(pool, seed, busy):
     moment, victim, reports = end_abruptly(pool, seed, signal.SIGKILL, busy)
     for report in reports:
         check_report(report, victim, "died")
@@ -124,7 +124,7 @@ def test_a_killed_rank_is_named_by_all_survivors(pool, seed, busy):
 @pytest.mark.slow
 @pytest.mark.parametrize("busy", [False, True], ids=["calling", "computing"])
 @pytest.mark.parametrize("seed", range(2 * SOAK))
-def test_a_stopped_rank_is_named_after_the_timeout(pool, seed, busy):
+def test_stopped_rank_is_named_after_the_timeout(pool, seed, busy):
     moment, victim, reports = end_abruptly(pool, 1000 + seed, signal.SIGSTOP, busy)
     for report in reports:
         check_report(report, victim, "no progress for 3 s")
@@ -132,7 +132,7 @@ def test_a_stopped_rank_is_named_after_the_timeout(pool, seed, busy):
 
 
 def wait_in_vain(rank, operation):
-    """The victim dies while computing, and everybody else is already waiting in one call."""
+    """Wait in one call on all ranks but the victim, which dies while computing."""
     steps = {
         "all_gather": Step("all_gather", sizes=(300_000,), pooled=True, in_place=True),
         "reduce_scatter": Step("reduce_scatter", sizes=(50_000,)),
@@ -156,7 +156,7 @@ def wait_in_vain(rank, operation):
     "operation",
     ["all_gather", "reduce_scatter", "all_reduce", "broadcast", "barrier", "asynchronous"],
 )
-def test_a_death_ends_the_calls_that_wait_for_it(pool, operation):
+def test_death_fails_the_calls_that_wait_for_the_rank(pool, operation):
     case = pool.start(wait_in_vain, operation, ranks=3)
     try:
         case.heard("joined")
@@ -173,7 +173,7 @@ def test_a_death_ends_the_calls_that_wait_for_it(pool, operation):
 
 
 def use_what_is_left(rank):
-    """Groups without the dead rank go on, and new ones can be made."""
+    """Use groups without the dead rank, existing and new ones."""
     trio = dist.new_group([0, 1, 2])
     worker.announce("joined")
     if rank == 3:
@@ -191,7 +191,7 @@ def use_what_is_left(rank):
     return "rank 3" in first, sums
 
 
-def test_groups_without_the_dead_rank_go_on(pool):
+def test_groups_without_the_dead_rank_keep_working(pool):
     case = pool.start(use_what_is_left, ranks=4)
     try:
         case.heard("joined")
@@ -214,7 +214,7 @@ def leave_in_order(rank):
         return aftermath(error)
 
 
-def test_waiting_for_a_rank_that_has_left(pool):
+def test_waiting_for_a_departed_rank_names_it(pool):
     case = pool.start(leave_in_order, ranks=2)
     try:
         assert case.collect(10), case.stacks()
@@ -236,7 +236,7 @@ def abort_from_another_thread(rank):
         return time.monotonic() - begun, str(error)
 
 
-def test_abort_wakes_a_waiting_call(pool):
+def test_abort_fails_a_waiting_call(pool):
     case = pool.start(abort_from_another_thread, ranks=2)
     try:
         assert case.collect(10, ranks=(0,)), case.stacks()
@@ -246,7 +246,7 @@ def test_abort_wakes_a_waiting_call(pool):
         case.close(replace=True)
 
 
-def test_nothing_stays_behind_when_all_ranks_are_killed(pool):
+def test_killed_ranks_leave_nothing_in_dev_shm(pool):
     before = set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
     case = pool.start(call_for_ever, 7, False, ranks=4)
     try:
@@ -262,7 +262,6 @@ def test_nothing_stays_behind_when_all_ranks_are_killed(pool):
     assert not ours
 
 
-def test_trials_differ():
-    """The seeds give different programs; a trial that always fails alike would prove little."""
+def test_seeds_give_different_programs():
     assert len({random_program(seed, 4) for seed in range(10)}) == 10
     assert len(set(itertools.chain(*[random_program(s, 4).steps for s in range(10)]))) > 100

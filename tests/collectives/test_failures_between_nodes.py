@@ -1,7 +1,7 @@
-"""On an emulated cluster: ranks that die or stop, and cables that are pulled, during collectives.
+"""Ranks that die or stop and cables that are pulled during collectives, on an emulated cluster.
 
-The others raise in time and name the culprit's rank; behind a cable, the one that speaks for its
-node. Victims, calls and moments are random but seeded; NEARLINEAR_SOAK=n runs n times as many.
+The other ranks raise in time and name the failed rank, or the leader of a disconnected node.
+Victims, calls and moments are random but seeded; NEARLINEAR_SOAK=n runs n times as many.
 """
 
 import json
@@ -12,21 +12,21 @@ import time
 
 import pytest
 
-from ci.cluster import Cluster, why_not
+from ci.emulation.cluster import Cluster, unavailable_reason
 from tests.collectives.ranks import BACKEND
 from tests.collectives.test_failures import DEATH, LATE, SOAK
 
 NODES, RANKS_PER_NODE = 3, 2
 RANKS = NODES * RANKS_PER_NODE
-TIMEOUT = 3.0  # seconds a call may take
+TIMEOUT = 3.0  # timeout of a call in seconds
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(BACKEND != "nearlinear", reason="is about nearlinear's links"),
-    pytest.mark.skipif(why_not() is not None, reason=str(why_not())),
+    pytest.mark.skipif(unavailable_reason() is not None, reason=str(unavailable_reason())),
 ]
 
-# What every rank runs: random collectives, the same on all, until one fails.
+# Program of every rank: random collectives, equal on all ranks, until one fails.
 PROGRAM = f"""
 import json, random, sys, time
 from datetime import timedelta
@@ -66,8 +66,8 @@ def cluster():
         yield made
 
 
-def trial(cluster, seed: int, strike) -> tuple[float, int, dict[int, dict]]:
-    """(moment of the strike, victim, reports of the others on their end)."""
+def trial(cluster, seed: int, inject_fault) -> tuple[float, int, dict[int, dict]]:
+    """Return (time of the failure, victim, reports of the other ranks)."""
     draw = random.Random(seed)
     ranks = cluster.start(
         [sys.executable, "-W", "ignore", "-c", PROGRAM, str(seed)],
@@ -81,7 +81,7 @@ def trial(cluster, seed: int, strike) -> tuple[float, int, dict[int, dict]]:
         time.sleep(draw.random() * 0.5)
         victim = draw.choice(ranks)
         moment = time.monotonic()
-        strike(victim)
+        inject_fault(victim)
         others = [rank for rank in ranks if rank is not victim]
         cluster.wait(others, timeout=TIMEOUT + 20)
         return moment, victim, {rank.rank: json.loads(rank.stdout.readline()) for rank in others}
@@ -93,7 +93,7 @@ def trial(cluster, seed: int, strike) -> tuple[float, int, dict[int, dict]]:
 
 
 @pytest.mark.parametrize("seed", range(3 * SOAK))
-def test_a_killed_rank_is_named_on_all_nodes(cluster, seed):
+def test_killed_rank_is_named_on_all_nodes(cluster, seed):
     moment, victim, reports = trial(cluster, seed, lambda rank: rank.kill())
     for report in reports.values():
         assert f"rank {victim.rank} (host node{victim.node}" in report["error"], report
@@ -101,18 +101,18 @@ def test_a_killed_rank_is_named_on_all_nodes(cluster, seed):
 
 
 @pytest.mark.parametrize("seed", range(3 * SOAK))
-def test_a_stopped_rank_or_its_speaker_is_named_after_the_timeout(cluster, seed):
+def test_stopped_rank_or_its_leader_is_named_after_the_timeout(cluster, seed):
     moment, victim, reports = trial(cluster, 100 + seed, lambda rank: rank.stop())
-    speaker = victim.node * RANKS_PER_NODE
+    leader = victim.node * RANKS_PER_NODE
     for rank, report in reports.items():
-        names = [f"rank {one} (host node{victim.node}" for one in (victim.rank, speaker)]
+        names = [f"rank {one} (host node{victim.node}" for one in (victim.rank, leader)]
         assert any(name in report["error"] for name in names), (rank, report)
         assert "no progress for 3 s" in report["error"], report
         assert report["when"] - moment < TIMEOUT + LATE, report
 
 
 @pytest.mark.parametrize("seed", range(3 * SOAK))
-def test_a_node_behind_a_pulled_cable_is_named_after_the_timeout(cluster, seed):
+def test_disconnected_node_is_named_after_the_timeout(cluster, seed):
     cut = []
 
     def pull(victim):
@@ -125,9 +125,9 @@ def test_a_node_behind_a_pulled_cable_is_named_after_the_timeout(cluster, seed):
         for node in cut:
             cluster.link_up(node)
     for rank, report in reports.items():
-        if rank // RANKS_PER_NODE == cut[0]:  # to those behind it, all others are gone
+        if rank // RANKS_PER_NODE == cut[0]:  # all other nodes are gone for this rank
             assert "host node" in report["error"], report
         else:
-            speaker = cut[0] * RANKS_PER_NODE
-            assert f"rank {speaker} (host node{cut[0]}" in report["error"], (rank, report)
+            leader = cut[0] * RANKS_PER_NODE
+            assert f"rank {leader} (host node{cut[0]}" in report["error"], (rank, report)
         assert report["when"] - moment < TIMEOUT + LATE, report

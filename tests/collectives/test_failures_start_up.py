@@ -1,4 +1,4 @@
-"""Ranks that die, or never come, while the others are making the group."""
+"""Ranks that die or never join while the others create the group."""
 
 import random
 import re
@@ -29,7 +29,7 @@ def start_up(rank, absent, timeout):
         return {"when": time.monotonic(), "took": time.monotonic() - begun, "error": str(error)}
 
 
-def test_a_rank_that_never_joins_is_named(pool):
+def test_rank_that_never_joins_is_named(pool):
     case = pool.start(start_up, 2, 2.0, ranks=4, backend=None)
     try:
         assert case.collect(20, ranks=(0, 1, 3)), case.stacks()
@@ -42,8 +42,8 @@ def test_a_rank_that_never_joins_is_named(pool):
 
 
 @pytest.mark.parametrize("seed", range(6 * SOAK))
-def test_a_death_during_start_up(pool, seed):
-    """Once its card is in the store a death is seen; before, the rank is one that never came."""
+def test_death_during_start_up_is_reported(pool, seed):
+    """A death is detected once the peer info is in the store; before, the rank never joined."""
     draw = random.Random(seed)
     victim, ranks, timeout = draw.randrange(3), 3, 2.0
     case = pool.start(start_up, None, timeout, ranks=ranks, backend=None)

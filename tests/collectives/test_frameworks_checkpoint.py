@@ -1,4 +1,4 @@
-"""Distributed checkpoints and full state dicts: saved, and read back at another layout."""
+"""Distributed checkpoints and full state dicts, saved and loaded in another layout."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def sharded(mesh_shape=None):
 
 
 def save_and_go_on(rank, folder, asynchronous):
-    """Train, save, train on; then load the checkpoint into another layout and do it again."""
+    """Train, save and continue; then load the checkpoint in another layout and continue again."""
     path = f"{folder}/{dist.get_backend()}"
     model, optimizer = sharded()
     training.train(model, optimizer, rank, steps=2)
@@ -58,12 +58,12 @@ def save_and_go_on(rank, folder, asynchronous):
 
 @both
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_distributed_checkpoint(pool, tmp_path, asynchronous, ranks):
+def test_distributed_checkpoint_loads_in_another_layout(pool, tmp_path, asynchronous, ranks):
     same_as_gloo(pool, save_and_go_on, str(tmp_path), asynchronous, ranks=ranks)
 
 
 def through_rank_zero(rank):
-    """The whole state on rank 0 alone, and from there into a fresh model on all ranks."""
+    """Gather the full state on rank 0 and load it into a new model on all ranks."""
     model, optimizer = sharded()
     losses = training.train(model, optimizer, rank)
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -77,5 +77,5 @@ def through_rank_zero(rank):
 
 
 @both
-def test_full_state_dict_through_rank_zero(pool, ranks):
+def test_full_state_dict_loads_from_rank_zero(pool, ranks):
     same_as_gloo(pool, through_rank_zero, ranks=ranks)

@@ -1,4 +1,4 @@
-"""Tensor, sequence and pipeline parallelism train as they do on gloo."""
+"""Tensor, sequence and pipeline parallelism train as on gloo."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ both = pytest.mark.parametrize("ranks", [2, 4])
 
 
 def parallelize(model, mesh, sequence_parallel: bool) -> None:
-    """Columns of the first, rows of the second linear layer; activations whole, or by rows."""
+    """Shard columns of the first and rows of the second layer; activations full or by rows."""
     plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
     if sequence_parallel:
         plan = {
@@ -62,17 +62,17 @@ def tensor_parallel(rank, sequence_parallel, sharded):
 
 @both
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_tensor_parallel(pool, sequence_parallel, ranks):
+def test_tensor_parallel_trains_as_on_gloo(pool, sequence_parallel, ranks):
     same_as_gloo(pool, tensor_parallel, sequence_parallel, False, ranks=ranks)
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_tensor_parallel_with_fsdp2(pool, sequence_parallel):
+def test_tensor_parallel_with_fsdp2_trains_as_on_gloo(pool, sequence_parallel):
     same_as_gloo(pool, tensor_parallel, sequence_parallel, True, ranks=4)
 
 
 def redistribute(rank):
-    """Every way between two placements, on a tensor that does not divide."""
+    """Redistribute between all pairs of placements, on a tensor of uneven shards."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     whole = torch.arange(7 * 10.0).view(7, 10)
     sums = []
@@ -85,12 +85,12 @@ def redistribute(rank):
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_dtensor_redistribution(pool, ranks):
+def test_dtensor_redistribution_as_on_gloo(pool, ranks):
     same_as_gloo(pool, redistribute, ranks=ranks, tolerance=0.0)
 
 
 class Stage(nn.Module):
-    """Some blocks of the model; the last stage has the head."""
+    """A pipeline stage of some blocks; the last stage has the head."""
 
     def __init__(self, model, number: int, of: int):
         super().__init__()
@@ -142,12 +142,12 @@ def pipeline(rank, schedule_name):
 
 @both
 @pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "Interleaved1F1B"])
-def test_pipeline(pool, schedule, ranks):
+def test_pipeline_trains_as_on_gloo(pool, schedule, ranks):
     same_as_gloo(pool, pipeline, schedule, ranks=ranks)
 
 
 def compiled(rank):
-    """Functional collectives inside a compiled function, forward and backward."""
+    """Run functional collectives in a compiled function, forward and backward."""
     import torch.distributed._functional_collectives as funcol
 
     model, group = Block(), dist.group.WORLD
@@ -167,5 +167,5 @@ def compiled(rank):
 
 
 @pytest.mark.slow
-def test_collectives_in_compiled_functions(pool):
+def test_collectives_work_in_compiled_functions(pool):
     same_as_gloo(pool, compiled, ranks=2, limit=120)

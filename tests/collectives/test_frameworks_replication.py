@@ -1,4 +1,4 @@
-"""DDP, its communication hooks and joins, and the ZeRO optimizer train as they do on gloo."""
+"""DDP with communication hooks and joins, and the ZeRO optimizer train as on gloo."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ both = pytest.mark.parametrize("ranks", [2, 4])
 
 
 class Detour(training.Model):
-    """Odd ranks leave out a block, so that its gradients are missing there."""
+    """Skip a block on odd ranks, so that its gradients are missing there."""
 
     def forward(self, x):
         x = self.first(x)
@@ -27,14 +27,14 @@ class Detour(training.Model):
 
 
 def mean_hook(group, bucket):
-    """A hook as users write them: the future's value is a list with the bucket in it."""
+    """Communication hook whose future holds a list with the bucket."""
     buffer = bucket.buffer().div_(dist.get_world_size(group))
     future = dist.all_reduce(buffer, group=group, async_op=True).get_future()
     return future.then(lambda done: done.value()[0])
 
 
 def gathering_hook(group, bucket):
-    """All-gather instead of all-reduce: the future of another collective."""
+    """Communication hook with an all-gather instead of an all-reduce."""
     size, buffer = dist.get_world_size(group), bucket.buffer()
     parts = [torch.empty_like(buffer) for _ in range(size)]
     future = dist.all_gather(parts, buffer, group=group, async_op=True).get_future()
@@ -71,14 +71,14 @@ FEATURES = ("", "buckets", "views", "unused", "static", "hook", "gathering hook"
 
 @both
 @pytest.mark.parametrize("feature", [*FEATURES, "powerSGD"])
-def test_ddp(pool, feature, ranks):
-    # PowerSGD orthogonalises its factors, which magnifies the last bits of a sum of four.
+def test_ddp_trains_as_on_gloo(pool, feature, ranks):
+    # PowerSGD orthogonalizes its factors, which magnifies the last bits of a sum of four.
     tolerance = {"fp16 hook": 1e-2, "powerSGD": 1e-3}.get(feature, 1e-5)
     same_as_gloo(pool, ddp, feature, ranks=ranks, tolerance=tolerance)
 
 
 def uneven(rank):
-    """Rank r has r batches more: those who are done shadow the collectives of the others."""
+    """Rank r has r more batches; finished ranks shadow the collectives of the others."""
     model = DistributedDataParallel(make_model())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
@@ -94,7 +94,7 @@ def uneven(rank):
 
 
 @both
-def test_ddp_with_uneven_inputs(pool, ranks):
+def test_ddp_join_with_uneven_inputs(pool, ranks):
     same_as_gloo(pool, uneven, ranks=ranks)
 
 
@@ -114,12 +114,12 @@ def zero_optimizer(rank, views):
 
 @both
 @pytest.mark.parametrize("views", [False, True])
-def test_zero_redundancy_optimizer(pool, views, ranks):
+def test_zero_redundancy_optimizer_trains_as_on_gloo(pool, views, ranks):
     same_as_gloo(pool, zero_optimizer, views, ranks=ranks)
 
 
 def sync_batch_norm_by_hand(rank):
-    """Statistics over all ranks by differentiable functional collectives."""
+    """Compute statistics over all ranks with differentiable functional collectives."""
     import torch.distributed.nn.functional as collectives
 
     model = make_model()
@@ -142,5 +142,5 @@ def sync_batch_norm_by_hand(rank):
 
 
 @both
-def test_differentiable_collectives(pool, ranks):
+def test_differentiable_collectives_as_on_gloo(pool, ranks):
     same_as_gloo(pool, sync_batch_norm_by_hand, ranks=ranks)

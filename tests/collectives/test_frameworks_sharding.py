@@ -1,4 +1,4 @@
-"""FSDP2, FSDP1 and DeepSpeed ZeRO-3 train on the backend as they do on gloo."""
+"""FSDP2, FSDP1 and DeepSpeed ZeRO-3 train as on gloo."""
 
 import importlib.util
 import os
@@ -26,7 +26,7 @@ def fsdp2(rank, *features):
         options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     if "gathered" in features:
         options["reshard_after_forward"] = False
-    # A wide block's shards are large enough for every way the engine has to move them.
+    # Shards of a wide block are large enough for every data path of the engine.
     model = make_model(blocks=2, width=720) if "wide" in features else make_model()
     for block in model.blocks:
         fully_shard(block, **options)
@@ -35,7 +35,7 @@ def fsdp2(rank, *features):
     if "pool" in features and on_nearlinear():
         for module in parts:
             module.set_allocate_memory_from_process_group_for_comm(True)
-    if "factor" in features and on_nearlinear():  # the same mean by a premultiplied sum
+    if "factor" in features and on_nearlinear():  # the same mean as a premultiplied sum
         for module in parts:
             module.set_gradient_divide_factor(float(size))
     if "async" in features:
@@ -67,13 +67,13 @@ def fsdp2(rank, *features):
     ],
     ids="-".join,
 )
-def test_fsdp2(pool, features, ranks):
+def test_fsdp2_trains_as_on_gloo(pool, features, ranks):
     tolerance = 2e-2 if "bf16" in features else 1e-6
     same_as_gloo(pool, fsdp2, *features, ranks=ranks, tolerance=tolerance)
 
 
 def accumulate(rank):
-    """Two micro-batches per step; replicas synchronise at the second only."""
+    """Run two micro-batches per step; replicas synchronize at the second only."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = make_model()
     for module in (*model.blocks, model):
@@ -92,7 +92,7 @@ def accumulate(rank):
     return losses + summary(model)
 
 
-def test_fsdp2_synchronises_replicas_once_per_step(pool):
+def test_fsdp2_synchronizes_replicas_once_per_step(pool):
     same_as_gloo(pool, accumulate, ranks=4)
 
 
@@ -116,12 +116,12 @@ def fsdp1(rank, strategy):
 
 @both
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
-def test_fsdp1(pool, strategy, ranks):
+def test_fsdp1_trains_as_on_gloo(pool, strategy, ranks):
     same_as_gloo(pool, fsdp1, strategy, ranks=ranks)
 
 
 def zero3(rank, backend, port):
-    """DeepSpeed makes the default group itself, from the environment a launcher sets."""
+    """Let DeepSpeed create the default group from a launcher's environment variables."""
     os.environ.update(
         DS_ACCELERATOR="cpu",
         DS_BUILD_OPS="0",
@@ -130,7 +130,7 @@ def zero3(rank, backend, port):
         WORLD_SIZE=str(worker.current_size()),
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
-        TORCHELASTIC_USE_AGENT_STORE="True",  # the store is the test's, as if it were torchrun
+        TORCHELASTIC_USE_AGENT_STORE="True",  # the test provides the store, like torchrun
     )
     import deepspeed
 
@@ -172,12 +172,12 @@ def zero3(rank, backend, port):
 @pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed"
 )
-def test_deepspeed_zero3(pool, ranks):
+def test_deepspeed_zero3_trains_as_on_gloo(pool, ranks):
     found = []
     for backend in ("gloo", BACKEND):
         store = open_store()
         arguments = (backend, store.port)
-        # DeepSpeed keeps its groups for the life of a process, hence new ones.
+        # DeepSpeed keeps its groups for the lifetime of a process, so new processes are needed.
         found.append(
             pool.run(zero3, *arguments, ranks=ranks, backend=None, limit=240, discard=True)
         )

@@ -1,4 +1,4 @@
-"""FSDP2 with our gathers and reduce-scatters: gloo's losses, also over a group made aside."""
+"""FSDP2 with the package's AllGather and ReduceScatter trains as on gloo, on any group."""
 
 import inspect
 import unittest.mock
@@ -18,8 +18,8 @@ if BACKEND != "nearlinear":
 
 
 @pytest.mark.parametrize("name", ["AllGather", "ReduceScatter"])
-def test_torch_calls_ours_as_it_is_declared(name):
-    """The private classes of torch that the package stands on."""
+def test_signatures_match_torch(name):
+    """Check the private classes of torch that the package subclasses."""
     try:
         from torch.distributed.fsdp._fully_shard import _fsdp_api, _fsdp_collectives
     except ImportError as error:
@@ -47,7 +47,7 @@ def model() -> torch.nn.Sequential:
 
 
 def train(rank, how: str, dtype: torch.dtype) -> tuple[list[float], int]:
-    """(losses of five steps, calls of ours) with FSDP2's own collectives or ours."""
+    """Return (losses of five steps, calls of the package's collectives)."""
     calls = []
 
     def counted(kind):
@@ -87,7 +87,7 @@ def train(rank, how: str, dtype: torch.dtype) -> tuple[list[float], int]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("how", ["ours", "aside"])
-def test_fsdp2_trains_with_ours(pool, how, ranks, dtype):
+def test_fsdp2_trains_with_package_collectives(pool, how, ranks, dtype):
     reference = pool.run(train, "torch", dtype, ranks=ranks, backend="gloo")
     found = pool.run(train, how, dtype, ranks=ranks)
     for (losses, count), (wanted, none) in zip(found, reference, strict=True):
@@ -105,7 +105,7 @@ def look_at_memory(rank):
 
 
 def mapping_of(address: int) -> str:
-    """The name of the memory there, as the kernel has it."""
+    """Return the kernel's name of the mapping at an address."""
     with open("/proc/self/maps") as maps:
         for line in maps:
             start, end = (int(part, 16) for part in line.split()[0].split("-"))
@@ -114,7 +114,7 @@ def mapping_of(address: int) -> str:
     return ""
 
 
-def test_its_memory_is_shared_with_the_node(pool):
+def test_gathered_memory_is_shared_by_the_node(pool):
     for found in pool.run(look_at_memory, ranks=2):
         assert [(shape, dtype) for shape, dtype, _ in found] == [
             ((6, 10), torch.bfloat16),
@@ -133,10 +133,10 @@ def gather_over_other_ranks(rank):
     return True
 
 
-def test_a_model_that_is_not_sharded_is_refused():
+def test_use_in_rejects_a_model_without_fsdp2():
     with pytest.raises(ValueError, match="call fully_shard"):
         nearlinear_collectives.use_in(torch.nn.Linear(2, 2), group=None)
 
 
-def test_a_group_of_other_ranks_is_refused(pool):
+def test_use_in_rejects_a_group_of_other_ranks(pool):
     assert pool.run(gather_over_other_ranks, ranks=3) == [True] * 3

@@ -1,4 +1,4 @@
-"""Ranks that call different things: every rank is told both calls, at once, and nobody hangs."""
+"""Mismatched calls: every rank raises at once with both calls, and no rank hangs."""
 
 import re
 import time
@@ -13,11 +13,11 @@ from tests.collectives.test_failures import aftermath
 
 pytestmark = pytest.mark.skipif(BACKEND == "gloo", reason="gloo hangs or gives garbage")
 
-SMALL, LARGE = 1000, 150_000  # elements: the engine moves them by different ways
+SMALL, LARGE = 1000, 150_000  # elements; the engine uses different data paths for them
 
 
 def make_call(name: str, asynchronous: bool):
-    """A call by its name: operation, elements, and what is special about it."""
+    """Make the call of a name: operation, elements, and special options."""
     size, options = dist.get_world_size(), {"async_op": asynchronous}
     operation, count, *special = name.split()
     count = SMALL if count == "small" else LARGE if count == "large" else int(count)
@@ -39,7 +39,7 @@ def make_call(name: str, asynchronous: bool):
 
 
 def differ(rank, odd, theirs, its, asynchronous):
-    """Rank ``odd`` makes the call ``its``, all others make ``theirs``, after two equal ones."""
+    """Call ``its`` on rank ``odd`` and ``theirs`` on all others, after two equal calls."""
     dist.all_reduce(torch.ones(10))
     dist.barrier()
     begun = time.monotonic()
@@ -47,14 +47,14 @@ def differ(rank, odd, theirs, its, asynchronous):
         work = make_call(its if rank == odd else theirs, asynchronous)
         if asynchronous:
             work.wait()
-        dist.barrier()  # a rank that had all it needed learns of it here
+        dist.barrier()  # a rank whose call succeeded gets the error here
     except RuntimeError as error:
         report = aftermath(error)
         report["took"] = report["when"] - begun
         return report
 
 
-# What the odd rank calls, and what the others call.
+# Name -> (call of the odd rank, call of the others).
 DIFFERENT = {
     "operation": ("all_gather 1000", "all_reduce 1000"),
     "operation, large": ("reduce_scatter large", "all_gather large"),
@@ -73,15 +73,15 @@ DIFFERENT = {
     "root": ("broadcast small root1", "broadcast small"),
     "root, large": ("broadcast large root1", "broadcast large"),
 }
-SAID = {"float64": "float64", "max": "max", "root1": "root 1"}  # of what is special about a call
+SAID = {"float64": "float64", "max": "max", "root1": "root 1"}  # expected text of a special option
 
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("what", DIFFERENT)
-def test_both_calls_are_named_on_every_rank(pool, what, ranks, asynchronous):
-    its, theirs = DIFFERENT[what]
-    odd = (len(what) + ranks) % ranks
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_mismatch_names_both_calls_on_every_rank(pool, name, ranks, asynchronous):
+    its, theirs = DIFFERENT[name]
+    odd = (len(name) + ranks) % ranks
     case = pool.start(differ, odd, theirs, its, asynchronous, ranks=ranks, timeout=30)
     try:
         assert case.collect(20, grace=5), case.stacks()
@@ -110,7 +110,7 @@ def check_report(report: dict, odd: int, its: str, theirs: str) -> None:
 
 
 def one_call_more(rank):
-    """Rank 0 makes a call that nobody else makes: their next one meets it."""
+    """Make an extra call on rank 0, which meets the next call of the others."""
     dist.barrier()
     try:
         if rank == 0:
@@ -121,7 +121,7 @@ def one_call_more(rank):
         return str(error)
 
 
-def test_one_call_too_many(pool):
+def test_extra_call_is_a_mismatch(pool):
     case = pool.start(one_call_more, ranks=3, timeout=30)
     try:
         assert case.collect(20, grace=5), case.stacks()
@@ -133,7 +133,7 @@ def test_one_call_too_many(pool):
 
 
 def sub_group_mismatch(rank):
-    """In a sub-group: ranks are named as in the default group, and that one goes on."""
+    """Mismatch in a sub-group: errors use global ranks, and the default group keeps working."""
     group = dist.new_group([1, 3])
     error = ""
     if rank in (1, 3):
@@ -146,7 +146,7 @@ def sub_group_mismatch(rank):
     return error, tensor.item()
 
 
-def test_ranks_of_sub_groups_have_their_global_names(pool):
+def test_sub_group_errors_use_global_ranks(pool):
     found = pool.run(sub_group_mismatch, ranks=4)
     for rank, (error, total) in enumerate(found):
         assert total == 4

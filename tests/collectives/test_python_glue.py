@@ -1,4 +1,4 @@
-"""The pure-Python process group: what holds for the compiled one holds for it, training too."""
+"""The pure-Python process group passes the tests of the compiled one, and trains."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ if BACKEND != "nearlinear":
 
 CPU = torch.device("cpu")
 
-# Every test of the contract once more, with this module's pool.
+# Repeat every contract test with this module's pool.
 for module in (
     test_contract_calls,
     test_contract_coalescing,
@@ -34,7 +34,7 @@ for module in (
 
 @pytest.fixture(scope="module")
 def pool():
-    """Ranks that find no compiled glue."""
+    """Ranks without the compiled glue."""
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("NEARLINEAR_COLLECTIVES_GLUE", "python")
         pool = Pool()
@@ -48,7 +48,7 @@ def look_at_group(rank):
     return names, pair is not dist.GroupMember.NON_GROUP_MEMBER and pair.group_name
 
 
-def test_torch_takes_the_group_as_it_is(pool):
+def test_torch_uses_the_python_group_directly(pool):
     names = ["EngineProcessGroup", "nearlinear", "nearlinear", "default_pg"]
     (first, pair), (second, same), (third, none) = pool.run(look_at_group, ranks=3)
     assert first == second == third == names
@@ -56,7 +56,7 @@ def test_torch_takes_the_group_as_it_is(pool):
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_every_operation_and_dtype_gives_the_truth(pool, ranks):
+def test_every_operation_and_dtype_gives_exact_results(pool, ranks):
     for wrong, _ in pool.run(runner.run, every_operation(ranks), BACKEND, ranks=ranks):
         assert not wrong, "\n".join(wrong[:5])
 
@@ -69,7 +69,7 @@ def model() -> torch.nn.Sequential:
 
 
 def train(net, rank) -> list[float]:
-    """Losses of five steps, of all ranks together."""
+    """Return the losses of five steps, summed over all ranks."""
     optimizer, losses = torch.optim.AdamW(net.parameters(), lr=1e-2), []
     source = torch.Generator().manual_seed(rank)
     for _ in range(5):
@@ -116,7 +116,7 @@ def test_ddp_trains_as_on_gloo(pool):
 
 
 def fill_the_pool(rank):
-    """The same memory serves 40 tensors in turn, each of them kept by a view for a while."""
+    """Allocate 40 tensors in turn, each kept alive by a view for a while; memory is reused."""
     backend, addresses = dist.group.WORLD._get_backend(CPU), set()
     for _ in range(40):
         tensor = backend.allocate_tensor(1 << 18, dtype=torch.float32, device=CPU)
@@ -130,7 +130,7 @@ def fill_the_pool(rank):
     return len(addresses), empty.numel(), empty.dtype == torch.float64
 
 
-def test_memory_of_the_pool_is_given_back(pool):
+def test_pool_memory_is_reused_after_free(pool):
     assert pool.run(fill_the_pool, ranks=1) == [(1, 0, True)]
 
 
@@ -154,7 +154,7 @@ def start_and_fail(rank):
     return True
 
 
-def test_a_call_under_way_ends_with_an_error_when_a_rank_dies(pool):
+def test_death_of_a_rank_fails_the_call_in_flight(pool):
     case = pool.start(start_and_fail, ranks=3)
     try:
         case.collect(30, ranks=[0, 2])
@@ -169,9 +169,9 @@ def use_after_the_end(rank):
     dist.destroy_process_group()
     with pytest.raises(RuntimeError, match="has been destroyed"):
         group.allreduce([torch.ones(1)])
-    group.abort()  # harmless by now
+    group.abort()  # no effect after the end
     group.shutdown()
 
 
-def test_a_destroyed_group_says_so(pool):
+def test_destroyed_group_raises(pool):
     pool.run(use_after_the_end, ranks=2)

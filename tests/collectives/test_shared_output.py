@@ -1,4 +1,4 @@
-"""Gather outputs that exist once per node: right data, once in memory, not reused while read."""
+"""Shared gather outputs: correct data, one copy per node, no reuse while a rank reads."""
 
 import random
 import time
@@ -14,7 +14,7 @@ from tests.collectives.runner import all_gather_single
 if BACKEND != "nearlinear":
     pytest.skip("is about nearlinear alone", allow_module_level=True)
 
-SMALLEST = (32 << 10) // 4 + 1  # float32 elements of a part that is shared
+SMALLEST = (32 << 10) // 4 + 1  # float32 elements of a shared part
 
 
 def backend():
@@ -22,7 +22,7 @@ def backend():
 
 
 def allocate(count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """A gather's output for ``count`` elements a rank, and this rank's part of it."""
+    """Allocate a gather output for ``count`` elements per rank; return it and this rank's part."""
     whole = backend().allocate_shared(count * dist.get_world_size(), torch.float32)
     return whole, whole[dist.get_rank() * count :][:count]
 
@@ -32,7 +32,7 @@ def how_it_went() -> str:
 
 
 def gather_and_check(count: int, salt: int, linger: float = 0.0, apart: bool = False) -> str:
-    """One gather whose parts differ at both ends and inside; read twice, the second time late."""
+    """Gather parts that differ at both ends and inside; read twice, the second time late."""
     rank, size = dist.get_rank(), dist.get_world_size()
     whole, own = allocate(count)
 
@@ -52,7 +52,7 @@ def gather_and_check(count: int, salt: int, linger: float = 0.0, apart: bool = F
 
 
 def many_gathers(rank, seed):
-    draw = random.Random(seed)  # the same on all ranks, but for how long each holds its output
+    draw = random.Random(seed)  # equal on all ranks, except for the time each holds its output
     ways = []
     for salt in range(60):
         count = draw.choice((SMALLEST, 9000, 20_001, 100_003, 262_144))
@@ -63,13 +63,13 @@ def many_gathers(rank, seed):
 
 
 @pytest.mark.parametrize("ranks", (2, 3, 4))
-def test_parts_of_any_size_appear_and_stay_until_everybody_has_let_go(pool, ranks):
+def test_parts_of_any_size_stay_until_all_ranks_free_them(pool, ranks):
     for ways in pool.run(many_gathers, 7, ranks=ranks):
         assert set(ways) == {"shared"}
 
 
 def two_at_once(rank):
-    """Outputs that are held at the same time are different memory."""
+    """Hold several outputs at the same time."""
     (first, own_first), (second, own_second) = allocate(20_000), allocate(20_000)
     own_first.fill_(rank)
     own_second.fill_(10 + rank)
@@ -81,12 +81,12 @@ def two_at_once(rank):
     return how_it_went()
 
 
-def test_outputs_held_together_do_not_share_memory(pool):
+def test_outputs_held_together_do_not_overlap(pool):
     assert pool.run(two_at_once, ranks=3) == ["shared"] * 3
 
 
 def physical_pages(tensor: torch.Tensor) -> int:
-    """Bytes of a mapping that count for this process alone (its proportional set size)."""
+    """Return the proportional set size of a mapping in bytes."""
     address = tensor.data_ptr()
     total, inside = 0, False
     with open("/proc/self/smaps") as maps:
@@ -111,14 +111,14 @@ def weigh(rank, count):
     return pages, whole.nbytes
 
 
-def test_the_node_holds_an_output_once(pool):
+def test_node_holds_one_copy_of_an_output(pool):
     weights = pool.run(weigh, 1 << 20, ranks=4)
     together, output = sum(pages for pages, _ in weights), weights[0][1]
     assert together < 1.2 * output  # four copies without sharing
 
 
 def disagree(rank):
-    """Rank 0 allocates one more: the numbers differ, and gathers copy instead."""
+    """Allocate one more output on rank 0: the numbers differ, and gathers copy instead."""
     ways = [gather_and_check(20_000, 1)]
     extra = allocate(20_000) if rank == 0 else None
     ways += [gather_and_check(20_000, salt) for salt in (2, 3)]
@@ -127,7 +127,7 @@ def disagree(rank):
     return ways
 
 
-def test_ranks_that_do_not_agree_still_gather_the_right_data(pool):
+def test_ranks_that_disagree_on_outputs_gather_correct_data(pool):
     for ways in pool.run(disagree, ranks=3):
         assert ways[0] == "shared" and "shared" not in ways[1:2]
 
@@ -138,21 +138,21 @@ def write_then_reduce(rank):
     all_gather_single(whole, own)
     dist.all_reduce(whole)
     assert torch.equal(whole, torch.full_like(whole, dist.get_world_size()))
-    whole.add_(rank)  # private now: nobody else sees this
+    whole.add_(rank)  # private now: invisible to other ranks
     dist.barrier()
     assert torch.equal(whole, torch.full_like(whole, dist.get_world_size() + rank))
 
 
-def test_an_output_that_is_reduced_becomes_private(pool):
+def test_reduced_output_becomes_private(pool):
     pool.run(write_then_reduce, ranks=3)
 
 
 def tiny(rank):
     whole = backend().allocate_shared(8 * dist.get_world_size(), torch.float32)
-    whole.fill_(rank)  # from the pool, so every byte may be written
+    whole.fill_(rank)  # from the pool, so every byte is writable
     all_gather_single(whole, whole[8 * rank :][:8])
     assert torch.equal(whole, torch.arange(dist.get_world_size()).repeat_interleave(8) * 1.0)
 
 
-def test_small_gathers_get_ordinary_memory(pool):
+def test_small_gathers_use_pool_memory(pool):
     pool.run(tiny, ranks=2)

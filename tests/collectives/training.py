@@ -1,4 +1,4 @@
-"""A small model, its data, and the comparison of one training run over two backends."""
+"""A small model, its data, and the comparison of a training run on two backends."""
 
 import torch
 import torch.distributed as dist
@@ -10,7 +10,7 @@ WIDTH, BATCH, STEPS = 36, 4, 5
 
 
 class Block(nn.Module):
-    """A residual block; its widths divide by 2 and 4, its parameters by little."""
+    """A residual block with widths divisible by 2 and 4 and uneven parameter counts."""
 
     def __init__(self, width: int = WIDTH):
         super().__init__()
@@ -23,7 +23,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Three blocks and a head that predicts a number per row: (..., WIDTH) -> (...)."""
+    """Three blocks and a head with one output per row: (..., WIDTH) -> (...)."""
 
     def __init__(self, blocks: int = 3, width: int = WIDTH):
         super().__init__()
@@ -39,13 +39,13 @@ class Model(nn.Module):
 
 
 def make_model(**options) -> Model:
-    """The same on every rank."""
+    """Build the model, equal on every rank."""
     torch.manual_seed(0)
     return Model(**options)
 
 
 def batch(step: int, part: int) -> torch.Tensor:
-    """Rows of one data-parallel part of a step: (BATCH, WIDTH)."""
+    """Return the rows of one data-parallel part of a step: (BATCH, WIDTH)."""
     generator = torch.Generator().manual_seed(100 * step + part)
     return torch.randn(BATCH, WIDTH, generator=generator)
 
@@ -55,7 +55,7 @@ def loss_of(output: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 
 def train(model, optimizer, part: int, steps: int = STEPS, clip=None) -> list[float]:
-    """Losses of this rank's part of the data."""
+    """Return the losses of this rank's part of the data."""
     losses = []
     for step in range(steps):
         x = batch(step, part)
@@ -70,7 +70,7 @@ def train(model, optimizer, part: int, steps: int = STEPS, clip=None) -> list[fl
 
 
 def summary(model: nn.Module) -> list[float]:
-    """Sum and norm of all parameters, gathered from wherever they are."""
+    """Return the sum and norm of all parameters, gathered from their shards."""
     with torch.no_grad():
         full = [getattr(p, "full_tensor", lambda p=p: p)().double() for p in model.parameters()]
     flat = torch.cat([p.reshape(-1) for p in full])
@@ -78,10 +78,10 @@ def summary(model: nn.Module) -> list[float]:
 
 
 def same_as_gloo(pool, function, *args, ranks: int, tolerance: float = 1e-6, **options) -> list:
-    """Run ``function`` on gloo and on the backend under test; the latter's numbers, if they agree.
+    """Run ``function`` on gloo and on the backend under test, and compare the numbers it returns.
 
-    Each rank returns numbers. On two ranks they are equal to the last bit, for a sum of two has
-    one rounding in any order; on more they may differ by ``tolerance``.
+    On two ranks the numbers must be bitwise equal, because a sum of two has one rounding in any
+    order; on more they may differ by ``tolerance``. Returns those of the backend under test.
     """
     reference = pool.run(function, *args, ranks=ranks, backend="gloo", **options)
     found = pool.run(function, *args, ranks=ranks, backend=BACKEND, **options)

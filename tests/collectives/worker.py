@@ -1,9 +1,8 @@
-"""The rank side of `ranks.Pool`: a server that has torch loaded and forks one rank per request.
+"""The rank side of `ranks.Pool`: a server that has imported torch and forks one rank per request.
 
-A fresh rank then costs milliseconds instead of the seconds of an import. The server never computes
-or communicates, so it has a single thread and its forks are safe. It reaps ended ranks only when
-asked: until then they are zombies, as under a launcher that is slow to look, which fools everyone
-who asks for a process id.
+A new rank then costs milliseconds instead of the seconds of an import. The server never computes or
+communicates, so it has a single thread and its forks are safe. It reaps ended ranks on request
+only. Until then they are zombies, as under a slow launcher, and their process ids still exist.
 """
 
 import contextlib
@@ -36,7 +35,7 @@ PRELOADED = (
 
 @dataclasses.dataclass
 class Call:
-    """What the pool asks of one rank."""
+    """A request of the pool to one rank."""
 
     function: object
     args: tuple
@@ -50,7 +49,7 @@ class Call:
 
 @dataclasses.dataclass
 class Outcome:
-    """How a call ended: a value, an exception, or the end of the process."""
+    """Outcome of a call: a value, an exception, or the end of the process."""
 
     value: object = None
     error: str = ""
@@ -69,7 +68,7 @@ def current_size() -> int:
 
 
 def store(name: str = ""):
-    """The store of the current call, held by the pool's process as a launcher's agent would."""
+    """Connect to the store of the current call, which the pool's process hosts like a launcher."""
     import torch.distributed as dist
 
     timeout = datetime.timedelta(seconds=current.timeout)
@@ -78,7 +77,7 @@ def store(name: str = ""):
 
 
 def join(backend: str, timeout: float | None = None, name: str = "world", **options) -> None:
-    """Make the default group of all ranks of the current call."""
+    """Create the default group of all ranks of the current call."""
     import torch.distributed as dist
 
     if "nearlinear" in backend:
@@ -95,7 +94,7 @@ def join(backend: str, timeout: float | None = None, name: str = "world", **opti
 
 
 def announce(key: str) -> None:
-    """Tell the pool's process (`ranks.Case.heard`) that this rank has come this far."""
+    """Report to the pool's process (`ranks.Case.heard`) that this rank has reached a point."""
     store().set(f"{key}/{current.rank}", b"1")
 
 
@@ -126,7 +125,7 @@ def failure(error: BaseException) -> Outcome:
 
 
 def send(connection: Connection, thing) -> None:
-    """By plain pickle: multiprocessing's own would put tensors into shared memory."""
+    """Use plain pickle, because that of multiprocessing would put tensors into shared memory."""
     connection.send_bytes(pickle.dumps(thing))
 
 
@@ -140,14 +139,14 @@ def serve_calls(connection: Connection) -> None:
             call = receive(connection)
         except EOFError:
             return
-        if call is None:  # all ranks have answered: no group is torn down under a slower one
+        if call is None:  # every rank has answered, so no slower rank still uses a group
             send(connection, leave())
         else:
             send(connection, answer(call))
 
 
 def be_a_rank(connection: Connection, output: str, server: int) -> None:
-    """The life of a forked rank; it ends with the server."""
+    """Run a forked rank, which ends with the server."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     if os.getppid() != server:
         os._exit(1)
@@ -180,7 +179,7 @@ def serve_forks(control: socket.socket) -> None:
 
 
 def reap() -> dict[int, int]:
-    """Wait for the ranks that have ended: {pid: exit code, negative for a signal}."""
+    """Reap the ended ranks: {pid: exit code, negative for a signal}."""
     ended = {}
     with contextlib.suppress(ChildProcessError):
         while True:

@@ -1,4 +1,4 @@
-"""A server on loopback that answers AWS's calls as it was told: what moto cannot say."""
+"""Loopback server with scripted AWS responses, for responses that moto cannot produce."""
 
 import contextlib
 import json
@@ -11,7 +11,7 @@ KEYS = {"AWS_ACCESS_KEY_ID": "testing", "AWS_SECRET_ACCESS_KEY": "testing"}
 
 
 class Answers:
-    """What is to be answered to each call, in turn, and what was asked."""
+    """Scripted responses by operation, and the recorded requests."""
 
     def __init__(self):
         self.asked: list[tuple[str, dict]] = []
@@ -19,18 +19,18 @@ class Answers:
         self.address = ""
 
     def give(self, operation: str, status: int, body) -> None:
-        """The next answer to ``operation``; the last one goes on. A text is no JSON of AWS's."""
-        said = body if isinstance(body, str) else json.dumps(body)
-        self.ready.setdefault(operation, []).append((status, said))
+        """Add a response to ``operation``; the last one repeats. Strings are sent verbatim."""
+        text = body if isinstance(body, str) else json.dumps(body)
+        self.ready.setdefault(operation, []).append((status, text))
 
     def refuse(self, operation: str, code: str, message: str = "no", status: int = 400) -> None:
-        """An error of AWS's."""
+        """Add an AWS error response to ``operation``."""
         self.give(operation, status, {"__type": code, "message": message})
 
     def next(self, operation: str, asked: dict) -> tuple[int, str]:
         self.asked.append((operation, asked))
-        waiting = self.ready[operation]
-        return waiting.pop(0) if len(waiting) > 1 else waiting[0]
+        queue = self.ready[operation]
+        return queue.pop(0) if len(queue) > 1 else queue[0]
 
 
 @contextlib.contextmanager
@@ -41,12 +41,12 @@ def serving() -> Iterator[Answers]:
         def do_POST(self):
             asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             operation = self.headers["X-Amz-Target"].rpartition(".")[2]
-            status, said = answers.next(operation, asked)
+            status, text = answers.next(operation, asked)
             self.send_response(status)
             self.send_header("Content-Type", "application/x-amz-json-1.1")
-            self.send_header("Content-Length", str(len(said.encode())))
+            self.send_header("Content-Length", str(len(text.encode())))
             self.end_headers()
-            self.wfile.write(said.encode())
+            self.wfile.write(text.encode())
 
         def log_message(self, *_):
             pass

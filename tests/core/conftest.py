@@ -1,4 +1,4 @@
-"""A small corpus of real sentences as token shards, with a small byte-level tokenizer."""
+"""Fixtures: a small tokenized corpus, a fast training config and a local AWS account."""
 
 import copy
 import json
@@ -14,7 +14,7 @@ OBJECTS = ("a batch of tokens", "its own shard", "the gradients", "all parameter
 
 @pytest.fixture(scope="session")
 def token_folder(tmp_path_factory):
-    """Token shards of about 25,000 tokens with 300 ids, split into train and val."""
+    """Folder of token shards of about 25,000 tokens with 300 ids, split into train and val."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     from data_prep import prepare, sources
@@ -47,7 +47,7 @@ def token_folder(tmp_path_factory):
 
 @pytest.fixture
 def small_run(token_folder, tmp_path):
-    """A training config, as plain data, that runs in about a second on 4 ranks."""
+    """Training config as plain data that runs in about a second on 4 ranks."""
     return {
         "model": {"preset": "gpt2-tiny", "overrides": {"n_layer": 2, "n_embd": 32, "n_head": 2}},
         "data": {"path": str(token_folder), "sequence_length": 32},
@@ -60,9 +60,9 @@ def small_run(token_folder, tmp_path):
 
 @pytest.fixture(scope="module")
 def moto_address():
-    """Of a server on loopback that speaks AWS's protocols."""
+    """Address of a loopback server that implements the AWS protocols."""
     server = pytest.importorskip("moto.server")
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)  # a line for every call
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)  # logs every call
     running = server.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     running.start()
     host, port = running.get_host_and_port()
@@ -72,7 +72,7 @@ def moto_address():
 
 @pytest.fixture
 def aws_services(moto_address, monkeypatch):
-    """Clients of an AWS account with nothing in it but a bucket; the environment points there."""
+    """Clients of an AWS account with one empty bucket; the environment points to it."""
     import boto3
 
     region = "us-west-2"
@@ -91,8 +91,8 @@ def aws_services(moto_address, monkeypatch):
 
 @pytest.fixture
 def sagemaker_run(tmp_path):
-    """The config file of a faultless SageMaker job with a folder of code."""
-    from tests.core.test_job_faults import RUN
+    """Write the config file of a valid SageMaker job with a folder of code."""
+    from tests.core.launch.test_validation import RUN
 
     code = tmp_path / "code"
     (code / "__pycache__").mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Which kinds of parallelism go together: every cell of the table in the README is run here."""
+"""Compositions of parallelism: runs every cell of the composition table in the README."""
 
 import functools
 import itertools
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import nearlinear as nl
-from nearlinear.mesh import Mesh
+from nearlinear.distributed.mesh import Mesh
 from tests.support import parity
 
 README = Path(__file__).parents[2] / "packages/core/README.md"
@@ -45,55 +45,55 @@ RUNS = [
 reference = functools.cache(parity.alone)
 
 
-def used(ranks: int, config: dict) -> set[str]:
-    """The axes of a run with more than one rank, and the experts."""
-    mesh = Mesh.from_config(nl.Config(**config), ranks)
+def used_axes(ranks: int, config: dict) -> set[str]:
+    """Return the axes with a degree above 1, including expert parallelism."""
+    mesh = Mesh.from_config(nl.ParallelConfig(**config), ranks)
     return {axis for axis in AXES if getattr(mesh, axis) > 1}
 
 
-def name_of(run) -> str:
+def run_id(run) -> str:
     ranks, family, config = run
-    return f"{family}: {' x '.join(axis for axis in AXES if axis in used(ranks, config))}"
+    return f"{family}: {' x '.join(axis for axis in AXES if axis in used_axes(ranks, config))}"
 
 
-@pytest.mark.parametrize("run", RUNS, ids=name_of)
-def test_training_is_that_of_one_process(run):
-    """Two micro-batches a step with different numbers of targets; three AdamW steps."""
+@pytest.mark.parametrize("run", RUNS, ids=run_id)
+def test_composed_training_equals_one_process(run):
+    """Each of three AdamW steps has two micro-batches with different numbers of targets."""
     ranks, family, config = run
-    rows = parity.ROWS // Mesh.from_config(nl.Config(**config), ranks).data_ranks
+    rows = parity.ROWS // Mesh.from_config(nl.ParallelConfig(**config), ranks).data_ranks
     accumulation = 2 if rows >= 2 * config.get("microbatches", 1) else 1
-    deep = parity.layers(family, 4) if "pipeline" in used(ranks, config) else {}
-    together = functools.partial(parity.together, **deep)
+    changes = parity.layers(family, 4) if "pipeline" in used_axes(ranks, config) else {}
+    together = functools.partial(parity.together, **changes)
     found = nl.spmd.run(together, ranks, args=(family, config, accumulation))
-    parity.assert_equal(found, reference(family, **deep))
+    parity.assert_equal(found, reference(family, **changes))
 
 
 @pytest.mark.parametrize("family", parity.FAMILIES)
-def test_every_family_in_stages_split_and_sharded(family):
+def test_every_family_with_pipeline_tensor_and_shards_equals_one_process(family):
     config = PIPELINE | TENSOR | {"hybrid_shard_degree": 2}
-    deep = parity.layers(family, 4)
-    together = functools.partial(parity.together, **deep)
+    changes = parity.layers(family, 4)
+    together = functools.partial(parity.together, **changes)
     parity.assert_equal(
-        nl.spmd.run(together, 8, args=(family, config, 2)), reference(family, **deep)
+        nl.spmd.run(together, 8, args=(family, config, 2)), reference(family, **changes)
     )
 
 
-def test_the_table_in_the_readme_says_what_is_run_here():
+def test_readme_composition_table_equals_tested_runs():
     lines = README.read_text().splitlines()
     begin = next(i for i, line in enumerate(lines) if line.startswith("| composes with"))
     header = [cell.strip() for cell in lines[begin].split("|")[2:-1]]
-    said = set()
+    documented = set()
     for line in lines[begin + 2 :]:
         if not line.startswith("|"):
             break
         row, *cells = (cell.strip() for cell in line.split("|")[1:-1])
-        said |= {frozenset((row, column)) for column, cell in zip(header, cells, strict=True)
+        documented |= {frozenset((row, column)) for column, cell in zip(header, cells, strict=True)
                  if cell == "yes"}  # fmt: skip
     run = set()
     for ranks, _, config in RUNS:
-        run |= {frozenset(pair) for pair in itertools.combinations(used(ranks, config), 2)}
+        run |= {frozenset(pair) for pair in itertools.combinations(used_axes(ranks, config), 2)}
     parallel = {frozenset(pair) for pair in itertools.combinations(AXES, 2)}
-    assert said == parallel == run | {frozenset(("shard", "replicate"))}
+    assert documented == parallel == run | {frozenset(("shard", "replicate"))}
 
 
 def four_axes_over_processes(rank):
@@ -102,6 +102,6 @@ def four_axes_over_processes(rank):
 
 
 @pytest.mark.slow
-def test_over_real_processes():
+def test_composition_over_processes():
     found = nl.spmd.run(four_axes_over_processes, 4, processes=True)
     parity.assert_equal(found, reference("llama", **parity.layers("llama", 4)))

@@ -1,11 +1,11 @@
-"""What people do with models, under every kind of parallelism: recompute, pad, freeze, reshape."""
+"""Activation checkpointing, padding, freezing and reshaped batches under every parallelism."""
 
 import pytest
 import torch
 
 import nearlinear as nl
-from nearlinear import runtime
-from nearlinear.parallel.layout import cuts_of
+from nearlinear.distributed import runtime
+from nearlinear.fsdp.model_state import parameter_state
 from tests.support import parity
 
 TENSOR = {"tensor_parallel_degree": 2}
@@ -23,8 +23,8 @@ LAYOUTS = [
 ]
 
 
-def padded() -> dict:
-    """One sequence is padded on its left, another on its right."""
+def padded_batch() -> dict:
+    """Return a batch with one sequence padded on the left and one on the right."""
     batch = parity.rows(0)
     mask = torch.ones_like(batch["input_ids"])
     mask[0, :5] = mask[1, 10:] = 0
@@ -32,22 +32,22 @@ def padded() -> dict:
 
 
 def freeze(model: torch.nn.Module) -> None:
-    """A block, and what comes before and after all of them."""
+    """Freeze the first block, the embeddings and the final norm (in Llama all norms)."""
     for name, parameter in model.named_parameters():
         if any(part in name for part in (".0.", "embed_tokens", "wte", "norm.", "ln_f")):
             parameter.requires_grad_(False)
 
 
-def on_one_rank(rank, family, config, batches, recomputing, freezing):
-    """The gradients of every batch by itself, gathered; None where there is none."""
+def losses_and_gradients(rank, family, config, batches, recompute, frozen):
+    """Return loss and gathered gradients of every batch; None for absent gradients."""
     mesh = nl.init(config)
     with nl.spmd.one_at_a_time(seed=0):
         model = parity.build(family, **parity.layers(family, 4))
-    if freezing:
+    if frozen:
         freeze(model)
     model = nl.transform(model)
     model = nl.shard(nl.pipeline(model) if mesh.pipeline > 1 else model).train()
-    if recomputing:
+    if recompute:
         enable = getattr(model, "activation_checkpointing_enable", None)
         (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
     found = []
@@ -61,57 +61,63 @@ def on_one_rank(rank, family, config, batches, recomputing, freezing):
 
 def gradients(model) -> dict:
     return {
-        name: None if p.grad is None else parity.gathered(p.grad, cuts_of(p))
+        name: None if p.grad is None else parity.gathered(p.grad, parameter_state(p).splits)
         for name, p in model.named_parameters()
     }
 
 
-def check(run, batches, recomputing=False, freezing=False) -> None:
+def assert_equal_one_process(run, batches, recompute=False, frozen=False) -> None:
     ranks, family, config = run
     expected = []
     for batch in batches:
         model = parity.build(family, **parity.layers(family, 4))
-        if freezing:
+        if frozen:
             freeze(model)
         loss = model(**batch).loss
         loss.backward()
         expected.append((loss.item(), {name: p.grad for name, p in model.named_parameters()}))
-    arguments = (family, config, batches, recomputing, freezing)
-    for of_rank in nl.spmd.run(on_one_rank, ranks, args=arguments):
-        for (loss, found), (its_loss, theirs) in zip(of_rank, expected, strict=True):
-            assert loss == pytest.approx(its_loss, abs=1e-5)
+    arguments = (family, config, batches, recompute, frozen)
+    for rank_results in nl.spmd.run(losses_and_gradients, ranks, args=arguments):
+        for (loss, found), (expected_loss, expected_gradients) in zip(
+            rank_results, expected, strict=True
+        ):
+            assert loss == pytest.approx(expected_loss, abs=1e-5)
             for name, gradient in found.items():
-                assert (gradient is None) == (theirs[name] is None), name
+                assert (gradient is None) == (expected_gradients[name] is None), name
                 if gradient is not None:
-                    torch.testing.assert_close(gradient, theirs[name], rtol=0, atol=1e-5)
+                    torch.testing.assert_close(
+                        gradient, expected_gradients[name], rtol=0, atol=1e-5
+                    )
 
 
-def name_of(run) -> str:
+def run_id(run) -> str:
     return f"{run[1]}: {' x '.join(key.removesuffix('_parallel_degree') for key in run[2])}"
 
 
-@pytest.mark.parametrize("run", LAYOUTS, ids=name_of)
-def test_activations_are_recomputed(run):
-    check(run, [parity.rows(0)], recomputing=True)
+@pytest.mark.parametrize("run", LAYOUTS, ids=run_id)
+def test_activation_checkpointing_equals_one_process(run):
+    assert_equal_one_process(run, [parity.rows(0)], recompute=True)
 
 
-@pytest.mark.parametrize("run", LAYOUTS, ids=name_of)
-def test_sequences_are_padded(run):
-    check(run, [padded()])
+@pytest.mark.parametrize("run", LAYOUTS, ids=run_id)
+def test_padded_sequences_equal_one_process(run):
+    assert_equal_one_process(run, [padded_batch()])
 
 
-@pytest.mark.parametrize("run", LAYOUTS, ids=name_of)
-def test_parameters_are_frozen(run):
-    check(run, [parity.rows(0)], freezing=True)
+@pytest.mark.parametrize("run", LAYOUTS, ids=run_id)
+def test_frozen_parameters_equal_one_process(run):
+    assert_equal_one_process(run, [parity.rows(0)], frozen=True)
 
 
-@pytest.mark.parametrize("run", LAYOUTS, ids=name_of)
-def test_batches_change_their_shape(run):
-    check(run, [parity.rows(0, 4, 16), parity.rows(1, 8, 9), parity.rows(2, 2, 13)])
+@pytest.mark.parametrize("run", LAYOUTS, ids=run_id)
+def test_changing_batch_shapes_equal_one_process(run):
+    assert_equal_one_process(
+        run, [parity.rows(0, 4, 16), parity.rows(1, 8, 9), parity.rows(2, 2, 13)]
+    )
 
 
-def one_after_the_other(rank):
-    """Two models and two layouts in one job, used in turn."""
+def alternate_models(rank):
+    """Alternate between two models with different layouts in one job."""
     losses = []
     models = []
     for config in (TENSOR, CONTEXT | {"hybrid_shard_degree": 2}):
@@ -125,19 +131,19 @@ def one_after_the_other(rank):
     return losses
 
 
-def test_two_models_of_two_layouts_do_not_mind_each_other():
+def test_models_with_different_layouts_are_independent():
     expected = parity.build("llama")(**parity.rows(0)).loss.item()
-    for losses in nl.spmd.run(one_after_the_other, 2):
+    for losses in nl.spmd.run(alternate_models, 2):
         assert losses == pytest.approx([expected] * 4, abs=1e-5)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_memory_of_stages_split_and_sharded_shrinks_by_the_product(family):
-    """Of blocks, whose matrices are all cut; embeddings and head are on the outer stages."""
+def test_block_memory_shrinks_by_the_product_of_degrees(family):
+    """Counts matrices of blocks only; embeddings and head are on the outer stages."""
 
-    def held(rank):
+    def count_elements(rank):
         nl.init(PIPELINE | TENSOR | {"hybrid_shard_degree": 2})
-        with nl.delayed_init():
+        with nl.deferred_init():
             model = parity.unseeded(family, **parity.layers(family, 4))
         model = nl.shard(nl.pipeline(nl.transform(model)))
         blocks = [p for block in model.blocks() for p in block.parameters() if p.dim() > 1]
@@ -145,4 +151,4 @@ def test_memory_of_stages_split_and_sharded_shrinks_by_the_product(family):
 
     blocks = [p for name, p in parity.build(family).named_parameters() if ".0." in name]
     whole = 4 * sum(p.numel() for p in blocks if p.dim() > 1)
-    assert nl.spmd.run(held, 8) == [whole // 8] * 8
+    assert nl.spmd.run(count_elements, 8) == [whole // 8] * 8

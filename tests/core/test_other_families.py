@@ -1,4 +1,4 @@
-"""Families that nearlinear knows only by what their configs say: as on one process, or refused."""
+"""Families without specific support equal one process or are rejected with the reason."""
 
 import functools
 
@@ -7,15 +7,14 @@ import torch
 import transformers
 
 import nearlinear as nl
-from nearlinear.errors import ConfigError
-from nearlinear.parallel.layout import cuts_of
-from nearlinear.spmd.failures import RankError
+from nearlinear.errors import ConfigError, RankError
+from nearlinear.fsdp.model_state import parameter_state
 from tests.support import parity
 
 SHAPE = parity.FAMILIES["llama"][1] | {"num_hidden_layers": 2, "pad_token_id": 0}
 MIXTURE = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
 MIXTURE |= {"moe_intermediate_size": 24}
-OF_KIND = {
+CHANGES = {
     "Qwen3Moe": MIXTURE | {"head_dim": 4},
     "Qwen2Moe": MIXTURE,
     "GraniteMoe": MIXTURE,
@@ -27,13 +26,13 @@ OF_KIND = {
 }
 TENSOR = {"tensor_parallel_degree": 2}
 PIPELINE = {"pipeline_parallel_degree": 2, "microbatches": 2}
-RIGHT = {
+SUPPORTED = {
     "tensor": "Qwen2 Qwen3 Qwen3Moe Olmo Olmo2 Olmo3 Phi Phi3 Granite Cohere Cohere2 Glm Glm4 "
     "Starcoder2 SmolLM3 Ernie4_5 Helium Exaone4 Arcee Apertus",
     "pipeline": "Qwen2 Qwen3 Qwen3Moe Qwen2Moe Olmo Olmo2 Olmo3 Phi Phi3 Gemma Gemma3Text Glm Glm4 "
     "Starcoder2 SmolLM3 Ernie4_5 Helium GptOss Exaone4 Arcee Apertus",
 }
-REFUSED = {
+REJECTED = {
     "tensor": "Qwen2Moe GraniteMoe Gemma Gemma2 StableLm GptOss Olmoe Persimmon Nemotron MiniMax",
     "pipeline": "Granite GraniteMoe Cohere Cohere2 Gemma2 StableLm Olmoe Persimmon Nemotron",
 }
@@ -43,7 +42,7 @@ pytestmark = pytest.mark.slow
 
 def build(kind):
     torch.manual_seed(0)
-    config = getattr(transformers, f"{kind}Config")(**SHAPE | OF_KIND.get(kind, {}))
+    config = getattr(transformers, f"{kind}Config")(**SHAPE | CHANGES.get(kind, {}))
     return transformers.AutoModelForCausalLM.from_config(config)
 
 
@@ -55,7 +54,7 @@ def alone(kind):
     return loss.item(), {name: p.grad for name, p in model.named_parameters()}
 
 
-def on_one_rank(rank, kind, config):
+def loss_and_gradients(rank, kind, config):
     mesh = nl.init(config)
     with nl.spmd.one_at_a_time():
         model = build(kind)
@@ -64,32 +63,32 @@ def on_one_rank(rank, kind, config):
     for batch in nl.accumulate(model, [parity.rows(0)]):
         loss = parity.forward_and_backward(model, batch)
     return loss.item(), {
-        name: parity.gathered(p.grad, cuts_of(p))
+        name: parity.gathered(p.grad, parameter_state(p).splits)
         for name, p in model.named_parameters()
         if p.grad is not None
     }
 
 
 def cases(table):
-    return [(how, kind) for how, kinds in table.items() for kind in kinds.split()]
+    return [(parallelism, kind) for parallelism, kinds in table.items() for kind in kinds.split()]
 
 
-@pytest.mark.parametrize(("how", "kind"), cases(RIGHT))
-def test_they_train_as_on_one_process(how, kind):
+@pytest.mark.parametrize(("parallelism", "kind"), cases(SUPPORTED))
+def test_supported_families_equal_one_process(parallelism, kind):
     loss, gradients = alone(kind)
     seen = set()
-    for its_loss, found in nl.spmd.run(on_one_rank, 2, args=(kind, DEGREES[how])):
-        assert its_loss == pytest.approx(loss, abs=1e-5)
+    for rank_loss, found in nl.spmd.run(loss_and_gradients, 2, args=(kind, DEGREES[parallelism])):
+        assert rank_loss == pytest.approx(loss, abs=1e-5)
         for name, gradient in found.items():
             torch.testing.assert_close(gradient, gradients[name], rtol=0, atol=2e-5)
         seen |= found.keys()
     assert seen == {name for name, gradient in gradients.items() if gradient is not None}
 
 
-@pytest.mark.parametrize(("how", "kind"), cases(REFUSED))
-def test_they_are_refused_with_the_reason(how, kind):
+@pytest.mark.parametrize(("parallelism", "kind"), cases(REJECTED))
+def test_unsupported_families_are_rejected_with_the_reason(parallelism, kind):
     with pytest.raises(RankError) as caught:
-        nl.spmd.run(on_one_rank, 2, args=(kind, DEGREES[how]))
-    said = str(caught.value.__cause__)
+        nl.spmd.run(loss_and_gradients, 2, args=(kind, DEGREES[parallelism]))
+    message = str(caught.value.__cause__)
     assert isinstance(caught.value.__cause__, ConfigError)
-    assert "\n" not in said and ("= 1" in said or "yourself" in said), said
+    assert "\n" not in message and ("= 1" in message or "yourself" in message), message

@@ -1,4 +1,4 @@
-"""The private names of torch that nearlinear stands on are where `_torch` says."""
+"""Private torch names that `_torch` depends on exist."""
 
 import pytest
 import torch
@@ -7,18 +7,18 @@ from nearlinear import _torch
 from tests.support import tiny
 
 
-def test_the_thread_group_has_the_collectives_we_count():
+def test_thread_group_has_the_counted_collectives():
     group, *_ = _torch.thread_group_base()
     for name in ("allreduce", "broadcast", "exception_handle", "reset"):
         assert hasattr(group, name), (
-            f"torch {torch.__version__} moved {name}: mend _torch/groups.py"
+            f"torch {torch.__version__} moved {name}: update _torch/groups.py"
         )
     gathers = {"all_gather_single", "_allgather_base"} & set(vars(group))
     scatters = {"reduce_scatter_single", "_reduce_scatter_base"} & set(vars(group))
-    assert gathers and scatters, f"torch {torch.__version__} renamed collectives: mend threads.py"
+    assert gathers and scatters, f"torch {torch.__version__} renamed collectives: update _torch"
 
 
-def test_map_tensors_reaches_into_model_outputs():
+def test_map_tensors_maps_model_outputs():
     with torch.no_grad():
         output = tiny.gpt2(1)(**tiny.batch(tiny.rows(0, 1)))
     doubled = _torch.map_tensors(lambda tensor: tensor * 2, output)
@@ -26,8 +26,8 @@ def test_map_tensors_reaches_into_model_outputs():
     assert doubled.loss.item() == pytest.approx(2 * output.loss.item())
 
 
-def test_the_cuda_flash_kernels_have_the_shapes_we_count_on():
-    """By their declarations, which torch checks for tensors without memory anywhere."""
+def test_cuda_flash_kernels_have_the_expected_shapes():
+    """Checked with meta tensors, on any machine."""
     q = torch.empty(2, 8, 16, 64, dtype=torch.bfloat16, device="meta")
     k = torch.empty(2, 2, 24, 64, dtype=torch.bfloat16, device="meta")
     out, lse = _torch.flash_attention(q, k, k, causal=False, scale=0.125)

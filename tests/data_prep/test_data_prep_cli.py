@@ -27,7 +27,7 @@ def run(capsys, *arguments):
     return code, captured.out, captured.err
 
 
-def test_prepare_verify_inspect(capsys, corpus, tmp_path):
+def test_cli_prepares_verifies_and_inspects(capsys, corpus, tmp_path):
     out = tmp_path / "out"
     code, said, progress = run(capsys, "jsonl", corpus, "--out", out, "--val-fraction", 0.05)
     assert code == 0
@@ -47,7 +47,7 @@ def test_prepare_verify_inspect(capsys, corpus, tmp_path):
     assert code == 0 and "nothing to do" in notes and "look inside:" in said
 
 
-def test_verify_names_the_altered_shard(capsys, corpus, tmp_path):
+def test_cli_verify_names_altered_shard(capsys, corpus, tmp_path):
     out = tmp_path / "out"
     run(capsys, "jsonl", corpus, "--out", out, "--shard-tokens", 5000)
     shard = out / "train/shard-00001.bin"
@@ -68,9 +68,15 @@ def test_verify_names_the_altered_shard(capsys, corpus, tmp_path):
         (["jsonl", "{corpus}", "--val-fraction", "2"], "val_fraction is 2.0"),
         (["jsonl", "{corpus}", "--max-documents", "0"], "max_documents is 0"),
         (["jsonl", "{corpus}", "--engine", "slurm", "--tasks", "-5"], "tasks is -5: give at least"),
-        (["jsonl", "{corpus}", "--engine", "slurm", "--workers", "4"], "workers does nothing with"),
-        (["jsonl", "{corpus}", "--tasks", "4"], "tasks does nothing without an engine"),
-        (["jsonl", "{corpus}", "--engine-option", "time=1"], "engine_options does nothing without"),
+        (
+            ["jsonl", "{corpus}", "--engine", "slurm", "--workers", "4"],
+            "workers has no effect with",
+        ),
+        (["jsonl", "{corpus}", "--tasks", "4"], "tasks has no effect without an engine"),
+        (
+            ["jsonl", "{corpus}", "--engine-option", "time=1"],
+            "engine_options has no effect without",
+        ),
         (["text", "{empty}"], "no .txt or .md files under"),
         (["verify", "none"], "no token shards at none"),
         (["inspect", "{empty}"], "holds no index.json"),
@@ -78,7 +84,7 @@ def test_verify_names_the_altered_shard(capsys, corpus, tmp_path):
         (["jsonl", "{corpus}", "--out", "{corpus}/x"], "Not a directory"),
     ],
 )
-def test_user_errors_are_one_line_and_exit_2(capsys, corpus, tmp_path, arguments, match):
+def test_cli_user_errors_are_one_line_with_exit_code_2(capsys, corpus, tmp_path, arguments, match):
     (tmp_path / "empty").mkdir()
     names = {"corpus": corpus, "empty": tmp_path / "empty"}
     arguments = [argument.format(**names) for argument in arguments]
@@ -90,21 +96,21 @@ def test_user_errors_are_one_line_and_exit_2(capsys, corpus, tmp_path, arguments
     assert not (tmp_path / "out").exists()
 
 
-def test_debug_shows_the_traceback(corpus, tmp_path):
+def test_cli_debug_raises_with_traceback(corpus, tmp_path):
     from nearlinear.errors import DataError
 
     with pytest.raises(DataError):
         main(["verify", str(tmp_path), "--debug"])
 
 
-def test_defects_of_ours_keep_their_traceback(monkeypatch, corpus, tmp_path):
+def test_cli_internal_errors_keep_their_traceback(monkeypatch, corpus, tmp_path):
     monkeypatch.setattr("data_prep.build.prepare", lambda *a, **k: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         main(["jsonl", str(corpus), "--out", str(tmp_path / "out")])
 
 
 @pytest.mark.parametrize("package", ["nearlinear", "tokenizers"])
-def test_a_missing_package_is_named(package, corpus, tmp_path):
+def test_cli_names_missing_package(package, corpus, tmp_path):
     code = (
         f"import sys; sys.modules[{package!r}] = None\n"
         "from data_prep.__main__ import main\n"
@@ -117,7 +123,7 @@ def test_a_missing_package_is_named(package, corpus, tmp_path):
     assert f"the package {package} is not installed" in done.stderr and "pip inst" in done.stderr
 
 
-def test_plan_says_the_pieces_and_does_nothing(capsys, corpus, tmp_path):
+def test_cli_plan_prints_input_splits_without_writing(capsys, corpus, tmp_path):
     code, said, _ = run(capsys, "plan", "jsonl", corpus)
     assert code == 0 and "jsonl: 1 inputs in 1 splits" in said
     code, said, _ = run(capsys, "plan", "jsonl", corpus, "--json")
@@ -126,7 +132,7 @@ def test_plan_says_the_pieces_and_does_nothing(capsys, corpus, tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == [corpus.name]
 
 
-def test_plan_refuses_options_that_do_nothing_there(capsys, corpus):
+def test_cli_plan_rejects_options_of_prepare(capsys, corpus):
     for option in (["--workers", "2"], ["--out", "x"], ["--max-tokens", "9"], ["--overwrite"]):
         with pytest.raises(SystemExit):
             main(["plan", "jsonl", str(corpus), *option])
@@ -134,13 +140,15 @@ def test_plan_refuses_options_that_do_nothing_there(capsys, corpus):
 
 
 @pytest.mark.parametrize("source", [["hf", "a/b"], ["openwebtext"]])
-def test_a_dataset_of_the_hub_is_read_at_the_commit_that_is_asked_for(source):
+def test_cli_passes_revision_to_hub_sources(source):
     options = parser().parse_args(["prepare", *source, "--revision", "5e3b0cc"])
     assert _source(options).revision() == "5e3b0cc"
 
 
 @pytest.mark.parametrize("out", ["d/out", "s3://b/out"])
-def test_what_was_submitted_is_told_with_its_logs(monkeypatch, capsys, corpus, tmp_path, out):
+def test_cli_prints_logs_folder_of_submitted_preparation(
+    monkeypatch, capsys, corpus, tmp_path, out
+):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("data_prep.build.prepare", lambda *a, **k: None)
     logs = str(tmp_path / ("d/out.logs" if out == "d/out" else "out.logs"))
@@ -150,7 +158,7 @@ def test_what_was_submitted_is_told_with_its_logs(monkeypatch, capsys, corpus, t
     assert code == 0 and said.startswith("submitted: ") and said.endswith(f" logs are in {logs}\n")
 
 
-def test_json_is_a_line_for_a_program(capsys, corpus, tmp_path):
+def test_cli_json_prints_one_object_per_line(capsys, corpus, tmp_path):
     out = tmp_path / "out"
     code, said, _ = run(capsys, "prepare", "jsonl", corpus, "--out", out, "--json")
     lines = [json.loads(line) for line in said.splitlines()]
@@ -171,7 +179,7 @@ def test_json_is_a_line_for_a_program(capsys, corpus, tmp_path):
     assert code == 2 and "--engine-option time has no value: write KEY=VALUE" in error
 
 
-def test_interrupt_exits_130(monkeypatch, capsys, corpus, tmp_path):
+def test_cli_interrupt_exits_with_130(monkeypatch, capsys, corpus, tmp_path):
     def interrupted(*arguments, **options):
         raise KeyboardInterrupt
 
@@ -180,7 +188,7 @@ def test_interrupt_exits_130(monkeypatch, capsys, corpus, tmp_path):
     assert code == 130 and error.startswith("interrupted")
 
 
-def test_help_is_light_and_shows_examples():
+def test_cli_help_shows_examples_without_heavy_imports():
     code = (
         "import runpy, sys\n"
         "sys.argv = ['data_prep', '--help']\n"
@@ -196,7 +204,7 @@ def test_help_is_light_and_shows_examples():
     assert "python -m data_prep prepare botocore" in done.stdout
 
 
-def test_as_a_module(corpus, tmp_path):
+def test_cli_runs_as_a_module(corpus, tmp_path):
     command = [sys.executable, "-m", "data_prep", "text", str(tmp_path / "none"), "--out", "x"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, check=False)
     assert (done.returncode, done.stdout) == (2, "")

@@ -1,4 +1,4 @@
-"""datatrove's executors and a Processing job give the bytes of one machine."""
+"""Engines and SageMaker Processing jobs give the bytes of a single machine."""
 
 import json
 import os
@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 import data_prep
-from data_prep import lock, output, processing
+from data_prep import output, processing, storage_paths
 from data_prep.__main__ import main
 from data_prep.sources import source as splitting
 from nearlinear.data.format import Manifest
 from nearlinear.errors import ConfigError, DataError
 from tests.support.preparing import OPTIONS, contents
 
-# One after another what sbatch would queue: each task of the array is the script, with its number.
+# Stand-in for sbatch that runs the tasks of an array one after another.
 SBATCH = """#!/bin/sh
 for argument in "$@"; do
   case $argument in --export=*) export RUN_OFFSET=${argument##*=};; *) script=$argument;; esac
@@ -45,7 +45,7 @@ def corpus(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["local", "slurm"])
-def test_an_engine_gives_the_same_bytes(corpus, tmp_path, engine, monkeypatch, capsys):
+def test_engine_gives_the_same_bytes_as_workers(corpus, tmp_path, engine, monkeypatch, capsys):
     pytest.importorskip("datatrove")
     options = ["jsonl", str(corpus), "--max-documents", "150", "--val-fraction", "0.1"]
     assert main([*options, "--out", str(tmp_path / "one"), "--workers", "1"]) == 0
@@ -72,52 +72,56 @@ def run(step, rank=0, tasks=1):
     assert list(step.run(None, rank, tasks)) == []
 
 
-def planned(path, words, **options):
+def make_plan(path, toy_vocab, **options):
     settings = {"val_fraction": 0.2, "seed": 0, "dedup": None, "max_documents": None,
                 "max_tokens": None, "shard_tokens": 64 * 2**20, **options}  # fmt: skip
-    return data_prep.job.Job.plan(
-        data_prep.sources.jsonl(path), data_prep.tokenizer.load(words), **settings
+    return data_prep.plan.PreparationPlan.create(
+        data_prep.sources.jsonl(path), data_prep.tokenizer.load(toy_vocab), **settings
     )
 
 
 @pytest.mark.parametrize("tasks", [[0], [1, 0], [2, 0, 1]])
-def test_tasks_end_where_a_limit_is_reached(corpus, tmp_path, words, tasks):
+def test_engine_tasks_stop_at_a_limit(corpus, tmp_path, toy_vocab, tasks):
     engines = pytest.importorskip("data_prep.engines", exc_type=ImportError)
-    job = planned(corpus, words, max_documents=60)
-    with output.staging(tmp_path / "two", job, False) as (folder, _):
+    plan = make_plan(corpus, toy_vocab, max_documents=60)
+    with output.staging(tmp_path / "two", plan, False) as (folder, _):
         for rank in tasks:
-            run(engines.DoSplits(folder, ("tokenizers",)), rank, len(tasks))
-        done = len(list((folder / "splits").folders()))
-        assert done < len(job.splits) and (len(tasks) > 1 or done == 2)
+            run(engines.ProcessSplits(folder, ("tokenizers",)), rank, len(tasks))
+        done = len(list((folder / "splits").subfolders()))
+        assert done < len(plan.splits) and (len(tasks) > 1 or done == 2)
         run(engines.MergeSplits(folder, tmp_path / "two"))
-    data_prep.prepare(data_prep.sources.jsonl(corpus), tmp_path / "one", tokenizer=words,
+    data_prep.prepare(data_prep.sources.jsonl(corpus), tmp_path / "one", tokenizer=toy_vocab,
                       max_documents=60, **OPTIONS)  # fmt: skip
     assert contents(tmp_path / "two") == contents(tmp_path / "one")
 
 
-def test_a_split_that_no_task_did_is_named(corpus, tmp_path, words):
+def test_engine_merge_names_missing_split(corpus, tmp_path, toy_vocab):
     engines = pytest.importorskip("data_prep.engines", exc_type=ImportError)
-    with output.staging(tmp_path / "out", planned(corpus, words), False) as (folder, _):
-        run(engines.DoSplits(folder, ("tokenizers",)), 0, 2)
-        with pytest.raises(DataError, match=r"split 1 of .* is not done: look into .*out\.logs"):
+    with output.staging(tmp_path / "out", make_plan(corpus, toy_vocab), False) as (folder, _):
+        run(engines.ProcessSplits(folder, ("tokenizers",)), 0, 2)
+        with pytest.raises(
+            DataError, match=r"split 1 of .* is not done: read its logs in .*out\.logs"
+        ):
             run(engines.MergeSplits(folder, tmp_path / "out"))
 
 
-def test_a_task_finds_its_input_from_any_folder(corpus, tmp_path, words, monkeypatch):
+def test_engine_task_finds_input_from_any_working_directory(
+    corpus, tmp_path, toy_vocab, monkeypatch
+):
     engines = pytest.importorskip("data_prep.engines", exc_type=ImportError)
     monkeypatch.chdir(tmp_path)
-    job = planned(corpus.name, words)
-    with output.staging(tmp_path / "out", job, False) as (folder, _):
+    plan = make_plan(corpus.name, toy_vocab)
+    with output.staging(tmp_path / "out", plan, False) as (folder, _):
         (tmp_path / "elsewhere").mkdir()
         monkeypatch.chdir(tmp_path / "elsewhere")
-        run(engines.DoSplits(folder, ("tokenizers",)))
+        run(engines.ProcessSplits(folder, ("tokenizers",)))
         run(engines.MergeSplits(folder, tmp_path / "out"))
     assert Manifest.read(tmp_path / "out").plan["inputs"][0]["path"] == corpus.name
 
 
-def test_only_a_merge_that_nobody_waits_for_takes_the_lock(corpus, tmp_path, words, monkeypatch):
+def test_only_slurm_merge_takes_the_lock(corpus, tmp_path, toy_vocab, monkeypatch):
     engines = pytest.importorskip("data_prep.engines", exc_type=ImportError)
-    monkeypatch.setattr(lock, "_SECONDS_TO_WAIT", 0)
+    monkeypatch.setattr(output, "_LOCK_TIMEOUT", 0)
     launched = {}
 
     class Executor:
@@ -127,18 +131,18 @@ def test_only_a_merge_that_nobody_waits_for_takes_the_lock(corpus, tmp_path, wor
         def run(self):
             launched[engine] = self.step
 
-    monkeypatch.setattr(engines, "_executor", lambda engine: Executor)
-    with output.staging(tmp_path / "out", planned(corpus, words), False) as (folder, _):
+    monkeypatch.setattr(engines, "_executor_class", lambda engine: Executor)
+    with output.staging(tmp_path / "out", make_plan(corpus, toy_vocab), False) as (folder, _):
         for engine in ("slurm", "local", "ray"):
-            engines.launch(engine, folder, output.places.at(tmp_path / "out"), 1)
-        run(engines.DoSplits(folder, ("tokenizers",)))
-        with pytest.raises(lock.Busy, match="another process is preparing"):
+            engines.launch(engine, folder, storage_paths.absolute_path(tmp_path / "out"), 1)
+        run(engines.ProcessSplits(folder, ("tokenizers",)))
+        with pytest.raises(output.LockBusyError, match="another process is preparing"):
             run(launched["slurm"])
         run(launched["local"])
-    assert not launched["ray"].alone and (tmp_path / "out/index.json").is_file()
+    assert not launched["ray"].takes_lock and (tmp_path / "out/index.json").is_file()
 
 
-def test_engines_that_are_not_there_are_said(corpus, tmp_path, source):
+def test_unknown_or_missing_engines_are_named(corpus, tmp_path, source):
     pytest.importorskip("datatrove")
     prepare = data_prep.prepare
     jsonl = data_prep.sources.jsonl(corpus)
@@ -146,7 +150,7 @@ def test_engines_that_are_not_there_are_said(corpus, tmp_path, source):
         prepare(jsonl, tmp_path / "out", engine="spark")
     with pytest.raises(DataError, match="slurm executor: .*'time'.*see --engine-option"):
         prepare(jsonl, tmp_path / "out", engine="slurm")
-    with pytest.raises(DataError, match="other processes cannot read the source memory"):
+    with pytest.raises(DataError, match="source memory cannot be read by other processes"):
         prepare(source(["x"]), tmp_path / "out", engine="local")
     try:
         import ray  # noqa: F401
@@ -161,7 +165,7 @@ def request(**options):
     return processing.request("owt", image="i" * 10, role=role, **given)
 
 
-def test_a_processing_job_is_as_the_service_wants_it():
+def test_processing_request_matches_the_service_model():
     session = pytest.importorskip("botocore.session").Session()
     from botocore.validate import ParamValidator
 
@@ -169,13 +173,13 @@ def test_a_processing_job_is_as_the_service_wants_it():
     model = session.get_service_model("sagemaker").operation_model("CreateProcessingJob")
     report = ParamValidator().validate(found, model.input_shape)
     assert not report.has_errors(), report.generate_report()
-    with pytest.raises(ConfigError, match="text is '/data': give a prefix in S3"):
+    with pytest.raises(ConfigError, match="text is '/data': give an S3 prefix"):
         request(text="/data")
     with pytest.raises(ConfigError, match="source is 'hf'"):
         request(source="hf")
 
 
-def test_a_processing_job_gives_the_same_bytes(corpus, tmp_path, monkeypatch, capsys):
+def test_processing_job_gives_the_same_dataset(corpus, tmp_path, monkeypatch, capsys):
     place = tmp_path / "opt"
     (place / "in").mkdir(parents=True)
     (place / "in/a.jsonl").write_bytes(corpus.read_bytes())

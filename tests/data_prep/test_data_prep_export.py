@@ -24,7 +24,7 @@ def folder(tmp_path, source):
 
 @pytest.fixture
 def stream(folder):
-    """A function of a side: its tokens, one shard after another."""
+    """Return a function that reads the concatenated tokens of train or val."""
     manifest = Manifest.read(folder)
     return lambda side: np.concatenate(
         [np.fromfile(folder / shard.file, manifest.dtype) for shard in manifest.splits[side]]
@@ -32,7 +32,7 @@ def stream(folder):
 
 
 @pytest.mark.parametrize("side", ["train", "val"])
-def test_nanogpt_maps_one_file_of_ids(folder, stream, tmp_path, side):
+def test_export_nanogpt_writes_one_file_of_ids(folder, stream, tmp_path, side):
     assert export(folder, tmp_path / "out", "nanogpt")["tokens"] == sum(
         len(stream(s)) for s in ("train", "val")
     )
@@ -40,7 +40,7 @@ def test_nanogpt_maps_one_file_of_ids(folder, stream, tmp_path, side):
     np.testing.assert_array_equal(found, stream(side))
 
 
-def test_smp_rows_are_windows_of_the_stream(folder, stream, tmp_path):
+def test_export_smp_json_rows_are_windows_of_the_stream(folder, stream, tmp_path):
     rows = export(folder, tmp_path / "out", "smp-json", 64)["rows"]
     found = []
     for side in ("train", "val"):
@@ -54,7 +54,7 @@ def test_smp_rows_are_windows_of_the_stream(folder, stream, tmp_path):
     assert len(found) == rows
 
 
-def test_arrow_is_loaded_from_disk(folder, stream, tmp_path):
+def test_export_arrow_loads_from_disk(folder, stream, tmp_path):
     datasets = pytest.importorskip("datasets")
     export(folder, tmp_path / "out", "hf-arrow", 64)
     found = datasets.load_from_disk(str(tmp_path / "out"))
@@ -69,7 +69,7 @@ def test_arrow_is_loaded_from_disk(folder, stream, tmp_path):
     }  # fmt: skip
 
 
-def test_datatrove_reads_its_own_format(folder, stream, tmp_path):
+def test_export_datatrove_is_read_by_datatrove(folder, stream, tmp_path):
     dataset = pytest.importorskip("datatrove.utils.dataset")
     export(folder, tmp_path / "out", "datatrove")
     shards = sorted((tmp_path / "out/train").glob("*.ds"))
@@ -84,7 +84,7 @@ def test_datatrove_reads_its_own_format(folder, stream, tmp_path):
     assert first.tokens == np.fromfile(f"{shards[0]}.index", "<u8")[-1]
 
 
-def test_what_cannot_be_exported_is_said(folder, tmp_path):
+def test_export_errors_name_cause_and_remedy(folder, tmp_path):
     (tmp_path / "full").mkdir()
     (tmp_path / "full/x").write_text("1")
     with pytest.raises(DataError, match="full exists and is not an empty folder: name ano"):
@@ -97,7 +97,7 @@ def test_what_cannot_be_exported_is_said(folder, tmp_path):
         export(folder, tmp_path / "out", "smp-json", 0)
 
 
-def test_what_a_killed_export_left_is_removed(folder, tmp_path):
+def test_export_removes_leftovers_of_a_killed_export(folder, tmp_path):
     child = os.fork()
     if not child:
         exporting._append = lambda *each: os.kill(os.getpid(), signal.SIGKILL)
@@ -112,7 +112,7 @@ def test_what_a_killed_export_left_is_removed(folder, tmp_path):
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_an_export_is_whole_or_not_there(folder, tmp_path, monkeypatch, kind):
+def test_export_is_atomic(folder, tmp_path, monkeypatch, kind):
     pytest.importorskip("datasets")
     out = tmp_path / "out"
     out.mkdir()

@@ -1,4 +1,4 @@
-"""Filters and near-duplicates keep what datatrove's own pipeline keeps, whoever does the splits."""
+"""Filters and near-duplicates match datatrove's own pipeline, with any number of workers."""
 
 import json
 import random
@@ -9,23 +9,24 @@ import numpy as np
 import pytest
 
 import data_prep
-from data_prep import near, report
+from data_prep import near_dedup, report
 from data_prep.__main__ import main
-from data_prep.filters import BANDS, FILTERS, Filters, minhash_config
+from data_prep.documents import FILTERS, QualityFilters
+from data_prep.near_dedup import BANDS, minhash_config
 from data_prep.sources import source as splitting
 from nearlinear.data.format import Manifest, verify
 from nearlinear.errors import DataError
 
 pytest.importorskip("datatrove")
-from loguru import logger  # noqa: E402  it comes with datatrove
+from loguru import logger  # noqa: E402  a dependency of datatrove
 
 OPTIONS = {"progress": False, "val_fraction": 0.1, "backends": ("tokenizers",)}
 
 
 @pytest.fixture(autouse=True)
-def words_apart(monkeypatch):
-    """Without spaCy, a simpler word tokenizer in its place: datatrove's rules are the same."""
-    logger.remove()  # datatrove's lines, to a stream that an earlier test may have closed
+def simple_word_tokenizer(monkeypatch):
+    """Replace spaCy by a simple word tokenizer if it is missing; the rules stay the same."""
+    logger.remove()  # may write to a stream that an earlier test closed
     monkeypatch.setattr(splitting, "SPLIT_BYTES", 12_000)
     if find_spec("spacy"):
         return
@@ -44,7 +45,7 @@ def words_apart(monkeypatch):
 
 @pytest.fixture(scope="module")
 def texts():
-    """Good, bad and nearly equal documents."""
+    """Documents that pass, that fail, and that are nearly equal."""
     draw = random.Random(0)
     names = [f"{a}{b}{c}" for a in "bdfgklmnprst" for b in "aeiou" for c in "lmnrst"]
 
@@ -86,7 +87,7 @@ def by_datatrove(texts, names):
     return [document.text for document in stream]
 
 
-def test_filters_keep_what_datatrove_keeps(corpus, texts, tmp_path, gpt2, read_documents, capsys):
+def test_filters_match_datatrove_pipeline(corpus, texts, tmp_path, gpt2, read_documents, capsys):
     source = data_prep.sources.jsonl(corpus)
     assert len(source.splits()) > 4
     names = list(FILTERS)
@@ -104,7 +105,7 @@ def test_filters_keep_what_datatrove_keeps(corpus, texts, tmp_path, gpt2, read_d
     assert "filters" not in whole.settings and whole.statistics["filtered"] == {}
 
 
-def test_near_duplicates_are_those_of_datatrove(corpus, texts, tmp_path, gpt2, read_documents):
+def test_near_duplicates_match_datatrove_pipeline(corpus, texts, tmp_path, gpt2, read_documents):
     from datatrove.data import Document
     from datatrove.pipeline.dedup import minhash
 
@@ -124,25 +125,25 @@ def test_near_duplicates_are_those_of_datatrove(corpus, texts, tmp_path, gpt2, r
     assert len(found) == len(expected) and set(short) <= set(found)
     dropped = manifest.statistics["near_duplicates"]["documents"]
     assert dropped == 11 and manifest.statistics["duplicates"]["documents"] == 3
-    for number, text in enumerate(texts):  # the first of what is alike
+    for number, text in enumerate(texts):  # the first of near-duplicates is kept
         if f"{text[:-1]} indeed." in texts[:number]:
             assert text not in found
 
 
-def test_bytes_do_not_depend_on_workers_or_stops(corpus, tmp_path, monkeypatch):
+def test_filtered_bytes_do_not_depend_on_workers_or_interruptions(corpus, tmp_path, monkeypatch):
     source = data_prep.sources.jsonl(corpus)
     options = {**OPTIONS, "filters": ["gopher"], "near_duplicates": "minhash", "val_fraction": 0.3}
     one = data_prep.prepare(source, tmp_path / "one", workers=1, **options)
-    do_split, done = data_prep.pool.do_split, []
+    process_split, done = data_prep.pool.process_split, []
 
-    def stopping(job, number, *rest):
+    def stopping(plan, number, *rest):
         if len(done) == 2:
             raise KeyboardInterrupt
         done.append(number)
-        return do_split(job, number, *rest)
+        return process_split(plan, number, *rest)
 
     with monkeypatch.context() as patch:
-        patch.setattr(data_prep.pool, "do_split", stopping)
+        patch.setattr(data_prep.pool, "process_split", stopping)
         with pytest.raises(KeyboardInterrupt):
             data_prep.prepare(source, tmp_path / "two", workers=1, **options)
     with pytest.raises(DataError, match=r"\(filters \['gopher'\] -> \['c4'\]\)"):
@@ -154,7 +155,7 @@ def test_bytes_do_not_depend_on_workers_or_stops(corpus, tmp_path, monkeypatch):
         data_prep.prepare(source, tmp_path / "x", filters=["mine"], **OPTIONS)
 
 
-def test_the_command_line_takes_them(corpus, tmp_path, capsys):
+def test_cli_accepts_filters_and_near_duplicates(corpus, tmp_path, capsys):
     arguments = ["jsonl", str(corpus), "--out", str(tmp_path / "d"), "--workers", "1",
                  "--filters", "gopher,fineweb", "--near-duplicates", "minhash"]  # fmt: skip
     assert main(arguments) == 0
@@ -162,17 +163,17 @@ def test_the_command_line_takes_them(corpus, tmp_path, capsys):
     assert settings["filters"] == ["gopher", "fineweb"] and settings["datatrove"]
 
 
-def test_half_of_a_surrogate_pair_is_no_fault():
-    (text,) = Filters([])(["a \ud800 b"])
+def test_filters_replace_lone_surrogates():
+    (text,) = QualityFilters([])(["a \ud800 b"])
     assert text == "a ? b"
 
 
-def test_clusters_are_those_of_a_plain_search(tmp_path, monkeypatch):
-    """Documents that share a band with one that shares a band: by breadth-first search."""
-    monkeypatch.setattr(near, "_BUCKET_DOCUMENTS", 7)
+def test_near_duplicate_clusters_match_breadth_first_search(tmp_path, monkeypatch):
+    """Compare union-find clusters with a search over documents that share a band."""
+    monkeypatch.setattr(near_dedup, "_PARTITION_DOCUMENTS", 7)
     rows = np.random.default_rng(0).integers(1, 700, (200, BANDS)).astype(np.uint64)
     rows[::17] = 0
-    found = near.find([rows[:50], rows[50:50], rows[50:]], 200, tmp_path)
+    found = near_dedup.find_near_duplicates([rows[:50], rows[50:50], rows[50:]], 200, tmp_path)
     first = np.arange(200)
     for _ in range(200):
         for a in range(200):

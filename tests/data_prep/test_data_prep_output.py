@@ -1,4 +1,4 @@
-"""The output is the old dataset or the new one, whole and on disk, whatever ends the process."""
+"""The output is the complete old or new dataset, however the process ends."""
 
 import os
 import shutil
@@ -20,17 +20,17 @@ pytestmark = pytest.mark.usefixtures("small_splits")
 @pytest.mark.parametrize(
     ("workers", "exchanges", "step"), [(1, True, 9), (1, False, 9), (2, True, 10)]
 )
-def test_killed_while_it_overwrites_one_of_the_two_is_there(
-    tmp_path, words, monkeypatch, workers, exchanges, step
+def test_kill_while_overwriting_leaves_old_or_new_dataset(
+    tmp_path, toy_vocab, monkeypatch, workers, exchanges, step
 ):
     path, out = tmp_path / "a.jsonl", tmp_path / "out"
     write_lines(path, 40)
     if not exchanges:
-        monkeypatch.setattr(output, "exchange", lambda one, other: False)
+        monkeypatch.setattr(output, "exchange_paths", lambda one, other: False)
 
     def prepare(folder, **more):
         source = data_prep.sources.jsonl(path)
-        return data_prep.prepare(source, folder, tokenizer=words, **{**OPTIONS, **more})
+        return data_prep.prepare(source, folder, tokenizer=toy_vocab, **{**OPTIONS, **more})
 
     new, old = prepare(tmp_path / "new"), prepare(tmp_path / "old", seed=1)
     found = []
@@ -52,12 +52,12 @@ def test_killed_while_it_overwrites_one_of_the_two_is_there(
     assert old in found and (workers == 2 or new in found)
 
 
-def test_what_was_being_replaced_is_put_back(tmp_path, words, monkeypatch):
+def test_interrupted_replacement_is_restored(tmp_path, toy_vocab, monkeypatch):
     path, out = tmp_path / "a.jsonl", tmp_path / "out"
     write_lines(path)
-    monkeypatch.setattr(output, "exchange", lambda one, other: False)
+    monkeypatch.setattr(output, "exchange_paths", lambda one, other: False)
     prepare = lambda **more: data_prep.prepare(  # noqa: E731
-        data_prep.sources.jsonl(path), out, tokenizer=words, **OPTIONS, **more
+        data_prep.sources.jsonl(path), out, tokenizer=toy_vocab, **OPTIONS, **more
     )
     first = prepare()
     rename = os.rename
@@ -75,7 +75,7 @@ def test_what_was_being_replaced_is_put_back(tmp_path, words, monkeypatch):
     assert os.WIFSIGNALED(os.waitpid(child, 0)[1]) and not out.exists()
     assert prepare() == first == verify(out)
     done = set(tmp_path.glob("out.partial/splits/*/record.json"))
-    assert len(done) > 3, "what was done for other settings is gone"
+    assert len(done) > 3, "finished splits of other settings were removed"
 
     def full(source, target):
         if Path(source).name == "dataset":
@@ -88,8 +88,8 @@ def test_what_was_being_replaced_is_put_back(tmp_path, words, monkeypatch):
     assert verify(out) == first
 
 
-def test_nothing_has_its_name_before_it_is_on_disk(tmp_path, words, monkeypatch):
-    """Every file and folder is told to the disk as it is when it is named, and so is the name."""
+def test_files_are_synced_before_they_are_renamed(tmp_path, toy_vocab, monkeypatch):
+    """Check that files, folders and names are flushed in their final state."""
     synced = {}
 
     def state(handle):
@@ -127,23 +127,23 @@ def test_nothing_has_its_name_before_it_is_on_disk(tmp_path, words, monkeypatch)
         monkeypatch.setattr(os, name, checked(getattr(os, name)))
     path, out = tmp_path / "a.jsonl", tmp_path / "out"
     write_lines(path)
-    data_prep.prepare(data_prep.sources.jsonl(path), out, tokenizer=words, **OPTIONS)
+    data_prep.prepare(data_prep.sources.jsonl(path), out, tokenizer=toy_vocab, **OPTIONS)
     names = [path.name for path in named]
     assert names[-1] == "out" and names.count("tokenizer.json") == 2 and "index.json" in names
     assert names.count("shard-00000.bin") == 2 and "00001" in names
     assert "out" in synced[tmp_path.stat().st_ino][2]
 
 
-def test_a_split_that_is_missing_is_not_passed_over(tmp_path, words, monkeypatch):
+def test_merge_refuses_a_missing_split(tmp_path, toy_vocab, monkeypatch):
     path, out = tmp_path / "a.jsonl", tmp_path / "out"
     write_lines(path)
     prepare = lambda: data_prep.prepare(  # noqa: E731
-        data_prep.sources.jsonl(path), out, tokenizer=words, **OPTIONS
+        data_prep.sources.jsonl(path), out, tokenizer=toy_vocab, **OPTIONS
     )
     run = pool.run
 
-    def losing(job, folder, numbers, *rest):
-        run(job, folder, numbers, *rest)
+    def losing(plan, folder, numbers, *rest):
+        run(plan, folder, numbers, *rest)
         shutil.rmtree(folder.path / "splits/00003")
 
     with monkeypatch.context() as patch:

@@ -5,8 +5,8 @@ import pytest
 
 import data_prep
 from data_prep.__main__ import main
+from data_prep.merge import SEQUENCE_LENGTHS
 from data_prep.report import document_lengths
-from data_prep.statistics import SEQUENCE_LENGTHS
 from nearlinear.data.dataset import TokenDataset
 from nearlinear.data.format import Manifest, read_index
 
@@ -19,7 +19,7 @@ def folder(tmp_path, source):
     return tmp_path / "d"
 
 
-def test_statistics_are_those_of_the_documents(folder):
+def test_statistics_match_the_documents(folder):
     found, lengths = Manifest.read(folder).statistics, document_lengths(folder)
     assert found["documents"] == len(lengths) == len(TEXTS) + 7
     assert found["tokens"] == lengths.sum() and found["longest"] == lengths.max()
@@ -31,8 +31,8 @@ def test_statistics_are_those_of_the_documents(folder):
     assert edges[:8] == [1, 2, 3, 4, 6, 8, 11, 16]
 
 
-def test_what_packing_keeps_is_what_training_reads(tmp_path, source):
-    """Of each side and every length, by the datasets themselves, over several shards."""
+def test_packing_statistics_match_token_datasets(tmp_path, source):
+    """Compare train and val at every length, over several shards, with the datasets."""
     folder = tmp_path / "d"
     manifest = data_prep.prepare(source(TEXTS), folder, val_fraction=0.2, shard_tokens=20_000,
                                  progress=False)  # fmt: skip
@@ -54,7 +54,7 @@ def test_what_packing_keeps_is_what_training_reads(tmp_path, source):
                 assert kept[packing] == dataset.rows(np.arange(len(dataset))).filled.sum()
 
 
-def test_nothing_of_real_text_is_thrown_away(tmp_path):
+def test_packing_keeps_nearly_all_real_text(tmp_path):
     manifest = data_prep.prepare(data_prep.sources.botocore(), tmp_path / "d", max_documents=2000,
                                  val_fraction=0, progress=False)  # fmt: skip
     kept = manifest.statistics["kept"]["train"]
@@ -66,7 +66,7 @@ def test_nothing_of_real_text_is_thrown_away(tmp_path):
         assert found["truncate"] < 0.9 * kept["tokens"]
 
 
-def test_stats_and_report(folder, tmp_path, capsys):
+def test_cli_stats_writes_text_and_report(folder, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     page = tmp_path / "report.html"
     assert main(["stats", str(folder), "--report", str(page)]) == 0
@@ -75,6 +75,6 @@ def test_stats_and_report(folder, tmp_path, capsys):
     (line,) = (line for line in said.splitlines() if line.split()[:1] == ["2048"])
     assert line.split()[2:] == ["100.00%", "100.00%", "0.00%"]
     assert page.read_text().count("data:image/png;base64,") == 4
-    assert "What each way of packing keeps" in page.read_text()
+    assert "Tokens kept by packing method" in page.read_text()
     assert main(["stats", str(folder), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == Manifest.read(folder).statistics

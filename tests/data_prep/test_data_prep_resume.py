@@ -1,4 +1,4 @@
-"""The same bytes whoever does the splits, in what order, and however often it is stopped."""
+"""Bytes do not depend on workers, order, or interruptions."""
 
 import json
 import os
@@ -20,14 +20,14 @@ pytestmark = pytest.mark.usefixtures("small_splits")
 
 
 @pytest.mark.parametrize("options", [{}, {"dedup": "exact", "max_documents": 100}])
-def test_killed_at_any_moment_it_goes_on_to_the_same_bytes(tmp_path, words, options):
+def test_resume_after_kill_gives_the_same_bytes(tmp_path, toy_vocab, options):
     path, out = tmp_path / "a.jsonl", tmp_path / "out"
     write_lines(path)
     reference = tmp_path / "reference"
 
     def prepare(folder):
         source = data_prep.sources.jsonl(path)
-        return data_prep.prepare(source, folder, tokenizer=words, **OPTIONS, **options)
+        return data_prep.prepare(source, folder, tokenizer=toy_vocab, **OPTIONS, **options)
 
     expected = prepare(reference)
     again = 0
@@ -44,20 +44,20 @@ def test_killed_at_any_moment_it_goes_on_to_the_same_bytes(tmp_path, words, opti
     assert again > 5
 
 
-def test_what_is_done_is_not_done_again(tmp_path, words, monkeypatch):
+def test_resume_skips_finished_splits(tmp_path, toy_vocab, monkeypatch):
     path, out = tmp_path / "a.jsonl", tmp_path / "out"
     write_lines(path)
-    done, do_split = [], pool.do_split
+    done, process_split = [], pool.process_split
 
-    def stopping(job, number, *arguments):
+    def stopping(plan, number, *arguments):
         if len(done) == 2:
             raise KeyboardInterrupt
         done.append(number)
-        return do_split(job, number, *arguments)
+        return process_split(plan, number, *arguments)
 
-    monkeypatch.setattr(pool, "do_split", stopping)
+    monkeypatch.setattr(pool, "process_split", stopping)
     prepare = lambda **more: data_prep.prepare(  # noqa: E731
-        data_prep.sources.jsonl(path), out, tokenizer=words, **OPTIONS, **more
+        data_prep.sources.jsonl(path), out, tokenizer=toy_vocab, **OPTIONS, **more
     )
     with pytest.raises(KeyboardInterrupt):
         prepare()
@@ -69,48 +69,48 @@ def test_what_is_done_is_not_done_again(tmp_path, words, monkeypatch):
     shard.write_bytes(bytes(len(shard.read_bytes())))
     with pytest.raises(KeyboardInterrupt):
         prepare()
-    assert done == [-1, 1]  # the first is as it was, the second is not
+    assert done == [-1, 1]  # the first split is intact, the second damaged
     done[:] = [-1]
     os.utime(path, (1, 1))
     with pytest.raises(KeyboardInterrupt):
         prepare()
     assert done == [-1, 2]
     path.write_text(path.read_text().replace("a", "b", 1))
-    with pytest.raises(DataError, match="the text of split 0 is another"):
+    with pytest.raises(DataError, match="different text in input split 0"):
         prepare()
 
 
 @pytest.mark.parametrize("engine", ["two workers", "backwards", "batches of one"])
-def test_bytes_do_not_depend_on_who_does_it(tmp_path, words, engine, monkeypatch):
+def test_bytes_do_not_depend_on_workers_order_or_batches(tmp_path, toy_vocab, engine, monkeypatch):
     path = tmp_path / "a.jsonl"
     texts = write_lines(path)
     source = data_prep.sources.jsonl(path)
-    expected = data_prep.prepare(source, tmp_path / "one", tokenizer=words, **OPTIONS)
+    expected = data_prep.prepare(source, tmp_path / "one", tokenizer=toy_vocab, **OPTIONS)
     options = dict(OPTIONS)
     if engine == "two workers":
         options["workers"] = 2
     elif engine == "backwards":
         run = pool.run
         monkeypatch.setattr(
-            pool, "run", lambda job, folder, numbers, *rest: run(
-                job, folder, iter(sorted(numbers, reverse=True)), *rest)
+            pool, "run", lambda plan, folder, numbers, *rest: run(
+                plan, folder, iter(sorted(numbers, reverse=True)), *rest)
         )  # fmt: skip
     else:
-        monkeypatch.setattr("data_prep.work._BATCH_CHARACTERS", 1)
+        monkeypatch.setattr("data_prep.documents._BATCH_CHARACTERS", 1)
     assert len(source.splits()) > 4
-    found = data_prep.prepare(source, tmp_path / "two", tokenizer=words, **options)
+    found = data_prep.prepare(source, tmp_path / "two", tokenizer=toy_vocab, **options)
     assert found == expected and contents(tmp_path / "two") == contents(tmp_path / "one")
     assert found.statistics["documents"] == len(texts)
     assert found.statistics["duplicates"]["documents"] == len(texts) - len(set(texts))
 
 
-def test_what_is_held_out_is_written_together(tmp_path, words, read_documents):
-    """In shards of the usual size, with the documents in their order."""
+def test_val_documents_are_merged_into_full_shards(tmp_path, toy_vocab, read_documents):
+    """Check shard sizes and document order."""
     path = tmp_path / "a.jsonl"
     texts = write_lines(path)
     options = {**OPTIONS, "shard_tokens": 200}
     source = data_prep.sources.jsonl(path)
-    manifest = data_prep.prepare(source, tmp_path / "d", tokenizer=words, **options)
+    manifest = data_prep.prepare(source, tmp_path / "d", tokenizer=toy_vocab, **options)
     sizes = [shard.tokens for shard in manifest.splits["val"]]
     assert len(source.splits()) > len(sizes) > 1
     assert all(200 - 31 < size <= 200 for size in sizes[:-1])
@@ -126,11 +126,11 @@ def test_what_is_held_out_is_written_together(tmp_path, words, read_documents):
     dedup=st.sampled_from([None, "exact"]),
     split_bytes=st.integers(20, 400),
 )
-def test_limits_and_duplicates_are_those_of_the_whole(
-    tmp_path_factory, words, texts, most, tokens, dedup, split_bytes
+def test_limits_and_dedup_do_not_depend_on_splits(
+    tmp_path_factory, toy_vocab, texts, most, tokens, dedup, split_bytes
 ):
     folder = tmp_path_factory.mktemp("d")
-    splitting.SPLIT_BYTES = split_bytes  # the fixture puts it back
+    splitting.SPLIT_BYTES = split_bytes  # restored by the fixture
     path = folder / "a.jsonl"
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     lengths = lambda text: len(text.split()) + 1  # noqa: E731
@@ -141,7 +141,11 @@ def test_limits_and_duplicates_are_those_of_the_whole(
     expected = list(dict.fromkeys(read)) if dedup else read
     options = {**OPTIONS, "val_fraction": 0, "max_documents": most, "max_tokens": tokens}
     prepare = lambda: data_prep.prepare(  # noqa: E731
-        data_prep.sources.jsonl(path), folder / "out", tokenizer=words, dedup=dedup, **options
+        data_prep.sources.jsonl(path),
+        folder / "out",
+        tokenizer=toy_vocab,
+        dedup=dedup,
+        **options,
     )
     if not read:
         with pytest.raises(DataError, match="no document with text"):
@@ -155,13 +159,13 @@ def test_limits_and_duplicates_are_those_of_the_whole(
     assert sum(manifest.statistics["length_histogram"]["documents"]) == len(expected)
 
 
-def test_a_killed_worker_is_named_and_the_rest_goes_on(tmp_path, words, monkeypatch):
-    """One of two, at random: at its work, or before it is told what to do next."""
+def test_killed_worker_is_named_and_other_splits_are_kept(tmp_path, toy_vocab, monkeypatch):
+    """Kill one of two workers, during a split or between splits."""
     path, out = tmp_path / "a.jsonl", tmp_path / "out"
     write_lines(path, documents=800)
     source, options = data_prep.sources.jsonl(path), {**OPTIONS, "workers": 2}
-    expected = data_prep.prepare(source, tmp_path / "one", tokenizer=words, **OPTIONS)
-    answer, draw, done = pool._Worker._answer, random.Random(0), set()
+    expected = data_prep.prepare(source, tmp_path / "one", tokenizer=toy_vocab, **OPTIONS)
+    answer, draw, done = pool._WorkerProcess._wait_for, random.Random(0), set()
     for at_work in (True, False, True, False):
         number, calls = draw.randrange(1, 6), count(1)
 
@@ -175,24 +179,26 @@ def test_a_killed_worker_is_named_and_the_rest_goes_on(tmp_path, words, monkeypa
                 if at_work:
                     answer(worker, kind, bar)
 
-        monkeypatch.setattr(pool._Worker, "_answer", dying)
-        with pytest.raises(DataError, match=r"a worker ended \(-9\).*run the command again"):
-            data_prep.prepare(source, out, tokenizer=words, **options)
+        monkeypatch.setattr(pool._WorkerProcess, "_wait_for", dying)
+        with pytest.raises(
+            DataError, match=r"a worker ended \(exit code -9\).*run the command again"
+        ):
+            data_prep.prepare(source, out, tokenizer=toy_vocab, **options)
         assert not out.exists()
         found = {p.name for p in out.with_name("out.partial").glob("splits/*[0-9]")}
         assert found >= done
         done = found
     assert 0 < len(done) < len(source.splits())
-    monkeypatch.setattr(pool._Worker, "_answer", answer)
-    assert data_prep.prepare(source, out, tokenizer=words, **options) == expected
+    monkeypatch.setattr(pool._WorkerProcess, "_wait_for", answer)
+    assert data_prep.prepare(source, out, tokenizer=toy_vocab, **options) == expected
     assert contents(out) == contents(tmp_path / "one")
 
 
-def test_a_bad_line_in_a_worker_is_named(tmp_path, words):
+def test_worker_names_a_bad_line(tmp_path, toy_vocab):
     path = tmp_path / "a.jsonl"
     write_lines(path)
     path.write_text(path.read_text() + "{\n")
     with pytest.raises(DataError, match=r"a.jsonl:131 is not JSON"):
-        data_prep.prepare(data_prep.sources.jsonl(path), tmp_path / "out", tokenizer=words,
+        data_prep.prepare(data_prep.sources.jsonl(path), tmp_path / "out", tokenizer=toy_vocab,
                           **{**OPTIONS, "workers": 2})  # fmt: skip
     assert not (tmp_path / "out").exists()

@@ -1,4 +1,4 @@
-"""Text from a bucket and token shards into one: as on a disk, whole or not there."""
+"""Preparation from and to S3, with the guarantees of a disk."""
 
 import gzip
 import json
@@ -14,7 +14,7 @@ import data_prep
 from data_prep import output, pool, report
 from data_prep.__main__ import main
 from data_prep.sources import source as splitting
-from data_prep.sources.remote import RemoteFile
+from data_prep.sources.files import RemoteFile
 from nearlinear import storage
 from nearlinear.data.format import Manifest, verify
 from nearlinear.errors import DataError, NearlinearError
@@ -34,10 +34,10 @@ def small_splits(monkeypatch):
 
 @pytest.fixture
 def door(aws_services, monkeypatch):
-    """To a bucket whose objects go up and come down in small parts."""
+    """Open a bucket with small multipart uploads and ranges."""
     logging.getLogger("werkzeug").setLevel(logging.CRITICAL)
     monkeypatch.setattr("moto.s3.models.S3_UPLOAD_PART_MIN_SIZE", 1)
-    monkeypatch.setattr(s3, "PART", 1024)
+    monkeypatch.setattr(s3, "PART_BYTES", 1024)
     with bucket.opened() as (door, address):
         monkeypatch.setenv("AWS_ENDPOINT_URL", address)
         yield door
@@ -45,7 +45,7 @@ def door(aws_services, monkeypatch):
 
 @pytest.fixture
 def text(tmp_path, aws_services):
-    """Two files of documents, some of them twice, here and in the bucket."""
+    """Write two files of documents with duplicates, locally and to the bucket."""
     folder = tmp_path / "text"
     folder.mkdir()
     draw = random.Random(0)
@@ -59,17 +59,21 @@ def text(tmp_path, aws_services):
 
 
 @pytest.fixture
-def local(text, tmp_path, words):
+def local(text, tmp_path, toy_vocab):
     data_prep.prepare(
-        data_prep.sources.jsonl(text), tmp_path / "local", tokenizer=words, **OPTIONS, dedup="exact"
+        data_prep.sources.jsonl(text),
+        tmp_path / "local",
+        tokenizer=toy_vocab,
+        **OPTIONS,
+        dedup="exact",
     )
     return tmp_path / "local"
 
 
-def prepare(words, **options):
+def prepare(toy_vocab, **options):
     source = data_prep.sources.jsonl(options.pop("text", TEXT))
     options = {**OPTIONS, "dedup": "exact", **options}
-    return data_prep.prepare(source, OUT, tokenizer=words, **options)
+    return data_prep.prepare(source, OUT, tokenizer=toy_vocab, **options)
 
 
 def there(services, prefix="tokens/"):
@@ -84,7 +88,7 @@ def there(services, prefix="tokens/"):
 
 
 def shards(files):
-    """The files that do not tell of paths and times."""
+    """Select the files that contain no paths or times."""
     return {name: raw for name, raw in files.items() if not name.endswith(".json")}
 
 
@@ -94,24 +98,24 @@ def on_disk(folder):
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_bucket_gets_the_bytes_of_a_folder(local, door, aws_services, words, workers):
-    manifest = prepare(words, workers=workers)
+def test_bucket_dataset_equals_local_dataset(local, door, aws_services, toy_vocab, workers):
+    manifest = prepare(toy_vocab, workers=workers)
     found = there(aws_services)
     assert shards(found) == shards(on_disk(local)) and len(shards(found)) > 8
     assert sorted(found) == sorted(on_disk(local))
     assert manifest.fingerprint == Manifest.read(local).fingerprint
     assert manifest.statistics == Manifest.read(local).statistics
-    assert found["mine/tokenizer/tokenizer.json"] == open(words, "rb").read()
+    assert found["mine/tokenizer/tokenizer.json"] == open(toy_vocab, "rb").read()
     puts = [call for call in door.calls if call.method == "PUT" or "uploadId" in call.query]
     assert puts[-1].key == "my-bucket/tokens/mine/index.json"
-    assert any(call.is_part for call in puts), "nothing went up in parts"
+    assert any(call.is_part for call in puts), "no multipart upload was used"
     before = len(door.calls)
-    assert prepare(words) == manifest, "what is done is not done again"
+    assert prepare(toy_vocab) == manifest, "a finished dataset is not prepared again"
     assert all(call.method in ("GET", "HEAD", "POST") for call in door.calls[before:])
 
 
-def test_it_is_read_where_it_is(local, door, words, capsys):
-    prepare(words)
+def test_commands_read_datasets_in_a_bucket(local, door, toy_vocab, capsys):
+    prepare(toy_vocab)
     assert verify(OUT) == Manifest.read(OUT)
     assert main(["verify", OUT]) == 0 and "every byte as written" in capsys.readouterr().out
     assert main(["stats", OUT]) == 0 and main(["inspect", OUT]) == 0
@@ -120,14 +124,16 @@ def test_it_is_read_where_it_is(local, door, words, capsys):
     assert report.first_document(local) == report.first_document(OUT) != ""
     assert report.first_document(local) in said
     assert main(["export", OUT, "--format", "nanogpt", "--out", "x"]) == 2
-    assert "is no folder of this machine's" in capsys.readouterr().err
+    assert "is not a local directory" in capsys.readouterr().err
 
 
-def test_stopped_at_any_call_it_goes_on_to_the_same(local, door, aws_services, words, monkeypatch):
-    prepare(words)
+def test_resume_in_bucket_after_failure_of_any_request(
+    local, door, aws_services, toy_vocab, monkeypatch
+):
+    prepare(toy_vocab)
     writes, expected = [], shards(there(aws_services))
-    storage.at(OUT).clear()
-    done, do_split = [], pool.do_split
+    storage.as_path(OUT).rmtree()
+    done, process_split = [], pool.process_split
 
     def refuse_from(first):
         def refuse(call):
@@ -137,17 +143,17 @@ def test_stopped_at_any_call_it_goes_on_to_the_same(local, door, aws_services, w
 
         return refuse
 
-    def doing(job, number, *rest):
+    def doing(plan, number, *rest):
         done.append(number)
-        return do_split(job, number, *rest)
+        return process_split(plan, number, *rest)
 
-    monkeypatch.setattr(pool, "do_split", doing)
+    monkeypatch.setattr(pool, "process_split", doing)
     stopped = 0
     for at in range(1, 1000, 25):
         writes.clear()
         door.refuse = refuse_from(at)
         try:
-            prepare(words)
+            prepare(toy_vocab)
         except NearlinearError as error:
             assert "AccessDenied" in str(error)
         else:
@@ -157,56 +163,59 @@ def test_stopped_at_any_call_it_goes_on_to_the_same(local, door, aws_services, w
         assert "mine/index.json" not in there(aws_services) or len(writes) > 100
         records = [name for name in there(aws_services) if name.endswith("record.json")]
         done.clear()
-        prepare(words)
+        prepare(toy_vocab)
         assert shards(there(aws_services)) == expected
         assert not [name for name in there(aws_services) if "partial" in name]
         if records:
             assert not {int(name.split("/")[-2]) for name in records} & set(done)
-        storage.at(OUT).clear()
+        storage.as_path(OUT).rmtree()
     assert stopped > 1
 
 
-def test_neither_of_two_at_a_time_clears_what_the_other_sends(text, aws_services, door, words):
-    """What the first has sent of a split that has no record yet is there when the second ends."""
-    job = data_prep.job.Job.plan(
-        data_prep.sources.jsonl(TEXT), data_prep.tokenizer.load(words), val_fraction=0.2, seed=0,
-        dedup=None, max_documents=None, max_tokens=None, shard_tokens=1000,
+def test_concurrent_staging_in_bucket_keeps_uploads(text, aws_services, door, toy_vocab):
+    """Uploads of a split without a record survive the end of a second preparation."""
+    plan = data_prep.plan.PreparationPlan.create(
+        data_prep.sources.jsonl(TEXT), data_prep.tokenizer.load(toy_vocab),
+        val_fraction=0.2, seed=0, dedup=None, max_documents=None,
+        max_tokens=None, shard_tokens=1000,
     )  # fmt: skip
-    sent = storage.at(OUT + ".partial/splits/00000/train/shard-00000.bin")
-    other = replace(job, settings={**job.settings, "seed": 1})
-    with output.staging(OUT, job, False):
+    sent = storage.as_path(OUT + ".partial/splits/00000/train/shard-00000.bin")
+    other = replace(plan, settings={**plan.settings, "seed": 1})
+    with output.staging(OUT, plan, False):
         sent.put(b"12")
-        with output.staging(OUT, job, False):
+        with output.staging(OUT, plan, False):
             assert sent.size() == 2
         assert sent.size() == 2
     assert sent.size() == 2
     with output.staging(OUT, other, False):
-        assert not (sent.parent).sizes()
+        assert not (sent.parent).file_sizes()
 
 
-def test_other_settings_are_refused_with_what_differs(text, door, aws_services, words):
-    first = prepare(words)
+def test_bucket_refuses_other_settings_with_the_difference(text, door, aws_services, toy_vocab):
+    first = prepare(toy_vocab)
     with pytest.raises(DataError, match=r"other settings \(seed 0 -> 1\): pass --overwrite"):
-        prepare(words, seed=1)
+        prepare(toy_vocab, seed=1)
     door.calls.clear()
-    second = prepare(words, seed=1, overwrite=True)
+    second = prepare(toy_vocab, seed=1, overwrite=True)
     assert second != first and verify(OUT) == second
     taken = [call.key for call in door.calls if call.method == "DELETE" or "delete" in call.query]
     laid = [n for n, call in enumerate(door.calls) if call.key.startswith("my-bucket/tokens/mine/")
             and call.method == "PUT"]  # fmt: skip
     assert taken[0] == "my-bucket/tokens/mine/index.json"
-    assert [c.key for c in door.calls].index(taken[0]) < laid[0], "without it, the rest is no data"
+    assert [c.key for c in door.calls].index(taken[0]) < laid[0], (
+        "the manifest is removed before other files change"
+    )
     aws_services["s3"].put_object(Bucket="my-bucket", Key="text/a.jsonl", Body=b'{"text": "a"}\n')
     with pytest.raises(DataError, match="input .* -> .* bytes"):
-        prepare(words, seed=1)
+        prepare(toy_vocab, seed=1)
     aws_services["s3"].put_object(Bucket="my-bucket", Key="mine/own", Body=b"mine")
     with pytest.raises(DataError, match="is not a folder of token shards"):
-        data_prep.prepare(data_prep.sources.jsonl(text), "s3://my-bucket/mine", tokenizer=words,
+        data_prep.prepare(data_prep.sources.jsonl(text), "s3://my-bucket/mine", tokenizer=toy_vocab,
                           **OPTIONS)  # fmt: skip
 
 
-def test_damage_in_a_bucket_is_named(text, door, aws_services, words):
-    prepare(words)
+def test_damage_in_bucket_is_named(text, door, aws_services, toy_vocab):
+    prepare(toy_vocab)
     client = aws_services["s3"]
     key = "tokens/mine/train/shard-00001.bin"
     raw = bytearray(there(aws_services)["mine/train/shard-00001.bin"])
@@ -216,7 +225,7 @@ def test_damage_in_a_bucket_is_named(text, door, aws_services, words):
         verify(OUT)
     client.put_object(Bucket="my-bucket", Key=key, Body=bytes(raw[:-2]))
     with pytest.raises(DataError, match=r"shard-00001\.bin is truncated"):
-        prepare(words)
+        prepare(toy_vocab)
     client.delete_object(Bucket="my-bucket", Key=key)
     with pytest.raises(DataError, match=r"shard-00001\.bin is missing"):
         verify(OUT, full=False)
@@ -224,7 +233,7 @@ def test_damage_in_a_bucket_is_named(text, door, aws_services, words):
         verify("s3://my-bucket/nothing")
 
 
-def test_every_kind_of_file_is_read_from_a_bucket(tmp_path, door, aws_services):
+def test_every_file_type_is_read_from_a_bucket(tmp_path, door, aws_services):
     texts = [f"row {number} " + "x" * (number % 50) for number in range(300)]
     rows = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
     pq.write_table(pa.table({"text": texts}), tmp_path / "a.parquet", row_group_size=50)
@@ -244,11 +253,11 @@ def test_every_kind_of_file_is_read_from_a_bucket(tmp_path, door, aws_services):
         sources.jsonl("s3://my-bucket/none")
 
 
-def test_a_remote_file_reads_as_a_file_does(aws_services, tmp_path):
+def test_remote_file_matches_local_file(aws_services, tmp_path):
     raw = random.Random(1).randbytes(300_000)
     (tmp_path / "f").write_bytes(raw)
     aws_services["s3"].put_object(Bucket="my-bucket", Key="f", Body=raw)
-    remote, draw = RemoteFile(storage.at("s3://my-bucket/f")), random.Random(2)
+    remote, draw = RemoteFile(storage.as_path("s3://my-bucket/f")), random.Random(2)
     with open(tmp_path / "f", "rb") as here:
         for _ in range(40):
             if draw.random() < 0.5:

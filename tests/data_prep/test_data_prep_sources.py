@@ -20,7 +20,7 @@ def write_lines(path, *lines):
     return path
 
 
-def test_jsonl_plain_and_gzip_in_order(tmp_path):
+def test_jsonl_reads_plain_and_gzip_files_in_order(tmp_path):
     plain = write_lines(tmp_path / "a.jsonl", {"text": "one"}, b"", {"text": "zwei é", "id": 2})
     packed = tmp_path / "b.jsonl.gz"
     packed.write_bytes(gzip.compress(b'{"text": "three"}\n'))
@@ -38,14 +38,14 @@ def test_jsonl_plain_and_gzip_in_order(tmp_path):
         (b'["text"]', "a.jsonl:2 is JSON but not an object"),
         (
             {"content": "x", "id": 1},
-            "a.jsonl:2 has no field 'text', it has 'content', 'id'.*--text-",
+            "a.jsonl:2 has no field 'text', only 'content', 'id'.*--text-",
         ),
-        ({"text": 3}, "a.jsonl:2 has a int in 'text', not text"),
-        ({"text": None}, "a.jsonl:2 has a NoneType in 'text'"),
+        ({"text": 3}, "a.jsonl:2 has a int in field 'text', not text"),
+        ({"text": None}, "a.jsonl:2 has a NoneType in field 'text'"),
         (b'{"text": ' + b"[" * 100_000, "a.jsonl:2 is not JSON .*recursion.*--skip-bad-lines"),
     ],
 )
-def test_bad_lines_are_named_or_skipped(tmp_path, caplog, line, match):
+def test_jsonl_names_or_skips_bad_lines(tmp_path, caplog, line, match):
     path = write_lines(tmp_path / "a.jsonl", {"text": "one"}, line, {"text": "three"})
     with pytest.raises(DataError, match=match):
         list(sources.jsonl([path]).documents())
@@ -59,19 +59,21 @@ def flipped(raw, byte, bit=3):
     return bytes(raw)
 
 
-def test_a_broken_gzip_is_named(tmp_path):
+def test_corrupt_gzip_is_named(tmp_path):
     path = tmp_path / "a.jsonl.gz"
     whole = gzip.compress(b"".join(b'{"text": "%d"}\n' % i for i in range(1000)))
     for broken in (whole[:-9], b"plain", b"", flipped(whole, len(whole) // 2), flipped(whole, 14)):
         path.write_bytes(broken)
-        with pytest.raises(DataError, match="a.jsonl.gz is not a whole gzip file.*copy it again"):
+        with pytest.raises(
+            DataError, match="a.jsonl.gz is not a complete gzip file.*copy it again"
+        ):
             list(sources.jsonl([path]).documents())
     path.unlink()
     with pytest.raises(FileNotFoundError):
-        list(files.lines(path))
+        list(files.read_lines(path))
 
 
-def test_path_errors(tmp_path):
+def test_invalid_paths_are_named(tmp_path):
     with pytest.raises(DataError, match="no input file .*none.txt"):
         sources.text([tmp_path / "none.txt"])
     with pytest.raises(DataError, match="no .txt or .md files under"):
@@ -91,18 +93,18 @@ def test_path_errors(tmp_path):
         list(sources.text([tmp_path]).documents())
 
 
-def test_hub_dataset_streams(tmp_path):
+def test_hub_dataset_is_streamed(tmp_path):
     pytest.importorskip("datasets")
     write_lines(tmp_path / "train.jsonl", {"body": "one"}, {"body": "two"})
     source = sources.huggingface(str(tmp_path), text_field="body")
     assert list(source.documents()) == ["one", "two"]
-    with pytest.raises(DataError, match="no field 'text', it has 'body'"):
+    with pytest.raises(DataError, match="no field 'text', only 'body'"):
         list(sources.huggingface(str(tmp_path)).documents())
     with pytest.raises(DataError, match="from the Hugging Face hub .*check the name"):
         list(sources.huggingface(str(tmp_path), split="test").documents())
 
 
-def test_no_network_is_a_plain_error(monkeypatch):
+def test_hub_without_network_is_a_data_error(monkeypatch):
     datasets = pytest.importorskip("datasets")
 
     def unreachable(*arguments, **options):
@@ -127,7 +129,7 @@ def test_botocore_documents_are_clean_distinct_english():
     assert "\n\nRequest\n\n" in bucket and "Bucket: The name of the bucket to create." in bucket
 
 
-def test_markup_becomes_paragraphs():
+def test_html_becomes_paragraphs():
     markup = (
         "<p>Use <code>A &lt; B</code> &amp; <i>C</i> .</p>\n <note> <p>Be&nbsp;careful</p> </note>"
         "<ul> <li>one</li><li> <p>two</p> <p/></li></ul>tail &#233;"
@@ -145,12 +147,12 @@ def test_missing_botocore_names_the_package(monkeypatch):
 
 
 def compressed(path, raw):
-    """`raw` as a file of the kind its name says."""
+    """Write `raw`, compressed by the suffix of the path."""
     if path.suffix == ".gz":
         raw = gzip.compress(raw)
     elif path.suffix == ".zst":
         zstandard = pytest.importorskip("zstandard")
-        half = len(raw) // 2  # two frames, as parallel compressors write
+        half = len(raw) // 2  # two frames, like parallel compressors
         pack = zstandard.ZstdCompressor().compress
         raw = pack(raw[:half]) + pack(raw[half:])
     path.write_bytes(raw)
@@ -164,15 +166,17 @@ def compressed(path, raw):
     target=st.integers(1, 60),
     chunk=st.integers(1, 40),
 )
-def test_lines_are_the_same_however_they_are_cut(tmp_path_factory, lines, end, target, chunk):
+def test_split_lines_equal_lines_of_the_file(tmp_path_factory, lines, end, target, chunk):
     path = tmp_path_factory.mktemp("d") / "a.txt"
     path.write_bytes(b"\n".join(lines) + end)
     expected = path.read_bytes().split(b"\n")
-    inputs = [sources.Input.of(path)]
-    splits = files.line_splits(inputs, target)
+    inputs = [sources.Input.from_path(path)]
+    splits = files.split_by_lines(inputs, target)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(files, "_CHUNK", chunk)
-        found = [line for split in splits for line in files.lines(path, split.start, split.end)]
+        patch.setattr(files, "_CHUNK_BYTES", chunk)
+        found = [
+            line for split in splits for line in files.read_lines(path, split.start, split.end)
+        ]
     assert b"".join(found) == path.read_bytes()
     assert [line.removesuffix(b"\n") for line in found] == expected[: len(found)]
     assert expected[len(found) :] in ([], [b""])
@@ -180,18 +184,18 @@ def test_lines_are_the_same_however_they_are_cut(tmp_path_factory, lines, end, t
     assert all(split.end > split.start for split in splits)
 
 
-def test_lines_are_skipped_without_reading_what_lies_before(tmp_path, caplog, monkeypatch):
+def test_skipped_lines_are_located_without_reading_the_file_again(tmp_path, caplog, monkeypatch):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "one"}\n{\n' * 100)
     source = sources.jsonl(path, skip_bad_lines=True)
-    read, real = [], files.opened
+    read, real = [], files.open_file
 
     def counting(path):
         read.append(path)
         return real(path)
 
     splits = source.plan(300)
-    monkeypatch.setattr(files, "opened", counting)
+    monkeypatch.setattr(files, "open_file", counting)
     assert [text for split in splits for text in source.read(split)] == ["one"] * 100
     assert len(splits) > 4 and len(read) == len(splits)
     number = 1 + path.read_bytes()[splits[1].start :].split(b"\n").index(b"{")
@@ -199,7 +203,7 @@ def test_lines_are_skipped_without_reading_what_lies_before(tmp_path, caplog, mo
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst"])
-def test_a_split_names_the_line_of_its_file(tmp_path, name):
+def test_line_errors_use_line_numbers_of_the_file(tmp_path, name):
     texts = [{"text": f"text {i}"} for i in range(50)]
     raw = b"".join(json.dumps(row).encode() + b"\n" for row in texts) + b"{\n"
     source = sources.jsonl(compressed(tmp_path / name, raw))
@@ -212,16 +216,18 @@ def test_a_split_names_the_line_of_its_file(tmp_path, name):
         list(source.read(splits[-1]))
 
 
-def test_broken_zstd_is_named(tmp_path):
+def test_corrupt_zstd_is_named(tmp_path):
     path = compressed(tmp_path / "a.jsonl.zst", b'{"text": "three"}\n' * 1000)
     whole = path.read_bytes()
     for broken in (whole[:-3], b"", b"plain", flipped(whole, 5)):
         path.write_bytes(broken)
-        with pytest.raises(DataError, match="a.jsonl.zst is not a whole zstd file.*copy it again"):
+        with pytest.raises(
+            DataError, match="a.jsonl.zst is not a complete zstd file.*copy it again"
+        ):
             list(sources.jsonl(path).documents())
 
 
-def test_a_damaged_parquet_is_named(tmp_path):
+def test_corrupt_parquet_is_named(tmp_path):
     pa = pytest.importorskip("pyarrow")
     from pyarrow import parquet as pq
 
@@ -237,13 +243,13 @@ def test_a_damaged_parquet_is_named(tmp_path):
         try:
             list(sources.parquet(path).documents())
         except DataError as error:
-            assert "a.parquet is not a Parquet file, or damaged (" in str(error)
+            assert "a.parquet is damaged or not a Parquet file (" in str(error)
             assert "copy it again" in str(error) and "\n" not in str(error)
             found.append(cut)
     assert sum(found) == 30 and len(found) > 45
 
 
-def test_parquet_splits_are_by_the_text_alone(tmp_path):
+def test_parquet_splits_depend_on_the_text_column_only(tmp_path):
     pa = pytest.importorskip("pyarrow")
     from pyarrow import parquet as pq
 
@@ -259,12 +265,12 @@ def test_parquet_splits_are_by_the_text_alone(tmp_path):
     assert sizes[0] == sizes[1] == sizes[2] and min(sizes[0]) > 1000
 
 
-def test_json_that_only_python_reads_is_read(tmp_path):
+def test_jsonl_accepts_json_that_only_python_decodes(tmp_path):
     path = write_lines(tmp_path / "a.jsonl", b'{"text": "a \\ud800 b", "n": NaN}', {"text": "c"})
     assert list(sources.jsonl(path).documents()) == ["a \ud800 b", "c"]
 
 
-def test_parquet_by_row_groups(tmp_path):
+def test_parquet_is_split_by_row_groups(tmp_path):
     pa = pytest.importorskip("pyarrow")
     from pyarrow import parquet as pq
 
@@ -280,16 +286,16 @@ def test_parquet_by_row_groups(tmp_path):
     assert found == texts[:5] + [text for text in texts if text is not None]
     again = sources.rebuild(json.loads(json.dumps(source.spec)))
     assert [text for split in again.plan(2000) for text in again.read(split)] == found
-    with pytest.raises(DataError, match="no column 'text', it has 'body', 'n': name one"):
+    with pytest.raises(DataError, match="no column 'text', only 'body', 'n': name one"):
         list(sources.parquet([tmp_path]).documents())
-    with pytest.raises(DataError, match="int64 in 'n', not text"):
+    with pytest.raises(DataError, match="int64 in column 'n', not text"):
         sources.parquet([tmp_path], "n")
     (tmp_path / "c.parquet").write_bytes(b"plain")
-    with pytest.raises(DataError, match="c.parquet is not a Parquet file"):
+    with pytest.raises(DataError, match="c.parquet is damaged or not a Parquet file"):
         sources.parquet([tmp_path], "body")
 
 
-def test_a_dataset_saved_to_disk_is_read_in_runs_of_rows(tmp_path):
+def test_saved_dataset_is_split_by_rows(tmp_path):
     datasets = pytest.importorskip("datasets")
     texts = [f"text {i} " * 5 for i in range(100)]
     datasets.Dataset.from_dict({"text": texts}).save_to_disk(str(tmp_path / "saved"))
@@ -300,7 +306,7 @@ def test_a_dataset_saved_to_disk_is_read_in_runs_of_rows(tmp_path):
     assert source.name == "saved" and list(source.documents()) == texts
 
 
-def test_a_hub_dataset_is_split_by_its_files(tmp_path):
+def test_hub_dataset_is_split_by_files(tmp_path):
     pytest.importorskip("datasets")
     for number in range(3):
         write_lines(tmp_path / f"train-{number}.jsonl", {"text": f"{number} a"}, {"text": "b"})
@@ -309,7 +315,7 @@ def test_a_hub_dataset_is_split_by_its_files(tmp_path):
     assert found == [["0 a", "b"], ["1 a", "b"], ["2 a", "b"]]
 
 
-def test_splits_are_larger_where_they_would_be_many(monkeypatch, tmp_path):
+def test_split_size_grows_with_the_input(monkeypatch, tmp_path):
     path = write_lines(tmp_path / "a.jsonl", {"text": "one"})
     source = sources.jsonl(path)
     asked = []
@@ -322,7 +328,10 @@ def test_splits_are_larger_where_they_would_be_many(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     "lines, texts",
     [
-        (b'{"text": "a"} {"text": "b"}\n{"text":\n"c"}\n', None),  # as many objects as lines
+        (
+            b'{"text": "a"} {"text": "b"}\n{"text":\n"c"}\n',
+            None,
+        ),  # equal counts of objects and lines
         (b'\n{"text": "a"}{"text": "b"}', None),
         (b'{"text": "a"}{"text": "b"}\n\n', None),
         (b'{"m": [{}\n, {}], "text": "a"}\n', None),
@@ -335,8 +344,8 @@ def test_splits_are_larger_where_they_would_be_many(monkeypatch, tmp_path):
         (b'{"text": "a", "n": ' + b"[" * 5000 + b"]" * 5000 + b"}\n", None),
     ],
 )
-def test_an_object_is_a_line_of_its_own(tmp_path, lines, texts):
-    """Whatever stands beside it: lines are read many at a time, and a decoder knows no lines."""
+def test_jsonl_requires_one_object_per_line(tmp_path, lines, texts):
+    """Blocks of lines are decoded at once, and the decoder ignores line ends."""
     for before in (b"", b'{"text": "first"}\n' * 3):
         path = tmp_path / "a.jsonl"
         path.write_bytes(before + lines)
@@ -353,8 +362,8 @@ def test_an_object_is_a_line_of_its_own(tmp_path, lines, texts):
     b'{"text": "a"}', b'{"text":', b'"b"}', b"\n", b"\n", b" ", b"{", b"}", b'{"text": "c}{"}',
     b",", b'{"n": [', b"]", b"\r\n", b'"n": 1, ', b'{"text": "\\ud800"}', b'{"text": null}',
 ]), max_size=8).map(b"".join))  # fmt: skip
-def test_lines_are_read_as_one_by_one(raw):
-    """What many lines at a time give is what `json` reads of each."""
+def test_jsonl_blocks_decode_like_single_lines(raw):
+    """Compare block decoding with `json.loads` of each line."""
     lines = [line for line in raw.split(b"\n") if line.strip()]
     try:
         expected = [json.loads(line)["text"] for line in lines]

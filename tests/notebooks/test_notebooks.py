@@ -1,9 +1,8 @@
-"""The repository's notebooks: well-formed, and every one runs from top to bottom at scale ci.
+"""The notebooks are well-formed and run from top to bottom at scale ci.
 
-nbval runs each in a fresh kernel with its parameters' defaults (`scale = "ci"`). A cell fails when
-it raises. Outputs are not stored in the repository, so a notebook with cells marked
-``# NBVAL_CHECK_OUTPUT`` is executed first, and nbval holds the marked cells to that first run's
-outputs: what is called deterministic comes out twice.
+nbval runs each notebook in a new kernel with default parameters (`scale = "ci"`); a cell fails if
+it raises. The repository stores no outputs. A notebook with cells marked ``# NBVAL_CHECK_OUTPUT``
+is therefore executed first, and nbval compares the marked cells with the outputs of that run.
 """
 
 import os
@@ -19,26 +18,26 @@ from ci.notebooks import ROOT, __main__, execute
 
 FOLDER = ROOT / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("[0-9][0-9]_*.ipynb"))
-LONGEST_CELL, LONGEST_NOTEBOOK = 180, 900  # seconds; against hanging, not a measure of speed
+LONGEST_CELL, LONGEST_NOTEBOOK = 180, 900  # seconds; timeouts, not limits of speed
 
 
-def test_there_are_notebooks():
+def test_notebooks_exist():
     assert NOTEBOOKS
 
 
-def test_every_notebook_is_well_formed(capsys):
+def test_notebooks_are_well_formed(capsys):
     code = __main__.main(["--check"])
     assert code == 0, capsys.readouterr()
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_the_default_scale_is_ci(path):
+def test_default_scale_is_ci(path):
     assert papermill.inspect_notebook(str(path))["scale"]["default"].strip("'\"") == "ci"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_it_runs(path: Path, tmp_path):
+def test_notebook_runs(path: Path, tmp_path):
     if "NBVAL_CHECK_OUTPUT" in path.read_text(encoding="utf-8"):
         first = execute.run(path, tmp_path / path.name, {"scale": "ci"}, LONGEST_CELL)
         assert first.error is None, first.error

@@ -1,4 +1,4 @@
-"""Models with dropout, two steps of one, and what is alive between its passes."""
+"""Models with dropout, a reference of two steps, and live bytes between forward and backward."""
 
 import functools
 
@@ -6,8 +6,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from nearlinear import _torch
-
-from . import parity
+from tests.support import parity
 
 DROPOUT = {
     "gpt2": {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1},
@@ -19,17 +18,17 @@ reference = functools.cache(parity.alone)
 
 
 def deep(family: str, **changes) -> torch.nn.Module:
-    """Of four layers: two have no middle, and are one group."""
+    """Build a model of four layers, the minimum for groups with a middle."""
     return parity.build(family, **parity.layers(family, 4) | changes)
 
 
 def build(family: str, **changes) -> torch.nn.Module:
-    """With dropout."""
+    """Build a model with dropout in training mode."""
     return deep(family, **DROPOUT[family] | changes).train()
 
 
 def two_steps(model) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Losses of two batches, and their summed gradients; the dropout is the same every time."""
+    """Return the losses of two batches and their summed gradients, with reproducible dropout."""
     losses = []
     for step in range(2):
         torch.manual_seed(5 + step)
@@ -48,8 +47,10 @@ def gradients(model) -> dict[str, torch.Tensor]:
 
 @functools.cache
 def plain(family: str, **changes):
-    """Without anything of nearlinear's. Caches of keys and values change last bits: GPT-2's are
-    copied to them."""
+    """Return the reference of plain PyTorch.
+
+    Key-value caches change the last bits, because GPT-2 copies keys and values to them.
+    """
     return two_steps(build(family, **changes))
 
 
@@ -61,7 +62,7 @@ def assert_close(found: dict, expected: dict, bound: float = 1e-6) -> None:
 
 
 class Made(_torch.TorchDispatchMode):
-    """Remembers every storage that an operator returns a tensor of, without keeping it alive."""
+    """Track the storages of all operator results by weak references."""
 
     def __init__(self):
         super().__init__()
@@ -77,12 +78,12 @@ class Made(_torch.TorchDispatchMode):
 
     @property
     def alive(self) -> int:
-        """Bytes."""
+        """Bytes of live storages."""
         return sum(size for storage, size in self.storages.values() if not storage.expired())
 
 
 def alive_after_forward(model) -> int:
-    """Bytes that a batch leaves behind in a forward pass of ``model`` for its backward pass."""
+    """Return the bytes that a forward pass of ``model`` keeps for its backward pass."""
     with Made() as made:
         loss = model(**parity.rows(0)).loss
     alive = made.alive

@@ -1,26 +1,26 @@
-"""What PyTorch's allocator gave out in a step, as its profiler was told: no tensor is looked at."""
+"""Bytes allocated by PyTorch in a training step, according to its profiler."""
 
 import gc
 
 import torch
 
 import nearlinear as nl
-from nearlinear.parallel.layout import local
+from nearlinear.fsdp.model_state import local_tensor
 from nearlinear.train.model import build_model
 from nearlinear.train.optimizer import build_optimizer
-from nearlinear.train.split import split
+from nearlinear.train.parallelize import parallelize
 
 STEPS = 5
 
 
 def step_of(rank: int, config, vocabulary: int) -> tuple[int, int]:
-    """(bytes between two steps, most bytes in one) of this rank, as the trainer has it.
+    """Return (bytes between two steps, peak bytes in a step) of this rank, as in the trainer.
 
-    On random tokens, after a first step. A rank that waits for another one's collectives holds
-    more meanwhile, by chance: of ``STEPS`` steps the one that took least counts.
+    The steps use random tokens and follow a first step. A rank that waits for the collectives of
+    another rank may hold more memory by chance; the smallest peak of ``STEPS`` steps counts.
     """
     nl.init(config.parallel)
-    model, _ = split(build_model(config.model, vocabulary), config)
+    model, _ = parallelize(build_model(config.model, vocabulary), config)
     optimizer = build_optimizer(model, config.optimizer)
     _step(model, optimizer, config, vocabulary)
     gc.collect()
@@ -32,13 +32,13 @@ def step_of(rank: int, config, vocabulary: int) -> tuple[int, int]:
     held = [*model.parameters(), *model.buffers()]
     for state in optimizer.state.values():
         held += [value for value in state.values() if isinstance(value, torch.Tensor)]
-    storages = (local(tensor).untyped_storage() for tensor in held)
+    storages = (local_tensor(tensor).untyped_storage() for tensor in held)
     between = sum({each.data_ptr(): each.nbytes() for each in storages}.values())
     return between, between + min(most)
 
 
 def _step(model, optimizer, config, vocabulary: int) -> None:
-    torch.manual_seed(0)  # ranks that split a model are given the same
+    torch.manual_seed(0)  # model-parallel ranks receive the same batch
     size = config.batch.micro_batch_size, config.sequence_length
     ids = [torch.randint(vocabulary, size) for _ in range(config.batch.accumulation)]
     for batch in nl.accumulate(model, [{"input_ids": each, "labels": each} for each in ids]):

@@ -1,7 +1,7 @@
-"""A page as a person sees it: headless Chromium, told what to do over its DevTools protocol.
+"""Control headless Chromium through the DevTools protocol.
 
-Over a pair of pipes (``--remote-debugging-pipe``: messages of JSON, each ended by a zero byte), so
-that it takes neither a port nor a package.
+Messages travel over a pair of pipes (``--remote-debugging-pipe``: JSON, each terminated by a zero
+byte), without a port or a package.
 """
 
 import base64
@@ -14,13 +14,13 @@ import signal
 import time
 from collections.abc import Iterator
 
-FIRST_FREE = 10  # above the descriptors 3 and 4, which Chromium reads from and writes to
+FIRST_FREE = 10  # above descriptors 3 and 4, which Chromium uses
 OPTIONS = (
     "--headless",
     "--remote-debugging-pipe",
     "--no-first-run",
     "--disable-gpu",
-    "--disable-dev-shm-usage",  # containers have little
+    "--disable-dev-shm-usage",  # small in containers
     "--disable-background-networking",
     "--hide-scrollbars",
     "--force-device-scale-factor=1",
@@ -28,7 +28,7 @@ OPTIONS = (
 
 
 class Page:
-    """One page, open in a browser of its own."""
+    """Page of a separate browser."""
 
     def __init__(self, reading: int, writing: int):
         self._reading, self._writing = reading, writing
@@ -38,7 +38,7 @@ class Page:
         self._session = {"sessionId": attached["sessionId"]}
 
     def call(self, method: str, timeout: float = 180.0, **parameters) -> dict:
-        """A method of the protocol, and what it returns. Raises RuntimeError, TimeoutError."""
+        """Call a protocol method and return its result. Raises RuntimeError or TimeoutError."""
         self._calls += 1
         message = {"id": self._calls, "method": method, "params": parameters} | self._session
         os.write(self._writing, json.dumps(message).encode() + b"\0")
@@ -57,27 +57,27 @@ class Page:
             raise RuntimeError(f"{url}: {failed}")
 
     def evaluate(self, script: str):
-        """The value of an expression of JavaScript."""
+        """Return the value of a JavaScript expression."""
         found = self.call("Runtime.evaluate", expression=script, returnByValue=True)
         if "exceptionDetails" in found:
             raise RuntimeError(found["exceptionDetails"]["exception"]["description"])
         return found["result"].get("value")
 
     def until(self, script: str, timeout: float = 180.0):
-        """The value of ``script`` once there is one."""
+        """Evaluate ``script`` until its value is true and return it."""
         deadline = time.monotonic() + timeout
         while not (value := self.evaluate(script)):
             if time.monotonic() > deadline:
-                raise TimeoutError(f"the page never got to: {script}")
+                raise TimeoutError(f"the page did not reach: {script}")
             time.sleep(0.2)
         return value
 
     def screenshot(self) -> bytes:
-        """What is seen, as a PNG file."""
+        """Return a screenshot as PNG."""
         return base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"])
 
     def close(self) -> None:
-        """End the browser, which ends all that it has started."""
+        """Close the browser and its child processes."""
         self._session = {}
         self.call("Browser.close")
 
@@ -85,7 +85,7 @@ class Page:
         while b"\0" not in self._rest:
             left = max(0.0, deadline - time.monotonic())
             if not select.select([self._reading], [], [], left)[0]:
-                raise TimeoutError(f"{method}: the browser does not answer")
+                raise TimeoutError(f"{method}: the browser does not respond")
             block = os.read(self._reading, 1 << 20)
             if not block:
                 raise RuntimeError(f"{method}: the browser has ended")
@@ -96,10 +96,10 @@ class Page:
 
 @contextlib.contextmanager
 def open_page(chromium: str, profile, size: tuple[int, int]) -> Iterator[Page]:
-    """A page of ``size``, with a browser that keeps its files in the folder ``profile``."""
+    """Open a page of ``size`` pixels in a browser with the profile folder ``profile``."""
     theirs_in, ours_out = map(_above, os.pipe())
     ours_in, theirs_out = map(_above, os.pipe())
-    sandbox = ["--no-sandbox"] if os.geteuid() == 0 else []  # it refuses root otherwise
+    sandbox = ["--no-sandbox"] if os.geteuid() == 0 else []  # required as root
     options = [f"--user-data-dir={profile}", f"--window-size={size[0]},{size[1]}", *sandbox]
     noise = os.open(os.devnull, os.O_RDWR)
     places = {0: noise, 1: noise, 2: noise, 3: theirs_in, 4: theirs_out}
@@ -127,7 +127,7 @@ def open_page(chromium: str, profile, size: tuple[int, int]) -> Iterator[Page]:
 
 
 def _above(descriptor: int) -> int:
-    """The same file under a number that is not in the way."""
+    """Duplicate a descriptor to a number above those used by Chromium, and close the original."""
     moved = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, FIRST_FREE)
     os.close(descriptor)
     return moved

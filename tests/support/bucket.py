@@ -1,4 +1,4 @@
-"""A bucket whose service can be told to fail: moto behind a door that counts and refuses calls."""
+"""An S3 service that can fail on request: moto behind a proxy that records and rejects calls."""
 
 from __future__ import annotations
 
@@ -10,31 +10,33 @@ from dataclasses import dataclass, field
 from urllib.parse import parse_qs
 
 BROKEN = "broken"
-"""an answer: the connection is closed without one"""
+"""Response that closes the connection."""
 HALF = "half"
-"""an answer: the first half of what it would be"""
+"""Response truncated to its first half."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """What was asked of the service."""
+    """A request to the service."""
 
     method: str
     key: str
-    """of the object, with the bucket before it"""
+    """Key of the object, prefixed with the bucket."""
     query: dict[str, list[str]]
     range: str
 
     @property
     def is_part(self) -> bool:
-        """Whether it brings a part of an object."""
+        """True for the upload of a part."""
         return self.method == "PUT" and "partNumber" in self.query
 
 
 @dataclass
-class Door:
-    """In front of ``application``. ``refuse(call)``: an error's status and code, `BROKEN`, `HALF`,
-    or nothing."""
+class S3Proxy:
+    """Proxy in front of a WSGI application.
+
+    ``refuse(call)`` returns an error's status and code, `BROKEN`, `HALF`, or None to pass the call.
+    """
 
     application: Callable
     refuse: Callable[[Call], tuple[int, str] | str | None] = lambda call: None
@@ -42,8 +44,8 @@ class Door:
 
     def __call__(self, environ, start_response):
         query = parse_qs(environ["QUERY_STRING"], keep_blank_values=True)
-        path, asked = environ["PATH_INFO"].lstrip("/"), environ.get("HTTP_RANGE", "")
-        call = Call(environ["REQUEST_METHOD"], path, query, asked)
+        path, byte_range = environ["PATH_INFO"].lstrip("/"), environ.get("HTTP_RANGE", "")
+        call = Call(environ["REQUEST_METHOD"], path, query, byte_range)
         self.calls.append(call)
         answer = self.refuse(call)
         if answer is None:
@@ -65,17 +67,17 @@ class Door:
 
 
 @contextlib.contextmanager
-def opened() -> Iterator[tuple[Door, str]]:
-    """A door to this process's own AWS account of moto, and its address."""
+def opened() -> Iterator[tuple[S3Proxy, str]]:
+    """Serve moto's AWS account of this process; yield the proxy and its address."""
     from moto.server import DomainDispatcherApplication, create_backend_app
     from werkzeug.serving import make_server
 
-    door = Door(DomainDispatcherApplication(create_backend_app))
-    server = make_server("127.0.0.1", 0, door, threaded=True)
+    proxy = S3Proxy(DomainDispatcherApplication(create_backend_app))
+    server = make_server("127.0.0.1", 0, proxy, threaded=True)
     running = threading.Thread(target=server.serve_forever, daemon=True)
     running.start()
     try:
-        yield door, f"http://127.0.0.1:{server.server_port}"
+        yield proxy, f"http://127.0.0.1:{server.server_port}"
     finally:
         server.shutdown()
         running.join()

@@ -1,4 +1,4 @@
-"""The command line, run as a person runs it."""
+"""Run the command line in a subprocess."""
 
 import json
 import os
@@ -15,14 +15,14 @@ def nearlinear(*arguments, **variables):
 
 
 def write(config, folder):
-    """``config`` as a JSON file in ``folder``."""
+    """Write ``config`` as a JSON file in ``folder`` and return its path."""
     path = folder / "run.json"
     path.write_text(json.dumps(config))
     return path
 
 
 def end_after(running, metrics, steps, patience=120):
-    """SIGTERM for ``running`` once the file ``metrics`` tells of ``steps``; what it said."""
+    """Send SIGTERM to ``running`` after ``steps`` rows in ``metrics`` and return its output."""
     deadline = time.monotonic() + patience
     while running.poll() is None and time.monotonic() < deadline:
         if metrics.exists() and len(metrics.read_text().splitlines()) >= steps:

@@ -1,15 +1,15 @@
-"""The families of `parity` in other sizes, tied and untied."""
+"""Model families of `parity` with other numbers of layers, tied and untied."""
 
 import torch
 import transformers
 
-from . import parity
+from tests.support import parity
 
 VOCABULARY, WIDTH = parity.VOCABULARY, 32
 
 
 def config_of(family: str, layers: int = 4) -> transformers.PretrainedConfig:
-    """``family``, or with ``-tied`` or ``-untied`` behind it what its head shall be."""
+    """Return the config of a family; the suffix ``-tied`` or ``-untied`` selects the head."""
     name, _, head = family.partition("-")
     kind, arguments = parity.FAMILIES[name]
     more = {"tie_word_embeddings": head == "tied"} if head else {}
@@ -21,5 +21,5 @@ def build(family: str, layers: int = 4) -> torch.nn.Module:
 
 
 def batch(step: int, rows: int, sequence: int = 16) -> dict:
-    """``rows`` sequences of step ``step``, each with another number of targets."""
+    """Return ``rows`` sequences of a step, with different numbers of targets."""
     return parity.rows(step, rows, sequence)

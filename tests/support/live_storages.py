@@ -1,4 +1,4 @@
-"""How many bytes of activations are alive: counted by what operators return, not by autograd."""
+"""Live bytes of activations, counted from operator results instead of autograd."""
 
 import weakref
 
@@ -8,11 +8,11 @@ from nearlinear import _torch
 
 
 class LiveStorages(_torch.TorchDispatchMode):
-    """Counts storages that operators make where gradients are recorded, until they are freed.
+    """Count storages created while gradients are recorded, until they are freed.
 
-    That is in forward passes and where blocks run again, not in backward passes, which run without;
-    and bytes (uint8), which is how offloaded activations come back. ``peak`` is the most between
-    two operators.
+    This covers forward passes and recomputation, but not backward passes, in which gradients are
+    not recorded. Storages of uint8 also count, because offloaded activations return as bytes.
+    ``peak`` is the maximum between two operators.
     """
 
     def __init__(self):
@@ -22,7 +22,7 @@ class LiveStorages(_torch.TorchDispatchMode):
         self._freed: list[int] = []
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        self._add((args, kwargs), counted=False)  # was there before
+        self._add((args, kwargs), counted=False)  # existed before
         self.peak = max(self.peak, self._now)
         output = operator(*args, **(kwargs or {}))
         self._add(output, counted=True)

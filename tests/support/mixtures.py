@@ -1,4 +1,4 @@
-"""Tiny mixtures of experts, a training run of one on a single process, and the same divided."""
+"""Tiny mixtures of experts, trained in one process and with expert parallelism."""
 
 import functools
 
@@ -38,7 +38,7 @@ def qwen3_moe(experts: int = 4, **changes):
 
 
 def gpt_oss(experts: int = 4, **changes):
-    """Experts with biases, and weights the other way round."""
+    """Build a model whose experts have biases and transposed weights."""
     from transformers import GptOssConfig, GptOssForCausalLM
 
     shape = SHAPE | dict(num_local_experts=experts, intermediate_size=24, head_dim=8)
@@ -49,7 +49,7 @@ KINDS = {"mixtral": mixtral, "qwen3_moe": qwen3_moe, "gpt_oss": gpt_oss}
 
 
 def build(kind, experts, seed=0, implementation=None, checkpointing=False, **changes):
-    """A model of `KINDS`; ``implementation`` of its experts, ``changes`` of its config."""
+    """Build a model of `KINDS` with an expert implementation and changes of its config."""
     torch.manual_seed(seed)
     model = KINDS[kind](experts, **changes)
     if implementation is not None:
@@ -62,7 +62,7 @@ def build(kind, experts, seed=0, implementation=None, checkpointing=False, **cha
 
 
 def transformed(kind: str, experts: int, config, **changes):
-    """On every rank the same model, its experts divided; `nl.init` came before."""
+    """Build the same model on every rank and divide its experts. Requires `nl.init`."""
     with nl.spmd.one_at_a_time(seed=0):
         model = build(kind, experts, **changes)
     return nl.transform(model, config)
@@ -70,7 +70,7 @@ def transformed(kind: str, experts: int, config, **changes):
 
 @functools.cache
 def train_alone(kind: str, experts: int, count: int, steps: int = 3, **changes):
-    """Losses, the first step's gradients and final parameters of the untouched model."""
+    """Return losses, gradients of the first step and final parameters of the unmodified model."""
     model = build(kind, experts, **changes)
     updates, losses, gradients = tiny.optimizer_for(model, "adamw"), [], {}
     for step in range(steps):
@@ -97,7 +97,7 @@ def train_divided(
     precision: str | None = None,
     **changes,
 ):
-    """The same run with the experts divided, on this rank's share of every batch."""
+    """Run the same training with divided experts, on this rank's share of every batch."""
     config = dict(config)
     mesh = nl.init(config, ranks_per_node=config.pop("ranks_per_node", None))
     model = nl.shard(transformed(kind, experts, moe, **changes), precision=precision)
@@ -121,13 +121,13 @@ def train_divided(
 
 
 def uneven(rows: torch.Tensor, parts: int) -> list[torch.Tensor]:
-    """``rows`` in ``parts`` micro-batches of which the first is the largest."""
+    """Split ``rows`` into ``parts`` micro-batches of which the first is the largest."""
     smaller = len(rows) // (parts + 1) if parts > 1 else 0
     return list(rows.split([len(rows) - smaller * (parts - 1), *[smaller] * (parts - 1)]))
 
 
 def largest_difference(run, reference) -> float:
-    """Over all losses, gradients and parameters of two runs."""
+    """Return the largest difference of losses, gradients and parameters of two runs."""
     found = [abs(a - b) for a, b in zip(run[0], reference[0], strict=True)]
     for mine, theirs in zip(run[1:], reference[1:], strict=True):
         assert mine.keys() == theirs.keys()

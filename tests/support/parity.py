@@ -1,4 +1,4 @@
-"""Untouched Hugging Face models of every family, and runs that must equal theirs at any layout."""
+"""Unmodified Hugging Face models as references, and runs in any layout that must equal them."""
 
 import torch
 import torch.distributed as dist
@@ -6,10 +6,9 @@ import transformers
 from torch.distributed.tensor import DTensor
 
 import nearlinear as nl
-from nearlinear import runtime
-from nearlinear.checkpoint.pieces import Piece, blocks
-from nearlinear.parallel import slices
-from nearlinear.parallel.layout import cuts_of
+from nearlinear.checkpoint.tensor_shards import TensorShard, local_tensor_shards
+from nearlinear.distributed import runtime
+from nearlinear.fsdp.model_state import optimizer_parameter, parameter_state
 
 VOCABULARY, SEQUENCE, ROWS, STEPS = 97, 16, 8, 3
 
@@ -39,12 +38,12 @@ FAMILIES = {
 
 
 def layers(family: str, count: int) -> dict[str, int]:
-    """What to change for ``count`` layers, where two are too few for the stages of a pipeline."""
+    """Return the config change for ``count`` layers, e.g. for the stages of a pipeline."""
     return {"n_layer" if "n_layer" in FAMILIES[family][1] else "num_hidden_layers": count}
 
 
 def build(family: str, **changes) -> torch.nn.Module:
-    """A model of ``family`` with the values of seed 0."""
+    """Build a model of ``family`` with the values of seed 0."""
     torch.manual_seed(0)
     return unseeded(family, **changes)
 
@@ -56,7 +55,7 @@ def unseeded(family: str, **changes) -> torch.nn.Module:
 
 
 def rows(step: int, count: int = ROWS, tokens: int = SEQUENCE) -> dict[str, torch.Tensor]:
-    """``count`` sequences of a step; some labels do not count, of every sequence another number."""
+    """Return ``count`` sequences of a step, with a different number of ignored labels in each."""
     generator = torch.Generator().manual_seed(1000 + step)
     ids = torch.randint(0, VOCABULARY, (count, tokens), generator=generator)
     labels = ids.clone()
@@ -71,13 +70,15 @@ def split(batch: dict, parts: int) -> list[dict]:
 
 
 def adamw(model, rate: float) -> torch.optim.AdamW:
-    """With an eps that keeps noise small: a key's bias has no gradient but rounding errors, which
-    AdamW would otherwise make as large as any."""
+    """Return AdamW with an eps that damps noise.
+
+    The gradient of a key's bias consists of rounding errors, which AdamW would normalize.
+    """
     return torch.optim.AdamW(model.parameters(), lr=rate, eps=1e-5, fused=True)
 
 
 class Run:
-    """What two runs are compared by: losses, the first step's gradients and norm, last values."""
+    """Result of a run: losses, gradients and norm of the first step, final values."""
 
     def __init__(self):
         self.losses, self.gradients, self.norm, self.values = [], {}, 0.0, {}
@@ -91,7 +92,7 @@ def alone(
     steps: int = STEPS,
     **changes,
 ) -> Run:
-    """Plain PyTorch in one process, one big batch per step, AdamW."""
+    """Train with plain PyTorch in one process, one large batch per step, and AdamW."""
     run, model = Run(), build(family, **changes)
     updates = adamw(model, rate)
     for step in range(steps):
@@ -121,9 +122,9 @@ def together(
     then=lambda model: None,
     **changes,
 ) -> Run:
-    """The same on this rank of many, through nearlinear.
+    """Run the same training through nearlinear on this rank.
 
-    ``prepare(model)`` before it is sharded, ``then(model)`` afterwards.
+    ``prepare(model)`` is called before sharding, ``then(model)`` after it.
     """
     mesh, run = nl.init(config), Run()
     with nl.spmd.one_at_a_time(seed=0):
@@ -152,7 +153,7 @@ def together(
 
 
 def forward_and_backward(model, batch: dict) -> torch.Tensor:
-    """The loss of ``batch``, with its gradients under way."""
+    """Run forward and backward and return the loss."""
     if runtime.current_mesh().pipeline > 1:
         return model.step(batch)
     loss = model(**batch).loss
@@ -161,13 +162,15 @@ def forward_and_backward(model, batch: dict) -> torch.Tensor:
 
 
 def whole(model, of) -> dict[str, torch.Tensor]:
-    """``of(parameter)`` for every parameter, gathered from all ranks that have a part of it."""
-    return {name: gathered(of(p), cuts_of(p)) for name, p in model.named_parameters()}
+    """Return ``of(parameter)`` of every parameter, gathered from all ranks that hold a part."""
+    return {
+        name: gathered(of(p), parameter_state(p).splits) for name, p in model.named_parameters()
+    }
 
 
 def gradient(parameter) -> torch.Tensor:
-    """This rank's part of it: of the parameter, or of the slice that the optimizer has of it."""
-    return slices.of(parameter).grad
+    """Return this rank's gradient of the parameter or of the optimizer's slice of it."""
+    return optimizer_parameter(parameter).grad
 
 
 def gathered(value: torch.Tensor, cuts) -> torch.Tensor:
@@ -176,7 +179,7 @@ def gathered(value: torch.Tensor, cuts) -> torch.Tensor:
         shape = list(value.shape)
         shape[cut.dim] = cut.size
         everything, lies = value.new_zeros(shape), 0
-        for first, count in cut.mine:
+        for first, count in cut.ranges:
             everything.narrow(cut.dim, first, count).copy_(value.narrow(cut.dim, lies, count))
             lies += count
         dist.all_reduce(everything, group=runtime.current().group(cut.axis))
@@ -185,10 +188,10 @@ def gathered(value: torch.Tensor, cuts) -> torch.Tensor:
 
 
 def assembled(value: DTensor) -> torch.Tensor:
-    """All of it, also where two mesh dims cut one dim unevenly: torch's full_tensor fails there."""
+    """Assemble a DTensor; unlike full_tensor, also if two mesh dims shard one dim unevenly."""
     whole = torch.zeros(value.shape, dtype=value.dtype)
-    for piece, block in blocks(value).items():
-        whole[piece.inside(Piece.whole(whole.shape))] = block
+    for piece, block in local_tensor_shards(value).items():
+        whole[piece.slices_in(TensorShard.full(whole.shape))] = block
     for dim, place in enumerate(value.placements):
         if place.is_shard():
             dist.all_reduce(whole, group=value.device_mesh.get_group(dim))
@@ -196,10 +199,10 @@ def assembled(value: DTensor) -> torch.Tensor:
 
 
 def differences(found: Run, reference: Run) -> dict[str, float]:
-    """The largest difference of losses, gradients (also of their norm) and values."""
+    """Return the largest differences of losses, gradients, gradient norm and values."""
 
     def largest(one, other):
-        assert one.keys() <= other.keys()  # of a pipeline, those of its stages
+        assert one.keys() <= other.keys()  # a pipeline rank has its own stages only
         return max((one[name].float() - other[name].float()).abs().max().item() for name in one)
 
     losses = max(abs(a - b) for a, b in zip(found.losses, reference.losses, strict=True))
@@ -212,9 +215,9 @@ def differences(found: Run, reference: Run) -> dict[str, float]:
 
 
 def assert_equal(found: list[Run], reference: Run, bound: float = 1e-5) -> None:
-    """All ranks' runs are the reference, and nothing of it is missing."""
+    """Assert that all ranks' runs equal the reference and together cover it."""
     for run in found:
-        for what, difference in differences(run, reference).items():
-            assert difference <= bound, f"{what} differ by {difference:g}"
+        for name, difference in differences(run, reference).items():
+            assert difference <= bound, f"{name} differ by {difference:g}"
     for kind in ("gradients", "values"):
         assert set().union(*(getattr(run, kind) for run in found)) == set(getattr(reference, kind))

@@ -1,18 +1,17 @@
-"""Training through a pipeline, and the same on one process with the untouched model."""
+"""Training through a pipeline, and its reference in one process."""
 
 import torch
 from torch.distributed.tensor import DTensor
 
 import nearlinear as nl
-from nearlinear.parallel.accumulate import count_targets
-
-from . import families, parity
+from nearlinear.fsdp.accumulate import count_targets
+from tests.support import families, parity
 
 ROWS = 8
 
 
 def alone(family: str, steps: int = 3, layers: int = 4, accumulation: int = 1):
-    """Losses, norms, gradients of the first step, final parameters: the untouched model's."""
+    """Return losses, norms, first gradients and final parameters of the unmodified model."""
     torch.manual_seed(0)
     model = families.build(family, layers)
     updates = parity.adamw(model, 1e-3)
@@ -30,12 +29,12 @@ def alone(family: str, steps: int = 3, layers: int = 4, accumulation: int = 1):
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Of all ranks that share this rank's stage."""
+    """Gather a tensor from all ranks of this rank's stage."""
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
 def piped(rank: int, family: str, config: dict, steps: int = 3, layers: int = 4, accumulation=1):
-    """The same through `nl.pipeline`, on this rank's share of every batch."""
+    """Run the same training through `nl.pipeline`, on this rank's share of every batch."""
     mesh = nl.init(config)
     with nl.spmd.one_at_a_time(seed=0):
         model = families.build(family, layers)

@@ -1,4 +1,4 @@
-"""Several runs in the same processes, which take long to start."""
+"""Run several functions in the same processes, which are slow to start."""
 
 from collections.abc import Callable
 
@@ -6,9 +6,9 @@ import nearlinear as nl
 
 
 def in_turn(function: Callable, ranks: int, runs: list[tuple], **options) -> list[tuple]:
-    """What ``function(rank, *run)`` returned on all ``ranks``, for each of ``runs``.
+    """Return the results of ``function(rank, *run)`` on all ``ranks``, for each of ``runs``.
 
-    ``options`` are `nl.spmd.run`'s.
+    ``options`` are passed to `nl.spmd.run`.
     """
     of_ranks = nl.spmd.run(_in_turn, ranks, args=(function, runs), processes=True, **options)
     return list(zip(*of_ranks, strict=True))

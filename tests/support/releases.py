@@ -1,10 +1,10 @@
-"""Marks of tests that ask for more than the oldest supported release of torch has."""
+"""Markers of tests that need more than the oldest supported torch release."""
 
 import pytest
 
 from nearlinear import _torch
 
 needs_hooks = pytest.mark.skipif(
-    not _torch.communicates_by_hooks(),
-    reason="FSDP2 of this torch takes no collectives: the features that stand on them are off",
+    not _torch.supports_custom_collectives(),
+    reason="this torch release does not support custom collectives in FSDP2",
 )

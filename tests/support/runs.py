@@ -1,6 +1,6 @@
-"""Runs that were never trained, as those who watch see them."""
+"""Synthetic histories of runs for the tests of ``nearlinear watch``."""
 
-from nearlinear.watch.history import History
+from nearlinear.cli.watch.history import History
 
 ROW = {
     "step": 1,
@@ -15,7 +15,7 @@ ROW = {
 
 
 def history(count, **changes):
-    """After ``count`` steps of 2 s; ``changes`` are values or functions of the step."""
+    """Return a history of ``count`` steps of 2 s; ``changes``: values or functions of the step."""
     found = History()
     for step in range(1, count + 1):
         more = {name: v(step) if callable(v) else v for name, v in changes.items()}

@@ -1,4 +1,4 @@
-"""Tiny real models, batches, and one training run on a single process: what sharding is held to."""
+"""Tiny real models and batches, and a training run in one process as the reference of sharding."""
 
 import torch
 import torch.distributed as dist
@@ -10,7 +10,7 @@ VOCABULARY, SEQUENCE = 97, 16
 
 
 def gpt2(layers: int = 3) -> GPT2LMHeadModel:
-    """GPT-2 with tied embeddings; widths that 8 ranks do not divide."""
+    """Build a GPT-2 with tied embeddings and widths that are not divisible by 8 ranks."""
     return GPT2LMHeadModel(
         GPT2Config(
             vocab_size=VOCABULARY,
@@ -28,7 +28,7 @@ def gpt2(layers: int = 3) -> GPT2LMHeadModel:
 
 
 def llama(layers: int = 3) -> LlamaForCausalLM:
-    """Llama with grouped-query attention and an untied head."""
+    """Build a Llama with grouped-query attention and an untied head."""
     return LlamaForCausalLM(
         LlamaConfig(
             vocab_size=VOCABULARY,
@@ -48,7 +48,7 @@ MODELS = {"gpt2": gpt2, "llama": llama}
 
 
 def rows(step: int, count: int) -> torch.Tensor:
-    """``count`` sequences of step ``step``: LongTensor (count, SEQUENCE)."""
+    """Return ``count`` sequences of a step: LongTensor (count, SEQUENCE)."""
     generator = torch.Generator().manual_seed(1000 + step)
     return torch.randint(0, VOCABULARY, (count, SEQUENCE), generator=generator)
 
@@ -58,7 +58,7 @@ def batch(ids: torch.Tensor) -> dict:
 
 
 def optimizer_for(model, name: str) -> torch.optim.Optimizer:
-    """SGD shows a wrong scale of the gradient, which AdamW hides; AdamW shows its states."""
+    """Build an optimizer: SGD reveals a wrong gradient scale, AdamW exercises optimizer states."""
     if name == "momentum":
         return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     if name == "sgd":
@@ -67,7 +67,7 @@ def optimizer_for(model, name: str) -> torch.optim.Optimizer:
 
 
 def train_alone(kind: str, optimizer: str, count: int, steps: int = 3, clip: float = 1.0):
-    """Losses and final parameters of plain PyTorch on one process, one big batch per step."""
+    """Return losses and final parameters of plain PyTorch, one large batch per step."""
     torch.manual_seed(0)
     model = MODELS[kind]()
     updates, losses = optimizer_for(model, optimizer), []
@@ -94,7 +94,7 @@ def train_sharded(
     ranks_per_node: int | None = None,
     **config,
 ):
-    """The same run through nearlinear, on this rank's share of every batch."""
+    """Run the same training through nearlinear, on this rank's share of every batch."""
     mesh = nl.init({"hybrid_shard_degree": degree, **config}, ranks_per_node=ranks_per_node)
     with nl.spmd.one_at_a_time(seed=0):
         model = MODELS[kind]()

@@ -1,4 +1,7 @@
-"""The command line. Exit status 0, 1 (wrong data or a contender that failed), 2 (wrong request)."""
+"""Command line of the MPI benchmark.
+
+The exit status is 0, 1 for wrong data or a failed contender, and 2 for an invalid request.
+"""
 
 import argparse
 import resource
@@ -8,31 +11,33 @@ import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 
-from nearlinear_collectives.bench import machine, record
-from nearlinear_collectives.bench.sizes import parse_sizes
+from ci.benchmarks.collectives import record as bench_record
+from ci.benchmarks.collectives.options import parse_sizes
 
-from . import contenders, rounds, table
+from . import contenders, measure, table
 
 OPERATIONS = ["all_gather", "reduce_scatter", "all_reduce"]
 EXAMPLES = """\
 examples:
-  python -m ci.benchmarks.mpi --json mpi.json                everything: about half an hour
+  python -m ci.benchmarks.mpi --json mpi.json                all contenders, about half an hour
   python -m ci.benchmarks.mpi --keep /tmp/peers --ranks 2 --ops all_reduce --sizes 64K:16M:4
-  python -m ci.benchmarks.mpi --contenders engine impi       one peer only
+  python -m ci.benchmarks.mpi --contenders engine impi       one MPI library only
 
-Sizes are nccl-tests': all_gather's whole output, the whole input of the others. A block is a
-number of back-to-back calls, its time that of the slowest rank. all_reduce works in place, as it
-does in torch.distributed. Contenders: {names}."""
+Sizes are defined as in nccl-tests: the whole output of all_gather, the whole input of the other
+operations. A block is a number of back-to-back calls, timed on the slowest rank. all_reduce works
+in place, as in torch.distributed. Contenders: {names}."""
 
 
 def main(argv: list[str] | None = None) -> int:
     options = _parser().parse_args(argv)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as Ctrl-C does
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # handle SIGTERM like Ctrl-C
     with ExitStack() as stack:
         try:
             sizes = parse_sizes(options.sizes)
             if any(size % (4 * ranks) for size in sizes for ranks in options.ranks):
-                raise ValueError("--sizes: each must be a multiple of 4 bytes times the ranks")
+                raise ValueError(
+                    "--sizes: every size must be a multiple of 4 bytes times the number of ranks"
+                )
             folder = options.keep or Path(
                 stack.enter_context(tempfile.TemporaryDirectory(prefix="nearlinear-mpi-"))
             )
@@ -41,26 +46,33 @@ def main(argv: list[str] | None = None) -> int:
         except (ValueError, contenders.Unavailable) as error:
             print(f"error: {error}", file=sys.stderr)
             return 2
-        plan = rounds.Plan(options.ops, options.ranks, sizes, options.rounds, options.blocks,
-                           options.block_ms / 1000, options.limit)  # fmt: skip
-        found: dict[rounds.Key, rounds.Sample] = {}
+        config = measure.MeasureConfig(
+            options.ops,
+            options.ranks,
+            sizes,
+            options.rounds,
+            options.blocks,
+            options.block_ms / 1000,
+            options.limit,
+        )
+        found: dict[measure.Key, measure.Sample] = {}
         failures: list[str] = []
-        background, before = machine.Background(), _children_seconds()
+        background, before = bench_record.BackgroundLoad(), _children_seconds()
         try:
-            rounds.measure(chosen, plan, found, failures)
+            measure.measure(chosen, config, found, failures)
         except KeyboardInterrupt:
-            failures.append("the run was stopped early; what was measured until then is above")
+            failures.append("the run was interrupted; results until then are above")
         others = background.cores(_children_seconds() - before)
         libraries = [name for name in options.contenders if name in contenders.LIBRARIES]
         versions = contenders.versions(folder, libraries)
         print(_head(versions))
-        print(table.tables(found, chosen, plan))
-        print("\n" + machine.background_line(others).removeprefix("# "))
+        print(table.tables(found, chosen, config))
+        print("\n" + bench_record.background_line(others).removeprefix("# "))
         if options.json:
             words = sys.argv[1:] if argv is None else argv
-            kept = record.header("ci.benchmarks.mpi", words)
-            kept |= {"versions": versions, "cores_used_by_others": others}
-            record.write(options.json, kept | _results(found, chosen, plan))
+            record = bench_record.header("ci.benchmarks.mpi", words)
+            record |= {"versions": versions, "cores_used_by_others": others}
+            bench_record.write(options.json, record | _results(found, chosen, config))
     for failure in failures:
         print(f"failed: {failure}", file=sys.stderr)
     wrong = [key for key, sample in found.items() if sample.wrong]
@@ -70,25 +82,25 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    everyone = [*contenders.OWN, *contenders.LIBRARIES]
+    names = [*contenders.OWN, *contenders.LIBRARIES]
     parser = argparse.ArgumentParser(
         prog="python -m ci.benchmarks.mpi",
-        description="Measure the engine's collectives beside three MPI libraries, on this machine.",
-        epilog=EXAMPLES.format(names=", ".join(everyone)),
+        description="Measure the engine's collectives and three MPI libraries on this machine.",
+        epilog=EXAMPLES.format(names=", ".join(names)),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--contenders", nargs="+", choices=everyone, default=everyone, metavar="NAME")
+    add("--contenders", nargs="+", choices=names, default=names, metavar="NAME")
     add("--ops", nargs="+", choices=OPERATIONS, default=OPERATIONS, metavar="OP")
     add("--ranks", nargs="+", type=int, default=[2, 4], metavar="N", help="default: 2 4")
     add("--sizes", nargs="+", default=["1K:256M:4"], metavar="SIZE", help="default: 1K:256M:4")
-    add("--rounds", type=int, default=3, help="times everybody's turn comes (default: 3)")
+    add("--rounds", type=int, default=3, help="rounds over all contenders (default: 3)")
     add("--blocks", type=int, default=3, help="blocks per size and round (default: 3)")
     add("--block-ms", type=float, default=20, help="length of a block (default: 20, or 2 calls)")
     add("--limit", type=float, default=3, metavar="SECONDS",
-        help="leave out larger sizes once a call takes longer (default: 3)")  # fmt: skip
-    add("--keep", type=Path, metavar="FOLDER", help="install there, and use it again next time")
-    add("--json", type=Path, metavar="FILE", help="write every number, with this command")
+        help="skip larger sizes once a call takes longer (default: 3)")  # fmt: skip
+    add("--keep", type=Path, metavar="FOLDER", help="install in this folder and reuse it")
+    add("--json", type=Path, metavar="FILE", help="write all numbers with the command")
     return parser
 
 
@@ -102,12 +114,12 @@ def _prepare(names: list[str], folder: Path) -> list[contenders.Contender]:
 
 
 def _children_seconds() -> float:
-    """CPU seconds of the programs that were started and have ended."""
+    """Return the CPU seconds of finished child processes."""
     return sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])
 
 
 def _head(versions: dict[str, str]) -> str:
-    facts = machine.facts()
+    facts = bench_record.machine_facts()
     libraries = ", ".join(f"{name} {version}" for name, version in versions.items())
     return (
         f"{facts['cpu']}, {facts['cores']} cores, {facts['memory_gib']} GiB, {facts['system']}"
@@ -115,7 +127,7 @@ def _head(versions: dict[str, str]) -> str:
     )
 
 
-def _results(found, chosen: list[contenders.Contender], plan: rounds.Plan) -> dict:
+def _results(found, chosen: list[contenders.Contender], config: measure.MeasureConfig) -> dict:
     return {
         "contenders": {contender.name: contender.record() for contender in chosen},
         "results": [
@@ -140,10 +152,10 @@ def _results(found, chosen: list[contenders.Contender], plan: rounds.Plan) -> di
                 "best_mpi_over_engine": round(both[0], 4),
                 "of_minima": round(both[1], 4),
             }
-            for ranks in plan.ranks
-            for operation in plan.operations
-            for size in plan.sizes
-            if (both := table.ratio(found, chosen, ranks, operation, size))
+            for ranks in config.ranks
+            for operation in config.operations
+            for size in config.sizes
+            if (both := table.speed_ratio(found, chosen, ranks, operation, size))
         ],
     }
 
@@ -152,4 +164,4 @@ if __name__ == "__main__":
     try:
         sys.exit(main())
     except KeyboardInterrupt:
-        sys.exit("stopped before anything was measured")
+        sys.exit("interrupted before the first measurement")

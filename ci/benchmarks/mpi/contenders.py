@@ -1,7 +1,7 @@
-"""Who is measured, and how each is installed, compiled and started.
+"""Contenders of the MPI benchmark: installation, compilation and launch.
 
-Settings were chosen by trying: where the best one depends on operation and size, each of them is
-a contender of its own, and the table's "best MPI" takes the fastest at every size.
+Settings were chosen by experiment. If the best one depends on operation and size, each is a
+contender of its own, and "best MPI" in the table is the fastest at every size.
 """
 
 import os
@@ -19,12 +19,12 @@ C = ["-std=gnu11", "-O2", "-Wall", "-Wextra"]
 
 
 class Unavailable(Exception):
-    """A contender cannot be had here; the message says why and what to do."""
+    """A contender is not available on this machine; the message states the remedy."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """How a library is started: launcher arguments and environment. {folder} is its prefix."""
+    """Launcher arguments and environment variables; {folder} stands for the library's prefix."""
 
     arguments: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -38,16 +38,19 @@ class Library:
     packages: tuple[str, ...]
     launcher: str
     always: Setting
-    crowded: Setting  # in addition, where ranks exceed cores: who waits lets others run
+    """Setting for every run."""
+    oversubscribed: Setting
+    """Additional setting for more ranks than cores: waiting ranks yield."""
     settings: Mapping[str, Setting]
 
 
-# UCX is Open MPI's fastest door to shared memory (with CMA), but only opens for InfiniBand unless
-# told "any". HAN's reduce-scatter and all-reduce win for large messages, tuned's for small ones.
+# UCX is Open MPI's fastest transport over shared memory (with CMA), but is enabled for InfiniBand
+# only unless set to "any". HAN's reduce-scatter and all-reduce are faster for large messages, those
+# of "tuned" for small ones.
 _UCX = ("--mca", "pml", "ucx", "--mca", "pml_ucx_tls", "any", "--mca", "pml_ucx_devices", "any")
 _HAN = ("--mca", "coll_han_priority", "100", "--mca", "coll_adapt_priority", "90")
-# MPICH's own shared-memory all-reduce never yields: with more ranks than cores one call takes
-# milliseconds at any size. Its message-based algorithms do not have that fault.
+# MPICH's shared-memory all-reduce never yields: with more ranks than cores a call takes
+# milliseconds at any size. Its message-based algorithms yield.
 _MPICH_POSIX = {
     f"MPIR_CVAR_{name}_POSIX_INTRA_ALGORITHM": "mpir"
     for name in ("ALLREDUCE", "BARRIER", "BCAST", "REDUCE")
@@ -91,10 +94,10 @@ LIBRARIES = {
     ),
 }
 OWN = {
-    "engine": "the engine, on private memory like MPI's",
-    "engine:pool": "the engine, on memory of its shared pool, which MPI has no like of",
-    "memcpy": "the floor: each rank copies all_gather's output out of shared memory, alone",
-    "memcpy:stream": "the same with stores that go past the caches",
+    "engine": "the engine on private memory, as MPI",
+    "engine:pool": "the engine on its shared memory pool, which MPI does not offer",
+    "memcpy": "lower bound: each rank copies all_gather's output out of shared memory",
+    "memcpy:stream": "lower bound with non-temporal stores",
 }
 _OWN_ARGUMENTS = {
     "engine": "private",
@@ -106,7 +109,7 @@ _OWN_ARGUMENTS = {
 
 @dataclass(frozen=True)
 class Contender:
-    """A compiled program and how to start it."""
+    """A compiled program with its launch settings."""
 
     name: str
     program: Path
@@ -115,7 +118,7 @@ class Contender:
     folder: Path = Path()
 
     def command(self, ranks: int, arguments: list[str]) -> list[str]:
-        if self.library is None:  # our own programs fork their ranks
+        if self.library is None:  # own programs fork their ranks
             return [str(self.program), str(ranks), *self.setting.arguments, *arguments]
         options = [a for setting in self._settings(ranks) for a in setting.arguments]
         launcher = self.folder / "bin" / self.library.launcher
@@ -131,14 +134,18 @@ class Contender:
     def _settings(self, ranks: int) -> list[Setting]:
         if self.library is None:
             return []
-        crowded = ranks > len(os.sched_getaffinity(0))
-        return [self.library.always, *([self.library.crowded] if crowded else []), self.setting]
+        oversubscribed = ranks > len(os.sched_getaffinity(0))
+        extra = [self.library.oversubscribed] if oversubscribed else []
+        return [self.library.always, *extra, self.setting]
 
     def record(self) -> dict:
-        """How it was started, for a file that others read: no folders of this machine."""
+        """Return the launch settings for a published file, without folders of this machine."""
         if self.library is None:
             return {"what": OWN[self.name]}
-        parts = {"always": self.library.always, "more ranks than cores": self.library.crowded}
+        parts = {
+            "always": self.library.always,
+            "more ranks than cores": self.library.oversubscribed,
+        }
         return {"what": self.library.title} | {
             when: {"arguments": list(s.arguments), "environment": dict(s.environment)}
             for when, s in {**parts, "setting": self.setting}.items()
@@ -150,7 +157,7 @@ class Contender:
 
 
 def prepare_library(name: str, folder: Path) -> list[Contender]:
-    """Install a library under ``folder`` unless it is there, compile, and name its contenders."""
+    """Install a library in ``folder`` if necessary, compile, and return its contenders."""
     library, prefix = LIBRARIES[name], folder / name
     if not (prefix / "bin" / library.launcher).exists():
         say(f"installing {' and '.join(library.packages)} into {prefix}")
@@ -169,7 +176,7 @@ def prepare_library(name: str, folder: Path) -> list[Contender]:
 
 
 def prepare_own(names: list[str], folder: Path) -> list[Contender]:
-    """Compile our programs, and the engine as the package ships it; the contenders named."""
+    """Compile the own programs and the packaged engine, and return the named contenders."""
     kinds = {name.split(":")[0] for name in names}
     link = []
     if "engine" in kinds:
@@ -194,7 +201,7 @@ def prepare_own(names: list[str], folder: Path) -> list[Contender]:
 
 
 def versions(folder: Path, names: list[str]) -> dict[str, str]:
-    """Versions of the libraries installed under ``folder``."""
+    """Return the versions of the libraries installed in ``folder``."""
     found = {}
     for name in names:
         for package in LIBRARIES[name].packages:
@@ -204,15 +211,17 @@ def versions(folder: Path, names: list[str]) -> dict[str, str]:
     return found
 
 
-def run(command: list[str], what: str, environment: dict | None = None) -> None:
+def run(command: list[str], task: str, environment: dict | None = None) -> None:
     if shutil.which(command[0]) is None:
-        raise Unavailable(f"{what}: there is no program {command[0]!r} on this machine")
+        raise Unavailable(
+            f"{task}: the program {command[0]!r} was not found. Install it and try again."
+        )
     done = subprocess.run(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     if done.returncode:
         tail = "\n".join("    " + line for line in done.stdout.splitlines()[-15:])
-        raise Unavailable(f"{what} failed; the last it said was\n{tail}")
+        raise Unavailable(f"{task} failed. Last lines of its output:\n{tail}")
 
 
 def say(text: str) -> None:

@@ -1,6 +1,6 @@
-/* The contender: our engine through its C interface, ranks as forked processes.
+/* The engine through its C interface, with ranks as forked processes.
  *
- * usage: engine_bench RANKS private|pool and then what measure.c takes.
+ * usage: engine_bench RANKS private|pool ARGUMENTS...   (arguments of measure.c)
  */
 #include <stdio.h>
 #include <stdlib.h>
@@ -38,12 +38,13 @@ static void run(const struct collective *c) {
   must(nlc_run(group, &call), "run");
 }
 
-static int rank_main(int rank, int ranks, void *cards) {
+static int rank_main(int rank, int ranks, void *peer_infos) {
   const nlc_options options = {
       .rank = rank, .size = ranks, .timeout_ms = 60000, .name = "engine_bench"};
-  must(nlc_group_open(&options, (unsigned char *)cards + rank * NLC_CARD_BYTES, &group), "open");
-  ranks_barrier(); /* all cards are written */
-  must(nlc_group_connect(group, cards, 60000), "connect");
+  must(nlc_group_open(&options, (unsigned char *)peer_infos + rank * NLC_PEER_INFO_BYTES, &group),
+       "open");
+  ranks_barrier(); /* all ranks have written their peer infos */
+  must(nlc_group_connect(group, peer_infos, 60000), "connect");
   struct contender contender = {.rank = rank,
                                 .ranks = ranks,
                                 .moves_data = 1,
@@ -68,5 +69,5 @@ int main(int argc, char **argv) {
   argument_count = argc;
   argument_values = argv;
   const int ranks = atoi(argv[1]);
-  return run_ranks(ranks, (size_t)(ranks > 0 ? ranks : 0) * NLC_CARD_BYTES, rank_main);
+  return run_ranks(ranks, (size_t)(ranks > 0 ? ranks : 0) * NLC_PEER_INFO_BYTES, rank_main);
 }

@@ -46,13 +46,13 @@ static float expected(const struct contender *c, const struct collective *call, 
   return sum;
 }
 
-/* One call on fresh data; elements of all ranks' outputs that differ from what they should be. */
+/* Make one call on new data and return the number of wrong elements of all ranks' outputs. */
 static double wrong_elements(const struct contender *c, const struct collective *call) {
   const size_t count = output_count(c, call);
   if (call->operation == ALL_REDUCE) {
     for (size_t i = 0; i < count; i++) call->output[i] = value(c->rank, i);
   } else {
-    memset(call->output, 0xff, count * sizeof(float)); /* so that what is left unwritten shows */
+    memset(call->output, 0xff, count * sizeof(float)); /* detect unwritten elements */
   }
   c->barrier();
   c->run(call);
@@ -62,7 +62,7 @@ static double wrong_elements(const struct contender *c, const struct collective 
   return wrong;
 }
 
-/* Seconds per call of a block of back-to-back calls, on this rank. */
+/* Run a block of back-to-back calls and return the seconds per call on this rank. */
 static double block(const struct contender *c, const struct collective *call, int calls) {
   c->barrier();
   const double start = now();
@@ -86,7 +86,7 @@ static float *memory(const struct contender *c, size_t count) {
   return found;
 }
 
-/* Measures one size; the seconds of a call, for the limit. */
+/* Measure one size and return the seconds of a call, for the limit. */
 static double size(const struct contender *c, enum operation operation, size_t bytes, int blocks,
                    double block_seconds) {
   struct collective call = {.operation = operation, .count = bytes / sizeof(float)};
@@ -100,7 +100,7 @@ static double size(const struct contender *c, enum operation operation, size_t b
   if (operation == ALL_REDUCE) memset(output, 0, call.count * sizeof(float)); /* sums stay 0 */
   double call_seconds = block(c, &call, 1);
   c->maximum(&call_seconds, 1);
-  if (call_seconds < block_seconds / 4) { /* the first call may be much slower than the rest */
+  if (call_seconds < block_seconds / 4) { /* the first call may be much slower */
     call_seconds = block(c, &call, 3);
     c->maximum(&call_seconds, 1);
   }

@@ -1,7 +1,7 @@
-/* What every contender's program shares, so that all are measured alike: sizes, data and its
- * check, blocks of back-to-back calls, the maximum over ranks, the lines that are printed.
+/* The measuring program shared by all contenders: sizes, data and its verification, blocks of
+ * back-to-back calls, the maximum over ranks, and output.
  *
- * A contender says how its ranks meet (barrier, maximum) and how one collective is called.
+ * A contender provides synchronization of its ranks (barrier, maximum) and the collective call.
  */
 #ifndef NEARLINEAR_BENCH_MEASURE_H
 #define NEARLINEAR_BENCH_MEASURE_H
@@ -10,8 +10,8 @@
 
 enum operation { ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, OPERATIONS };
 
-/* One collective over float32: `count` elements per rank for all_gather and reduce_scatter, in
- * all for all_reduce, which works in place on `output` (as torch.distributed's does). */
+/* One collective over float32. `count` is the number of elements per rank for all_gather and
+ * reduce_scatter, and the total for all_reduce, which works in place on `output`. */
 struct collective {
   enum operation operation;
   size_t count;
@@ -21,7 +21,7 @@ struct collective {
 
 struct contender {
   int rank, ranks;
-  int moves_data; /* 0: only the time counts, nothing to check */
+  int moves_data; /* 0: no data to verify, time only */
   void (*barrier)(void);
   void (*maximum)(double *values, int count); /* over ranks, element by element, on all */
   void (*run)(const struct collective *);     /* ends the process on an error */
@@ -29,7 +29,7 @@ struct contender {
   void (*release)(void *memory);
 };
 
-/* Measures what the command line asks for and prints on rank 0. The exit status. */
+/* Measure as requested on the command line, print on rank 0 and return the exit status. */
 int measure(const struct contender *contender, int argc, char **argv);
 
 #endif

@@ -1,8 +1,8 @@
-/* The floor under all_gather on one machine: every rank copies its whole output out of memory
- * that all ranks share, with nothing else to do and nobody to wait for.
+/* Lower bound of all_gather on one machine: every rank copies its whole output out of shared
+ * memory, without synchronization.
  *
- * usage: memcpy_bench RANKS plain|stream and then what measure.c takes.
- * plain: the C library's memcpy; stream: stores that go past the caches.
+ * usage: memcpy_bench RANKS plain|stream ARGUMENTS...   (arguments of measure.c)
+ * plain: the C library's memcpy; stream: non-temporal stores, which bypass the caches.
  */
 #include <stdio.h>
 #include <stdlib.h>

@@ -1,4 +1,4 @@
-/* The contender: any MPI library. Its launcher starts the ranks. */
+/* Any MPI library; its launcher starts the ranks. */
 #include <mpi.h>
 
 #include "measure.h"
@@ -9,7 +9,7 @@ static void maximum(double *values, int count) {
   MPI_Allreduce(MPI_IN_PLACE, values, count, MPI_DOUBLE, MPI_MAX, MPI_COMM_WORLD);
 }
 
-static void run(const struct collective *call) { /* MPI's default is to abort on an error */
+static void run(const struct collective *call) { /* MPI aborts on errors by default */
   const int count = (int)call->count;
   switch (call->operation) {
     case ALL_GATHER:

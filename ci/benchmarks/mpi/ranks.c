@@ -63,7 +63,7 @@ int run_ranks(int ranks, size_t bytes, int (*body)(int rank, int ranks, void *sh
     children[rank] = fork();
     if (children[rank] < 0) {
       perror("fork");
-      exit(1); /* the kernel ends those that run: see below */
+      exit(1); /* PR_SET_PDEATHSIG ends the other ranks */
     }
     if (children[rank] == 0) {
       prctl(PR_SET_PDEATHSIG, SIGKILL);

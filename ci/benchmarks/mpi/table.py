@@ -1,22 +1,22 @@
-"""The tables: microseconds per call of every contender, and the engine against the best MPI."""
+"""Tables of microseconds per call of every contender, and the engine against the best MPI."""
 
 import math
 
-from nearlinear_collectives.bench.sizes import show
+from ci.benchmarks.collectives.options import format_size
 
 from .contenders import Contender
-from .rounds import Key, Plan, Sample
+from .measure import Key, MeasureConfig, Sample
 
 Row = list[str]
 
 
-def tables(found: dict[Key, Sample], contenders: list[Contender], plan: Plan) -> str:
-    """One table per number of ranks and operation, in Markdown."""
+def tables(found: dict[Key, Sample], contenders: list[Contender], config: MeasureConfig) -> str:
+    """Return a Markdown table per number of ranks and operation."""
     parts = []
-    for ranks in plan.ranks:
-        for operation in plan.operations:
-            rows = [row for size in plan.sizes if (row := _row(found, contenders, ranks, operation,
-                                                               size))]  # fmt: skip
+    for ranks in config.ranks:
+        for operation in config.operations:
+            found_rows = (_row(found, contenders, ranks, operation, n) for n in config.sizes)
+            rows = [row for row in found_rows if row]
             names = [c.name for c in contenders if _measured(found, ranks, operation, c.name)]
             if not rows:
                 continue
@@ -28,12 +28,17 @@ def tables(found: dict[Key, Sample], contenders: list[Contender], plan: Plan) ->
                 + _markdown([head, *rows])
             )
             if _compares(contenders):
-                parts[-1] += "\n\n" + _summary(found, contenders, ranks, operation, plan.sizes)
+                parts[-1] += "\n\n" + _summary(found, contenders, ranks, operation, config.sizes)
     return "\n\n".join(parts)
 
 
-def ratio(found, contenders, ranks: int, operation: str, size: int) -> tuple[float, float] | None:
-    """Best MPI's time over the engine's: (of medians, of minima); above 1 the engine is faster."""
+def speed_ratio(
+    found, contenders, ranks: int, operation: str, size: int
+) -> tuple[float, float] | None:
+    """Return the best MPI's time over the engine's, of (medians, minima); None without either.
+
+    The engine is faster where the ratio is above 1.
+    """
     engine = found.get((ranks, operation, size, "engine"))
     mpi = _samples(found, contenders, ranks, operation, size)
     if not engine or not mpi:
@@ -56,9 +61,9 @@ def _row(found, contenders, ranks: int, operation: str, size: int) -> Row | None
     if _compares(contenders):
         mpi = _samples(found, contenders, ranks, operation, size)
         cells.append(min(mpi, key=lambda name: mpi[name].median) if mpi else "-")
-        both = ratio(found, contenders, ranks, operation, size)
+        both = speed_ratio(found, contenders, ranks, operation, size)
         cells.append(f"{both[0]:.2f} ({both[1]:.2f})" if both else "-")
-    return [show(size), *cells]
+    return [format_size(size), *cells]
 
 
 def _summary(found, contenders, ranks: int, operation: str, sizes: list[int]) -> str:
@@ -67,7 +72,7 @@ def _summary(found, contenders, ranks: int, operation: str, sizes: list[int]) ->
         ("all sizes", sizes),
         ("64 KiB and up", [s for s in sizes if s >= 65536]),
     ):
-        both = [r for s in chosen if (r := ratio(found, contenders, ranks, operation, s))]
+        both = [r for s in chosen if (r := speed_ratio(found, contenders, ranks, operation, s))]
         if not both:
             continue
         median, minimum = (

@@ -1,8 +1,8 @@
-"""One rank: measure what the plan says; rank 0 prints a line of JSON per operation and size.
+"""Rank process of the network benchmark. Rank 0 prints one line of JSON per operation and size.
 
-A block is a number of back-to-back calls, its time that of the slowest rank. Calls that are not
-timed come first: they line the ranks up, and empty the links' token buckets, which let the first
-64 KB pass at memory speed.
+A block is a number of back-to-back calls, timed on the slowest rank. Untimed calls precede a block
+to align the ranks and to empty the links' token buckets, which pass the first 64 KB at memory
+speed.
 """
 
 from __future__ import annotations
@@ -19,19 +19,18 @@ from time import perf_counter
 import torch
 import torch.distributed as dist
 
-from nearlinear_collectives.bench import backends
-from nearlinear_collectives.bench.data import DTYPES
-from nearlinear_collectives.bench.measure import slowest
-from nearlinear_collectives.bench.patterns import Job, Plain
+from ci.benchmarks.collectives import backends
+from ci.benchmarks.collectives.measure import slowest
+from ci.benchmarks.collectives.patterns import DTYPES, OutOfPlace, Workload
 
-from .plan import DTYPE, Plan, necessary_bytes
+from .config import DTYPE, NetworkConfig, necessary_bytes
 
-BUCKETS = 2 * 65536  # bytes after which the token buckets on both ends of a link are empty
+BUCKETS = 2 * 65536  # bytes that empty the token buckets at both ends of a link
 BARRIERS = 8
 
 
-class Nics:
-    """What crosses the nodes' NICs, less the barriers around it that are not measured."""
+class NicCounters:
+    """Byte counters of the nodes' NICs, and the traffic of a barrier."""
 
     def __init__(self, interface: str):
         folder = Path("/sys/class/net") / interface / "statistics"
@@ -46,24 +45,26 @@ class Nics:
         self.barrier = (self.read() - before) / BARRIERS
 
     def read(self) -> torch.Tensor:
-        """This node's bytes (sent, received); zeros on all but its first rank."""
+        """Return this node's (sent, received) bytes on its first rank, zeros on others."""
         if not self.reads:
             return torch.zeros(2, dtype=torch.float64)
         numbers = [int(counter.read_text()) for counter in self.counters]
         return torch.tensor(numbers, dtype=torch.float64)
 
-    def of_all(self, crossed: torch.Tensor) -> torch.Tensor:
-        """Every node's row of (sent, received), on every rank."""
+    def gather(self, crossed: torch.Tensor) -> torch.Tensor:
+        """Return all nodes' (sent, received) bytes, shape (nodes, 2). Collective."""
         table = torch.zeros(self.nodes, 2, dtype=torch.float64)
         table[self.node] = crossed
         dist.all_reduce(table)
         return table
 
 
-class Turns:
-    """One backend's blocks of one operation and size."""
+class Measurement:
+    """Blocks of one backend for one operation and size."""
 
-    def __init__(self, contender: backends.Contender, pattern: Plain, nics: Nics, necessary: int):
+    def __init__(
+        self, contender: backends.Contender, pattern: OutOfPlace, nics: NicCounters, necessary: int
+    ):
         self.contender, self.pattern, self.nics = contender, pattern, nics
         self.necessary = necessary
         self.untimed = max(1, math.ceil(BUCKETS / necessary))
@@ -73,14 +74,14 @@ class Turns:
         self.made = 0
         self.crossed = torch.zeros(2, dtype=torch.float64)
 
-    def check(self, salt: int) -> None:
-        """One call with new data."""
+    def verify(self, salt: int) -> None:
+        """Make one call with new data and count wrong elements."""
         self.pattern.fill(salt)
         dist.barrier()
-        self.wrong += self.pattern.job.wrong(self.pattern.call(self.contender), salt)
+        self.wrong += self.pattern.workload.wrong(self.pattern.call(self.contender), salt)
 
     def block(self) -> float:
-        """Seconds per call on this rank."""
+        """Run one block and return the seconds per call on this rank."""
         before = self.nics.read()
         dist.barrier()
         for _ in range(self.untimed):
@@ -95,10 +96,10 @@ class Turns:
         return seconds
 
     def record(self, rate: int) -> dict:
-        """Collective: what rank 0 prints of this backend."""
+        """Return the result of this backend. Collective."""
         wrong = torch.tensor(self.wrong)
         dist.all_reduce(wrong)
-        ratios = self.nics.of_all(self.crossed) / (self.necessary * self.made)
+        ratios = self.nics.gather(self.crossed) / (self.necessary * self.made)
         ideal = self.necessary * 8 / rate  # seconds at the full rate
         median, best = statistics.median(self.times), min(self.times)
         return {
@@ -116,45 +117,51 @@ class Turns:
 
 
 def measure(
-    operation: str, size: int, contenders: list[backends.Contender], nics: Nics, plan: Plan
+    operation: str,
+    size: int,
+    contenders: list[backends.Contender],
+    nics: NicCounters,
+    config: NetworkConfig,
 ) -> list[dict]:
-    """A record per backend. Collective over the default group."""
+    """Measure all backends and return a record per backend. Collective."""
     ranks = dist.get_world_size()
-    job = Job.of_size(operation, size * nics.nodes, DTYPES[DTYPE], "sum", dist.get_rank(), ranks)
+    total, rank = size * nics.nodes, dist.get_rank()
+    workload = Workload.from_size(operation, total, DTYPES[DTYPE], "sum", rank, ranks)
     necessary = necessary_bytes(operation, nics.nodes, size)
-    pattern = Plain(job)
-    turns = [Turns(contender, pattern, nics, necessary) for contender in contenders]
-    for salt, turn in enumerate(turns):
-        turn.check(salt)
-    pattern.rest()
-    first = slowest([turn.block() for turn in turns])
-    for turn, seconds in zip(turns, first, strict=True):
-        turn.calls = max(2, math.ceil(plan.block_seconds / seconds))
-    for _ in range(plan.blocks):
-        for turn, seconds in zip(turns, slowest([turn.block() for turn in turns]), strict=True):
-            turn.times.append(seconds)
-    for salt, turn in enumerate(turns, len(turns)):
-        turn.check(salt)
-    place = {
+    pattern = OutOfPlace(workload)
+    measurements = [Measurement(contender, pattern, nics, necessary) for contender in contenders]
+    for salt, measurement in enumerate(measurements):
+        measurement.verify(salt)
+    pattern.prepare_timing()
+    first = slowest([each.block() for each in measurements])
+    for measurement, seconds in zip(measurements, first, strict=True):
+        measurement.calls = max(2, math.ceil(config.block_seconds / seconds))
+    for _ in range(config.blocks):
+        seconds_of_all = slowest([each.block() for each in measurements])
+        for measurement, seconds in zip(measurements, seconds_of_all, strict=True):
+            measurement.times.append(seconds)
+    for salt, measurement in enumerate(measurements, len(measurements)):
+        measurement.verify(salt)
+    settings = {
         "operation": operation,
         "ranks_per_node": ranks // nics.nodes,
         "bytes_per_node": size,
-        "bytes": job.bytes,
+        "bytes": workload.bytes,
         "necessary_bytes": necessary,
     }
-    return [{**place, **turn.record(plan.rate)} for turn in turns]
+    return [{**settings, **each.record(config.rate)} for each in measurements]
 
 
 def main(text: str) -> None:
-    plan = Plan.from_json(text)
+    config = NetworkConfig.from_json(text)
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=plan.timeout_seconds))
-    backends.import_plugins(list(plan.plugins))
-    contenders = backends.make(backends.parse(list(plan.backends)))
-    nics = Nics(os.environ["GLOO_SOCKET_IFNAME"])
-    for operation in plan.operations:
-        for size in plan.sizes:
-            records = measure(operation, size, contenders, nics, plan)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=config.timeout_seconds))
+    backends.import_plugins(config.plugins)
+    contenders = backends.make_contenders(backends.parse_backends(config.backends))
+    nics = NicCounters(os.environ["GLOO_SOCKET_IFNAME"])
+    for operation in config.operations:
+        for size in config.sizes:
+            records = measure(operation, size, contenders, nics, config)
             if dist.get_rank() == 0:
                 print(json.dumps(records), flush=True)
     dist.barrier()

@@ -1,4 +1,4 @@
-// The tests' own assertion, in every build; it ends the program.
+// Assertion of the tests, active in every build; a failure ends the program.
 #pragma once
 
 #include <cstdio>

@@ -1,4 +1,4 @@
-// Copies of any size between any addresses: plain, streamed, and into slots as it suits.
+// Copies of any size between any addresses: plain, streamed, and into slots.
 //
 //   cd tests/collectives/engine &&
 //   ENGINE=../../../packages/collectives/src/nearlinear_collectives/engine g++ -std=c++20 -g -O1
@@ -23,7 +23,7 @@ std::mt19937_64 random_bits(20240229);
 template <typename Copy>
 void test_copy(size_t bytes, Copy copy) {
   const size_t from_offset = random_bits() % 130, to_offset = random_bits() % 130;
-  // Blocks end where the source ends, and a little after the output: a sanitizer sees the rest.
+  // Blocks end where the source ends and slightly after the output, so a sanitizer checks the rest.
   std::unique_ptr<unsigned char[]> from(new unsigned char[from_offset + bytes]);
   std::unique_ptr<unsigned char[]> to(new unsigned char[to_offset + bytes + kGuard]);
   std::generate_n(from.get(), from_offset + bytes, [] { return random_bits() & 0x7f; });
@@ -55,13 +55,13 @@ void test_nearness() {
   CHECK(!nearness.near());
   nearness.took_through_caches(0.15);
   CHECK(nearness.near());
-  nearness.took_through_caches(9);  // one slow write is an interruption
+  nearness.took_through_caches(9);  // a single slow write is an interruption
   nearness.took_through_caches(0.1);
   CHECK(nearness.near());
   nearness.took_through_caches(0.3);
   nearness.took_through_caches(0.3);
   CHECK(!nearness.near());
-  nearness.took_past_caches(0.05);  // the fastest counts, slower ones take its place by and by
+  nearness.took_past_caches(0.05);  // the fastest counts; slower ones replace it gradually
   nearness.took_past_caches(1);
   nearness.took_through_caches(0.15);
   CHECK(!nearness.near());

@@ -1,4 +1,4 @@
-// Calls behind the caller's back: their order, and how many threads serve them.
+// Asynchronous calls: their order, and the number of threads that serve them.
 //
 //   cd tests/collectives/engine &&
 //   ENGINE=../../../packages/collectives/src/nearlinear_collectives/engine g++ -std=c++20 -g -O1
@@ -78,7 +78,7 @@ void test_spare_threads_leave() {
     std::this_thread::sleep_for(std::chrono::milliseconds(20));
   }
   CHECK(worker_threads() == 1);
-  test_calls_keep_their_order();  // the last one is still there
+  test_calls_keep_their_order();  // the last thread still exists
   test_a_held_up_queue_holds_up_no_other();
 }
 

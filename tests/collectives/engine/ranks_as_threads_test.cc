@@ -1,13 +1,12 @@
-// Ranks as threads of one process, over the same code that processes run: what a thread sanitizer
-// needs to see races between ranks (two processes map shared memory at different addresses, which
-// hides every race from it).
+// Ranks as threads of one process, over the code that processes run. A thread sanitizer then sees
+// races between ranks; two processes map shared memory at different addresses, which hides them.
 //
 //   g++ -std=c++20 -O1 -g -fsanitize=thread engine/*.cc ranks_as_threads_test.cc -lpthread -ldl
 //   ./a.out [ranks] [rounds] [seed]
 //
-// Every round draws an operation, a size and where the memory lies, the same on all ranks, and
-// compares the result with what it must be. Built with -DNLC_WEAKENED_FENCE the engine publishes
-// its counters without ordering, and the sanitizer must say so.
+// Every round draws an operation, a size and a memory location, equal on all ranks, and checks the
+// result. Built with -DNLC_WEAKENED_FENCE the engine publishes its counters without ordering, which
+// the sanitizer must report.
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
@@ -34,8 +33,8 @@ void must(int32_t status, const char *what) {
   std::exit(3);
 }
 
-// The value of element i of the contribution of `rank` for a round: small whole numbers, so that
-// sums are exact in any order.
+// Element i of the contribution of `rank` in a round: small integers, so that sums are exact in any
+// order.
 int32_t value(int rank, int round, size_t i) {
   return static_cast<int32_t>(
       (static_cast<size_t>(rank) * 31 + static_cast<size_t>(round) * 7 + i) % 101);
@@ -66,7 +65,7 @@ struct Waited {
 };
 
 void rank_main(int rank, int size, int rounds, unsigned seed, nlc_group *group) {
-  std::mt19937 random(seed);  // the same draws on all ranks
+  std::mt19937 random(seed);  // equal draws on all ranks
   const auto n = static_cast<size_t>(size);
   for (int round = 0; round < rounds; ++round) {
     const int kind = static_cast<int>(random() % 5) + 1;
@@ -125,11 +124,11 @@ int main(int argc, char **argv) {
   const int size = argc > 1 ? std::atoi(argv[1]) : 4, rounds = argc > 2 ? std::atoi(argv[2]) : 60;
   const unsigned seed = argc > 3 ? static_cast<unsigned>(std::atoi(argv[3])) : 1;
   const auto n = static_cast<size_t>(size);
-  std::vector<unsigned char> cards(n * NLC_CARD_BYTES);
+  std::vector<unsigned char> peer_infos(n * NLC_PEER_INFO_BYTES);
   std::vector<nlc_group *> groups(n);
   for (int r = 0; r < size; ++r) {
     const nlc_options options{r, size, 60000, "threads", nullptr};
-    must(nlc_group_open(&options, cards.data() + static_cast<size_t>(r) * NLC_CARD_BYTES,
+    must(nlc_group_open(&options, peer_infos.data() + static_cast<size_t>(r) * NLC_PEER_INFO_BYTES,
                         &groups[static_cast<size_t>(r)]),
          "open");
   }
@@ -137,7 +136,7 @@ int main(int argc, char **argv) {
   for (int r = 0; r < size; ++r)
     ranks.emplace_back([&, r] {
       nlc_group *group = groups[static_cast<size_t>(r)];
-      must(nlc_group_connect(group, cards.data(), 60000), "connect");
+      must(nlc_group_connect(group, peer_infos.data(), 60000), "connect");
       rank_main(r, size, rounds, seed, group);
     });
   for (std::thread &rank : ranks) rank.join();

@@ -1,5 +1,5 @@
-// Reductions against a reference that takes one element at a time: every loop this machine can
-// run, every dtype and operation, to the bit.
+// Bitwise comparison of reductions with an element-wise reference: every loop that this machine can
+// run, every dtype and operation.
 //
 //   cd tests/collectives/engine &&
 //   ENGINE=../../../packages/collectives/src/nearlinear_collectives/engine g++ -std=c++20 -g -O1
@@ -29,7 +29,7 @@
 
 namespace {
 
-using Raw = uint64_t;  // an element's bytes, zero-extended
+using Raw = uint64_t;  // bytes of an element, zero-extended
 std::mt19937_64 random_bits(20240229);
 
 size_t random_below(size_t limit) { return random_bits() % limit; }
@@ -43,11 +43,11 @@ constexpr Raw kInfinity[NLC_DTYPES] = {0, 0, 0, 0, 0, 0x7c00, 0x7f80, 0x7f800000
 
 bool is_finite(int dtype, Raw raw) { return (raw & kInfinity[dtype]) != kInfinity[dtype]; }
 
-// A 16-bit format by its definition: the values of its non-negative patterns, in order.
+// Reference of a 16-bit format: the values of its non-negative bit patterns, in order.
 struct Format16 {
   explicit Format16(int mantissa_bits) : infinity(0x7fff & (0xffff << mantissa_bits)) {
     const int bias = (1 << (14 - mantissa_bits)) - 1;
-    // One value more: where infinity would be, were it a number. From half way there, it is meant.
+    // The next value after the largest, in place of infinity; values from half way on round to it.
     for (Raw pattern = 0; pattern <= infinity; ++pattern) {
       const int exponent = static_cast<int>(pattern >> mantissa_bits);
       const Raw mantissa = pattern & ((1u << mantissa_bits) - 1);
@@ -105,7 +105,7 @@ T combine(int op, T a, T b) {
   }
 }
 
-Raw combine_integers(int dtype, int op, Raw a, Raw b) {  // as wide as they come; cut afterwards
+Raw combine_integers(int dtype, int op, Raw a, Raw b) {  // in the widest type; truncated afterwards
   const bool is_signed = dtype >= NLC_INT8 && dtype <= NLC_INT64;
   const bool less = is_signed ? static_cast<int64_t>(b) < static_cast<int64_t>(a) : b < a;
   switch (op) {
@@ -123,7 +123,7 @@ float scaled(float value, double scale) {
   return static_cast<float>(static_cast<double>(value) * scale);
 }
 
-// The one definition that all loops are held to.
+// Reference definition for all loops.
 Raw expected(int dtype, int op, const std::vector<Raw> &elements, double scale) {
   if (dtype == NLC_FLOAT64) {
     double sum = value_of<double>(elements[0]);
@@ -162,7 +162,7 @@ Raw expected(int dtype, int op, const std::vector<Raw> &elements, double scale) 
   return value << unused >> unused;
 }
 
-// What has tripped reductions before: limits, zeros of both signs, infinities, NaNs, subnormals.
+// Values that often break reductions: limits, zeros of both signs, infinities, NaNs, subnormals.
 Raw random_element(int dtype) {
   const int bits = 8 * static_cast<int>(kBytes[dtype]);
   const Raw any = random_bits() >> (64 - bits);
@@ -190,8 +190,8 @@ Raw random_element(int dtype) {
   }
 }
 
-// Elements at any address, in a block of its own that ends with them: a sanitizer sees every step
-// outside, and without one the bytes before and after still tell of writes.
+// Elements at any address, at the end of a block of their own: a sanitizer detects every access
+// outside, and the bytes before and after detect writes without one.
 struct Array {
   Array(int dtype, size_t count, size_t offset, bool guarded)
       : element(kBytes[dtype]),
@@ -226,7 +226,7 @@ struct Loop {
   int dtype, op;
 };
 
-// One call, its sources given element by element.
+// A call with its sources given element by element.
 void run(const Loop &loop, const std::vector<std::vector<Raw>> &elements, double scale, bool stream,
          bool odd_addresses) {
   const size_t count = elements.size(), n = count ? elements[0].size() : 1 + random_below(3);
@@ -279,8 +279,8 @@ void test_random(const Loop &loop, int cases) {
   }
 }
 
-// All 16-bit values: read and written unchanged, and every half way between two neighbours and the
-// least to either side of it, where rounding is decided.
+// All 16-bit values: loaded and stored unchanged, and every midpoint of two neighbours with the
+// values next to it, where rounding is decided.
 void test_every_16_bit_value(const nlc::Kernels &set, int dtype) {
   std::vector<std::vector<Raw>> one, neighbours;
   for (Raw raw = 0; raw <= 0xffff; ++raw) {
@@ -295,7 +295,7 @@ void test_every_16_bit_value(const nlc::Kernels &set, int dtype) {
   }
 }
 
-// With 1/n as factor, float32 averages are what a division by n gives.
+// With a factor of 1/n, float32 averages equal a division by n.
 void test_average_is_division() {
   for (int n = 2; n <= 64; ++n) {
     std::vector<float> values(1000), results(values.size());

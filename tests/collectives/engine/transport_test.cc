@@ -1,14 +1,14 @@
-// Transports between processes: every node is a forked process, on this machine's loopback.
+// Transports between processes: every node is a forked process on the loopback interface.
 //
 //   ENGINE=packages/collectives/src/nearlinear_collectives/engine; cd tests/collectives/engine
 //   ENGINE=../../../$ENGINE
 //   g++ -std=c++20 -g -O1 -Wall -Wextra -fsanitize=address,undefined -fno-sanitize-recover=all
 //       -I$ENGINE -I$ENGINE/third_party/libfabric transport_test.cc
 //       $ENGINE/{transport,tcp,ofi,base}.cc -ldl -pthread -o transport_test
-//   ./transport_test [tcp|ofi] [scenario ...]     (all scenarios but the slow ones by default)
-//   ./transport_test tcp -scenario ...            (all of those but the named)
+//   ./transport_test [tcp|ofi] [scenario ...]     (default: all scenarios but the slow ones)
+//   ./transport_test tcp -scenario ...            (the default without the named ones)
 //
-// Exit status: 0 if all passed, 77 if the transport cannot be had here.
+// Exit status: 0 if all passed, 77 if the transport is not available.
 #include <signal.h>
 #include <sys/eventfd.h>
 #include <sys/mman.h>
@@ -42,7 +42,7 @@ constexpr uint64_t kCookie = 0x5eed;
 std::string transport_name = "tcp";
 int me = -1;  // this process's node
 
-// What the forked processes share.
+// Memory shared by the forked processes.
 struct Board {
   char addresses[kNodes][256];
   std::atomic<int> arrived[512];
@@ -53,7 +53,7 @@ int meetings = 0;
 
 void sleep_ms(int ms) { std::this_thread::sleep_for(std::chrono::milliseconds(ms)); }
 
-// Waits until `count` processes have come here.
+// Wait until `count` processes have arrived.
 void meet(int count) {
   std::atomic<int> &here = board->arrived[meetings++];
   CHECK(meetings < 512);
@@ -77,20 +77,20 @@ std::unique_ptr<Transport> join(int nodes) {
   return net;
 }
 
-// The same, and nobody goes on before all have joined.
+// Barrier: no process continues before all have arrived.
 std::unique_ptr<Transport> join_together(int nodes) {
   std::unique_ptr<Transport> net = join(nodes);
   meet(nodes);
   return net;
 }
 
-// Byte i of message `id`: nothing that moved, doubled or lost bytes would leave alone.
+// Byte i of message `id`, chosen so that moved, duplicated and lost bytes are detected.
 unsigned char content(uint64_t id, size_t i) {
   const uint64_t mixed = (id + 1) * 0x9e3779b97f4a7c15ULL + i * 0xbf58476d1ce4e5b9ULL;
   return static_cast<unsigned char>(mixed >> 56 ^ mixed >> 29);
 }
 
-struct Item {  // one message on its way
+struct Item {  // a message in flight
   uint64_t id;
   int node;
   bool sent_here;
@@ -113,7 +113,8 @@ void finish(Transport &net, std::list<Item> &items) {
     std::erase_if(items, [](Item &item) {
       if (!item.request.done) return false;
       if (item.sent_here) {
-        std::fill(item.bytes.begin(), item.bytes.end(), 0xee);  // it may be reused: reuse it
+        // Reuse the memory, which is allowed by now.
+        std::fill(item.bytes.begin(), item.bytes.end(), 0xee);
       } else {
         for (size_t i = 0; i < item.bytes.size(); ++i) CHECK(item.bytes[i] == content(item.id, i));
       }
@@ -126,7 +127,7 @@ void await(Transport &net, const Request &request) {
   while (!request.done) net.poll(1000);
 }
 
-// Polls until the transport says what is wrong; it must say so again when asked again.
+// Poll until the transport reports an error, which it must repeat when polled again.
 LinkFailure await_failure(Transport &net) {
   for (;;) {
     try {
@@ -162,7 +163,7 @@ size_t random_size(std::mt19937_64 &random) {
 
 // --- scenarios: each runs in every node ---------------------------------------------------------
 
-// Every node posts its part of one random schedule in a random rhythm.
+// Post this node's part of one random schedule at random times.
 void random_schedules(int nodes) {
   for (uint64_t seed = 0; seed < 6; ++seed) {
     const std::unique_ptr<Transport> net = join(nodes);
@@ -186,7 +187,7 @@ void random_schedules(int nodes) {
   }
 }
 
-// The pattern the collectives use: step k sends to node + k and receives from node - k.
+// The pattern of the collectives: step k sends to node + k and receives from node - k.
 void all_to_all(int nodes) {
   const std::unique_ptr<Transport> net = join(nodes);
   uint64_t round = 0;
@@ -211,7 +212,7 @@ void all_to_all(int nodes) {
   CHECK(net->describe().find(transport_name == "tcp" ? "tcp, window" : "libfabric") == 0);
 }
 
-// Node 0's message for node 2 was posted after one for node 1, who is not listening yet.
+// Node 0 posts a message for node 2 after one for node 1, which does not receive yet.
 void a_busy_destination_holds_nobody_up(int nodes) {
   const std::unique_ptr<Transport> net = join(nodes);
   Bytes large(16 << 20), small(1);
@@ -246,12 +247,12 @@ void give_up_reaches_all(int nodes) {
     net->post_receive(2, bytes.data(), bytes.size(), &request);
     const LinkFailure failure = await_failure(*net);
     CHECK(reason.substr(0, 300) == failure.what());
-    net->give_up(failure.what());  // passed on, as the engine does: it may be heard from there
+    net->give_up(failure.what());  // forwarded, as the engine does
   }
   meet(nodes);
 }
 
-// Node 3 waits for 2, which waits for 1, which waits for a rank of its own: 1 holds them all up.
+// Node 3 waits for 2, which waits for 1, which waits for a rank of its own node: 1 delays all.
 void the_end_of_a_row_is_blamed(int nodes) {
   std::unique_ptr<Transport> net = join_together(nodes);
   if (me == 1) net->tell_awaited(1);
@@ -278,7 +279,7 @@ void the_end_of_a_row_is_blamed(int nodes) {
 
 void kill_while(int nodes, bool busy) {
   const std::unique_ptr<Transport> net = join_together(nodes);
-  if (me == 1 && fork() == 0) {  // somebody else ends it, at any moment
+  if (me == 1 && fork() == 0) {  // another process ends it at any moment
     sleep_ms(static_cast<int>(std::random_device()() % 50));
     kill(getppid(), SIGKILL);
     _exit(0);
@@ -305,7 +306,7 @@ void kill_while(int nodes, bool busy) {
 void killed_while_busy(int nodes) { kill_while(nodes, true); }
 void killed_while_idle(int nodes) { kill_while(nodes, false); }
 
-// A child of the killed process lives on; it must not keep the connections open.
+// A child of the killed process survives; it must not keep the connections open.
 void killed_with_a_child(int nodes) {
   const std::unique_ptr<Transport> net = join_together(nodes);
   if (me == 1) {
@@ -357,7 +358,7 @@ void killed_while_connecting(int nodes) {
 void a_missing_node_is_named(int nodes) {
   const std::unique_ptr<Transport> net = create();
   const std::vector<std::string> addresses = exchange(net->address(), nodes);
-  if (me == 2) {  // alive, but never comes
+  if (me == 2) {  // alive, but never joins
     meet(nodes);
     return;
   }
@@ -372,7 +373,7 @@ void a_missing_node_is_named(int nodes) {
   meet(nodes);
 }
 
-// One node gives up connecting: those who would have waited longer hear it at once.
+// One node gives up connecting; nodes with a longer timeout are notified at once.
 void a_failed_start_is_told(int nodes) {
   const std::unique_ptr<Transport> net = create();
   const std::vector<std::string> addresses = exchange(net->address(), nodes);
@@ -402,7 +403,7 @@ void strangers_are_ignored(int nodes) {
     hello.node = 1;
     hello.nodes = nodes;
     const std::string noise(1000, 'G'), raw(reinterpret_cast<char *>(&hello), sizeof hello);
-    tcp::Hello unlikely = hello;  // a member's cookie, but a node that does not exist
+    tcp::Hello unlikely = hello;  // a member's cookie, but an invalid node
     unlikely.cookie = kCookie;
     unlikely.node = nodes + 3;
     const std::string absurd(reinterpret_cast<char *>(&unlikely), sizeof unlikely);
@@ -424,14 +425,14 @@ void strangers_are_ignored(int nodes) {
   }
   finish(*net, items);
   meet(nodes);
-  if (me == nodes - 1) {  // the door is shut by now
+  if (me == nodes - 1) {  // the listener is closed by now
     const tcp::Socket late(socket(port.family(), SOCK_STREAM, 0));
     CHECK(::connect(late.get(), port.raw(), port.bytes()) != 0 && errno == ECONNREFUSED);
   }
 }
 
-// A node that is done leaves at once: what it sent arrives, the others go on without it, and only
-// who still wants something from it is told.
+// A node that is done leaves at once: its messages arrive, the others continue without it, and only
+// nodes that still need it get an error.
 void leaving_in_order(int nodes) {
   std::unique_ptr<Transport> net = join(nodes);
   auto message = [](int node, bool send) { return Item{7, node, send, Bytes(700'001)}; };
@@ -452,7 +453,7 @@ void leaving_in_order(int nodes) {
   while (!items.back().request.done) net->poll(1000);
   finish(*net, items);
   meet(nodes);
-  for (int i = 0; i < 8; ++i) {  // longer than the patience with those who vanish
+  for (int i = 0; i < 8; ++i) {  // longer than the grace period for vanished nodes
     sleep_ms(100);
     items.push_back(message(3 - me, true));
     post(*net, items.back());
@@ -461,7 +462,7 @@ void leaving_in_order(int nodes) {
     finish(*net, items);
   }
   Request request;
-  Bytes large(8 << 20);  // too much to be put down at a closed door
+  Bytes large(8 << 20);  // too large for the socket buffers of a closed connection
   if (me == 1)
     net->post_receive(0, large.data(), 1, &request);
   else
@@ -471,7 +472,7 @@ void leaving_in_order(int nodes) {
   meet(nodes);
 }
 
-// A node that leaves in the middle of something has not left in order: all hear of it.
+// A node that leaves in the middle of a transfer has not left in order: all nodes get an error.
 void leaving_in_the_middle(int nodes) {
   std::unique_ptr<Transport> net = join_together(nodes);
   if (me == 1) {
@@ -486,7 +487,7 @@ void leaving_in_the_middle(int nodes) {
   meet(nodes);
 }
 
-// The sender leaves, in order as it believes, after a part of what the receiver waits for.
+// The sender leaves in order, from its point of view, after a part of the receiver's data.
 void part_of_a_message(int nodes) {
   std::unique_ptr<Transport> net = join_together(nodes);
   Bytes bytes(2);
@@ -503,7 +504,7 @@ void part_of_a_message(int nodes) {
   meet(nodes);
 }
 
-// Bytes that are done arrive although their sender is gone before they are asked for.
+// Completed sends arrive even if the sender is gone before they are received.
 void last_words_arrive(int nodes) {
   std::unique_ptr<Transport> net = join_together(nodes);
   for (const size_t bytes : {1, 10'007, 30'011}) {
@@ -543,7 +544,7 @@ void wakes_up(int nodes) {
     sleep_ms(50);
     eventfd_write(bell.get(), 1);
   });
-  CHECK(!net->poll(2'000'000'000));  // the scenario's alarm rings if nobody wakes it
+  CHECK(!net->poll(2'000'000'000));  // the scenario's alarm fires if nothing wakes it
   ringer.join();
   eventfd_t count;
   CHECK(eventfd_read(bell.get(), &count) != 0 && errno == EAGAIN);
@@ -568,7 +569,7 @@ void misuse_is_named(int nodes) {
   meet(nodes);
 }
 
-// A receiver that computes for long fills its window; that is no failure. (Slow: it must outlast
+// A receiver that computes for long fills its window, which is no failure. (Slow: it must outlast
 // every timeout of the sockets.)
 void a_busy_receiver_is_waited_for(int nodes) {
   const std::unique_ptr<Transport> net = join(nodes);
@@ -621,8 +622,8 @@ struct Scenario {
   const char *name;
   void (*run)(int nodes);
   std::vector<int> nodes;
-  int dies = -1;      // the node that does not survive
-  bool slow = false;  // runs only when it is named
+  int dies = -1;      // node that dies
+  bool slow = false;  // runs only if it is named
 };
 
 const std::vector<Scenario> scenarios = {
@@ -660,7 +661,7 @@ bool run(const Scenario &scenario, int nodes) {
     processes.push_back(fork());
     if (processes.back() != 0) continue;
     me = node;
-    alarm(120);  // a hang is a failure too
+    alarm(120);  // treat a hang as a failure
     try {
       scenario.run(nodes);
     } catch (const std::exception &error) {

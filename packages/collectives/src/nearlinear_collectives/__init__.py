@@ -3,23 +3,29 @@
     import nearlinear_collectives
     torch.distributed.init_process_group("nearlinear")            # or "cpu:nearlinear,cuda:nccl"
 
-All-gather, reduce-scatter, all-reduce, broadcast and barrier on CPU tensors are its own;
-everything else goes to gloo (CPU) or NCCL (CUDA).
+All-gather, reduce-scatter, all-reduce, broadcast and barrier on CPU tensors run on the package's
+own engine; everything else is delegated to gloo (CPU) or NCCL (CUDA).
 """
 
-from nearlinear_collectives.backend import register
-from nearlinear_collectives.build import BuildError
-from nearlinear_collectives.doctor import doctor
-from nearlinear_collectives.engine_library import trace
+from typing import TYPE_CHECKING
+
+from .backend import register
+from .build import BuildError
+from .doctor import doctor
+from .engine_library import trace
+
+if TYPE_CHECKING:
+    from .fsdp import AllGather, ReduceScatter, use_in
 
 __all__ = ["AllGather", "BuildError", "ReduceScatter", "doctor", "trace", "use_in"]
 
 register()
 
+if not TYPE_CHECKING:
 
-def __getattr__(name: str):
-    if name in ("AllGather", "ReduceScatter", "use_in"):  # FSDP2 takes a second to import
-        from nearlinear_collectives import fsdp
+    def __getattr__(name: str):
+        if name in ("AllGather", "ReduceScatter", "use_in"):  # importing FSDP2 takes a second
+            from . import fsdp
 
-        return getattr(fsdp, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+            return getattr(fsdp, name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""The backend ``nearlinear`` of torch.distributed: registered on import of the package."""
+"""The backend ``nearlinear`` of torch.distributed, registered when the package is imported."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ import importlib.util
 import logging
 import os
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
-from nearlinear_collectives import engine_library as engine
-from nearlinear_collectives.build import BuildError, glue_library
-from nearlinear_collectives.fallback import Fallbacks, say
-from nearlinear_collectives.group import Group
+from . import engine_library as engine
+from .build import BuildError, glue_library
+from .fallback import FallbackBackends, log_once_per_node
+from .group import EngineGroup
 
 log = logging.getLogger("nearlinear_collectives")
 
@@ -22,30 +23,37 @@ NAME = "nearlinear"
 
 
 def register() -> None:
-    """Make ``init_process_group("nearlinear")`` known to torch."""
+    """Register the backend, so that ``init_process_group("nearlinear")`` finds it."""
     if NAME not in dist.Backend.backend_list:
-        dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu", "cuda"])
-    if torchcomms_takes_over():
+        dist.Backend.register_backend(
+            NAME, create_backend, extended_api=True, devices=["cpu", "cuda"]
+        )
+    if torchcomms_is_active():
         log.warning(
-            "TORCH_DISTRIBUTED_USE_TORCHCOMMS is set and torchcomms is installed: torch will "
-            "look for the backend %s there, not here. Unset the variable to use it",
+            "TORCH_DISTRIBUTED_USE_TORCHCOMMS is set and torchcomms is installed: torch looks for "
+            "the backend %s there and ignores this package. Unset the variable to use it",
             NAME,
         )
 
 
-def torchcomms_takes_over() -> bool:
-    """With this switch torch looks all backends up in torchcomms and never asks a plugin."""
+def torchcomms_is_active() -> bool:
+    """Return True if torch takes all backends from torchcomms and never calls a plugin."""
     switch = os.environ.get("TORCH_DISTRIBUTED_USE_TORCHCOMMS", "0").lower()
     return switch not in ("", "0", "false") and importlib.util.find_spec("torchcomms") is not None
 
 
-def create(options, pg_options=None):
-    """c10d's constructor: ``options`` hold the store, this rank's place and the timeout."""
+def create_backend(options: Any, pg_options: Any = None) -> Any:
+    """Create the process group of one rank; called by c10d.
+
+    Args:
+        options: c10d's ``_DistributedBackendOptions``: store, rank, size and timeout.
+        pg_options: Ignored; the backend has no options of its own.
+    """
     rank, size = options.group_rank, options.group_size
     timeout = options.timeout
     if not isinstance(timeout, timedelta):
         timeout = timedelta(seconds=float(timeout))
-    group = Group(
+    group = EngineGroup(
         options.store,
         rank,
         size,
@@ -54,15 +62,16 @@ def create(options, pg_options=None):
         global_ranks=list(options.global_ranks_in_group) or None,
     )
     try:
-        fallbacks = Fallbacks(options.store, rank, size, timeout)
-        native, why = glue()
+        fallbacks = FallbackBackends(options.store, rank, size, timeout)
+        native, reason = find_glue()
         if native is None:
-            from nearlinear_collectives.process_group import EngineProcessGroup
+            from .process_group import EngineProcessGroup
 
-            if why:
-                say(
-                    "calls go through Python, some tens of microseconds slower, for the torch glue "
-                    f"is missing: {why} (python -m nearlinear_collectives.build tells all)",
+            if reason:
+                log_once_per_node(
+                    "calls go through Python, which adds some tens of microseconds, because the "
+                    f"torch glue is missing: {reason}. Run python -m nearlinear_collectives.build "
+                    "for details",
                     rank,
                 )
             return EngineProcessGroup(rank, size, group, fallbacks)
@@ -73,23 +82,30 @@ def create(options, pg_options=None):
 
 
 @functools.cache
-def glue():
-    """(the compiled glue, "") or (``None``, why the pure-Python process group has to do)."""
-    wanted = os.environ.get("NEARLINEAR_COLLECTIVES_GLUE", "")
-    if wanted == "python":
+def find_glue() -> tuple[Any | None, str]:
+    """Load the compiled glue.
+
+    Returns:
+        (module, "") or (None, reason); the reason is empty if Python was requested.
+    """
+    requested = os.environ.get("NEARLINEAR_COLLECTIVES_GLUE", "")
+    if requested == "python":
         return None, ""
     try:
         return load_glue(), ""
     except (BuildError, ImportError) as error:
-        if wanted == "compiled":
+        if requested == "compiled":
             raise
         return None, str(error).splitlines()[0]
 
 
-def load_glue():
-    engine.library()  # its symbols must be there before the glue is loaded
+def load_glue() -> Any:
+    """Compile the glue if necessary and import it."""
+    engine.library()  # the glue resolves its symbols when it is loaded
     path = str(glue_library())
     loader = importlib.machinery.ExtensionFileLoader("nearlinear_glue", path)
-    module = importlib.util.module_from_spec(importlib.util.spec_from_loader(loader.name, loader))
+    spec = importlib.util.spec_from_loader(loader.name, loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
     loader.exec_module(module)
     return module

@@ -1,4 +1,4 @@
-"""The engine's C interface as seen from Python: one ctypes declaration per function."""
+"""ctypes declarations of the engine's C interface (engine/nearlinear_collectives.h)."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import ctypes
 import functools
 import json
 import logging
+from collections.abc import Callable
+from typing import Any
 
-from nearlinear_collectives.build import SHIPPED, engine_library
+from .build import SHIPPED, engine_library
 
 log = logging.getLogger("nearlinear_collectives")
 
 ABI_VERSION = 1
-CARD_BYTES = 512
+PEER_INFO_BYTES = 512
 OWN_TIMEOUT = -1
 
 OK, BAD_ARGUMENT, PEER_DIED, TIMEOUT, MISMATCH, ABORTED, SYSTEM = range(7)
@@ -52,19 +54,18 @@ Done = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int32, ctypes.c_char_p)
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """The loaded engine. Its symbols are global, for the glue links against nothing else."""
-    engine = load()
-    card = ctypes.c_char_p
+    """Load the engine with global symbols, which the glue resolves against."""
+    engine = load_engine()
     group, text, size = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t
     signatures = {
         "nlc_abi_version": ([], ctypes.c_int32),
         "nlc_error": ([], text),
-        "nlc_group_open": ([ctypes.POINTER(Options), card, ctypes.POINTER(group)], ctypes.c_int32),
-        "nlc_group_connect": ([group, card, ctypes.c_int64], ctypes.c_int32),
+        "nlc_group_open": ([ctypes.POINTER(Options), text, ctypes.POINTER(group)], ctypes.c_int32),
+        "nlc_group_connect": ([group, text, ctypes.c_int64], ctypes.c_int32),
         "nlc_group_abort": ([group, text], None),
         "nlc_group_close": ([group], None),
         "nlc_group_set_timeout": ([group, ctypes.c_int64], None),
-        "nlc_card_is_dead": ([card], ctypes.c_int32),
+        "nlc_peer_is_dead": ([text], ctypes.c_int32),
         "nlc_run": ([group, ctypes.POINTER(Call)], ctypes.c_int32),
         "nlc_start": ([group, ctypes.POINTER(Call), Done, ctypes.c_void_p], ctypes.c_int32),
         "nlc_pool_allocate": ([size], ctypes.c_void_p),
@@ -79,33 +80,32 @@ def library() -> ctypes.CDLL:
         function.argtypes, function.restype = arguments, result
     if engine.nlc_abi_version() != ABI_VERSION:
         raise ImportError(
-            "the engine's library belongs to another version of nearlinear_collectives: "
-            "reinstall the package"
+            f"the engine's library has ABI version {engine.nlc_abi_version()}, but this "
+            f"nearlinear_collectives needs {ABI_VERSION}: reinstall the package"
         )
     return engine
 
 
-def load() -> ctypes.CDLL:
+def load_engine() -> ctypes.CDLL:
+    """Load the shipped library, or compile one if the shipped one does not load here."""
     path = engine_library()
     try:
         return ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
     except OSError as error:
         if path != SHIPPED:
             raise ImportError(
-                f"the engine's library cannot be loaded: {error}. If that file system does not "
-                "allow programs, name a folder on another one in NEARLINEAR_COLLECTIVES_CACHE"
+                f"the engine's library cannot be loaded: {error}. If that file system is mounted "
+                "noexec, set NEARLINEAR_COLLECTIVES_CACHE to a folder on another one"
             ) from error
-        # Made on a machine with a newer C library, say: one made here fits.
+        # For example built on a machine with a newer C library.
         log.warning(
-            "the engine's library of this installation cannot be loaded (%s): compiling it "
-            "here, once",
-            error,
+            "the installed engine library cannot be loaded (%s): compiling it here, once", error
         )
         return ctypes.CDLL(str(engine_library(shipped=False)), mode=ctypes.RTLD_GLOBAL)
 
 
-def read_json(function, *arguments):
-    """Call an engine function that fills a buffer with JSON."""
+def read_json(function: Callable[..., int], *arguments: Any) -> Any:
+    """Call an engine function that fills a buffer with JSON, and parse it."""
     capacity = 1 << 16
     while True:
         buffer = ctypes.create_string_buffer(capacity)
@@ -116,10 +116,12 @@ def read_json(function, *arguments):
 
 
 def trace() -> list[dict]:
-    """The last operations of this process over all its groups, oldest first.
+    """Return the last operations of this process in all its groups, oldest first.
 
-    Each is a dict of group, sequence, operation, count, bytes (per rank for all_gather and
-    reduce_scatter), dtype, reduce, state (``running``, ``done``, ``failed``), detail (how the bytes
-    moved, or why it failed), microseconds it took (so far) and microseconds_ago it began.
+    Returns:
+        One dict per operation with the keys ``group``, ``sequence``, ``operation``, ``count``,
+        ``bytes`` (per rank for all_gather and reduce_scatter), ``dtype``, ``reduce``, ``state``
+        (``running``, ``done`` or ``failed``), ``detail`` (data path, or the error),
+        ``microseconds`` (duration so far) and ``microseconds_ago`` (time since its start).
     """
     return read_json(library().nlc_trace)

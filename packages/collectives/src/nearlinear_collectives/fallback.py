@@ -1,8 +1,8 @@
-"""Who does what the engine does not: gloo for CPU tensors, NCCL for CUDA tensors.
+"""Fallback backends: gloo for operations the engine lacks on CPU tensors, NCCL for CUDA tensors.
 
-Gloo is made with the group, for point-to-point calls involve two ranks only and its constructor
-all of them; with lazy connections that costs a millisecond and no socket. NCCL is made by the
-first call on a CUDA tensor.
+Gloo is created together with the group, because its constructor involves all ranks and a
+point-to-point call only two. With lazy connections it costs a millisecond and no socket. NCCL is
+created by the first call on a CUDA tensor.
 """
 
 from __future__ import annotations
@@ -12,92 +12,104 @@ import logging
 import os
 import weakref
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
 log = logging.getLogger("nearlinear_collectives")
 
-told: set[str] = set()
-gloos: weakref.WeakSet = weakref.WeakSet()
+_logged_lines: set[str] = set()
+_gloo_backends: weakref.WeakSet = weakref.WeakSet()
 
 
-def keep_for_good() -> None:
-    """In a forked child: gloo's destructor would wait for threads that only the parent has."""
-    for gloo in gloos:
+def _leak_gloo_in_child() -> None:
+    """Keep gloo alive in a forked child: its destructor would join threads of the parent."""
+    for gloo in _gloo_backends:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(gloo))
 
 
-os.register_at_fork(after_in_child=keep_for_good)
+os.register_at_fork(after_in_child=_leak_gloo_in_child)
 
 
-def say(line: str, rank: int) -> None:
-    """One line per node, not one per rank and group."""
-    first = line not in told
-    told.add(line)
-    speaks = os.environ.get("LOCAL_RANK", str(rank)) == "0"
-    log.log(logging.WARNING if first and speaks else logging.DEBUG, line)
+def log_once_per_node(line: str, rank: int) -> None:
+    """Log a warning on the first rank of the node only, and once for all groups."""
+    first = line not in _logged_lines
+    _logged_lines.add(line)
+    is_first_rank = os.environ.get("LOCAL_RANK", str(rank)) == "0"
+    log.log(logging.WARNING if first and is_first_rank else logging.DEBUG, line)
 
 
-class Fallbacks:
-    def __init__(self, store, rank: int, size: int, timeout: timedelta) -> None:
+class FallbackBackends:
+    """Create the fallback backends of one group."""
+
+    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
         self.store, self.rank, self.size, self.timeout = store, rank, size, timeout
-        self.gloo, self.why_no_gloo = None, ""
+        self.gloo: Any = None
+        self.gloo_error = ""
         if size == 1:
-            return  # nobody has to be met: made on first use
+            return  # no rendezvous with other ranks: created on first use
         try:
             self.gloo = self.make_gloo()
         except Exception as error:
-            self.why_no_gloo = str(error)
+            self.gloo_error = str(error)
 
-    def make(self, device: str):
-        """The backend for ``device`` ("cpu", "cuda"); told once per group."""
+    def make(self, device: str) -> Any:
+        """Return the backend for ``device`` ("cpu" or "cuda"), and log that it is used."""
         if device == "cpu":
-            say(
-                "what nearlinear does not do itself (point to point, gather, scatter, "
-                "all-to-all, reduce) goes to gloo",
+            log_once_per_node(
+                "operations that nearlinear does not implement (point to point, gather, scatter, "
+                "all-to-all, reduce) use gloo",
                 self.rank,
             )
-            if self.gloo is None and not self.why_no_gloo:
+            if self.gloo is None and not self.gloo_error:
                 self.gloo = self.make_gloo()
             if self.gloo is None:
                 raise RuntimeError(
-                    f"this operation needs gloo, which could not be set up: {self.why_no_gloo}"
+                    f"this operation needs gloo, which could not be created: {self.gloo_error}. "
+                    "Run python -m nearlinear_collectives.doctor"
                 )
             return self.gloo
         if device == "cuda":
-            say("CUDA tensors go to NCCL", self.rank)
+            log_once_per_node("CUDA tensors use NCCL", self.rank)
             return self.make_nccl()
         raise RuntimeError(
-            f"the nearlinear backend has no fallback for {device} tensors: name one, "
-            f'as in init_process_group("cpu:nearlinear,{device}:...")'
+            f"the nearlinear backend has no fallback for {device} tensors (only for cpu and cuda). "
+            f'Name one, as in init_process_group("cpu:nearlinear,{device}:...")'
         )
 
-    def make_gloo(self):
-        options = dist.ProcessGroupGloo._Options()
+    def make_gloo(self) -> Any:
+        backend: Any = dist.ProcessGroupGloo
+        options = backend._Options()
         options._timeout = self.timeout
-        options._devices = [dist.ProcessGroupGloo.create_default_device(lazy_init=True)]
-        store = dist.PrefixStore("gloo", self.store)
-        gloo = dist.ProcessGroupGloo(store, self.rank, self.size, options)
-        gloos.add(gloo)
+        options._devices = [backend.create_default_device(lazy_init=True)]
+        gloo = backend(self._sub_store("gloo"), self.rank, self.size, options)
+        _gloo_backends.add(gloo)
         return gloo
 
-    def make_nccl(self):
+    def make_nccl(self) -> Any:
         if not dist.is_nccl_available():
-            raise RuntimeError("CUDA tensors need NCCL, which this torch was built without")
+            raise RuntimeError(
+                "CUDA tensors need NCCL, which this torch was built without. Install a CUDA build "
+                "of torch, or move the tensors to the CPU"
+            )
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = self.timeout
         use_copy_engines(options)
-        store = dist.PrefixStore("nccl", self.store)
-        return dist.ProcessGroupNCCL(store, self.rank, self.size, options)
+        return dist.ProcessGroupNCCL(self._sub_store("nccl"), self.rank, self.size, options)
+
+    def _sub_store(self, prefix: str) -> Any:
+        return dist.PrefixStore(prefix, self.store)  # pyright: ignore[reportPrivateImportUsage] public
 
 
-def use_copy_engines(options) -> None:
-    """Let NCCL gather without occupying a multiprocessor, where it can; a variable of NCCL rules.
+def use_copy_engines(options: Any) -> None:
+    """Let NCCL gather on copy engines instead of SMs, unless NCCL_CTA_POLICY is set.
 
-    It can since 2.28 for tensors in symmetric memory (FSDP2's set_symm_mem_for_comm) and does as
-    ever for others. Older builds of torch have no such policy.
+    NCCL 2.28 and newer do so for tensors in symmetric memory (FSDP2's set_symm_mem_for_comm); other
+    tensors are unaffected. Older builds of torch do not have the policy.
     """
     policy = getattr(dist.ProcessGroupNCCL, "NCCL_CTA_POLICY_ZERO", None)
     config = getattr(options, "config", None)
-    if policy is not None and hasattr(config, "cta_policy") and "NCCL_CTA_POLICY" not in os.environ:
+    if policy is None or config is None or not hasattr(config, "cta_policy"):
+        return
+    if "NCCL_CTA_POLICY" not in os.environ:
         config.cta_policy = policy

@@ -1,9 +1,9 @@
-"""The backend without a compiler: a process group in Python over the same engine.
+"""A process group in Python over the engine, for machines without a C++ compiler.
 
-It does what glue/backend.cc does, with the same checks, and costs some tens of microseconds more
-per call. A synchronous call runs on the caller's thread, an asynchronous one on a thread of the
-engine; neither holds the GIL meanwhile. torch takes a group that is written in Python as the whole
-process group, so this one also answers for its name, its devices and its backends.
+It mirrors glue/backend.cc with the same checks, and adds some tens of microseconds per call. A
+synchronous call runs on the caller's thread, an asynchronous one on an engine thread; both release
+the GIL. torch treats a group written in Python as the complete process group, so this class also
+implements the name, device and backend queries of ``ProcessGroup``.
 """
 
 from __future__ import annotations
@@ -12,72 +12,83 @@ import contextlib
 import ctypes
 import weakref
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import AllgatherOptions  # the one that is not exported
+from torch.distributed.distributed_c10d import (  # not exported by torch.distributed
+    AllgatherOptions,  # pyright: ignore[reportPrivateImportUsage]
+)
 
-from nearlinear_collectives import engine_library as engine
-from nearlinear_collectives.calls import (
+from . import engine_library as engine
+from .fallback import FallbackBackends
+from .group import EngineGroup
+from .work import (
     CPU,
-    adjacent,
+    EngineWork,
+    Staging,
     allocate_pooled,
     allocate_shared,
-    bytes_call,
+    are_adjacent,
+    call_on_contiguous,
+    combine,
     engine_reduction,
-    foreign,
-    own_or,
-    reduce_call,
+    make_call,
+    make_reduce_call,
+    needs_fallback,
+    timeout_ms,
 )
-from nearlinear_collectives.fallback import Fallbacks
-from nearlinear_collectives.group import Group
-from nearlinear_collectives.work import EngineWork, Staging, on_contiguous, together
 
 Tensors = list[torch.Tensor]
 
 
 class EngineProcessGroup(dist.ProcessGroup):
-    """Owns ``group``; what the engine does not do goes to the backends that ``fallbacks`` makes."""
+    """A process group that owns an engine group; other operations use fallback backends."""
 
-    def __init__(self, rank: int, size: int, group: Group, fallbacks: Fallbacks) -> None:
-        super().__init__(rank, size)
+    def __init__(
+        self, rank: int, size: int, group: EngineGroup, fallbacks: FallbackBackends
+    ) -> None:
+        # The stubs lack the constructor of Python subclasses.
+        super().__init__(rank, size)  # pyright: ignore[reportCallIssue]
         self._size, self._group, self._make_fallback = size, group, fallbacks.make
-        self._fallbacks: dict[str, dist.Backend] = {}
+        self._fallbacks: dict[str, Any] = {}
         self._name = self._description = ""
         self._sequence = 0
-        self._coalesced: list[dist.Work] | None = None  # of the open coalescing block
+        self._coalesced: list[dist.Work] | None = None  # works of the open coalescing block
         weakref.finalize(self, group.close)
 
-    # --- what the engine does ------------------------------------------------------------------
+    # --- collectives of the engine --------------------------------------------------------------
 
     def broadcast(self, tensors: Tensors, opts: dist.BroadcastOptions) -> dist.Work:
         [tensor] = tensors
-        if foreign(tensor):
+        if needs_fallback(tensor):
             return self._fallback(tensor).broadcast(tensors, opts)
-        call, staging = bytes_call(engine.BROADCAST, tensor, opts.timeout), Staging()
+        call, staging = make_call(engine.BROADCAST, tensor, opts.timeout), Staging()
         call.root, call.output = opts.rootRank, staging.in_place(tensor)
         return self._launch(call, tensors, staging, opts.asyncOp)
 
     def allreduce(self, tensors: Tensors, opts: dist.AllreduceOptions | None = None) -> dist.Work:
-        if isinstance(tensors, torch.Tensor):  # as DDP calls it, with no options, for uneven inputs
+        if isinstance(tensors, torch.Tensor):  # DDP calls it without options for uneven inputs
             tensors = [tensors]
         [tensor], opts = tensors, opts or dist.AllreduceOptions()
         reduction = engine_reduction(opts.reduceOp, tensor, self._size)
         if reduction is None:
             fallback = self._fallback(tensor)
-            return on_contiguous(lambda tensor: fallback.allreduce([tensor], opts), tensor)
-        call = reduce_call(engine.ALL_REDUCE, tensor, reduction, opts.timeout)
+            return call_on_contiguous(lambda tensor: fallback.allreduce([tensor], opts), tensor)
+        call = make_reduce_call(engine.ALL_REDUCE, tensor, reduction, opts.timeout)
         staging = Staging()
         call.output = staging.in_place(tensor)
         return self._launch(call, tensors, staging, opts.asyncOp)
 
-    def allreduce_coalesced(self, tensors: Tensors, opts) -> dist.Work:
-        each = dist.AllreduceOptions()  # a fallback does not take the coalesced kind
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any) -> dist.Work:
+        each = dist.AllreduceOptions()  # a fallback rejects the coalesced options
         each.reduceOp, each.timeout, each.asyncOp = opts.reduceOp, opts.timeout, opts.asyncOp
-        return together([self.allreduce([tensor], each) for tensor in tensors], tensors)
+        return combine([self.allreduce([tensor], each) for tensor in tensors], tensors)
 
-    def all_gather_single(self, output, input, opts: AllgatherOptions) -> dist.Work:
-        if foreign(input):
+    def all_gather_single(
+        self, output: torch.Tensor, input: torch.Tensor, opts: AllgatherOptions
+    ) -> dist.Work:
+        if needs_fallback(input):
             return self._fallback(input)._allgather_base(output, input, opts)
         n, each = self._size, input.numel()
         if output.dtype != input.dtype:
@@ -87,13 +98,15 @@ class EngineProcessGroup(dist.ProcessGroup):
                 f"all_gather: the output has {output.numel()} elements, but {n} ranks x {each} "
                 f"elements of input make {n * each}"
             )
-        call, staging = bytes_call(engine.ALL_GATHER, input, opts.timeout), Staging()
+        call, staging = make_call(engine.ALL_GATHER, input, opts.timeout), Staging()
         call.input, call.output = staging.input(input), staging.output(output)
         return self._launch(call, [output], staging, opts.asyncOp)
 
-    def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: AllgatherOptions):
+    def allgather(
+        self, outputs: list[Tensors], inputs: Tensors, opts: AllgatherOptions
+    ) -> dist.Work:
         [parts], [input] = outputs, inputs
-        if foreign(input):
+        if needs_fallback(input):
             return self._fallback(input).allgather(outputs, inputs, opts)
         if len(parts) != self._size:
             raise ValueError(f"all_gather: {len(parts)} output tensors for {self._size} ranks")
@@ -103,27 +116,31 @@ class EngineProcessGroup(dist.ProcessGroup):
                     f"all_gather: every output must have the input's dtype and {input.numel()} "
                     f"elements; one is {part.dtype} with {part.numel()}"
                 )
-        call, staging = bytes_call(engine.ALL_GATHER, input, opts.timeout), Staging()
+        call, staging = make_call(engine.ALL_GATHER, input, opts.timeout), Staging()
         call.input = staging.input(input)
-        if adjacent(parts):
+        if are_adjacent(parts):
             call.output = staging.output(parts[0])
         else:
             call.outputs = (ctypes.c_void_p * self._size)(*map(staging.output, parts))
         return self._launch(call, parts, staging, opts.asyncOp)
 
-    def allgather_coalesced(self, outputs: list[Tensors], inputs: Tensors, opts) -> dist.Work:
-        # Here the lists run over ranks first: outputs[rank][tensor].
+    def allgather_coalesced(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> dist.Work:
+        # The outer list runs over ranks: outputs[rank][tensor].
         by_tensor = [list(parts) for parts in zip(*outputs, strict=True)]
         pairs = zip(by_tensor, inputs, strict=True)
         works = [self.allgather([parts], [input], opts) for parts, input in pairs]
-        return together(works, sum(by_tensor, []))
+        return combine(works, sum(by_tensor, []))
 
-    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts=None):
+    def all_gather_single_coalesced(
+        self, outputs: Tensors, inputs: Tensors, opts: Any = None
+    ) -> dist.Work:
         pairs, opts = zip(outputs, inputs, strict=True), opts or AllgatherOptions()
         works = [self.all_gather_single(output, input, opts) for output, input in pairs]
-        return together(works, outputs)
+        return combine(works, outputs)
 
-    def reduce_scatter_single(self, output, input, opts: dist.ReduceScatterOptions) -> dist.Work:
+    def reduce_scatter_single(
+        self, output: torch.Tensor, input: torch.Tensor, opts: dist.ReduceScatterOptions
+    ) -> dist.Work:
         n, each = self._size, output.numel()
         if output.dtype != input.dtype:
             raise ValueError(
@@ -137,70 +154,83 @@ class EngineProcessGroup(dist.ProcessGroup):
         reduction = engine_reduction(opts.reduceOp, input, n)
         if reduction is None:
             reduce_scatter = self._fallback(input)._reduce_scatter_base
-            return on_contiguous(lambda *both: reduce_scatter(*both, opts), output, input)
-        call = reduce_call(engine.REDUCE_SCATTER, output, reduction, opts.timeout)
+            return call_on_contiguous(
+                lambda *tensors: reduce_scatter(*tensors, opts), output, input
+            )
+        call = make_reduce_call(engine.REDUCE_SCATTER, output, reduction, opts.timeout)
         staging = Staging()
         call.input, call.output = staging.input(input), staging.output(output)
         return self._launch(call, [output], staging, opts.asyncOp)
 
-    def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts) -> dist.Work:
+    def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> dist.Work:
         [output], [parts] = outputs, inputs
         if len(parts) != self._size:
             raise ValueError(f"reduce_scatter: {len(parts)} input tensors for {self._size} ranks")
         even = all(part.numel() == output.numel() for part in parts)
         if not even or engine_reduction(opts.reduceOp, output, self._size) is None:
             call = self._fallback(output).reduce_scatter
-            return on_contiguous(lambda out, *parts: call([out], [parts], opts), output, *parts)
+            return call_on_contiguous(
+                lambda out, *parts: call([out], [parts], opts), output, *parts
+            )
         input = torch.cat([part.detach().reshape(-1) for part in parts])
         return self.reduce_scatter_single(output, input, opts)
 
-    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts=None):
+    def reduce_scatter_single_coalesced(
+        self, outputs: Tensors, inputs: Tensors, opts: Any = None
+    ) -> dist.Work:
         pairs, opts = zip(outputs, inputs, strict=True), opts or dist.ReduceScatterOptions()
         works = [self.reduce_scatter_single(output, input, opts) for output, input in pairs]
-        return together(works, outputs)
+        return combine(works, outputs)
 
     def barrier(self, opts: dist.BarrierOptions | None = None) -> dist.Work:
         opts = opts or dist.BarrierOptions()
-        call = engine.Call(kind=engine.BARRIER, scale=1.0, timeout_ms=own_or(opts.timeout))
+        call = engine.Call(kind=engine.BARRIER, scale=1.0, timeout_ms=timeout_ms(opts.timeout))
         return self._launch(call, [], Staging(), opts.asyncOp)
 
-    # The names before torch 2.13, which newer releases still look for.
-    _allgather_base = all_gather_single
-    allgather_into_tensor_coalesced = all_gather_single_coalesced
-    _reduce_scatter_base = reduce_scatter_single
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    # Names before torch 2.13, which newer releases still call. Parameter names differ in the stubs.
+    _allgather_base = all_gather_single  # pyright: ignore[reportAssignmentType]
+    allgather_into_tensor_coalesced = all_gather_single_coalesced  # pyright: ignore[reportAssignmentType]
+    _reduce_scatter_base = reduce_scatter_single  # pyright: ignore[reportAssignmentType]
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # pyright: ignore[reportAssignmentType]
 
-    # --- what a fallback does ------------------------------------------------------------------
+    # --- operations of the fallbacks ------------------------------------------------------------
 
-    def reduce(self, tensors: Tensors, opts) -> dist.Work:
+    def reduce(self, tensors: Tensors, opts: Any) -> dist.Work:
         fallback = self._fallback(tensors[0])
-        return on_contiguous(lambda tensor: fallback.reduce([tensor], opts), *tensors)
+        return call_on_contiguous(lambda tensor: fallback.reduce([tensor], opts), *tensors)
 
-    def gather(self, outputs: list[Tensors], inputs: Tensors, opts) -> dist.Work:
+    def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> dist.Work:
         return self._fallback(inputs[0]).gather(outputs, inputs, opts)
 
-    def scatter(self, outputs: Tensors, inputs: list[Tensors], opts) -> dist.Work:
+    def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> dist.Work:
         return self._fallback(outputs[0]).scatter(outputs, inputs, opts)
 
-    def all_to_all_single(self, output, input, output_splits, input_splits, opts) -> dist.Work:
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_splits: list[int],
+        input_splits: list[int],
+        opts: Any,
+    ) -> dist.Work:
         fallback = self._fallback(input)
         return fallback.alltoall_base(output, input, output_splits, input_splits, opts)
 
-    alltoall_base = all_to_all_single
+    alltoall_base = all_to_all_single  # pyright: ignore[reportAssignmentType] parameter names
 
-    def alltoall(self, outputs: Tensors, inputs: Tensors, opts) -> dist.Work:
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any) -> dist.Work:
         return self._fallback(inputs[0]).alltoall(outputs, inputs, opts)
 
     def send(self, tensors: Tensors, to: int, tag: int = 0) -> dist.Work:
-        return self._remember(self._fallback(tensors[0]).send(tensors, to, tag))
+        return self._record(self._fallback(tensors[0]).send(tensors, to, tag))
 
     def recv(self, tensors: Tensors, source: int, tag: int = 0) -> dist.Work:
-        return self._remember(self._fallback(tensors[0]).recv(tensors, source, tag))
+        return self._record(self._fallback(tensors[0]).recv(tensors, source, tag))
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> dist.Work:
-        return self._remember(self._fallback(tensors[0]).recv_anysource(tensors, tag))
+        return self._record(self._fallback(tensors[0]).recv_anysource(tensors, tag))
 
-    # --- what c10d asks of a group -------------------------------------------------------------
+    # --- queries and settings of c10d -----------------------------------------------------------
 
     def getBackendName(self) -> str:
         return "nearlinear"
@@ -222,10 +252,10 @@ class EngineProcessGroup(dist.ProcessGroup):
         return [CPU, *([torch.device("cuda")] if torch.cuda.is_available() else [])]
 
     def _get_backend(self, device: torch.device) -> EngineProcessGroup:
-        """The group is its own backend, of all devices: FSDP2 asks it for memory."""
+        """Return the group itself, the backend of all devices; FSDP2 asks it for memory."""
         return self
 
-    get_backend = _get_backend  # its name since torch 2.14
+    get_backend = _get_backend  # name since torch 2.14
 
     supports_coalescing = True
     supports_splitting = False
@@ -234,7 +264,9 @@ class EngineProcessGroup(dist.ProcessGroup):
     def supports_tensor_alloc(self, device: torch.device) -> bool:
         return device.type == "cpu"
 
-    def allocate_tensor(self, size: int, *, dtype: torch.dtype, device: torch.device):
+    def allocate_tensor(
+        self, size: int, *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
         if device.type != "cpu":
             return torch.empty(size, dtype=dtype, device=device)
         return allocate_pooled(size, dtype)
@@ -248,19 +280,19 @@ class EngineProcessGroup(dist.ProcessGroup):
             backend.set_timeout(timeout)
 
     def _set_sequence_number_for_group(self) -> None:
-        """Nothing to agree on: every rank counts its own calls."""
+        """Do nothing: every rank counts its own calls."""
 
     def _get_sequence_number_for_group(self) -> int:
         return self._sequence
 
     def _start_coalescing(self, device: torch.device) -> None:
         if self._coalesced is not None:
-            raise RuntimeError("a coalescing block is open already on this group")
+            raise RuntimeError("a coalescing block is already open on this group; end it first")
         self._coalesced = []
 
     def _end_coalescing(self, device: torch.device) -> dist.Work:
         works, self._coalesced = self._coalesced or [], None
-        return together(works, [])
+        return combine(works, [])
 
     def abort(self) -> None:
         self._group.abort("the process group was aborted")
@@ -271,26 +303,28 @@ class EngineProcessGroup(dist.ProcessGroup):
         self._group.close()
         fallbacks, self._fallbacks = self._fallbacks, {}
         for backend in fallbacks.values():
-            with contextlib.suppress(RuntimeError):  # some have nothing to shut down, and say so
+            with contextlib.suppress(RuntimeError):  # backends without a shutdown raise
                 backend.shutdown()
 
-    # --- within --------------------------------------------------------------------------------
+    # --- internals ------------------------------------------------------------------------------
 
-    def _launch(self, call: engine.Call, outputs: Tensors, staging: Staging, asynchronous: bool):
+    def _launch(
+        self, call: engine.Call, outputs: Tensors, staging: Staging, asynchronous: bool
+    ) -> dist.Work:
         self._sequence += 1
         work = EngineWork(outputs, staging)
         if asynchronous:
             work.start(self._group, call)
         else:
             work.run(self._group, call)
-        return self._remember(work)
+        return self._record(work)
 
-    def _remember(self, work: dist.Work) -> dist.Work:
+    def _record(self, work: dist.Work) -> dist.Work:
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work
 
-    def _fallback(self, tensor: torch.Tensor) -> dist.Backend:
+    def _fallback(self, tensor: torch.Tensor) -> Any:
         device = tensor.device.type
         if device not in self._fallbacks:
             self._fallbacks[device] = self._make_fallback(device)

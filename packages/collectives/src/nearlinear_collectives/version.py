@@ -1,3 +1,3 @@
-"""The package's version; the build backend reads it from here."""
+"""Version of the package, read by the build backend."""
 
 __version__ = "0.1.0"

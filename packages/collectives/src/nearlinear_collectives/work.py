@@ -1,23 +1,128 @@
-"""Works of the Python process group: what a collective hands back, done or under way.
+"""Engine calls of the Python process group: argument conversion, staging, and Work objects.
 
-The counterpart of glue/work.h. Futures hold a list of tensors, as DDP and its hooks expect.
+The counterpart of glue/calls.h and glue/work.h. Futures hold a list of tensors, as DDP and its
+hooks expect.
 """
 
 from __future__ import annotations
 
+import ctypes
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from nearlinear_collectives.engine_library import Call
-from nearlinear_collectives.group import Group
+from . import engine_library as engine
+from .group import EngineGroup
+
+DTYPES = {getattr(torch, name): code for code, name in enumerate(engine.DTYPES)}
+REDUCTIONS = {getattr(dist.ReduceOp, name): code for code, name in enumerate(engine.REDUCTIONS)}
+SUM, AVG = REDUCTIONS[dist.ReduceOp.SUM], REDUCTIONS[dist.ReduceOp.AVG]
+BITWISE = (dist.ReduceOp.BAND, dist.ReduceOp.BOR, dist.ReduceOp.BXOR)
+CPU = torch.device("cpu")
+
+
+def needs_fallback(tensor: torch.Tensor) -> bool:
+    """Return True for tensors that the engine cannot handle: not on the CPU, or sparse."""
+    return tensor.device.type != "cpu" or tensor.is_sparse
+
+
+def engine_reduction(op: Any, tensor: torch.Tensor, size: int) -> tuple[int, float] | None:
+    """Convert a c10d reduction.
+
+    Args:
+        op: A ``ReduceOp``.
+        tensor: Tensor to reduce.
+        size: Ranks of the group.
+
+    Returns:
+        (reduction, scale) of the engine, or None if the reduction needs a fallback.
+    """
+    dtype, kind = tensor.dtype, op.op
+    if needs_fallback(tensor) or dtype not in DTYPES:
+        return None
+    floating = dtype.is_floating_point
+    if kind in (dist.ReduceOp.AVG, dist.ReduceOp.PREMUL_SUM) and not floating:
+        # Raised here because gloo would communicate before it raises.
+        raise ValueError(f"{kind.name} needs a floating dtype, not {dtype}: use SUM, then scale")
+    if kind == dist.ReduceOp.PREMUL_SUM:
+        return SUM, float(op.__getstate__()[1])
+    if kind == dist.ReduceOp.AVG:
+        return AVG, 1.0 / size
+    if kind in BITWISE and floating:
+        return None
+    return (REDUCTIONS[kind], 1.0) if kind in REDUCTIONS else None
+
+
+def make_call(kind: int, tensor: torch.Tensor, timeout: timedelta) -> engine.Call:
+    """Build a call without reduction; a dtype unknown to the engine is moved as bytes."""
+    dtype = DTYPES.get(tensor.dtype)
+    call = engine.Call(kind=kind, scale=1.0, timeout_ms=timeout_ms(timeout))
+    if dtype is None:
+        call.dtype, call.count = DTYPES[torch.uint8], tensor.nbytes
+    else:
+        call.dtype, call.count = dtype, tensor.numel()
+    return call
+
+
+def make_reduce_call(
+    kind: int, tensor: torch.Tensor, reduction: tuple[int, float], timeout: timedelta
+) -> engine.Call:
+    call = make_call(kind, tensor, timeout)
+    call.reduce, call.scale = reduction
+    return call
+
+
+def timeout_ms(timeout: timedelta) -> int:
+    """Convert a timeout; c10d uses a negative one for the group's own timeout."""
+    return engine.OWN_TIMEOUT if timeout < timedelta(0) else int(timeout.total_seconds() * 1000)
+
+
+def are_adjacent(parts: list[torch.Tensor]) -> bool:
+    """Return True if the tensors follow each other in memory, as the views of a chunk do."""
+    expected = parts[0].data_ptr()
+    for part in parts:
+        if not part.is_contiguous() or part.data_ptr() != expected:
+            return False
+        expected += part.nbytes
+    return True
+
+
+def allocate_pooled(count: int, dtype: torch.dtype) -> torch.Tensor:
+    """Allocate memory shared with the ranks of this node, or ordinary memory if none is left."""
+    library, size = engine.library(), count * dtype.itemsize
+    memory = library.nlc_pool_allocate(size) if size else None
+    if not memory:
+        return torch.empty(count, dtype=dtype)
+    return tensor_from_address(memory, size, dtype, library.nlc_pool_free)
+
+
+def allocate_shared(group: EngineGroup, ranks: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+    """Allocate an all-gather output that exists once per node (see nlc_shared_allocate)."""
+    each, rest = divmod(count, ranks)
+    memory = None if rest else group.allocate_shared(each * dtype.itemsize)
+    if not memory:
+        return allocate_pooled(count, dtype)
+    return tensor_from_address(
+        memory, count * dtype.itemsize, dtype, engine.library().nlc_shared_free
+    )
+
+
+def tensor_from_address(
+    address: int, size: int, dtype: torch.dtype, free: Callable[[int], Any]
+) -> torch.Tensor:
+    """Wrap ``size`` bytes of engine memory, which ``free`` returns when the tensor is deleted."""
+    block = (ctypes.c_char * size).from_address(address)
+    weakref.finalize(block, free, address).atexit = False
+    return torch.frombuffer(block, dtype=dtype)
 
 
 class Staging:
-    """Contiguous stand-ins for tensors that are not, and what keeps the memory of a call alive."""
+    """Contiguous copies of strided tensors, and references that keep a call's memory alive."""
 
     def __init__(self) -> None:
         self.kept: list[torch.Tensor] = []
@@ -37,8 +142,9 @@ class Staging:
         return self._copy_back(tensor, tensor.detach().contiguous())
 
     def finish(self) -> None:
-        for tensor, stand_in in self.copies:
-            tensor.detach().copy_(stand_in)
+        """Copy results back to strided outputs and release all memory."""
+        for tensor, copy in self.copies:
+            tensor.detach().copy_(copy)
         self.kept.clear()
         self.copies.clear()
 
@@ -46,37 +152,38 @@ class Staging:
         self.kept.append(tensor)
         return tensor.data_ptr()
 
-    def _copy_back(self, tensor: torch.Tensor, stand_in: torch.Tensor) -> int:
-        self.copies.append((tensor, stand_in))
-        return self._keep(stand_in)
+    def _copy_back(self, tensor: torch.Tensor, copy: torch.Tensor) -> int:
+        self.copies.append((tensor, copy))
+        return self._keep(copy)
 
 
 class EngineWork(dist.Work):
-    """One collective: run on the caller's thread, or started on a thread of the engine."""
+    """A collective, run on the caller's thread or started on an engine thread."""
 
     def __init__(self, outputs: list[torch.Tensor], staging: Staging) -> None:
         super().__init__()
         self.outputs, self.staging = outputs, staging
         self.failure: Exception | None = None
-        self.ended: threading.Event | None = None  # None: a synchronous call, and done
-        self.future: torch.futures.Future | None = None
+        self.ended: threading.Event | None = None  # None for a synchronous call, which is complete
+        self.future: Any = None
 
-    def run(self, group: Group, call: Call) -> None:
+    def run(self, group: EngineGroup, call: engine.Call) -> None:
         group.run(call)
         self.staging.finish()
 
-    def start(self, group: Group, call: Call) -> None:
+    def start(self, group: EngineGroup, call: engine.Call) -> None:
         self.ended, self.future = threading.Event(), torch.futures.Future()
         group.start(call, self.finish)
 
     def finish(self, failure: Exception | None) -> None:
-        """Called on a thread of the engine when a started call has ended."""
+        """Complete a started call; runs on an engine thread."""
         if failure is None:
             try:
                 self.staging.finish()
             except Exception as error:
                 failure = error
         self.failure = failure
+        assert self.ended is not None  # set by start()
         self.ended.set()
         if failure is None:
             self.future.set_result(self.outputs)
@@ -85,9 +192,11 @@ class EngineWork(dist.Work):
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         if self.ended is not None:
-            if not self.ended.wait(seconds(timeout)):
-                raise RuntimeError(f"the collective did not end within {timeout}: it still runs")
-            self.future.wait()  # complete as soon as anyone has waited; raises the failure
+            if not self.ended.wait(timeout_seconds(timeout)):
+                raise RuntimeError(
+                    f"the collective did not complete within {timeout}; it is still running"
+                )
+            self.future.wait()  # complete by now; raises the collective's error
         return True
 
     def is_completed(self) -> bool:
@@ -100,7 +209,7 @@ class EngineWork(dist.Work):
         return self.failure
 
     def synchronize(self) -> None:
-        """Nothing: host memory has no streams."""
+        """Do nothing: host memory has no streams."""
 
     def result(self) -> list[torch.Tensor]:
         return self.outputs
@@ -112,7 +221,7 @@ class EngineWork(dist.Work):
         return self.future
 
 
-class ManyWorks(dist.Work):
+class CombinedWork(dist.Work):
     """Several works as one: the calls of a coalescing block, or of a coalesced collective."""
 
     def __init__(self, works: Sequence[dist.Work], outputs: list[torch.Tensor]) -> None:
@@ -141,20 +250,20 @@ class ManyWorks(dist.Work):
     def get_future(self) -> torch.futures.Future:
         outputs = self.outputs
 
-        def joined(parts: torch.futures.Future) -> list[torch.Tensor]:
+        def join(parts: torch.futures.Future) -> list[torch.Tensor]:
             for part in parts.value():
-                part.value()  # raises what it failed with
+                part.value()  # raises the part's error
             return outputs
 
-        return torch.futures.collect_all([work.get_future() for work in self.works]).then(joined)
+        return torch.futures.collect_all([work.get_future() for work in self.works]).then(join)
 
 
-class CopiedBack(ManyWorks):
-    """A fallback's call on a stand-in: who waits for it first copies the result to its place."""
+class CopyBackWork(CombinedWork):
+    """A fallback's call on a contiguous copy; the first wait copies the result back."""
 
-    def __init__(self, work: dist.Work, tensor: torch.Tensor, stand_in: torch.Tensor) -> None:
+    def __init__(self, work: dist.Work, tensor: torch.Tensor, copy: torch.Tensor) -> None:
         super().__init__([work], [tensor])
-        self.stand_in: torch.Tensor | None = stand_in
+        self.copy: torch.Tensor | None = copy
         self.lock = threading.Lock()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -172,24 +281,32 @@ class CopiedBack(ManyWorks):
 
     def copy_back(self) -> None:
         with self.lock:
-            if self.stand_in is not None:
-                self.outputs[0].detach().copy_(self.stand_in)
-                self.stand_in = None
+            if self.copy is not None:
+                self.outputs[0].detach().copy_(self.copy)
+                self.copy = None
 
 
-def on_contiguous(call: Callable[..., dist.Work], output: torch.Tensor, *inputs: torch.Tensor):
-    """A fallback's reduction on stand-ins for strided tensors, which gloo reduces wrongly."""
+def call_on_contiguous(
+    call: Callable[..., dist.Work], output: torch.Tensor, *inputs: torch.Tensor
+) -> dist.Work:
+    """Run a fallback's reduction on contiguous tensors; gloo reduces strided ones wrongly.
+
+    Args:
+        call: Called with the output and the inputs, or with contiguous copies of them.
+        output: Tensor that receives the result.
+        inputs: Further tensor arguments.
+    """
     if output.is_sparse or all(tensor.is_contiguous() for tensor in (output, *inputs)):
         return call(output, *inputs)
-    stand_in = output.contiguous()
-    work = call(stand_in, *(tensor.contiguous() for tensor in inputs))
-    return work if stand_in is output else CopiedBack(work, output, stand_in)
+    copy = output.contiguous()
+    work = call(copy, *(tensor.contiguous() for tensor in inputs))
+    return work if copy is output else CopyBackWork(work, output, copy)
 
 
-def together(works: list[dist.Work], outputs: list[torch.Tensor]) -> dist.Work:
-    return works[0] if len(works) == 1 else ManyWorks(works, outputs)
+def combine(works: list[dist.Work], outputs: list[torch.Tensor]) -> dist.Work:
+    return works[0] if len(works) == 1 else CombinedWork(works, outputs)
 
 
-def seconds(timeout: timedelta | None) -> float | None:
-    """c10d waits for ever on a timeout of zero."""
+def timeout_seconds(timeout: timedelta | None) -> float | None:
+    """Convert a wait timeout; c10d waits without limit on a timeout of zero."""
     return timeout.total_seconds() if timeout else None

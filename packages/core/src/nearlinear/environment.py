@@ -1,4 +1,4 @@
-"""What a bug report needs: versions, machine, accelerators, and the variables that matter."""
+"""Environment report for bug reports: versions, machine, accelerators and relevant variables."""
 
 import importlib.metadata
 import os
@@ -6,16 +6,21 @@ import platform
 import shutil
 import subprocess
 import sys
+from types import ModuleType
 
 PACKAGES = (
     "nearlinear nearlinear-collectives torch numpy safetensors transformers tokenizers datasets "
     "tensorboard papermill"
 ).split()
-PREFIXES = ("NCCL_", "GLOO_", "FI_", "OMP_", "CUDA_", "SM_", "TORCH_", "HF_")
+_PREFIXES = ("NCCL_", "GLOO_", "FI_", "OMP_", "CUDA_", "SM_", "TORCH_", "HF_")
+_RANK_VARIABLES = (
+    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"
+)  # fmt: skip
+_SECRET_WORDS = ("TOKEN", "SECRET", "KEY", "PASSWORD", "CREDENTIAL")
 
 
-def report() -> list[tuple[str, str]]:
-    """(name, value) pairs, in reading order. Secrets are left out: only known variables appear."""
+def collect() -> list[tuple[str, str]]:
+    """Return (name, value) pairs in display order. Variables that may hold secrets are omitted."""
     return [
         ("python", f"{platform.python_version()} ({sys.executable})"),
         ("platform", platform.platform()),
@@ -24,22 +29,21 @@ def report() -> list[tuple[str, str]]:
         *((name, _version(name)) for name in PACKAGES),
         *_accelerators(),
         ("compiler", shutil.which("c++") or shutil.which("g++") or "none on PATH"),
-        *sorted((k, v) for k, v in os.environ.items() if _shown(k)),
+        *sorted((k, v) for k, v in os.environ.items() if _is_reported(k)),
     ]
 
 
-def text() -> str:
-    """The report, ready to paste."""
-    rows = report()
+def format_report() -> str:
+    """Format the environment as lines to paste into a bug report."""
+    rows = collect()
     width = max(len(name) for name, _ in rows)
     lines = [f"{name:<{width}}  {value}" for name, value in rows]
-    return "\n".join(["Copy the lines below into your report.", "", *lines])
+    return "\n".join(["Copy the lines below into your bug report.", "", *lines])
 
 
-def _shown(variable: str) -> bool:
-    ranks = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    secret = any(word in variable for word in ("TOKEN", "SECRET", "KEY", "PASSWORD", "CREDENTIAL"))
-    return (variable.startswith(PREFIXES) or variable in ranks) and not secret
+def _is_reported(variable: str) -> bool:
+    secret = any(word in variable for word in _SECRET_WORDS)
+    return (variable.startswith(_PREFIXES) or variable in _RANK_VARIABLES) and not secret
 
 
 def _version(package: str) -> str:
@@ -77,7 +81,7 @@ def _accelerators() -> list[tuple[str, str]]:
     return rows
 
 
-def _backends(torch) -> list[str]:
+def _backends(torch: ModuleType) -> list[str]:
     dist = torch.distributed
     if not dist.is_available():
         return ["torch.distributed is not in this build"]

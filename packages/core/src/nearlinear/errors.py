@@ -1,20 +1,30 @@
-"""Errors meant for the person who runs nearlinear.
+"""Errors that a user of nearlinear can act on.
 
-Every message is one line that names the cause and the remedy. The command line prints the
-message alone and exits with the error's code; a traceback appears only with ``--debug``. Anything
-that is not a `NearlinearError` is a defect of ours and keeps its traceback.
+Every message is one line with the cause and the remedy. The command line prints the message alone
+and exits with the error's code; ``--debug`` adds the traceback. Any other exception is a defect of
+nearlinear and keeps its traceback.
 """
+
+import signal
 
 
 class NearlinearError(Exception):
-    """The base of every error a user can act on."""
+    """Base class of every error that a user can act on."""
 
     exit_code = 2
-    """of the command line"""
+    """Exit code of the command line."""
     word = "error"
-    """what the command line calls it"""
+    """Prefix of the message on the command line."""
     everywhere = False
-    """whether all ranks of a job meet with it together, so that none waits for another"""
+    """True if all ranks of a job raise this error together, so that no rank waits for another."""
+
+
+class Interrupted(NearlinearError):
+    """A run received SIGTERM and saved itself."""
+
+    word = "stopped"
+    everywhere = True
+    exit_code = 128 + signal.SIGTERM  # as after SIGTERM itself: launchers restart the process
 
 
 class ConfigError(NearlinearError, ValueError):
@@ -22,14 +32,50 @@ class ConfigError(NearlinearError, ValueError):
 
 
 class DataError(NearlinearError, ValueError):
-    """Token shards or input text that are missing, empty, altered or of another kind."""
+    """Token shards or input text that are missing, empty, corrupt or in an unknown format."""
 
 
 class CheckpointError(NearlinearError, ValueError):
-    """A checkpoint that cannot be written, or is not whole, altered, or of another run."""
+    """A checkpoint that cannot be written, is incomplete or corrupt, or belongs to another run."""
 
     everywhere = True
 
 
 class StorageError(CheckpointError, DataError):
-    """A folder or a bucket, of checkpoints or of data, that is not there or does not let us in."""
+    """A folder or bucket of checkpoints or data that does not exist or refuses access."""
+
+
+class RankFailure(NearlinearError):
+    """Another rank died, is stuck or raised an error, so this rank cannot go on."""
+
+    everywhere = True
+
+    def __init__(self, message: str, restart: bool = True, dead_rank: int | None = None):
+        super().__init__(message)
+        self.dead_rank = dead_rank
+        """Rank of the dead process, or None. Its in-flight checkpoint files stay incomplete."""
+        # A lost rank may come back after a restart; a rank that raised an error would raise again.
+        self.exit_code = 128 + signal.SIGTERM if restart else 1
+
+
+class RankError(NearlinearError, RuntimeError):
+    """Raised by `nearlinear.spmd.run` when a rank fails; the other ranks are stopped.
+
+    ``rank`` is the first rank that failed and ``rank_traceback`` is its traceback as text. For
+    ranks that are threads, ``__cause__`` is the original exception.
+    """
+
+    def __init__(self, rank: int, ranks: int, error: str, rank_traceback: str = ""):
+        super().__init__(f"rank {rank} of {ranks} failed: {error}")
+        self.rank = rank
+        self.rank_traceback = rank_traceback
+
+    def __str__(self) -> str:
+        text = super().__str__()
+        return f"{text}\n\n{self.rank_traceback}" if self.rank_traceback else text
+
+
+def join_faults(faults: list[str], shown: int = 3) -> str:
+    """Join the first ``shown`` faults in sorted order, and count the others."""
+    more = f", and {len(faults) - shown} more" if len(faults) > shown else ""
+    return "; ".join(sorted(faults)[:shown]) + more

@@ -1,29 +1,44 @@
-"""Figures for notebooks and runs: loss curves, memory, documents, who holds what, planned steps.
+"""Figures for notebooks and runs: loss curves, memory, data, model layout, and planned steps.
 
 Every function draws on the given matplotlib axes, or on new ones, and returns them. matplotlib is
-imported here only, on first use.
+imported on first use, and only by this module.
 """
 
+from __future__ import annotations
+
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .mesh import Mesh
+from .distributed.mesh import Mesh
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 INK, MUTED, GRID = "#1f2a37", "#6b7280", "#e5e7eb"
 PALETTE = ("#2563eb", "#f59e0b", "#059669", "#db2777", "#7c3aed", "#0891b2", "#dc2626", "#65a30d")
 
 
-def read_metrics(folder) -> list[dict]:
-    """The steps of a run folder's ``metrics.jsonl``, in order."""
+def read_metrics(folder: str | Path) -> list[dict[str, Any]]:
+    """Return the reported steps of a run folder, in order."""
     text = (Path(folder) / "metrics.jsonl").read_text(encoding="utf-8")
     return [json.loads(line) for line in text.splitlines()]
 
 
-def loss_curve(metrics: list[dict], vocabulary: int | None = None, ax=None):
-    """Training and held-out loss (nats) over steps; ``vocabulary`` adds the level of guessing."""
-    ax = _axes(ax, (7, 3.6))
+def loss_curve(
+    metrics: list[dict[str, Any]], vocabulary: int | None = None, ax: Axes | None = None
+) -> Axes:
+    """Draw the training and held-out loss in nats over the steps.
+
+    Args:
+        metrics: Reported steps, as returned by `read_metrics`.
+        vocabulary: Vocabulary size; adds the loss of uniform guessing.
+        ax: Axes to draw on.
+    """
+    ax = _prepare_axes(ax, (7, 3.6))
     steps = [m["step"] for m in metrics]
     ax.plot(steps, [m["loss"] for m in metrics], color=PALETTE[0], lw=1.6, label="training")
     held_out = [(m["step"], m["eval_loss"]) for m in metrics if "eval_loss" in m]
@@ -39,45 +54,42 @@ def loss_curve(metrics: list[dict], vocabulary: int | None = None, ax=None):
     return ax
 
 
-def save_loss_curve(folder) -> Path:
-    """Draw ``loss.png`` beside ``metrics.jsonl`` in a run folder; its path."""
-    return _saved(loss_curve(read_metrics(folder)), Path(folder) / "loss.png")
+def save_loss_curve(folder: str | Path) -> Path:
+    """Save the loss curve as ``loss.png`` in a run folder and return its path."""
+    return _save_figure(loss_curve(read_metrics(folder)), Path(folder) / "loss.png")
 
 
-def memory(report: dict, ax=None):
-    """Where the memory of a step went, a bar per part, and below what each knob would save of it.
+def memory(report: dict[str, Any], ax: Axes | None = None) -> Axes:
+    """Draw the memory of a step by category.
 
-    ``report``: as in ``memory.json``, or ``nl.memory_report``'s ``report.as_dict()``. A line at a
-    bar is the most of any rank.
+    Args:
+        report: Contents of ``memory.json``, or ``report.as_dict()`` of `nearlinear.memory_report`.
+        ax: Axes to draw on. Bars show this rank, vertical lines the maximum over all ranks.
     """
-    from .memory.report import NAMES
+    from .memory.report import PARTS
 
-    parts = [(name, report["mine"][key], report["most"][key], PALETTE[0])
-             for key, name in NAMES.items() if key in report["mine"]]  # fmt: skip
-    saved = [(f"saved by: {each['knob']}", each["bytes"], None, PALETTE[2])
-             for each in report["savings"]]  # fmt: skip
-    rows = [*parts, *saved]
-    ax = _axes(ax, (8, 0.9 + 0.32 * len(rows)))
-    for place, (_, size, most, colour) in enumerate(rows):
-        ax.barh(place, size / 2**20, color=colour, alpha=0.85)
-        if most is not None:
-            ax.plot([most / 2**20] * 2, [place - 0.4, place + 0.4], color=INK, lw=1.6)
+    rows = [(name, report["mine"][key], report["most"][key])
+            for key, name in PARTS.items() if key in report["mine"]]  # fmt: skip
+    ax = _prepare_axes(ax, (8, 0.9 + 0.32 * len(rows)))
+    for place, (_, size, most) in enumerate(rows):
+        ax.barh(place, size / 2**20, color=PALETTE[0], alpha=0.85)
+        ax.plot([most / 2**20] * 2, [place - 0.4, place + 0.4], color=INK, lw=1.6)
     ax.set_yticks(range(len(rows)), [name for name, *_ in rows])
     ax.invert_yaxis()
     ax.set(xlabel="MiB")
     return ax
 
 
-def save_memory(folder) -> Path:
-    """Draw ``memory.png`` beside ``memory.json`` in a run folder; its path."""
+def save_memory(folder: str | Path) -> Path:
+    """Save the memory of a step as ``memory.png`` in a run folder and return its path."""
     ax = memory(json.loads((Path(folder) / "memory.json").read_text(encoding="utf-8")))
-    return _saved(ax, Path(folder) / "memory.png")
+    return _save_figure(ax, Path(folder) / "memory.png")
 
 
-def document_lengths(lengths, ax=None):
-    """A histogram of tokens per document on a logarithmic axis, with the median marked."""
+def document_lengths(lengths: Sequence[int] | np.ndarray, ax: Axes | None = None) -> Axes:
+    """Draw a histogram of tokens per document on a logarithmic axis, with the median."""
     lengths = np.asarray(lengths)
-    ax = _axes(ax, (7, 3.2))
+    ax = _prepare_axes(ax, (7, 3.2))
     bins = np.geomspace(max(1, lengths.min()), lengths.max() + 1, 40)
     ax.hist(lengths, bins=bins, color=PALETTE[0], alpha=0.85)
     median = float(np.median(lengths))
@@ -87,20 +99,20 @@ def document_lengths(lengths, ax=None):
     return ax
 
 
-def rank_map(mesh: Mesh, ax=None):
-    """Which rank holds which part of the model: a row per replica, a cell per rank.
+def rank_map(mesh: Mesh, ax: Axes | None = None) -> Axes:
+    """Draw the shards of the model states by rank, with a row per replica.
 
-    A colour is a shard of the model states; equal colours hold equal values. Thin frames are nodes.
+    Cells of equal color hold equal values. Thick lines separate nodes.
     """
     from matplotlib.patches import Rectangle
 
     cells = mesh.grid.reshape(mesh.pipeline * mesh.replicate, -1)
     rows, columns = cells.shape
-    ax = _axes(ax, (min(11, 1.4 + 0.8 * columns), 0.9 + 0.75 * rows))
+    ax = _prepare_axes(ax, (min(11, 1.4 + 0.8 * columns), 0.9 + 0.75 * rows))
     for (row, column), rank in np.ndenumerate(cells):
         shard = mesh.state_rank(int(rank))
-        colour = PALETTE[shard % len(PALETTE)]
-        ax.add_patch(Rectangle((column + 0.06, row + 0.1), 0.88, 0.8, color=colour, alpha=0.85))
+        color = PALETTE[shard % len(PALETTE)]
+        ax.add_patch(Rectangle((column + 0.06, row + 0.1), 0.88, 0.8, color=color, alpha=0.85))
         if columns <= 32:
             ax.text(column + 0.5, row + 0.5, str(rank), color="white", ha="center", va="center")
         starts_node = mesh.ranks_per_node and int(rank) % mesh.ranks_per_node == 0
@@ -108,7 +120,7 @@ def rank_map(mesh: Mesh, ax=None):
             ax.plot([column, column], [row, row + 1], color=INK, lw=2)
     ax.set(xlim=(0, columns), ylim=(rows, 0), xticks=np.arange(columns) + 0.5)
     shards = [mesh.state_rank(int(rank)) for rank in cells[0]]
-    shown = shards if columns <= 16 else [s if i % 16 == 0 else "" for i, s in enumerate(shards)]
+    shown = [str(s) if columns <= 16 or i % 16 == 0 else "" for i, s in enumerate(shards)]
     ax.set_xticklabels(shown)
     ax.set_yticks(np.arange(rows) + 0.5, [f"replica {r % mesh.replicate}" for r in range(rows)])
     ax.set_xlabel("shard of the model states (numbers in the cells: ranks)")
@@ -119,11 +131,14 @@ def rank_map(mesh: Mesh, ax=None):
     return ax
 
 
-def slices(shape, held: list[dict], title: str = "", ax=None):
-    """Which rank holds which part of a matrix of ``shape``: a rectangle per part, with its ranks.
+def slices(shape: Sequence[int], held: list[Any], title: str = "", ax: Axes | None = None) -> Axes:
+    """Draw the blocks of a matrix, labeled with the ranks that hold them.
 
-    ``held``: for every rank the blocks it has of this matrix, as `nearlinear.held` gives them.
-    Parts with the same ranks have the same colour.
+    Args:
+        shape: Shape of the matrix.
+        held: For every rank its blocks of the matrix, as returned by `nearlinear.local_shards`.
+        title: Title of the figure.
+        ax: Axes to draw on. Blocks with the same ranks have the same color.
     """
     from matplotlib.patches import Rectangle
 
@@ -132,11 +147,11 @@ def slices(shape, held: list[dict], title: str = "", ax=None):
         for block in blocks:
             owners.setdefault((block.offset, block.shape), []).append(rank)
     rows, columns = shape
-    ax = _axes(ax, (1.6 + 4 * columns / max(shape), 1.2 + 4 * rows / max(shape)))
+    ax = _prepare_axes(ax, (1.6 + 4 * columns / max(shape), 1.2 + 4 * rows / max(shape)))
     groups = sorted({tuple(ranks) for ranks in owners.values()})
     for ((row, column), (height, width)), ranks in owners.items():
-        colour = PALETTE[groups.index(tuple(ranks)) % len(PALETTE)]
-        place = {"facecolor": colour, "edgecolor": "white", "lw": 2, "alpha": 0.85}
+        color = PALETTE[groups.index(tuple(ranks)) % len(PALETTE)]
+        place = {"facecolor": color, "edgecolor": "white", "lw": 2, "alpha": 0.85}
         ax.add_patch(Rectangle((column, row), width, height, **place))
         middle, label = (column + width / 2, row + height / 2), ", ".join(map(str, ranks))
         ax.text(*middle, label, color="white", ha="center", va="center")
@@ -147,55 +162,59 @@ def slices(shape, held: list[dict], title: str = "", ax=None):
     return ax
 
 
-def step_streams(step, ax=None):
-    """What runs when in one training step, a row per stream: a `nearlinear.plan.step.Step`.
+def step_streams(step: Any, ax: Axes | None = None) -> Axes:
+    """Draw the timeline of one training step, with a row per stream.
 
-    Of the first passes, where a step has more than were laid out; computation by what it is for.
+    Args:
+        step: A `nearlinear.planner.timeline.StepTime`. Long steps have only their first
+            micro-batches in the timeline.
+        ax: Axes to draw on.
     """
     tasks = [task for task in step.timeline.tasks if task.seconds]
-    names = [_name(task) for task in tasks]
-    lanes, kinds = list(dict.fromkeys(task.lane for task in tasks)), list(dict.fromkeys(names))
-    ax = _axes(ax, (9, 1.4 + 0.42 * len(lanes)))
+    names = [_legend_name(task) for task in tasks]
+    streams, kinds = list(dict.fromkeys(task.stream for task in tasks)), list(dict.fromkeys(names))
+    ax = _prepare_axes(ax, (9, 1.4 + 0.42 * len(streams)))
     for number, kind in enumerate(kinds):
-        colour = PALETTE[number % len(PALETTE)]
-        for row, lane in enumerate(lanes):
+        color = PALETTE[number % len(PALETTE)]
+        for row, stream in enumerate(streams):
             spans = [
                 (task.start, task.seconds)
                 for task, name in zip(tasks, names, strict=True)
-                if name == kind and task.lane == lane
+                if name == kind and task.stream == stream
             ]
-            ax.broken_barh(spans, (row - 0.38, 0.76), color=colour, edgecolor="white", lw=0.1)
-        ax.plot([], [], "s", color=colour, label=kind)
-    ax.set_yticks(range(len(lanes)), lanes)
+            ax.broken_barh(spans, (row - 0.38, 0.76), color=color, edgecolor="white", lw=0.1)
+        ax.plot([], [], "s", color=color, label=kind)
+    ax.set_yticks(range(len(streams)), streams)
     ax.invert_yaxis()
-    left_out = step.laid_out < step.work.passes
-    shown = f" ({step.laid_out} of {step.work.passes} passes)" if left_out else ""
+    left_out = step.simulated < step.work.micro_batches
+    shown = f" ({step.simulated} of {step.work.micro_batches} micro-batches)" if left_out else ""
     ax.set(xlabel=f"seconds{shown}")
     ax.legend(frameon=False, fontsize=8, ncols=4, loc="lower left", bbox_to_anchor=(0, 1))
     return ax
 
 
-def _name(task) -> str:
-    """Of a task, for a legend."""
+def _legend_name(task: Any) -> str:
     words = task.label.split()
     return f"{task.kind}: {words[0]}" if task.kind == "compute" and words else task.kind
 
 
-def save_step_streams(step, path) -> Path:
-    """Draw `step_streams` to ``path``."""
-    return _saved(step_streams(step), Path(path))
+def save_step_streams(step: Any, path: str | Path) -> Path:
+    """Save `step_streams` to ``path`` and return it."""
+    return _save_figure(step_streams(step), Path(path))
 
 
-def predicted_against_published(found, ax=None):
-    """Step times of published runs, on logarithmic axes with bands of 10 and 25 %.
+def predicted_against_published(found: Any, ax: Axes | None = None) -> Axes:
+    """Draw predicted over published step times, with bands of 10 % and 25 %.
 
-    ``found``: a `nearlinear.plan.validate.Validation`.
+    Args:
+        found: Validation against published runs, see `nearlinear.planner.validate`.
+        ax: Axes to draw on.
     """
-    ax = _axes(ax, (6.4, 5.6))
+    ax = _prepare_axes(ax, (6.4, 5.6))
     for number, (source, scored) in enumerate(found.sources.items()):
         style = {"color": PALETTE[number % len(PALETTE)], "ms": 4, "alpha": 0.75}
-        _times(ax, scored, "o" if number < len(PALETTE) else "^", label=source, **style)
-    _times(ax, found.held_out, "x", label="H100, never fitted", color=INK, ms=4)
+        _draw_times(ax, scored, "o" if number < len(PALETTE) else "^", label=source, **style)
+    _draw_times(ax, found.held_out, "x", label="H100, held out", color=INK, ms=4)
     published = [each.run.seconds for each in (*found.scored, *found.held_out)]
     ends = [min(published) / 1.3, max(published) * 1.3]
     ax.plot(ends, ends, color=INK, lw=1)
@@ -208,17 +227,17 @@ def predicted_against_published(found, ax=None):
     return ax
 
 
-def _times(ax, scored, mark: str, **style) -> None:
+def _draw_times(ax: Axes, scored: Sequence[Any], mark: str, **style: Any) -> None:
     times = [(each.run.seconds, each.predicted) for each in scored]
     ax.plot(*zip(*times, strict=True), mark, **style)
 
 
-def save_predicted_against_published(found, path) -> Path:
-    """Draw `predicted_against_published` to ``path``."""
-    return _saved(predicted_against_published(found), Path(path))
+def save_predicted_against_published(found: Any, path: str | Path) -> Path:
+    """Save `predicted_against_published` to ``path`` and return it."""
+    return _save_figure(predicted_against_published(found), Path(path))
 
 
-def _axes(ax, size):
+def _prepare_axes(ax: Axes | None, size: tuple[float, float]) -> Axes:
     if ax is None:
         import matplotlib.pyplot as plt
 
@@ -230,9 +249,10 @@ def _axes(ax, size):
     return ax
 
 
-def _saved(ax, path: Path) -> Path:
+def _save_figure(ax: Axes, path: Path) -> Path:
     import matplotlib.pyplot as plt
 
-    ax.figure.savefig(path, dpi=150, bbox_inches="tight")
-    plt.close(ax.figure)
+    figure: Any = ax.figure
+    figure.savefig(path, dpi=150, bbox_inches="tight")
+    plt.close(figure)
     return path

@@ -1,9 +1,9 @@
-"""Compile the engine and the torch glue: at install time, or once into a cache on first use.
+"""Compile the engine and the torch glue, at install time or once into a cache on first use.
 
-The engine is plain C++20 and takes seconds; its library is shipped in the wheel. The glue sees
-torch's headers, which change with every minor release, so it is compiled (half a minute) for the
-torch that is installed and kept under a name that holds torch's version and the sources' hash.
-Standard library only: the package's build backend loads this file before anything is installed.
+The engine is plain C++20 and compiles in seconds; its library is part of the wheel. The glue
+includes torch's headers, which change with every minor release. It is compiled (half a minute) for
+the installed torch, and its file name holds torch's version and a hash of the sources. This module
+uses the standard library only, because the build backend loads it before anything is installed.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ COMMON_FLAGS = ["-std=c++20", "-O3", "-fPIC", "-Wall", "-Wextra", "-ffp-contract
 
 
 class BuildError(RuntimeError):
-    """A library is missing and cannot be compiled; the text says what to do."""
+    """A library is missing and cannot be compiled. The message names the remedy."""
 
 
 # --- the compiler --------------------------------------------------------------------------------
 
 
 def compiler() -> str:
-    """The C++ compiler: CXX, or g++, or clang++."""
+    """Return the command of the C++ compiler: CXX, g++, clang++ or c++."""
     for candidate in (os.environ.get("CXX"), "g++", "clang++", "c++"):
         if candidate and shutil.which(shlex.split(candidate)[0]):
             return candidate
     raise BuildError(
-        "no C++ compiler was found: install one (Debian, Ubuntu: apt-get install g++; "
-        "Red Hat, Amazon Linux: yum install gcc-c++) or name it in CXX"
+        "no C++ compiler found: install one (Debian, Ubuntu: apt-get install g++; "
+        "Red Hat, Amazon Linux: yum install gcc-c++) or set CXX"
     )
 
 
 def compile_library(
     target: Path, sources: Sequence[Path], flags: Sequence[str] = (), link: Sequence[str] = ()
 ) -> None:
-    """Compile sources side by side, link them, and put the library in place in one step."""
+    """Compile sources in parallel, link them, and replace ``target`` atomically."""
     command = shlex.split(compiler())
     with tempfile.TemporaryDirectory(prefix="nearlinear-build-") as scratch:
 
@@ -64,20 +64,20 @@ def compile_library(
             objects = list(pool.map(compile_one, sources))
         made = Path(scratch) / target.name
         run([*command, "-shared", "-o", str(made), *objects, *link])
-        write(target, made.read_bytes())
+        write_atomically(target, made.read_bytes())
 
 
 def run(command: list[str]) -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise BuildError(
-            "the C++ compiler failed (it must know C++20: g++ 11, clang++ 14 or newer):\n"
+            "the C++ compiler failed (C++20 is required: g++ 11, clang++ 14 or newer):\n"
             f"  {shlex.join(command)}\n{(done.stderr or done.stdout)[-4000:]}"
         )
 
 
-def write(path: Path, content: bytes) -> None:
-    """All or nothing: who reads the path meanwhile sees the old file."""
+def write_atomically(path: Path, content: bytes) -> None:
+    """Replace a file atomically; concurrent readers see the old or the new content."""
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.name, delete=False) as file:
         try:
             file.write(content)
@@ -93,9 +93,9 @@ def write(path: Path, content: bytes) -> None:
 
 
 def cache_folders() -> list[Path]:
-    """Where libraries compiled on first use may be, in the order they are looked for.
+    """Return the folders for libraries compiled on first use, in search order.
 
-    The last resort is a folder for this user alone beside other temporary files.
+    The last one is a per-user folder in the directory of temporary files.
     """
     if chosen := os.environ.get("NEARLINEAR_COLLECTIVES_CACHE"):
         return [Path(chosen)]
@@ -104,36 +104,44 @@ def cache_folders() -> list[Path]:
     return [*folders, Path(tempfile.gettempdir()) / f"nearlinear_collectives-{os.getuid()}"]
 
 
-def writable(folder: Path) -> bool:
-    """Whether libraries can be put there and will be taken from there; makes the folder."""
+def is_usable(folder: Path) -> bool:
+    """Create the folder; return True if it is trusted and writable."""
     with contextlib.suppress(OSError):
         folder.mkdir(mode=0o755, parents=True, exist_ok=True)
-    return trusted(folder) and os.access(folder, os.W_OK | os.X_OK)
+    return is_trusted(folder) and os.access(folder, os.W_OK | os.X_OK)
 
 
-def cached(name: str, make: Callable[[Path], None] | None) -> Path | None:
-    """The intact library ``name`` of the cache; made first where it is missing or damaged."""
+def cached_library(name: str, make: Callable[[Path], None] | None) -> Path | None:
+    """Return the library ``name`` from the cache; make it if it is missing or damaged.
+
+    Args:
+        name: File name of the library.
+        make: Compile the library at a path; None returns None instead of compiling.
+
+    Raises:
+        BuildError: The compiler is missing or fails, or no folder is writable.
+    """
     for folder in cache_folders():
-        if trusted(folder) and intact(folder / name):
+        if is_trusted(folder) and is_intact(folder / name):
             return folder / name
     if make is None:
         return None
-    folder = next(filter(writable, cache_folders()), None)
+    folder = next(filter(is_usable, cache_folders()), None)
     if folder is None:
         raise BuildError(
-            "no folder for compiled libraries can be written to, of "
-            f"{', '.join(map(str, cache_folders()))}: name one in NEARLINEAR_COLLECTIVES_CACHE"
+            "none of the folders for compiled libraries is writable: "
+            f"{', '.join(map(str, cache_folders()))}. Set NEARLINEAR_COLLECTIVES_CACHE to one"
         )
     target = folder / name
-    with only_one(target):
-        if not intact(target):
+    with exclusive_lock(target):
+        if not is_intact(target):
             make(target)
-            write(stamp_of(target), digest_of(target))
+            write_atomically(stamp_of(target), digest_of(target))
     return target
 
 
-def trusted(folder: Path) -> bool:
-    """Code is loaded from a folder of this user or root only, unless it was named."""
+def is_trusted(folder: Path) -> bool:
+    """Return True for a folder owned by this user or root, or chosen explicitly."""
     if os.environ.get("NEARLINEAR_COLLECTIVES_CACHE"):
         return True
     with contextlib.suppress(OSError):
@@ -149,26 +157,26 @@ def digest_of(library: Path) -> bytes:
     return hashlib.sha256(library.read_bytes()).hexdigest().encode()
 
 
-def intact(library: Path) -> bool:
-    """Loading a library that a full disk or a broken copy cut short would kill the process."""
+def is_intact(library: Path) -> bool:
+    """Check the digest, because loading a truncated library would kill the process."""
     with contextlib.suppress(OSError):
         return stamp_of(library).read_bytes() == digest_of(library)
     return False
 
 
 @contextlib.contextmanager
-def only_one(target: Path) -> Iterator[None]:
-    """Of many ranks that start at once, one compiles and the others wait for it."""
-    import fcntl  # not on every platform that should be told it is the wrong one
+def exclusive_lock(target: Path) -> Iterator[None]:
+    """Let one of many starting ranks compile while the others wait for it."""
+    import fcntl  # missing on Windows, where importing this module must still work
 
     with open(target.with_suffix(".lock"), "w") as lock:
-        with contextlib.suppress(OSError):  # a file system without locks: each compiles its own
+        with contextlib.suppress(OSError):  # a file system without locks: every rank compiles
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
 def sources_hash(sources: Iterable[Path]) -> str:
-    """Changes with the sources, the flags and the machine's architecture."""
+    """Hash the sources, the compiler flags and the machine's architecture."""
     digest = hashlib.sha256(" ".join([*COMMON_FLAGS, platform.machine()]).encode())
     for path in sorted(sources):
         digest.update(str(path.relative_to(HERE)).encode() + path.read_bytes())
@@ -183,9 +191,13 @@ def engine_sources() -> list[Path]:
 
 
 def engine_library(shipped: bool = True, build: bool = True) -> Path | None:
-    """The engine's library: the shipped one, or one compiled from changed sources.
+    """Return the engine's library: the shipped one, or one compiled from changed sources.
 
-    ``NEARLINEAR_COLLECTIVES_ENGINE`` names another, a sanitized build say.
+    ``NEARLINEAR_COLLECTIVES_ENGINE`` overrides it, for example with a sanitizer build.
+
+    Args:
+        shipped: Accept the library of the wheel.
+        build: Compile a missing library; otherwise return None.
     """
     if chosen := os.environ.get("NEARLINEAR_COLLECTIVES_ENGINE"):
         return Path(chosen)
@@ -193,11 +205,11 @@ def engine_library(shipped: bool = True, build: bool = True) -> Path | None:
     stamp = SHIPPED.with_suffix(".hash")
     if shipped and SHIPPED.exists() and stamp.exists() and stamp.read_text() == wanted:
         return SHIPPED
-    return cached(f"libnearlinear_engine-{wanted}.so", build_engine if build else None)
+    return cached_library(f"libnearlinear_engine-{wanted}.so", build_engine if build else None)
 
 
 def build_engine(target: Path) -> None:
-    headers = ENGINE / "third_party" / "libfabric"  # the library itself is loaded where it is used
+    headers = ENGINE / "third_party" / "libfabric"  # headers only: libfabric is loaded at run time
     compile_library(
         target, sorted(ENGINE.glob("*.cc")), [f"-isystem{headers}"], ["-lpthread", "-ldl"]
     )
@@ -211,7 +223,7 @@ def glue_sources() -> list[Path]:
 
 
 def glue_library(build: bool = True) -> Path | None:
-    """The glue for the torch and Python at hand; ``None``: not there, and not to be built."""
+    """Return the glue for the installed torch and Python; None if missing and not ``build``."""
     import torch
 
     abi = int(torch._C._GLIBCXX_USE_CXX11_ABI)
@@ -222,14 +234,14 @@ def glue_library(build: bool = True) -> Path | None:
         hashlib.sha256(kind.encode()).hexdigest()[:6],
         sources_hash(glue_sources()),
     ]
-    return cached(f"nearlinear_glue-{'-'.join(parts)}.so", build_glue if build else None)
+    return cached_library(f"nearlinear_glue-{'-'.join(parts)}.so", build_glue if build else None)
 
 
 def pybind_abi() -> list[str]:
-    """Flags that make this compiler's glue share types with a torch that another one built.
+    """Return flags that let the glue share pybind11 types with a torch from another compiler.
 
-    Up to torch 2.8 pybind11 shares them only where the compilers' names and ABI versions are equal,
-    and torch says what to claim; later ones say nothing, for they do not compare them.
+    Up to torch 2.8 pybind11 compares compiler names and ABI versions, and torch exports the values
+    to claim. Later versions neither compare nor export them.
     """
     import torch
 
@@ -250,9 +262,9 @@ def build_glue(target: Path) -> None:
             f"Python's headers are not in {include}: install them (Debian, Ubuntu: "
             "apt-get install python3-dev; Red Hat, Amazon Linux: yum install python3-devel)"
         )
-    compiler()  # says what is missing before the line below promises something
+    compiler()  # raises before the line below announces a compilation
     print(
-        f"nearlinear_collectives: compiling its torch glue for torch {torch.__version__}, "
+        f"nearlinear_collectives: compiling the torch glue for torch {torch.__version__}, "
         "once (about half a minute)",
         file=sys.stderr,
         flush=True,

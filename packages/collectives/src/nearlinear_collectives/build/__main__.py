@@ -1,8 +1,11 @@
-"""``python -m nearlinear_collectives.build``: compile now what the first use would."""
+"""Compile the engine and the glue ahead of the first use.
+
+Run ``python -m nearlinear_collectives.build``.
+"""
 
 import sys
 
-from nearlinear_collectives.build import BuildError, engine_library, glue_library
+from . import BuildError, engine_library, glue_library
 
 if __name__ == "__main__":
     try:

@@ -1,19 +1,31 @@
-"""What is accelerated on this machine, what falls back, and why."""
+"""Diagnosis of this machine: accelerated features, fallbacks, and the reasons for them."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import platform
 
-if TYPE_CHECKING:
-    from nearlinear_collectives.doctor.report import Report
+from .finding import Finding, Report
+
+__all__ = ["Finding", "Report", "doctor"]
 
 
 def doctor() -> Report:
-    """Try everything the backend needs, here and now; ``print()`` the result, or read its findings.
+    """Check everything the backend needs on this machine.
 
-    Takes a few seconds, and compiles what is missing on first use. The command is
-    ``python -m nearlinear_collectives.doctor``.
+    Takes a few seconds, and compiles missing libraries on first use. The command line is ``python
+    -m nearlinear_collectives.doctor``.
+
+    Returns:
+        A report to print or to index by the name of a finding, such as ``doctor()["engine"]``.
     """
-    from nearlinear_collectives.doctor.report import examine
+    import torch
 
-    return examine()
+    from ..version import __version__
+    from . import host, network
+
+    title = (
+        f"nearlinear_collectives {__version__}, torch {torch.__version__}, "
+        f"Python {platform.python_version()}, {platform.system()} {platform.release()} "
+        f"{platform.machine()}"
+    )
+    return Report(title, (*host.check_host(), *network.check_network()))

@@ -1,17 +1,17 @@
-"""``python -m nearlinear_collectives.doctor [--json]``; fails if the CPU backend cannot work."""
+"""Command line of the doctor; the exit status is 1 if the CPU backend cannot work."""
 
 import argparse
 import sys
 
-from nearlinear_collectives.doctor import doctor
+from . import doctor
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m nearlinear_collectives.doctor",
-        description="What is accelerated on this machine, what falls back, and why.",
+        description="Report accelerated features and fallbacks on this machine, with the reasons.",
     )
-    parser.add_argument("--json", action="store_true", help="the same for programs")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
     as_json = parser.parse_args().json
     report = doctor()
     print(report.to_json() if as_json else report)

@@ -1,4 +1,4 @@
-// All-gather: on one node through its memory, between nodes through node_all_gather().
+// All-gather: through shared memory on one node, with node_all_gather() between nodes.
 #include <algorithm>
 
 #include "copy.h"
@@ -9,11 +9,11 @@
 namespace nlc {
 namespace {
 
-// Up to here, one staged step is faster than finding out where everybody's memory lies.
+// Up to this size, one staged step is faster than finding out where every rank's memory is.
 constexpr size_t kSmall = kSmallestShared;
 void staged(Group &group, const char *input, const PartOf &part, size_t bytes, bool stream,
             bool compare) {
-  const int here = group.ranks_here(), me = group.place().local;
+  const int here = group.ranks_here(), me = group.topology().local;
   const size_t chunk = group.chunk_bytes();
   const uint32_t steps = static_cast<uint32_t>(std::max<size_t>(1, (bytes + chunk - 1) / chunk));
   const uint32_t first = group.take_steps(kInputs, steps);
@@ -22,7 +22,7 @@ void staged(Group &group, const char *input, const PartOf &part, size_t bytes, b
   };
   uint32_t posted = 0;
   for (uint32_t s = 0; s < steps; ++s) {
-    for (; posted < std::min(steps, s + 2); ++posted) {  // one ahead of what is read
+    for (; posted < std::min(steps, s + 2); ++posted) {  // one step ahead of the readers
       group.await_free(kInputs, first + posted);
       group.slots.write(group.mine().slot(kInputs, first + posted), input + posted * chunk,
                         size_of(posted));
@@ -41,7 +41,7 @@ void staged(Group &group, const char *input, const PartOf &part, size_t bytes, b
   }
 }
 
-// Whether every rank gathers into the same shared output.
+// Return true if every rank gathers into the same shared output.
 bool all_share(Group &group, int number) {
   for (int i = 0; i < group.ranks_here(); ++i)
     if (group.call_of(i).shared != number) return false;
@@ -52,7 +52,7 @@ bool all_share(Group &group, int number) {
 
 void local_all_gather(Group &group, const nlc_call &call, const char *input, const PartOf &part,
                       size_t bytes, bool stream) {
-  const int here = group.ranks_here(), me = group.place().local;
+  const int here = group.ranks_here(), me = group.topology().local;
   if (here == 1) {
     if (part(0) != input) copy(part(0), input, bytes, stream);
     return;
@@ -65,7 +65,8 @@ void local_all_gather(Group &group, const nlc_call &call, const char *input, con
   const char *own = input;
   if (input != part(me) &&
       (shared >= 0 || Arena::of_this_process().offset_of(part(me), bytes) >= 0)) {
-    copy(part(me), input, bytes, false);  // needed there anyway, and neighbours can read it there
+    // The output needs it anyway, and neighbours can read it there.
+    copy(part(me), input, bytes, false);
     own = part(me);
   }
   const uint32_t step = group.take_steps(kInputs, 1);
@@ -103,8 +104,8 @@ void all_gather(Group &group, const nlc_call &call) {
                         : static_cast<char *>(call.output) + bytes * static_cast<size_t>(rank);
   };
   const bool stream = bytes * static_cast<size_t>(group.size()) >= group.stream_bytes();
-  if (group.place().node_count() > 1) return node_all_gather(group, call, part, bytes, stream);
-  const auto &ranks = group.place().neighbours();
+  if (group.topology().node_count() > 1) return node_all_gather(group, call, part, bytes, stream);
+  const auto &ranks = group.topology().neighbours();
   local_all_gather(
       group, call, static_cast<const char *>(call.input),
       [&](int local) { return part(ranks[static_cast<size_t>(local)]); }, bytes, stream);

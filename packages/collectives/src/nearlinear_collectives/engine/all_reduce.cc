@@ -1,5 +1,5 @@
-// All-reduce, in place: reduce-scatter and all-gather of one chunk after the other. Each element
-// is reduced by one rank, in rank order, so that all ranks end with the same bits.
+// In-place all-reduce: a reduce-scatter and an all-gather of one chunk after the other. Each
+// element is reduced by one rank, in rank order, so all ranks get the same bits.
 #include <algorithm>
 #include <vector>
 
@@ -11,9 +11,9 @@
 namespace nlc {
 namespace {
 
-constexpr size_t kOneShot = 32 << 10;  // up to here everybody reduces everything himself
+constexpr size_t kOneShot = 32 << 10;  // up to this size, every rank reduces everything
 
-struct Slices {  // the elements [0, count) dealt out to the ranks of the node
+struct Slices {  // the elements [0, count) divided among the ranks of the node
   size_t count, each;
   Slices(size_t count, int ranks)
       : count(count),
@@ -24,7 +24,7 @@ struct Slices {  // the elements [0, count) dealt out to the ranks of the node
 };
 
 void one_shot(Group &group, const nlc_call &call, size_t element) {
-  const int here = group.ranks_here(), me = group.place().local;
+  const int here = group.ranks_here(), me = group.topology().local;
   const uint32_t step = group.take_steps(kInputs, 1);
   group.await_free(kInputs, step);
   copy(group.mine().slot(kInputs, step), call.output, call.count * element, false);
@@ -40,7 +40,7 @@ void one_shot(Group &group, const nlc_call &call, size_t element) {
 }
 
 void staged(Group &group, const nlc_call &call, size_t element) {
-  const int here = group.ranks_here(), me = group.place().local;
+  const int here = group.ranks_here(), me = group.topology().local;
   const size_t chunk = group.chunk_bytes() / element;
   const uint32_t steps = static_cast<uint32_t>((call.count + chunk - 1) / chunk);
   const uint32_t first_in = group.take_steps(kInputs, steps);
@@ -51,7 +51,7 @@ void staged(Group &group, const nlc_call &call, size_t element) {
     return Slices(std::min(chunk, call.count - s * chunk), here);
   };
 
-  const auto put = [&](uint32_t s) {  // everything but my own slice
+  const auto put = [&](uint32_t s) {  // everything but this rank's slice
     const Slices slices = slices_of(s);
     const char *from = data + s * chunk * element;
     group.await_free(kInputs, first_in + s);
@@ -102,7 +102,7 @@ void staged(Group &group, const nlc_call &call, size_t element) {
 }
 
 void pulled(Group &group, const nlc_call &call, size_t element) {
-  const int here = group.ranks_here(), me = group.place().local;
+  const int here = group.ranks_here(), me = group.topology().local;
   const Slices slices(call.count, here);
   const uint32_t done = group.take_steps(kResults, 1);
   const auto at = [&](int i) {
@@ -152,7 +152,7 @@ void all_reduce(Group &group, const nlc_call &call) {
   if (group.size() == 1) {
     const void *source = call.output;
     reduce(call.dtype, call.reduce, &source, 1, call.output, call.count, call.scale, false);
-  } else if (group.place().node_count() > 1) {
+  } else if (group.topology().node_count() > 1) {
     node_all_reduce(group, call);
   } else {
     local_all_reduce(group, call);

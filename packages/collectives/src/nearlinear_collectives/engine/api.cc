@@ -1,4 +1,4 @@
-// The C interface: exceptions become codes and sentences here and nowhere else.
+// The C interface, the only place where exceptions become status codes and messages.
 #include <algorithm>
 #include <cstring>
 #include <memory>
@@ -51,23 +51,24 @@ void run_in_turn(Group &group, const nlc_call &call) {
 
 }  // namespace
 
-int32_t nlc_group_open(const nlc_options *options, unsigned char card[NLC_CARD_BYTES],
+int32_t nlc_group_open(const nlc_options *options, unsigned char peer_info[NLC_PEER_INFO_BYTES],
                        nlc_group **group) {
   return guarded([&] {
     auto opened = std::make_unique<nlc_group>();
-    opened->group = std::make_shared<Group>(*options, card);
+    opened->group = std::make_shared<Group>(*options, peer_info);
     *group = opened.release();
   });
 }
 
-int32_t nlc_group_connect(nlc_group *group, const unsigned char *cards, int64_t timeout_ms) {
-  return guarded([&] { group->group->connect(cards, timeout_ms); });
+int32_t nlc_group_connect(nlc_group *group, const unsigned char *peer_infos, int64_t timeout_ms) {
+  return guarded([&] { group->group->connect(peer_infos, timeout_ms); });
 }
 
 void nlc_group_abort(nlc_group *group, const char *reason) { group->group->abort(reason); }
 
 void nlc_group_close(nlc_group *group) {
-  if (group->group->forked()) return;  // it is the parent's; a child that ends must not leave it
+  // It belongs to the parent; a child that exits must not leave it.
+  if (group->group->forked()) return;
   if (!group->queue->idle()) group->group->abort("the group is being closed");
   group->queue->wait_idle();
   delete group;
@@ -77,16 +78,16 @@ void nlc_group_set_timeout(nlc_group *group, int64_t timeout_ms) {
   group->group->set_timeout(timeout_ms);
 }
 
-int32_t nlc_card_is_dead(const unsigned char card[NLC_CARD_BYTES]) {
+int32_t nlc_peer_is_dead(const unsigned char peer_info[NLC_PEER_INFO_BYTES]) {
   int32_t dead = 0;
-  guarded([&] { dead = is_dead(read_card(card)); });
+  guarded([&] { dead = is_dead(read_peer_info(peer_info)); });
   return dead;
 }
 
 int32_t nlc_run(nlc_group *group, const nlc_call *call) {
   return guarded([&] {
     group->group->check(*call);
-    group->queue->wait_idle();  // calls started before come first
+    group->queue->wait_idle();  // calls started earlier run first
     run_in_turn(*group->group, *call);
   });
 }

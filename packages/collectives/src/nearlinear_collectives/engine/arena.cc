@@ -10,7 +10,7 @@ namespace {
 
 constexpr uint64_t kPage = 4096;
 constexpr uint64_t kHuge = uint64_t{2} << 20;
-constexpr uint64_t kLarge = uint64_t{1} << 20;  // blocks from here on start on a huge page
+constexpr uint64_t kLarge = uint64_t{1} << 20;  // blocks of at least this size start on a huge page
 
 uint64_t round_up(uint64_t value, uint64_t to) { return (value + to - 1) / to * to; }
 
@@ -72,8 +72,8 @@ Arena::Arena() {
 }
 
 Arena &Arena::of_this_process() {
-  // Never destroyed: tensors may outlive everything else. A forked child gets an arena of its own
-  // and leaves the memory it inherited to its parent.
+  // Never destroyed, because tensors may outlive static objects. A forked child gets an arena of
+  // its own and does not touch the inherited memory.
   static std::mutex mutex;
   static Arena *arena = nullptr;
   static int owner = 0;
@@ -96,7 +96,7 @@ void *Arena::allocate(size_t bytes) {
 }
 
 void Arena::free(void *memory) {
-  if (!contains(memory)) return;  // nothing, or a parent's
+  if (!contains(memory)) return;  // null, or a block of the parent process
   const std::lock_guard<std::mutex> lock(mutex_);
   const auto found =
       blocks_.find(static_cast<uint64_t>(static_cast<char *>(memory) - pages_.base()));
@@ -121,12 +121,12 @@ int64_t Arena::offset_of(const void *memory, size_t bytes) {
   return offset + bytes <= start + size ? static_cast<int64_t>(offset) : -1;
 }
 
-std::shared_ptr<Mapping> Arena::arena_of(const Card &card) {
+std::shared_ptr<Mapping> Arena::arena_of(const PeerInfo &peer) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  std::weak_ptr<Mapping> &known = neighbours_[{card.pid, card.started}];
+  std::weak_ptr<Mapping> &known = neighbours_[{peer.pid, peer.started}];
   if (auto pages = known.lock()) return pages;
-  const Fd fd = open_memory_of(card.pid, card.arena_fd);
-  auto pages = std::make_shared<Mapping>(map_memory(fd.get(), card.arena_bytes, false));
+  const Fd fd = open_memory_of(peer.pid, peer.arena_fd);
+  auto pages = std::make_shared<Mapping>(map_memory(fd.get(), peer.arena_bytes, false));
   known = pages;
   return pages;
 }

@@ -1,8 +1,8 @@
-// The pool of a process: one large shared memory that its neighbours on the node can read, so
+// The memory pool of a process: one large shared mapping that ranks of the same node can read, so
 // that collectives on tensors allocated from it need no staging.
 //
-// It is sparse: a page costs memory from its first use on, and is kept for reuse from then on, for
-// first touches cost more than the copies that collectives make.
+// The mapping is sparse. A page costs memory from its first use and is then kept for reuse, because
+// first touches cost more than the copies of a collective.
 #pragma once
 
 #include <map>
@@ -10,7 +10,7 @@
 #include <mutex>
 #include <set>
 
-#include "card.h"
+#include "peer_info.h"
 #include "memory.h"
 
 namespace nlc {
@@ -22,19 +22,19 @@ class Arena {
   void *allocate(size_t bytes);  // nullptr when full
   void free(void *memory);
 
-  // Where [memory, memory + bytes) lies in the arena; -1 if it is not inside one block.
+  // Offset of [memory, memory + bytes) in the arena, or -1 if it is not inside one block.
   int64_t offset_of(const void *memory, size_t bytes);
   bool contains(const void *memory) const;
 
-  // The arena of the process behind a card, for reading; one mapping however many groups.
-  std::shared_ptr<Mapping> arena_of(const Card &card);
+  // Map the arena of a peer's process for reading; one mapping is shared by all groups.
+  std::shared_ptr<Mapping> arena_of(const PeerInfo &peer);
 
   int fd() const { return fd_.get(); }
   size_t bytes() const { return pages_.bytes(); }
   const char *base() const { return pages_.base(); }
 
  private:
-  struct Region {  // free ranges by offset, and by size for the best fit
+  struct Region {  // free ranges by offset, and by size for best fit
     std::map<uint64_t, uint64_t> by_offset;
     std::set<std::pair<uint64_t, uint64_t>> by_size;
     uint64_t granule;
@@ -50,7 +50,7 @@ class Arena {
   Mapping pages_;
   uint64_t small_bytes_;
   Region small_, large_;
-  std::map<uint64_t, uint64_t> blocks_;  // in use: offset, bytes
+  std::map<uint64_t, uint64_t> blocks_;  // in use: offset -> bytes
   std::map<std::pair<int, uint64_t>, std::weak_ptr<Mapping>> neighbours_;
   std::mutex mutex_;
 };

@@ -1,4 +1,4 @@
-// What every file of the engine needs: failures with a sentence, text, owned file descriptors.
+// Basics of every file of the engine: errors, text formatting, owned file descriptors.
 #pragma once
 
 #include <unistd.h>
@@ -13,7 +13,7 @@
 
 namespace nlc {
 
-// An error on its way to the caller of the C interface.
+// An error to be returned by the C interface.
 struct Failure : std::runtime_error {
   Failure(nlc_status status, const std::string &text) : std::runtime_error(text), status(status) {}
   nlc_status status;
@@ -21,10 +21,10 @@ struct Failure : std::runtime_error {
 
 std::string format(const char *pattern, ...) __attribute__((format(printf, 1, 2)));
 std::string bytes_text(uint64_t bytes);           // "4 MiB", "1.5 KiB", "12 B"
-std::string json_text(const std::string &text);   // with quotes, escaped
+std::string json_text(const std::string &text);   // quoted and escaped
 Failure system_failure(const std::string &what);  // NLC_SYSTEM with errno's text
 
-// An environment variable of the project, NEARLINEAR_COLLECTIVES_<name>, or "".
+// Return the environment variable NEARLINEAR_COLLECTIVES_<name>, or "".
 std::string setting(const char *name);
 int64_t setting_number(const char *name, int64_t otherwise);
 

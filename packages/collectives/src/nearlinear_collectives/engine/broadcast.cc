@@ -12,7 +12,7 @@ void meet(Group &group, uint32_t step) {
   group.await_free(kInputs, step);
   group.post(kInputs, step);
   for (int i = 0; i < group.ranks_here(); ++i) {
-    if (i != group.place().local) group.await_post(kInputs, step, i);
+    if (i != group.topology().local) group.await_post(kInputs, step, i);
     group.compare_call(i);
   }
 }
@@ -30,7 +30,7 @@ void local_barrier(Group &group) {
 }
 
 void spread(Group &group, int from_local, char *data, size_t bytes) {
-  const int me = group.place().local;
+  const int me = group.topology().local;
   const size_t chunk = group.chunk_bytes();
   const uint32_t steps = static_cast<uint32_t>((bytes + chunk - 1) / chunk);
   const uint32_t first = group.take_steps(kResults, steps);
@@ -50,7 +50,7 @@ void spread(Group &group, int from_local, char *data, size_t bytes) {
 }
 
 void local_broadcast(Group &group, const nlc_call &call) {
-  const auto &ranks = group.place().neighbours();
+  const auto &ranks = group.topology().neighbours();
   const int root =
       static_cast<int>(std::find(ranks.begin(), ranks.end(), call.root) - ranks.begin());
   local_barrier(group);
@@ -60,13 +60,13 @@ void local_broadcast(Group &group, const nlc_call &call) {
 
 void broadcast(Group &group, const nlc_call &call) {
   if (group.size() == 1) return;
-  if (group.place().node_count() > 1) return node_broadcast(group, call);
+  if (group.topology().node_count() > 1) return node_broadcast(group, call);
   local_broadcast(group, call);
 }
 
 void barrier(Group &group) {
   if (group.size() == 1) return;
-  if (group.place().node_count() > 1) return node_barrier(group);
+  if (group.topology().node_count() > 1) return node_barrier(group);
   local_barrier(group);
 }
 

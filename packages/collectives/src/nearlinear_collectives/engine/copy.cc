@@ -21,10 +21,10 @@ constexpr size_t kUnknownCache = size_t{16} << 20;
 
 struct Cache {
   size_t bytes = 0;
-  int cpus = 1;  // that share it
+  int cpus = 1;  // number of CPUs that share it
 };
 
-// "0-7,64-71" has 16.
+// Count the CPUs of a list; "0-7,64-71" has 16.
 int count_cpus(const std::string &list) {
   std::istringstream ranges(list);
   int cpus = 0;
@@ -38,8 +38,8 @@ int count_cpus(const std::string &list) {
   return std::max(cpus, 1);
 }
 
-// The last-level cache of the first processor. The kernel's word is taken, not sysconf()'s, which
-// reads the processor's own tables and in virtual machines can be wrong tenfold.
+// Find the last-level cache of the first processor. The value of the kernel is used, because
+// sysconf() reads the processor's own tables, which can be wrong tenfold in virtual machines.
 Cache last_level_cache() {
   Cache last;
   int last_level = 0;
@@ -48,7 +48,7 @@ Cache last_level_cache() {
         "/sys/devices/system/cpu/cpu0/cache/index" + std::to_string(index) + "/";
     std::ifstream level_file(folder + "level"), size_file(folder + "size");
     int level = 0;
-    size_t kib = 0;  // the file says "32768K"
+    size_t kib = 0;  // the file contains "32768K"
     if (!(level_file >> level)) break;
     if (level <= last_level || !(size_file >> kib) || kib == 0) continue;
     std::string cpus;
@@ -63,11 +63,11 @@ Cache last_level_cache() {
 
 constexpr size_t kLine = 64;
 constexpr size_t kStep = 2 * kLine;
-constexpr size_t kAhead = 1024;  // how far sources of streaming copies are prefetched
-constexpr size_t kSmall = 4096;  // below, memcpy is as good
+constexpr size_t kAhead = 1024;  // prefetch distance of streaming copies in bytes
+constexpr size_t kSmall = 4096;  // memcpy is as fast below this size
 
-// Whole steps; `to` is aligned to a line. 16-byte vectors fill the same lines as wider ones and
-// are as fast (measured), given the prefetch: narrow loads alone look less far ahead.
+// Copy whole steps; `to` is aligned to a cache line. Given the prefetch, 16-byte vectors fill the
+// same lines as wider ones and are as fast (measured).
 template <bool stream>
 void copy_steps(char *to, const char *from, size_t bytes) {
   for (size_t at = 0; at < bytes; at += kStep) {
@@ -100,14 +100,14 @@ size_t stream_threshold(int ranks_on_node) {
   static const Cache cache = last_level_cache();
   static const int caches =
       std::max(static_cast<int>(sysconf(_SC_NPROCESSORS_ONLN)) / cache.cpus, 1);
-  // A rank alone on a cache shares it with the source it copies from.
+  // A rank alone on a cache shares it with the source of its copies.
   return std::min(cache.bytes * caches / std::max(ranks_on_node, 1), cache.bytes / 2);
 }
 
 void copy(void *to, const void *from, size_t bytes, bool stream) {
 #if defined(__x86_64__)
-  // The plain loop is here too because it beats glibc's memcpy from a small source to outputs of
-  // a quarter to all of the last-level cache (Zen 4: 33 against 22 GB/s), and loses nowhere.
+  // The plain loop is used here too: it beats glibc's memcpy from a small source to outputs of a
+  // quarter to all of the last-level cache (Zen 4: 33 against 22 GB/s) and is never slower.
   if (bytes >= kSmall) {
     char *out = static_cast<char *>(to);
     const char *in = static_cast<const char *>(from);

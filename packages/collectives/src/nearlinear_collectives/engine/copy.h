@@ -1,15 +1,15 @@
-// Copies between private and shared memory: plain, or past the caches.
+// Copies between private and shared memory, through the caches or with non-temporal stores.
 #pragma once
 
 #include <cstddef>
 
 namespace nlc {
 
-// Outputs at least this big leave the last-level cache before anyone reads them, so writing them
-// through it only evicts what others need: about this rank's share of the cache.
+// Minimum size of outputs written past the caches: about this rank's share of the last-level cache.
+// Larger outputs would be evicted before anyone reads them.
 size_t stream_threshold(int ranks_on_node);
 
-// Copies bytes; with stream, by non-temporal stores (a fence is issued before returning).
+// Copy bytes. With stream, use non-temporal stores and issue a fence before returning.
 void copy(void *to, const void *from, size_t bytes, bool stream);
 
 }  // namespace nlc

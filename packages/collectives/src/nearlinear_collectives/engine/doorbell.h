@@ -1,8 +1,8 @@
-// Wakes a leader that waits for its node's ranks while it sleeps on its sockets.
+// Wakes a leader that waits for the ranks of its node while it sleeps in poll() on its sockets.
 //
-// A pipe, since its writing end can be opened by other processes through /proc; of eventfds and
-// futexes one cannot be, the other cannot be polled. One byte per sleep: who takes the leader's
-// `listening` flag rings, the others need not.
+// Implemented as a pipe, because other processes can open its write end through /proc. An eventfd
+// cannot be opened that way, and a futex cannot be polled. Only the rank that clears the leader's
+// `listening` flag writes, so there is one byte per sleep.
 #pragma once
 
 #include <fcntl.h>
@@ -17,31 +17,31 @@ namespace nlc {
 
 class Doorbell {
  public:
-  // The leader's own. `listening` lies in memory that all its callers can write to.
-  void hang() {
+  // Create the leader's own doorbell. `listening` is in memory that all callers can write to.
+  void create() {
     int ends[2];
-    if (::pipe2(ends, O_NONBLOCK | O_CLOEXEC) != 0) throw system_failure("cannot make a pipe");
-    hear_ = Fd(ends[0]);
-    ring_ = Fd(ends[1]);
+    if (::pipe2(ends, O_NONBLOCK | O_CLOEXEC) != 0) throw system_failure("cannot create a pipe");
+    read_end_ = Fd(ends[0]);
+    write_end_ = Fd(ends[1]);
   }
-  // A neighbour's way to it, in place of its own. Opened for reading too, so that no write ever
-  // meets a pipe without readers.
-  void find(int pid, int fd) {
-    ring_ = open_memory_of(pid, fd);
-    hear_ = Fd();
+  // Open another leader's doorbell instead. The pipe is opened for reading too, so that a write
+  // never meets a pipe without readers.
+  void open(int pid, int fd) {
+    write_end_ = open_memory_of(pid, fd);
+    read_end_ = Fd();
   }
 
-  int hearing() const { return hear_.get(); }
-  int ringing() const { return ring_.get(); }
+  int read_fd() const { return read_end_.get(); }
+  int write_fd() const { return write_end_.get(); }
 
-  // After a counter was raised.
-  void ring(std::atomic<uint32_t> &listening) const {
-    if (!ring_ || !listening.load(std::memory_order_seq_cst)) return;
-    if (listening.exchange(0, std::memory_order_seq_cst)) (void)!::write(ring_.get(), "!", 1);
+  // Wake the leader after a counter was raised.
+  void notify(std::atomic<uint32_t> &listening) const {
+    if (!write_end_ || !listening.load(std::memory_order_seq_cst)) return;
+    if (listening.exchange(0, std::memory_order_seq_cst)) (void)!::write(write_end_.get(), "!", 1);
   }
 
  private:
-  Fd hear_, ring_;
+  Fd read_end_, write_end_;
 };
 
 }  // namespace nlc

@@ -15,8 +15,8 @@
 namespace nlc {
 namespace {
 
-// Segments of this process by nonce: ranks that are threads share one mapping, as they share
-// everything else. (A second mapping would also hide every race from a thread sanitizer.)
+// Segments of this process by nonce: ranks that are threads share one mapping. A second mapping
+// would also hide every race from a thread sanitizer.
 std::mutex own_segments_mutex;
 std::unordered_map<uint64_t, std::weak_ptr<Mapping>> &own_segments() {
   static auto *segments = new std::unordered_map<uint64_t, std::weak_ptr<Mapping>>();
@@ -31,11 +31,12 @@ std::shared_ptr<Mapping> own_segment(uint64_t nonce) {
 
 constexpr int64_t kHeadStart = 300;  // milliseconds
 
-std::atomic<int> most_ranks_here{1};  // of any group so far: what the cores are shared by
+// Largest number of ranks on this node in any group so far, which share its cores.
+std::atomic<int> most_ranks_here{1};
 
 }  // namespace
 
-Group::Group(const nlc_options &options, unsigned char *card)
+Group::Group(const nlc_options &options, unsigned char *peer_info)
     : name_(options.name ? options.name : "group"),
       timeout_ms_(options.timeout_ms),
       pid_(getpid()) {
@@ -44,68 +45,69 @@ Group::Group(const nlc_options &options, unsigned char *card)
   for (int r = 0; r < options.size; ++r)
     global_ranks_.push_back(options.global_ranks ? options.global_ranks[r] : r);
   Arena &arena = Arena::of_this_process();
-  describe_this_process(&card_);
-  card_.rank = options.rank;
-  card_.size = options.size;
-  card_.arena_fd = arena.fd();
-  card_.arena_bytes = arena.bytes();
+  describe_this_process(&own_info_);
+  own_info_.rank = options.rank;
+  own_info_.size = options.size;
+  own_info_.arena_fd = arena.fd();
+  own_info_.arena_bytes = arena.bytes();
   segment_fd_ = make_memory("nearlinear-group", sizeof(Segment));
-  card_.segment_fd = segment_fd_.get();
+  own_info_.segment_fd = segment_fd_.get();
   output_fd_ = make_memory("nearlinear-outputs", arena.bytes());
-  card_.output_fd = output_fd_.get();
+  own_info_.output_fd = output_fd_.get();
   own_mapping_ = std::make_shared<Mapping>(map_memory(segment_fd_.get(), sizeof(Segment), true));
   own_ = new (own_mapping_->base()) Segment;
-  own_->nonce.store(card_.nonce, std::memory_order_release);
+  own_->nonce.store(own_info_.nonce, std::memory_order_release);
   {
     const std::lock_guard<std::mutex> lock(own_segments_mutex);
-    own_segments()[card_.nonce] = own_mapping_;
+    own_segments()[own_info_.nonce] = own_mapping_;
   }
   if (options.size > 1) {
     const std::string transport = setting("TRANSPORT");
     net_ = make_transport(transport.empty() ? "tcp" : transport);
-    doorbell_.hang();
-    card_.doorbell_fd = doorbell_.ringing();
-    std::strncpy(card_.address, net_->address().c_str(), sizeof card_.address - 1);
+    doorbell_.create();
+    own_info_.doorbell_fd = doorbell_.write_fd();
+    std::strncpy(own_info_.address, net_->address().c_str(), sizeof own_info_.address - 1);
   }
-  std::memset(card, 0, NLC_CARD_BYTES);
-  std::memcpy(card, &card_, sizeof card_);
+  std::memset(peer_info, 0, NLC_PEER_INFO_BYTES);
+  std::memcpy(peer_info, &own_info_, sizeof own_info_);
 }
 
 Group::~Group() {
   own_->closed.store(1, std::memory_order_release);
   const std::lock_guard<std::mutex> lock(own_segments_mutex);
-  own_segments().erase(card_.nonce);
+  own_segments().erase(own_info_.nonce);
 }
 
-void Group::connect(const unsigned char *cards, int64_t timeout_ms) {
-  for (int r = 0; r < card_.size; ++r) {
-    const Card &card = read_card(cards + static_cast<size_t>(r) * NLC_CARD_BYTES);
-    if (card.rank != r || card.size != card_.size)
+void Group::connect(const unsigned char *peer_infos, int64_t timeout_ms) {
+  for (int r = 0; r < own_info_.size; ++r) {
+    const PeerInfo &peer =
+        read_peer_info(peer_infos + static_cast<size_t>(r) * NLC_PEER_INFO_BYTES);
+    if (peer.rank != r || peer.size != own_info_.size)
       throw Failure(NLC_BAD_ARGUMENT,
-                    format("the card of rank %d says rank %d of %d", r, card.rank, card.size));
-    cards_.push_back(card);
+                    format("the peer info of rank %d says rank %d of %d", r, peer.rank, peer.size));
+    peer_infos_.push_back(peer);
   }
-  place_ = find_topology(cards_, card_.rank);
+  topology_ = find_topology(peer_infos_, own_info_.rank);
   deadline_ = after_ms(timeout_ms);
-  liveness_ = std::make_unique<Liveness>(cards_, place_.neighbours());
+  liveness_ = std::make_unique<Liveness>(peer_infos_, topology_.neighbours());
 
-  for (const int rank : place_.neighbours()) {
-    const Card &card = cards_[static_cast<size_t>(rank)];
+  for (const int rank : topology_.neighbours()) {
+    const PeerInfo &peer = peer_infos_[static_cast<size_t>(rank)];
     Neighbour neighbour;
     neighbour.rank = rank;
-    neighbour.mapping = card.pid == getpid() ? own_segment(card.nonce) : nullptr;
+    neighbour.mapping = peer.pid == getpid() ? own_segment(peer.nonce) : nullptr;
     if (!neighbour.mapping) {
       try {
-        const Fd fd = open_memory_of(card.pid, card.segment_fd);
+        const Fd fd = open_memory_of(peer.pid, peer.segment_fd);
         neighbour.mapping = std::make_shared<Mapping>(map_memory(fd.get(), sizeof(Segment), true));
-        neighbour.pool = Arena::of_this_process().arena_of(card);
+        neighbour.pool = Arena::of_this_process().arena_of(peer);
       } catch (const Failure &failure) {
         fail_forming(rank, failure);
       }
     }
     neighbour.memory = neighbour.pool ? neighbour.pool->base() : Arena::of_this_process().base();
     neighbour.segment = reinterpret_cast<Segment *>(neighbour.mapping->base());
-    if (neighbour.segment->nonce.load(std::memory_order_acquire) != card.nonce)
+    if (neighbour.segment->nonce.load(std::memory_order_acquire) != peer.nonce)
       fail_forming(rank, Failure(NLC_PEER_DIED, "its memory is gone"));
     neighbours_.push_back(std::move(neighbour));
   }
@@ -115,46 +117,46 @@ void Group::connect(const unsigned char *cards, int64_t timeout_ms) {
   while (most < here && !most_ranks_here.compare_exchange_weak(most, here)) {
   }
   most = std::max(most, here);
-  patience_ = patience(most, card_.cores);
-  chunk_bytes_ = static_cast<size_t>(setting_number("CHUNK_KIB", most <= card_.cores ? 256 : 512))
-                 << 10;
+  spin_budget_ = spin_budget(most, own_info_.cores);
+  const int64_t default_kib = most <= own_info_.cores ? 256 : 512;
+  chunk_bytes_ = static_cast<size_t>(setting_number("CHUNK_KIB", default_kib)) << 10;
   chunk_bytes_ = std::clamp(chunk_bytes_, size_t{4096}, kSlotBytes);
   stream_bytes_ = stream_threshold(here);
-  slots = SlotWriter(most <= card_.cores);
-  int cores = card_.cores;
-  for (const int rank : place_.neighbours())
-    cores = std::min<int>(cores, cards_[static_cast<size_t>(rank)].cores);
+  slots = SlotWriter(most <= own_info_.cores);
+  int cores = own_info_.cores;
+  for (const int rank : topology_.neighbours())
+    cores = std::min<int>(cores, peer_infos_[static_cast<size_t>(rank)].cores);
   own_->slots_in_use = here <= cores ? kSlots : kFewSlots;
 
-  if (place_.node_count() == 1) {
+  if (topology_.node_count() == 1) {
     net_.reset();
     doorbell_ = Doorbell();
-  } else if (place_.leads()) {
+  } else if (topology_.leads()) {
     std::vector<std::string> addresses;
-    for (const auto &ranks : place_.nodes)
-      addresses.push_back(cards_[static_cast<size_t>(ranks[0])].address);
+    for (const auto &ranks : topology_.nodes)
+      addresses.push_back(peer_infos_[static_cast<size_t>(ranks[0])].address);
     uint64_t cookie = 0;
-    for (const Card &card : cards_) cookie = cookie * 0x100000001b3ULL ^ card.nonce;
+    for (const PeerInfo &peer : peer_infos_) cookie = cookie * 0x100000001b3ULL ^ peer.nonce;
     try {
-      net_->connect(addresses, place_.node, cookie, timeout_ms);
+      net_->connect(addresses, topology_.node, cookie, timeout_ms);
     } catch (const LinkFailure &failure) {
-      const int rank = place_.nodes[static_cast<size_t>(failure.node)][0];
+      const int rank = topology_.nodes[static_cast<size_t>(failure.node)][0];
       fail(NLC_PEER_DIED, rank_text(rank) + ": " + failure.what());
     } catch (const std::runtime_error &failure) {
       fail(NLC_TIMEOUT, std::string("the nodes could not be connected: ") + failure.what());
     }
-    net_->wake_on(doorbell_.hearing());
+    net_->wake_on(doorbell_.read_fd());
   } else {
     net_.reset();
-    const int leader = place_.neighbours()[0];
-    const Card &card = cards_[static_cast<size_t>(leader)];
+    const int leader = topology_.neighbours()[0];
+    const PeerInfo &peer = peer_infos_[static_cast<size_t>(leader)];
     try {
-      doorbell_.find(card.pid, card.doorbell_fd);
+      doorbell_.open(peer.pid, peer.doorbell_fd);
     } catch (const Failure &failure) {
       fail_forming(leader, failure);
     }
   }
-  raise(own_->ready, 1);  // everything of mine is there, and I have everything of theirs
+  raise(own_->ready, 1);  // this rank is set up, and has mapped everything of the others
   for (int i = 0; i < here; ++i) await_counter(neighbour(i).segment->ready, 1, i);
 }
 
@@ -170,13 +172,14 @@ void Group::await_post(RingName ring, uint32_t step, int local) {
 
 void Group::await_free(RingName ring, uint32_t step) {
   for (int i = 0; i < ranks_here(); ++i)
-    if (i != place_.local)
+    if (i != topology_.local)
       await_counter(neighbour(i).segment->rings[ring].consumed, step + 1 - ring_slots(), i);
 }
 
 void Group::await_all(RingName ring, uint32_t step) {
   for (int i = 0; i < ranks_here(); ++i)
-    if (i != place_.local) await_counter(neighbour(i).segment->rings[ring].consumed, step + 1, i);
+    if (i != topology_.local)
+      await_counter(neighbour(i).segment->rings[ring].consumed, step + 1, i);
 }
 
 void Group::await_consumed_by(int local, RingName ring, uint32_t step) {
@@ -187,22 +190,22 @@ void Group::await_consumed_by(int local, RingName ring, uint32_t step) {
 
 void Group::raise(Counter &counter, uint32_t to) {
   counter.raise(to);
-  if (!net_) doorbell_.ring(leader().listening);
+  if (!net_) doorbell_.notify(leader().listening);
 }
 
 void Group::await_counter(Counter &counter, uint32_t target, int local) {
   if (counter.reached(target)) return;
-  // Spinning on the core that the awaited rank needs only keeps it from arriving.
+  // Spinning on the core that the awaited rank needs would only delay it.
   const int core = sched_getcpu();
   own_->core.store(core, std::memory_order_relaxed);
   const bool shared = neighbour(local).segment->core.load(std::memory_order_relaxed) == core;
   spread_over_cores(core);
-  for (int i = shared ? patience_.spins : 0; i < patience_.spins; ++i) {
+  for (int i = shared ? spin_budget_.spins : 0; i < spin_budget_.spins; ++i) {
     pause_cpu();
     if (counter.reached(target)) return;
     if (net_ && (i & 63) == 63) poll_net(0);
   }
-  for (int i = 0; i < patience_.yields; ++i) {
+  for (int i = 0; i < spin_budget_.yields; ++i) {
     sched_yield();
     if (counter.reached(target)) return;
   }
@@ -210,8 +213,8 @@ void Group::await_counter(Counter &counter, uint32_t target, int local) {
     const uint32_t seen = counter.load();
     if (static_cast<int32_t>(seen - target) >= 0) return;
     if (net_) {
-      // The order matters: the flag is up before the counter is looked at for the last time, and
-      // neighbours look at the flag after they have raised the counter.
+      // The order matters: the flag is set before the last look at the counter, and neighbours look
+      // at the flag after raising the counter.
       own_->listening.store(1, std::memory_order_seq_cst);
       if (counter.value.load(std::memory_order_seq_cst) == seen) poll_net(2000);
       own_->listening.store(0, std::memory_order_relaxed);
@@ -219,7 +222,7 @@ void Group::await_counter(Counter &counter, uint32_t target, int local) {
       counter.sleep(seen, 20);
     }
     if (counter.reached(target)) return;
-    look_around(neighbour(local).rank);
+    check_peers(neighbour(local).rank);
   }
 }
 
@@ -228,7 +231,7 @@ void Group::await(const Request &request) {
   while (!request.done) {
     const bool moved = poll_net(idle < 4 ? 0 : 2000);
     idle = moved ? 0 : idle + 1;
-    if (!moved) look_around(-1);
+    if (!moved) check_peers(-1);
   }
 }
 
@@ -236,24 +239,24 @@ bool Group::poll_net(int timeout_us) {
   try {
     return net_->poll(timeout_us);
   } catch (const LinkFailure &failure) {
-    const int rank = place_.nodes[static_cast<size_t>(failure.node)][0];
+    const int rank = topology_.nodes[static_cast<size_t>(failure.node)][0];
     fail(NLC_PEER_DIED, format("%s: %s", rank_text(rank).c_str(), failure.what()));
   }
 }
 
 // --- construction of one call ------------------------------------------------------------------
 
-CallCard Group::describe_call(const nlc_call &call) const {
-  CallCard card{};
-  card.sequence = sequence_;
-  card.count = call.count;
-  card.scale = call.scale;
-  card.kind = call.kind;
-  card.dtype = call.dtype;
-  card.reduce = call.reduce;
-  card.root = call.root;
-  card.input = card.shared = -1;
-  return card;
+CallSignature Group::describe_call(const nlc_call &call) const {
+  CallSignature signature{};
+  signature.sequence = sequence_;
+  signature.count = call.count;
+  signature.scale = call.scale;
+  signature.kind = call.kind;
+  signature.dtype = call.dtype;
+  signature.reduce = call.reduce;
+  signature.root = call.root;
+  signature.input = signature.shared = -1;
+  return signature;
 }
 
 bool Group::forked() const { return getpid() != pid_; }
@@ -278,15 +281,15 @@ void Group::run(const nlc_call &call) {
                                       "fork: make a new group in the child",
                                       name_.c_str(), pid_));
   if (aborted_.load()) fail(NLC_ABORTED, abort_reason_);
-  if (broken_status_ != NLC_OK)
+  if (failure_status_ != NLC_OK)
     throw Failure(NLC_ABORTED, format("group '%s' failed before and cannot be used any more: %s",
-                                      name_.c_str(), broken_.c_str()));
+                                      name_.c_str(), failure_text_.c_str()));
   const int64_t timeout = call.timeout_ms == NLC_ANY_TIMEOUT ? timeout_ms_ : call.timeout_ms;
-  // Leaders see the other nodes, so they shall be the first to say who is late.
-  const bool led = place_.node_count() > 1 && !place_.leads();
+  // Leaders see the other nodes, so they report a late rank first.
+  const bool led = topology_.node_count() > 1 && !topology_.leads();
   deadline_ = after_ms(timeout + (led ? kHeadStart : 0));
   call_timeout_ms_ = timeout;
-  if (told_ >= 0) tell_nodes(-1);  // that was another call
+  if (reported_ >= 0) tell_nodes(-1);  // left over from another call
   ++sequence_;
   current_ = describe_call(call);
   path = "alone";
@@ -317,16 +320,16 @@ void Group::publish_input(const void *input, size_t bytes) {
 
 void Group::publish_shared(int number) { own_->calls[sequence_ % kCalls].shared = number; }
 
-const CallCard &Group::call_of(int local) {
+const CallSignature &Group::call_of(int local) {
   return neighbour(local).segment->calls[sequence_ % kCalls];
 }
 
 void Group::compare_call(int local) {
-  if (local != place_.local) compare_with(call_of(local), neighbour(local).rank);
+  if (local != topology_.local) compare_with(call_of(local), neighbour(local).rank);
 }
 
-void Group::compare_with(const CallCard &theirs, int rank) {
-  const CallCard &mine = current_;
+void Group::compare_with(const CallSignature &theirs, int rank) {
+  const CallSignature &mine = current_;
   if (theirs.sequence == mine.sequence && theirs.kind == mine.kind && theirs.count == mine.count &&
       theirs.dtype == mine.dtype && theirs.reduce == mine.reduce && theirs.root == mine.root &&
       theirs.scale == mine.scale)
@@ -341,7 +344,7 @@ void Group::compare_with(const CallCard &theirs, int rank) {
 
 std::string Group::describe() const {
   std::string nodes;
-  for (const auto &ranks : place_.nodes) {
+  for (const auto &ranks : topology_.nodes) {
     nodes += nodes.empty() ? "[" : ", [";
     for (size_t i = 0; i < ranks.size(); ++i) nodes += format(i ? ", %d" : "%d", ranks[i]);
     nodes += "]";
@@ -349,7 +352,7 @@ std::string Group::describe() const {
   return format(
       "{\"name\": %s, \"rank\": %d, \"size\": %d, \"nodes\": [%s], \"cores\": %d, "
       "\"chunk_bytes\": %zu, \"stream_bytes\": %zu, \"network\": %s}",
-      json_text(name_).c_str(), rank(), size(), nodes.c_str(), card_.cores, chunk_bytes_,
+      json_text(name_).c_str(), rank(), size(), nodes.c_str(), own_info_.cores, chunk_bytes_,
       stream_bytes_, json_text(net_ ? net_->describe() : "").c_str());
 }
 

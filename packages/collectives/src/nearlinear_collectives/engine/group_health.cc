@@ -1,4 +1,4 @@
-// The slow side of waiting: who is gone, who is late, and how to say so.
+// The slow path of waiting: detect dead and late ranks, and report them.
 #include <algorithm>
 #include <cstring>
 
@@ -8,27 +8,27 @@
 
 namespace nlc {
 
-// The scheduler wakes a rank on the core of the one that woke it and can leave several there for
-// long. When more ranks than its share are on a core, the last of them go.
+// The scheduler wakes a rank on the core of the waking rank and can leave several there for long.
+// If a core has more ranks than its share, the last of them move away.
 void Group::spread_over_cores(int core) {
   const Clock::time_point now = Clock::now();
   if (now - last_move_ < std::chrono::milliseconds(2)) return;
   last_move_ = now;
-  const int share = (ranks_here() + card_.cores - 1) / card_.cores;
+  const int share = (ranks_here() + own_info_.cores - 1) / own_info_.cores;
   int before_me = 0;
-  for (int i = 0; i < place_.local; ++i)
+  for (int i = 0; i < topology_.local; ++i)
     before_me += neighbour(i).segment->core.load(std::memory_order_relaxed) == core;
   if (before_me >= share) leave_core(core);
 }
 
-void Group::look_around(int awaited) {
+void Group::check_peers(int awaited) {
   const Clock::time_point now = Clock::now();
   if (now - last_look_ < std::chrono::milliseconds(2)) return;
   last_look_ = now;
   if (aborted_.load(std::memory_order_acquire)) fail(NLC_ABORTED, abort_reason_);
   for (int i = 0; i < ranks_here(); ++i) {
     const Segment &other = *neighbour(i).segment;
-    if (i == place_.local) continue;
+    if (i == topology_.local) continue;
     const uint32_t status = other.failed.load(std::memory_order_acquire);
     if (status != NLC_OK) fail_with(static_cast<nlc_status>(status), other.reason);
     if (neighbour(i).rank == awaited && other.closed.load(std::memory_order_acquire))
@@ -36,21 +36,21 @@ void Group::look_around(int awaited) {
   }
   const int dead = liveness_->first_dead();
   if (dead >= 0) {
-    const int local =
-        static_cast<int>(std::find(place_.neighbours().begin(), place_.neighbours().end(), dead) -
-                         place_.neighbours().begin());
-    // A rank that closed the group and ended is missed only by those who wait for it.
+    const std::vector<int> &neighbours = topology_.neighbours();
+    const auto found = std::find(neighbours.begin(), neighbours.end(), dead);
+    const int local = static_cast<int>(found - neighbours.begin());
+    // A rank that closed the group and exited is an error only for ranks that wait for it.
     if (!neighbour(local).segment->closed.load(std::memory_order_acquire))
       fail(NLC_PEER_DIED, rank_text(dead) + " died");
   }
   if (now >= deadline_) time_out(awaited);
   if (net_ && now + std::chrono::milliseconds(call_timeout_ms_ / 2) >= deadline_)
-    tell_nodes(awaited >= 0 ? place_.node : net_->awaited());
+    tell_nodes(awaited >= 0 ? topology_.node : net_->awaited());
 }
 
 void Group::tell_nodes(int awaited) {
-  if (awaited == told_) return;
-  told_ = awaited;
+  if (awaited == reported_) return;
+  reported_ = awaited;
   net_->tell_awaited(awaited);
 }
 
@@ -63,7 +63,7 @@ int Group::slowest_neighbour() {
     return std::pair(other.entered.load(std::memory_order_acquire), steps);
   };
   for (int i = 0; i < ranks_here(); ++i)
-    if (i != place_.local && (slowest < 0 || progress(i) < progress(slowest))) slowest = i;
+    if (i != topology_.local && (slowest < 0 || progress(i) < progress(slowest))) slowest = i;
   return slowest;
 }
 
@@ -85,8 +85,8 @@ void Group::time_out(int awaited) {
     const int awaits = net_->awaited();
     if (awaits >= 0) {
       const int node = net_->stuck_behind(awaits);
-      rank = place_.nodes[static_cast<size_t>(node)][0];
-      where = "; it speaks for its node: that, one of its ranks or its link is stuck";
+      rank = topology_.nodes[static_cast<size_t>(node)][0];
+      where = "; it leads its node: it, another rank there or its link is stuck";
     }
   }
   const std::string who = rank >= 0 ? rank_text(rank) : "another node";
@@ -94,15 +94,15 @@ void Group::time_out(int awaited) {
                            static_cast<double>(call_timeout_ms_) / 1000.0, where.c_str()));
 }
 
-// A rank whose memory cannot be opened has died, or has given up since another one did.
+// A rank whose memory cannot be opened has died, or gave up because another one did.
 void Group::fail_forming(int rank, const Failure &failure) {
   if (failure.status != NLC_PEER_DIED)
     fail(failure.status, rank_text(rank) + ": " + failure.what());
-  for (const int other : place_.neighbours())
-    if (is_dead(cards_[static_cast<size_t>(other)]))
+  for (const int other : topology_.neighbours())
+    if (is_dead(peer_infos_[static_cast<size_t>(other)]))
       fail(NLC_PEER_DIED, rank_text(other) + " died while the group was being formed");
   fail(NLC_PEER_DIED,
-       rank_text(rank) + " gave up while the group was being formed; its own error says why");
+       rank_text(rank) + " gave up while the group was being formed; see its error");
 }
 
 void Group::fail(nlc_status status, const std::string &reason) {
@@ -110,15 +110,16 @@ void Group::fail(nlc_status status, const std::string &reason) {
 }
 
 void Group::fail_with(nlc_status status, const std::string &text) {
-  broken_ = text;
-  broken_status_ = status;
+  failure_text_ = text;
+  failure_status_ = status;
   std::strncpy(own_->reason, text.c_str(), sizeof own_->reason - 1);
   own_->failed.store(static_cast<uint32_t>(status), std::memory_order_release);
   if (net_) net_->give_up(text);
   throw Failure(
       status,
       format("nearlinear group '%s', rank %lld: %s", name_.c_str(),
-             static_cast<long long>(global_ranks_[static_cast<size_t>(card_.rank)]), text.c_str()));
+             static_cast<long long>(global_ranks_[static_cast<size_t>(own_info_.rank)]),
+             text.c_str()));
 }
 
 void Group::abort(const char *reason) {
@@ -126,7 +127,7 @@ void Group::abort(const char *reason) {
   aborted_.store(true, std::memory_order_release);
 }
 
-std::string Group::call_text(const CallCard &call) const {
+std::string Group::call_text(const CallSignature &call) const {
   std::string text =
       format("%s #%llu", kind_name(call.kind), static_cast<unsigned long long>(call.sequence));
   if (call.kind == NLC_BARRIER) return text;
@@ -142,10 +143,10 @@ std::string Group::call_text(const CallCard &call) const {
 }
 
 std::string Group::rank_text(int rank) const {
-  const Card &card = cards_[static_cast<size_t>(rank)];
+  const PeerInfo &peer = peer_infos_[static_cast<size_t>(rank)];
   return format("rank %lld (host %s, pid %d)",
-                static_cast<long long>(global_ranks_[static_cast<size_t>(rank)]), card.host,
-                card.pid);
+                static_cast<long long>(global_ranks_[static_cast<size_t>(rank)]), peer.host,
+                peer.pid);
 }
 
 }  // namespace nlc

@@ -1,22 +1,22 @@
-// Shared outputs of a group: made on first use, reused when every neighbour has let go.
+// Shared outputs of a group: created on first use, reused after every neighbour has freed them.
 #include "group.h"
 
 namespace nlc {
 
 void *Group::allocate_shared(size_t bytes) {
-  if (place_.node_count() > 1 || size() == 1 || bytes <= kSmallestShared) return nullptr;
+  if (topology_.node_count() > 1 || size() == 1 || bytes <= kSmallestShared) return nullptr;
   {
     const std::lock_guard<std::mutex> lock(outputs_mutex_);
     if (!outputs_) {
       std::vector<Fd> memories;
       try {
-        for (const Card &card : cards_)
-          memories.push_back(open_memory_of(card.pid, card.output_fd));
+        for (const PeerInfo &peer : peer_infos_)
+          memories.push_back(open_memory_of(peer.pid, peer.output_fd));
       } catch (const Failure &) {
-        return nullptr;  // a neighbour is gone: the next call says which
+        return nullptr;  // a neighbour is gone; the next call reports which one
       }
       outputs_ = std::make_shared<SharedOutputs>(
-          rank(), std::move(memories), card_.arena_bytes, [segment = own_mapping_](int number) {
+          rank(), std::move(memories), own_info_.arena_bytes, [segment = own_mapping_](int number) {
             Counter &released = reinterpret_cast<Segment *>(segment->base())->released[number];
             released.raise(released.load() + 1);
           });
@@ -32,12 +32,13 @@ bool Group::all_released(int number, uint32_t times) {
     Segment &other = *neighbour(i).segment;
     Counter &released = other.released[number];
     for (int tries = 0; !released.reached(times); ++tries) {
-      // A neighbour that waits for me in a later call will not let go before: we do not agree on
-      // the order of things. (Nor will one that has failed, or left.)
+      // A neighbour that waits for this rank in a later call will not free the output before, so
+      // the ranks do not agree on the order of allocations. (A failed or departed rank will not
+      // either.)
       if (other.entered.load(std::memory_order_acquire) > own_->entered.load() ||
           other.failed.load() || other.closed.load() || aborted_.load() || Clock::now() >= deadline)
         return released.reached(times);
-      if (tries < patience_.spins)
+      if (tries < spin_budget_.spins)
         pause_cpu();
       else
         released.sleep(released.load(), 5);

@@ -6,13 +6,13 @@
 
 namespace nlc {
 
-Liveness::Liveness(const std::vector<Card> &cards, const std::vector<int> &ranks) {
+Liveness::Liveness(const std::vector<PeerInfo> &peer_infos, const std::vector<int> &ranks) {
   for (const int rank : ranks) {
-    const Card &card = cards[static_cast<size_t>(rank)];
-    if (card.pid == getpid()) continue;  // ranks that are threads live and die with me
-    Fd pidfd(static_cast<int>(syscall(SYS_pidfd_open, card.pid, 0)));
-    if (is_dead(card)) pidfd = Fd();  // it ended before, and the pid may be another's by now
-    watched_.push_back({rank, std::move(pidfd), card});
+    const PeerInfo &peer = peer_infos[static_cast<size_t>(rank)];
+    if (peer.pid == getpid()) continue;  // ranks that are threads live and die with this process
+    Fd pidfd(static_cast<int>(syscall(SYS_pidfd_open, peer.pid, 0)));
+    if (is_dead(peer)) pidfd = Fd();  // ended earlier; another process may have its pid by now
+    watched_.push_back({rank, std::move(pidfd), peer});
   }
 }
 
@@ -22,7 +22,7 @@ int Liveness::first_dead() {
   for (const Watched &one : watched_) asked.push_back({one.pidfd.get(), POLLIN, 0});
   ::poll(asked.data(), asked.size(), 0);
   for (size_t i = 0; i < watched_.size(); ++i) {
-    const bool dead = asked[i].fd >= 0 ? asked[i].revents != 0 : is_dead(watched_[i].card);
+    const bool dead = asked[i].fd >= 0 ? asked[i].revents != 0 : is_dead(watched_[i].peer);
     if (dead) return watched_[i].rank;
   }
   return -1;

@@ -1,24 +1,24 @@
-// Which neighbours' processes are still there. A pidfd tells of a death at once, even of a
-// process that nobody has waited for yet, where kill(pid, 0) would see a living zombie.
+// Detects dead processes of neighbours. A pidfd reports a death at once, even of a zombie that
+// nobody has waited for, which kill(pid, 0) reports as alive.
 #pragma once
 
 #include <vector>
 
-#include "card.h"
+#include "peer_info.h"
 
 namespace nlc {
 
 class Liveness {
  public:
-  Liveness(const std::vector<Card> &cards, const std::vector<int> &ranks);
-  // The first rank found dead, or -1. Costs one system call.
+  Liveness(const std::vector<PeerInfo> &peer_infos, const std::vector<int> &ranks);
+  // Return the first dead rank, or -1. Costs one system call.
   int first_dead();
 
  private:
   struct Watched {
     int rank;
-    Fd pidfd;  // without one (an old kernel), /proc is asked
-    Card card;
+    Fd pidfd;  // without one (old kernels), /proc is read
+    PeerInfo peer;
   };
   std::vector<Watched> watched_;
 };

@@ -23,7 +23,7 @@ Fd make_memory(const char *name, size_t bytes) {
 }
 
 Mapping map_memory(int fd, size_t bytes, bool writable) {
-  // Reserve a bit more than needed, keep the part that starts on a huge page.
+  // Reserve slightly more than needed and keep the part that starts on a huge page.
   const size_t reserve = bytes + kHugePage;
   void *room =
       mmap(nullptr, reserve, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);

@@ -1,7 +1,7 @@
 // Shared memory without names: a memfd of one process that its neighbours open through /proc.
 //
-// Nothing ever lies in /dev/shm, so nothing is left there by a killed process and the 64 MiB of a
-// container's /dev/shm do not matter.
+// Nothing is in /dev/shm, so a killed process leaves nothing behind and the 64 MiB limit of a
+// container's /dev/shm does not apply.
 #pragma once
 
 #include <cstddef>
@@ -33,12 +33,11 @@ class Mapping {
 
 Fd make_memory(const char *name, size_t bytes);
 
-// Maps a shared memory from its start, at an address that is a multiple of 2 MiB, and asks for
-// huge pages where the system has them.
+// Map a shared memory from its start at a multiple of 2 MiB, and request huge pages.
 Mapping map_memory(int fd, size_t bytes, bool writable);
 
-// The memory or pipe `fd` of another process of this user on this node. Throws NLC_PEER_DIED if it
-// is gone.
+// Open the memory or pipe `fd` of another process of this user on this node. Throws NLC_PEER_DIED
+// if the process is gone.
 Fd open_memory_of(int pid, int fd);
 
 }  // namespace nlc

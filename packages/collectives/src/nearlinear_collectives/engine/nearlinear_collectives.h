@@ -1,14 +1,14 @@
-/* The engine's C interface: collectives over host memory, with no torch in sight.
+/* C interface of the engine: collectives over host memory, independent of torch.
  *
- * A group is made in two steps, so that the caller chooses how ranks find each other:
- *   1. nlc_group_open() makes this rank's shared segment and listening socket and fills a
- *      card of NLC_CARD_BYTES plain bytes that says where they are;
- *   2. the caller exchanges the cards by any means (a c10d Store, MPI, a file), then
+ * A group is created in three steps, so that the caller chooses the rendezvous:
+ *   1. nlc_group_open() creates this rank's shared segment and listening socket, and writes
+ *      their addresses to a peer info of NLC_PEER_INFO_BYTES plain bytes;
+ *   2. the caller exchanges the peer infos by any means (a c10d Store, MPI, a file);
  *   3. nlc_group_connect() maps the neighbours' memory and connects the nodes.
  *
- * Every function returns 0 or a code of nlc_status; nlc_error() has the sentence for the
- * calling thread's last failure.  A group runs one collective at a time: nlc_run() on the
- * caller's thread, nlc_start() on a thread of the engine, in the order they were called.
+ * Functions return 0 or another code of nlc_status; nlc_error() returns the message of the calling
+ * thread's last failure. A group runs one collective at a time, in call order: nlc_run() on the
+ * caller's thread, nlc_start() on an engine thread.
  */
 #ifndef NEARLINEAR_COLLECTIVES_H
 #define NEARLINEAR_COLLECTIVES_H
@@ -21,17 +21,17 @@ extern "C" {
 #endif
 
 #define NLC_ABI_VERSION 1
-#define NLC_CARD_BYTES 512
+#define NLC_PEER_INFO_BYTES 512
 #define NLC_ANY_TIMEOUT (-1) /* the group's own timeout */
 
 typedef enum {
   NLC_OK = 0,
-  NLC_BAD_ARGUMENT = 1, /* the call itself is wrong; the group is unharmed */
+  NLC_BAD_ARGUMENT = 1, /* the call itself is wrong; the group stays usable */
   NLC_PEER_DIED = 2,    /* a rank's process ended or its connection closed */
   NLC_TIMEOUT = 3,      /* a rank made no progress in time */
   NLC_MISMATCH = 4,     /* ranks called different operations, sizes or dtypes */
   NLC_ABORTED = 5,      /* nlc_group_abort() here, or an earlier error of this group */
-  NLC_SYSTEM = 6        /* the operating system refused something */
+  NLC_SYSTEM = 6        /* an operating system call failed */
 } nlc_status;
 
 typedef enum {
@@ -68,19 +68,19 @@ typedef enum {
   NLC_REDUCES
 } nlc_reduce;
 
-/* One collective. Bytes are only moved by all_gather and broadcast: dtype is then used for
- * nothing but the size of an element and the check that all ranks agree. */
+/* One collective. all_gather and broadcast only move bytes: they use dtype for the size of an
+ * element and to check that all ranks agree. */
 typedef struct {
   int32_t kind;         /* nlc_kind */
   int32_t dtype;        /* nlc_dtype */
   int32_t reduce;       /* nlc_reduce */
   int32_t root;         /* broadcast only, a rank of the group */
-  uint64_t count;       /* elements: per rank for all_gather and reduce_scatter, in all otherwise */
-  double scale;         /* the reduced value is multiplied by this (floating dtypes; 1.0 = not) */
+  uint64_t count;       /* elements: per rank for all_gather and reduce_scatter, else in total */
+  double scale;         /* factor of the reduced value (floating dtypes only; 1.0 for none) */
   const void *input;    /* all_gather: count; reduce_scatter: size * count; all_reduce: count */
   void *output;         /* all_gather: size * count; reduce_scatter: count; else count, in place */
   void *const *outputs; /* all_gather only: if not NULL, one pointer per rank replaces output */
-  int64_t timeout_ms;   /* NLC_ANY_TIMEOUT or this call's own */
+  int64_t timeout_ms;   /* of this call, or NLC_ANY_TIMEOUT */
 } nlc_call;
 
 typedef struct nlc_group nlc_group;
@@ -89,21 +89,21 @@ typedef struct {
   int32_t rank, size;
   int64_t timeout_ms;
   const char *name;            /* shown in errors and traces */
-  const int64_t *global_ranks; /* size entries for error texts, or NULL: rank i is rank i */
+  const int64_t *global_ranks; /* size entries for error messages; NULL for 0, 1, ... */
 } nlc_options;
 
 typedef void (*nlc_done)(void *context, int32_t status, const char *error);
 
-/* Groups. connect may be called once; the cards of all ranks lie in rank order. */
-int32_t nlc_group_open(const nlc_options *options, unsigned char card[NLC_CARD_BYTES],
+/* Groups. nlc_group_connect() may be called once, with the peer infos in rank order. */
+int32_t nlc_group_open(const nlc_options *options, unsigned char peer_info[NLC_PEER_INFO_BYTES],
                        nlc_group **group);
-int32_t nlc_group_connect(nlc_group *group, const unsigned char *cards, int64_t timeout_ms);
-void nlc_group_abort(nlc_group *group, const char *reason); /* wakes every waiting call */
-void nlc_group_close(nlc_group *group); /* bounded in time; the pointer is dead afterwards */
+int32_t nlc_group_connect(nlc_group *group, const unsigned char *peer_infos, int64_t timeout_ms);
+void nlc_group_abort(nlc_group *group, const char *reason); /* all waiting calls fail */
+void nlc_group_close(nlc_group *group); /* returns in bounded time; frees the group */
 void nlc_group_set_timeout(nlc_group *group, int64_t timeout_ms);
 
-/* 1 if the process that wrote this card is known to be dead, 0 if alive or on another node. */
-int32_t nlc_card_is_dead(const unsigned char card[NLC_CARD_BYTES]);
+/* Return 1 if the process of this peer is known to be dead, 0 if alive or on another node. */
+int32_t nlc_peer_is_dead(const unsigned char peer_info[NLC_PEER_INFO_BYTES]);
 
 /* Collectives. */
 int32_t nlc_run(nlc_group *group, const nlc_call *call);
@@ -114,14 +114,14 @@ void *nlc_pool_allocate(size_t bytes);
 void nlc_pool_free(void *memory);
 int32_t nlc_pool_contains(const void *memory);
 
-/* Memory for the output of an all_gather of `bytes_per_rank` in place, which exists once on the
- * node: a rank writes its own part and may only read the others'. All ranks allocate the same
- * outputs in the same order. NULL where that cannot be had (several nodes, small gathers, ranks
- * that do not agree): any other memory does as well. */
+/* Memory for the output of an in-place all_gather of `bytes_per_rank`, which exists once on the
+ * node: a rank writes its own part and may only read the others'. All ranks must allocate the same
+ * outputs in the same order. NULL if not available (several nodes, small gathers, ranks that do not
+ * agree); use any other memory then. */
 void *nlc_shared_allocate(nlc_group *group, size_t bytes_per_rank);
 void nlc_shared_free(void *memory);
 
-/* What is known, for people: JSON text into the buffer (cut to capacity), its full length back. */
+/* Diagnostics: write JSON to the buffer (truncated to capacity) and return its full length. */
 size_t nlc_describe(nlc_group *group, char *text, size_t capacity); /* topology, transport, paths */
 size_t nlc_trace(char *text, size_t capacity); /* last operations, all groups */
 

@@ -1,9 +1,10 @@
-// Reductions over several nodes: what leaves a node has been reduced over its ranks.
+// Reductions over several nodes: data is reduced over the ranks of a node before it leaves the
+// node.
 //
-// Per piece of every rank's span: the ranks of a node stage their contributions to each other
-// node in turn, each reduces its share of them into the leader's outbox, and the leader sends it.
-// The leader receives the other nodes' sums for its own ranks into a shared landing slot, where
-// each rank adds them up for its span, in node order, so that results do not depend on timing.
+// For each piece of every rank's span, the ranks of a node stage their contributions to each other
+// node in turn, each rank reduces its share of them into the leader's outbox, and the leader sends
+// it. The leader receives the other nodes' sums for its own ranks into a shared landing slot, where
+// each rank adds them up for its span in node order, so results do not depend on timing.
 #include <algorithm>
 #include <vector>
 
@@ -29,10 +30,10 @@ class Stages {
       : group_(group),
         opening_(opening),
         work_(work),
-        nodes_(group.place().node_count()),
+        nodes_(group.topology().node_count()),
         here_(group.ranks_here()),
-        me_(group.place().local),
-        leads_(group.place().leads()),
+        me_(group.topology().local),
+        leads_(group.topology().leads()),
         piece_(piece_bytes(group, static_cast<size_t>(nodes_)) / 8 * 8) {
     size_t longest = 0;
     for (int r = 0; r < group.size(); ++r) longest = std::max(longest, work.input(r).bytes);
@@ -59,22 +60,22 @@ class Stages {
     if (pieces_ > 0) finish(pieces_ - 1);
     for (auto &requests : sent_)
       for (const Request &request : requests) group_.await(request);
-    // Every outbox slot is free again, and the others have nothing to read in them.
+    // Every outbox slot is free again, and neighbours have nothing to read in them.
     if (here_ > 1 && pieces_ > 0)
       group_.consume(kResults, first_outbox_ + static_cast<uint32_t>(sent_.size()) - 1);
   }
 
  private:
   const std::vector<int> &ranks_of(int node) const {
-    return group_.place().nodes[static_cast<size_t>(node)];
+    return group_.topology().nodes[static_cast<size_t>(node)];
   }
   uint32_t landing_step(size_t c) const { return first_landing_ + static_cast<uint32_t>(c); }
-  uint32_t input_step(size_t c, int shift) const {  // shift 0, my own node, comes last
+  uint32_t input_step(size_t c, int shift) const {  // shift 0, this node, comes last
     const int order = shift == 0 ? nodes_ - 1 : shift - 1;
     return first_input_ + static_cast<uint32_t>(c) * static_cast<uint32_t>(nodes_) +
            static_cast<uint32_t>(order);
   }
-  // Where the sum of another node for one of my node's ranks lands.
+  // Landing place of another node's sum for one of this node's ranks.
   unsigned char *landing(size_t c, int shift, int local) {
     return group_.leader().slot(kFromLeader, landing_step(c)) +
            (static_cast<size_t>(shift - 1) * static_cast<size_t>(here_) +
@@ -99,7 +100,7 @@ class Stages {
       }
   }
 
-  // My contributions to a node's spans, side by side in my slot.
+  // Stage this rank's contributions to a node's spans side by side in its slot.
   void stage(size_t c, int shift) {
     const uint32_t step = input_step(c, shift);
     group_.await_free(kInputs, step);
@@ -131,7 +132,7 @@ class Stages {
     const size_t index = c * static_cast<size_t>(nodes_ - 1) + static_cast<size_t>(shift - 1);
     const uint32_t outbox = first_outbox_ + static_cast<uint32_t>(index);
     auto &requests = sent_[index];
-    if (here_ == 1) {  // nothing to add up: straight from the caller's memory
+    if (here_ == 1) {  // nothing to reduce: send from the caller's memory
       requests.resize(ranks.size());
       for (size_t i = 0; i < ranks.size(); ++i) {
         const Span span = work_.input(ranks[i]);
@@ -140,14 +141,14 @@ class Stages {
       return;
     }
     const uint32_t slots = group_.ring_slots();
-    if (leads_ && index >= slots) {  // its outbox slot is free once its last send left
+    if (leads_ && index >= slots) {  // its outbox slot is free once its last send has completed
       for (const Request &request : sent_[index - slots]) group_.await(request);
       group_.consume(kResults, outbox - slots);
     }
     stage(c, shift);
     if (!leads_) group_.await_consumed_by(0, kResults, outbox - slots);
     unsigned char *slot = group_.leader().slot(kResults, outbox);
-    for (size_t i = 0; i < ranks.size(); ++i) {  // my share of each piece
+    for (size_t i = 0; i < ranks.size(); ++i) {  // this rank's share of each piece
       const Piece part = piece_of(work_.input(ranks[i]).bytes, piece_, c);
       const size_t share =
           ((part.bytes + static_cast<size_t>(here_) - 1) / static_cast<size_t>(here_) + 63) &
@@ -194,7 +195,7 @@ class Stages {
     std::vector<const void *> sources;
     for (int node = 0; node < nodes_; ++node) {
       const int shift =
-          (group_.place().node - node + nodes_) % nodes_;  // it is at -shift from here
+          (group_.topology().node - node + nodes_) % nodes_;  // seen from there, it is at -shift
       sources.push_back(shift ? static_cast<const void *>(landing(c, shift, me_))
                               : (here_ > 1 ? work_.output : own.data) + part.begin);
     }

@@ -10,13 +10,13 @@
 namespace nlc {
 
 int node_at(const Group &group, int shift) {
-  const int nodes = group.place().node_count();
-  return ((group.place().node + shift) % nodes + nodes) % nodes;
+  const int nodes = group.topology().node_count();
+  return ((group.topology().node + shift) % nodes + nodes) % nodes;
 }
 
 size_t piece_bytes(const Group &group, size_t blocks_per_slot) {
   size_t most = 1;
-  for (const auto &ranks : group.place().nodes) most = std::max(most, ranks.size());
+  for (const auto &ranks : group.topology().nodes) most = std::max(most, ranks.size());
   const size_t block = std::min(group.node_chunk_bytes(), kSlotBytes / blocks_per_slot);
   return std::max<size_t>(block / most & ~size_t{63}, 64);
 }
@@ -24,16 +24,16 @@ size_t piece_bytes(const Group &group, size_t blocks_per_slot) {
 // --- opening -------------------------------------------------------------------------------------
 
 Opening::Opening(Group &group, bool meet_neighbours) : group_(group) {
-  const int nodes = group.place().node_count();
-  if (group.place().leads()) {
+  const int nodes = group.topology().node_count();
+  if (group.topology().leads()) {
     theirs_.resize(static_cast<size_t>(nodes));
     sent_.resize(static_cast<size_t>(nodes));
     received_.resize(static_cast<size_t>(nodes));
     for (int shift = 1; shift < nodes; ++shift) {
       const int to = node_at(group, shift), from = node_at(group, -shift);
-      group.net().post_send(to, &group.current(), sizeof(CallCard),
+      group.net().post_send(to, &group.current(), sizeof(CallSignature),
                             &sent_[static_cast<size_t>(to)]);
-      group.net().post_receive(from, &theirs_[static_cast<size_t>(from)], sizeof(CallCard),
+      group.net().post_receive(from, &theirs_[static_cast<size_t>(from)], sizeof(CallSignature),
                                &received_[static_cast<size_t>(from)]);
     }
   }
@@ -41,12 +41,12 @@ Opening::Opening(Group &group, bool meet_neighbours) : group_(group) {
 }
 
 void Opening::confirm() {
-  const int nodes = group_.place().node_count();
+  const int nodes = group_.topology().node_count();
   for (int node = 0; node < nodes; ++node) {
-    if (node == group_.place().node) continue;
+    if (node == group_.topology().node) continue;
     const size_t i = static_cast<size_t>(node);
     group_.await(received_[i]);
-    group_.compare_with(theirs_[i], group_.place().nodes[i][0]);
+    group_.compare_with(theirs_[i], group_.topology().nodes[i][0]);
     group_.await(sent_[i]);
   }
 }
@@ -54,7 +54,7 @@ void Opening::confirm() {
 // --- all-gather ----------------------------------------------------------------------------------
 
 void share_in_node(Group &group, const SpanOf &span, bool stream) {
-  const int here = group.ranks_here(), me = group.place().local;
+  const int here = group.ranks_here(), me = group.topology().local;
   if (here == 1) return;
   const auto span_of = [&](int local) { return span(group.neighbour(local).rank); };
   size_t longest = 0;
@@ -89,11 +89,11 @@ void share_in_node(Group &group, const SpanOf &span, bool stream) {
 
 namespace {
 
-// The pieces with which one node's spans travel: for each, its place in a slot and in memory.
+// The pieces of one node's spans: for each, its place in a slot and in memory.
 class Pieces {
  public:
   Pieces(const Group &group, int node, const SpanOf &span, size_t piece)
-      : ranks_(group.place().nodes[static_cast<size_t>(node)]), span_(span), piece_(piece) {}
+      : ranks_(group.topology().nodes[static_cast<size_t>(node)]), span_(span), piece_(piece) {}
 
   template <typename Visit>  // visit(offset in the slot, span)
   void at(size_t index, Visit visit) const {
@@ -124,10 +124,10 @@ class Pieces {
 }  // namespace
 
 void share_between_nodes(Group &group, Opening &opening, const SpanOf &span, bool stream) {
-  const int nodes = group.place().node_count();
-  const bool leads = group.place().leads(), alone = group.ranks_here() == 1;
+  const int nodes = group.topology().node_count();
+  const bool leads = group.topology().leads(), alone = group.ranks_here() == 1;
   const size_t piece = piece_bytes(group, 1);
-  std::vector<Pieces> pieces;  // by shift; [0]: my own node's
+  std::vector<Pieces> pieces;  // by shift; [0] is this node's
   size_t most = 0;
   for (int shift = 0; shift < nodes; ++shift) {
     pieces.emplace_back(group, node_at(group, -shift), span, piece);
@@ -146,8 +146,8 @@ void share_between_nodes(Group &group, Opening &opening, const SpanOf &span, boo
     const auto send = [&](int shift, Span part) {
       group.net().post_send(node_at(group, shift), part.data, part.bytes, &sent[next++]);
     };
-    // The leader's own span comes first in its node's pieces: it is on its way to the next node
-    // while the neighbours still hand in theirs.
+    // The leader's own span is the first of its node's pieces: it is sent to the next node while
+    // the neighbours still stage theirs.
     const Span own = span(group.rank());
     const bool early = !alone && own.bytes > 0;
     if (early) send(1, Span{own.data, std::min(piece, own.bytes)});
@@ -170,7 +170,7 @@ void share_between_nodes(Group &group, Opening &opening, const SpanOf &span, boo
   } else {
     share_in_node(group, span, stream);
   }
-  // All nodes send at once, so the pieces of all come in turn.
+  // All nodes send at the same time, so the pieces of all nodes are interleaved.
   for (size_t c = 0; c < most; ++c) {
     for (int shift = 1; shift < nodes; ++shift) {
       const Pieces &theirs = pieces[static_cast<size_t>(shift)];
@@ -207,23 +207,23 @@ void node_all_gather(Group &group, const nlc_call &call,
 void node_broadcast(Group &group, const nlc_call &call) {
   group.path = "nodes";
   Opening opening(group, true);
-  const Topology &place = group.place();
+  const Topology &topology = group.topology();
   char *data = static_cast<char *>(call.output);
   const size_t bytes = call.count * element_bytes(call.dtype);
-  const int root_node = place.node_of[static_cast<size_t>(call.root)];
-  const int nodes = place.node_count(), after_root = (place.node - root_node + nodes) % nodes;
+  const int root_node = topology.node_of[static_cast<size_t>(call.root)];
+  const int nodes = topology.node_count(), after_root = (topology.node - root_node + nodes) % nodes;
   const size_t chunk = group.node_chunk_bytes();
   const uint32_t steps = static_cast<uint32_t>((bytes + chunk - 1) / chunk);
   const auto size_of = [&](uint32_t s) { return std::min(chunk, bytes - s * chunk); };
   if (after_root == 0) {
-    const auto &ranks = place.neighbours();
+    const auto &ranks = topology.neighbours();
     const auto root = std::find(ranks.begin(), ranks.end(), call.root) - ranks.begin();
     if (group.ranks_here() > 1) spread(group, static_cast<int>(root), data, bytes);
   }
-  // A chain of nodes: every link carries the data once, in chunks that are passed on at once.
+  // A chain of nodes: every link carries the data once, in chunks that are forwarded on arrival.
   std::vector<Request> sent(steps), received(steps);
-  const bool passes_on = place.leads() && after_root < nodes - 1;
-  if (place.leads()) {
+  const bool passes_on = topology.leads() && after_root < nodes - 1;
+  if (topology.leads()) {
     if (after_root > 0)
       for (uint32_t s = 0; s < steps; ++s)
         group.net().post_receive(node_at(group, -1), data + s * chunk, size_of(s), &received[s]);
@@ -232,12 +232,12 @@ void node_broadcast(Group &group, const nlc_call &call) {
   const uint32_t first = after_root > 0 ? group.take_steps(kFromLeader, steps) : 0;
   for (uint32_t s = 0; s < steps; ++s) {
     char *part = data + s * chunk;
-    if (place.leads()) {
+    if (topology.leads()) {
       if (after_root > 0) group.await(received[s]);
       if (passes_on) group.net().post_send(node_at(group, 1), part, size_of(s), &sent[s]);
     }
     if (after_root == 0 || group.ranks_here() == 1) continue;
-    if (place.leads()) {
+    if (topology.leads()) {
       group.await_free(kFromLeader, first + s);
       copy(group.mine().slot(kFromLeader, first + s), part, size_of(s), false);
       group.post(kFromLeader, first + s);
@@ -255,7 +255,7 @@ void node_barrier(Group &group) {
   group.path = "nodes";
   Opening opening(group, true);
   const uint32_t step = group.take_steps(kFromLeader, 1);
-  if (group.place().leads()) {
+  if (group.topology().leads()) {
     opening.confirm();
     group.await_free(kFromLeader, step);
     group.post(kFromLeader, step);

@@ -1,9 +1,9 @@
-// Messages over libfabric: reliable datagrams with tags, which is what Amazon's EFA speaks.
+// Messages over libfabric: reliable datagrams with tags, the interface of Amazon's EFA.
 //
-// Verified with libfabric's tcp and shm providers. The efa provider runs the same calls, but has
-// never been run by us: no EFA adapter was at hand. One idle TCP connection per pair of nodes
-// (tcp_control.h) brings the nodes together and says who gave up or died: libfabric's endpoints
-// have no connections that could break.
+// Verified with libfabric's tcp and shm providers. The efa provider uses the same calls but is
+// untested, for lack of an EFA adapter. One idle TCP connection per pair of nodes (tcp_control.h)
+// does the rendezvous and reports nodes that gave up or died, because libfabric's endpoints have no
+// connections that could break.
 #include "transport.h"
 
 #if !__has_include(<rdma/fabric.h>)
@@ -30,10 +30,10 @@ namespace nlc {
 namespace {
 
 constexpr int64_t kWindow = 4 << 20;  // bytes in flight to one node
-constexpr auto kPatience = std::chrono::milliseconds(500);
+constexpr auto kGracePeriod = std::chrono::milliseconds(500);
 
 struct Operation {
-  fi_context2 context;  // first: libfabric hands its address back
+  fi_context2 context;  // first member: libfabric returns its address
   Request *request;
   char *data;
   size_t bytes;
@@ -45,11 +45,11 @@ struct Operation {
 
 struct Link {
   fi_addr_t address = FI_ADDR_UNSPEC;
-  uint32_t sent = 0, received = 0;  // messages posted so far: their tags
+  uint32_t sent = 0, received = 0;  // messages posted so far; used as tags
   int pending = 0;
-  int64_t in_flight = 0;       // bytes sent whose arrival is not known yet
-  bool full = false;           // takes nothing more for now
-  Clock::time_point active{};  // last time something was posted or came
+  int64_t in_flight = 0;       // bytes sent but not known to have arrived
+  bool full = false;           // accepts nothing at the moment
+  Clock::time_point active{};  // last time something was posted or arrived
 
   bool idle() const { return pending == 0; }
 };
@@ -57,12 +57,13 @@ struct Link {
 class OfiTransport : public Transport {
  public:
   OfiTransport() : window_(setting_number("WINDOW", kWindow)) {
-    const std::string wish = setting("PROVIDER");
+    const std::string requested = setting("PROVIDER");
     const std::string host = tcp::host_text(control_.interface().address);
-    ofi::Info info = ofi::find_provider(wish.empty() ? "efa" : wish, host);
-    if (!info && wish.empty()) info = ofi::find_provider("tcp", host);
+    ofi::Info info = ofi::find_provider(requested.empty() ? "efa" : requested, host);
+    if (!info && requested.empty()) info = ofi::find_provider("tcp", host);
     if (!info)
-      throw Failure(NLC_SYSTEM, "libfabric has no provider '" + (wish.empty() ? "tcp" : wish) +
+      throw Failure(NLC_SYSTEM, "libfabric has no provider '" +
+                                    (requested.empty() ? "tcp" : requested) +
                                     "' with reliable tagged messages here (see fi_info -l): set "
                                     "NEARLINEAR_COLLECTIVES_PROVIDER to another, or "
                                     "NEARLINEAR_COLLECTIVES_TRANSPORT=tcp");
@@ -75,7 +76,7 @@ class OfiTransport : public Transport {
   }
 
   ~OfiTransport() override {
-    if (::getpid() != pid_) {  // a fork's child must not end the parent's connections
+    if (::getpid() != pid_) {  // a forked child must not close the parent's connections
       for (Operation &operation : operations_) (void)operation.memory.release();
       endpoint_.abandon();
       return;
@@ -84,14 +85,14 @@ class OfiTransport : public Transport {
     for (const Link &link : links_) idle &= link.idle();
     try {
       control_.leave(idle, {});
-      // What is done here may still need this end's help to be done there.
-      const Clock::time_point until = Clock::now() + kPatience;
+      // Transfers that are complete here may need this end's help to complete there.
+      const Clock::time_point until = Clock::now() + kGracePeriod;
       while (idle && endpoint_ && control_.others_stay() && Clock::now() < until) {
         control_.wait(500, [](int, uint32_t) {});
         progress();
       }
     } catch (const std::exception &) {
-      // The others see connections that close without a word.
+      // The other nodes see the connections close without a message.
     }
     close();
   }
@@ -142,7 +143,7 @@ class OfiTransport : public Transport {
     if (failure_) throw LinkFailure(*failure_);
     bool moved = step(0);
     if (moved || timeout_us <= 0) return moved;
-    // Few providers can wake a sleeper, so naps it is: short ones first.
+    // Few providers can wake a sleeper, so sleep in short intervals that grow.
     const Clock::time_point until = Clock::now() + std::chrono::microseconds(timeout_us);
     int64_t left = timeout_us;
     for (int64_t nap = 5; !moved && !woken_ && left > 0; nap = std::min<int64_t>(nap * 2, 100)) {
@@ -158,7 +159,7 @@ class OfiTransport : public Transport {
     try {
       control_.give_up(reason);
     } catch (const std::exception &) {
-      // Best effort: the others notice the closed connections.
+      // Best effort: the other nodes notice the closed connections.
     }
     if (!failure_) failure_.emplace(control_.my_node(), reason);
     close();
@@ -178,10 +179,10 @@ class OfiTransport : public Transport {
   uint64_t bytes_sent() const override { return bytes_sent_; }
 
  private:
-  // From here on the adapter touches no memory of ours.
+  // From here on the adapter does not access this process's memory.
   void close() noexcept {
     endpoint_.stop();
-    operations_.clear();  // their registrations go before the domain
+    operations_.clear();  // memory registrations must be closed before the domain
     endpoint_.close();
   }
 
@@ -192,7 +193,7 @@ class OfiTransport : public Transport {
     return links_[static_cast<size_t>(node)];
   }
 
-  // Names one message among all that reach a node, so that no order has to be relied on.
+  // Tag that identifies one message among all that reach a node, independent of arrival order.
   uint64_t tag(int sender, uint32_t sequence) const {
     return group_tag_ | static_cast<uint64_t>(sender) << 32 | sequence;
   }
@@ -219,8 +220,8 @@ class OfiTransport : public Transport {
   void *describe_memory(Operation &operation) {
     if (!(endpoint_.info().domain_attr->mr_mode & FI_MR_LOCAL)) return nullptr;
     if (!operation.memory) {
-      // For this transfer alone: memory may be given back and mapped anew between two of them,
-      // and nobody would tell us.
+      // Register memory for this transfer only: it may be unmapped and mapped anew between two
+      // transfers, without notice.
       fid_mr *memory;
       ofi::Library::get().check(
           ::fi_mr_reg(endpoint_.domain(), operation.data, operation.bytes,
@@ -247,7 +248,7 @@ class OfiTransport : public Transport {
       Link &link = links_[static_cast<size_t>(one.node)];
       const auto in_flight = link.in_flight + static_cast<int64_t>(one.bytes);
       link.full |= link.in_flight > 0 && in_flight > window_;
-      // A link that is still being made takes nothing either.
+      // A link that is still being established accepts nothing either.
       link.full |= !link.full && !accepted(one, ::fi_tsend(endpoint_.messages(), one.data,
                                                            one.bytes, describe_memory(one),
                                                            link.address, one.tag, &one.context));
@@ -271,7 +272,7 @@ class OfiTransport : public Transport {
     bool moved = progress();
     post_receives();
     post_sends();
-    const Clock::time_point quiet = Clock::now() - kPatience;
+    const Clock::time_point quiet = Clock::now() - kGracePeriod;
     for (size_t node = 0; node < links_.size(); ++node)
       if (control_.has_left(static_cast<int>(node)) && !links_[node].idle() &&
           links_[node].active < quiet)
@@ -329,7 +330,7 @@ class OfiTransport : public Transport {
                 text ? text : detail));
   }
 
-  // The operation stays pending: whatever its node does next, it is still missed.
+  // The operation stays pending, because its node still waits for it whatever happens next.
   void fail(const Operation &operation, const std::string &why) {
     control_.data_ended(operation.node, why);
   }
@@ -340,7 +341,8 @@ class OfiTransport : public Transport {
   ofi::Endpoint endpoint_;
   std::string address_;
   std::vector<Link> links_;
-  std::deque<Operation> operations_;  // all there ever were at once: their addresses must hold
+  // As many as were ever in use at once; addresses must be stable.
+  std::deque<Operation> operations_;
   std::vector<Operation *> free_;
   std::deque<Operation *> unsent_, unposted_;
   uint64_t group_tag_ = 0;

@@ -1,4 +1,5 @@
-// Finding a provider and opening an endpoint on it; what libfabric opens is closed with its owner.
+// Selection of a provider, and an endpoint on it. Objects opened by libfabric are closed with their
+// owner.
 #pragma once
 
 #include <rdma/fi_cm.h>
@@ -29,12 +30,12 @@ struct FreeInfo {
 };
 using Info = std::unique_ptr<fi_info, FreeInfo>;
 
-// Reliable, tagged messages between any two endpoints, by one provider; nullptr if it has none.
-// Sockets of a provider that uses IP go to `host`.
+// Find a provider with reliable, tagged messages between any two endpoints; nullptr if there is
+// none. Sockets of providers that use IP bind to `host`.
 inline Info find_provider(const std::string &provider, const std::string &host) {
   const Library &library = Library::get();
-  // Providers that can look after their registrations themselves are left to it: they hear of
-  // memory that is given back, which a user of theirs does not.
+  // Providers that can manage memory registrations are left to do so: unlike this process, they are
+  // notified of unmapped memory.
   for (const int mr_mode : {0, FI_MR_LOCAL | FI_MR_ALLOCATED}) {
     Info hints(library.dupinfo(nullptr));
     if (!hints) throw Failure(NLC_SYSTEM, "libfabric: out of memory");
@@ -61,8 +62,8 @@ inline Info find_provider(const std::string &provider, const std::string &host) 
   return nullptr;
 }
 
-// One end of everything: messages to any node leave from here, and all that happens is told by
-// one completion queue.
+// A local endpoint: messages to all nodes leave from it, and one completion queue reports all
+// events.
 class Endpoint {
  public:
   Endpoint() = default;
@@ -99,7 +100,7 @@ class Endpoint {
   fid_cq *completions() const { return completions_.get(); }
   fid_ep *messages() const { return messages_.get(); }
 
-  // As text, for find() on other nodes.
+  // Address as text, for find() on other nodes.
   std::string name() const {
     char name[256];
     size_t bytes = sizeof name;
@@ -109,7 +110,7 @@ class Endpoint {
     return text;
   }
 
-  // FI_ADDR_UNSPEC if the provider does not understand this name.
+  // FI_ADDR_UNSPEC if the provider does not understand the name.
   fi_addr_t find(const std::string &name) const {
     std::string bytes;
     for (size_t i = 0; i + 1 < name.size(); i += 2)
@@ -119,7 +120,7 @@ class Endpoint {
     return found == 1 ? address : FI_ADDR_UNSPEC;
   }
 
-  // From here on no memory of ours is touched.
+  // Close the endpoint; afterwards it does not access this process's memory.
   void stop() { messages_.reset(); }
 
   void close() {
@@ -130,7 +131,7 @@ class Endpoint {
     fabric_.reset();
   }
 
-  // Lets go of everything without a word to the other side: for the child of a fork.
+  // Abandon everything without notifying the other side, in a forked child.
   void abandon() {
     (void)(messages_.release(), completions_.release(), addresses_.release());
     (void)(domain_.release(), fabric_.release());

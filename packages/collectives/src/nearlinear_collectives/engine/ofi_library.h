@@ -1,4 +1,4 @@
-// libfabric, loaded when it is asked for: a machine without it loses nothing but this transport.
+// libfabric, loaded on demand: a machine without it lacks only this transport.
 //
 // Its headers call everything through tables of function pointers that the library fills in; only
 // the functions named here are looked up.
@@ -14,7 +14,7 @@
 
 namespace nlc::ofi {
 
-// The oldest interface that has what is needed; newer libraries keep it.
+// Oldest interface version with the required functions; newer libraries keep it.
 constexpr uint32_t kVersion = FI_VERSION(1, 14);
 
 struct Library {
@@ -25,7 +25,7 @@ struct Library {
   decltype(&::fi_strerror) strerror;
   decltype(&::fi_version) version;
 
-  // Loaded once and kept: providers do not like to be unloaded.
+  // Loaded once and kept, because providers do not support unloading well.
   static const Library &get() {
     static const Library library;
     return library;
@@ -40,11 +40,11 @@ struct Library {
 
  private:
   Library() {
-    const std::string wish = setting("LIBFABRIC");
+    const std::string requested = setting("LIBFABRIC");
     void *handle = nullptr;
     std::string tried;
-    std::vector<std::string> places{wish};
-    if (wish.empty())
+    std::vector<std::string> places{requested};
+    if (requested.empty())
       places = {"libfabric.so.1", "/opt/amazon/efa/lib64/libfabric.so.1",
                 "/opt/amazon/efa/lib/libfabric.so.1"};
     for (const std::string &path : places) {

@@ -10,7 +10,7 @@ namespace nlc {
 namespace {
 thread_local const Queue *served = nullptr;
 
-constexpr std::chrono::seconds kPatience{1};  // how long a spare thread waits for work
+constexpr std::chrono::seconds kIdleTimeout{1};  // after which a spare thread exits
 }  // namespace
 
 class Workers {
@@ -58,18 +58,18 @@ class Workers {
     --threads_;
   }
 
-  // False for a thread that is no longer needed. The last one stays.
+  // Return false for a thread that is no longer needed. The last one stays.
   bool wait_for_work(std::unique_lock<std::mutex> &lock) {
     const auto ready = [this] { return !ready_.empty(); };
-    if (!wake_.wait_for(lock, kPatience, ready)) {
+    if (!wake_.wait_for(lock, kIdleTimeout, ready)) {
       if (threads_ > 1) return false;
       wake_.wait(lock, ready);
     }
     return true;
   }
 
-  // Counts this thread as idle again before anybody can learn that the queue is: whoever brings
-  // the next call then finds it, and starts no other.
+  // Count this thread as idle before anybody can see that the queue is idle: the next caller then
+  // finds it and starts no further thread.
   void drain(Queue &queue) {
     std::unique_lock<std::mutex> lock(queue.mutex_);
     served = &queue;
@@ -78,7 +78,8 @@ class Workers {
       queue.calls_.pop_front();
       lock.unlock();
       call();
-      if (served != &queue) return free();  // the call's own callback has started another: add()
+      // The call's own callback has started another thread: add().
+      if (served != &queue) return free();
       lock.lock();
     }
     free();
@@ -104,8 +105,8 @@ void Queue::add(std::function<void()> call) {
     const std::lock_guard<std::mutex> lock(mutex_);
     calls_.push_back(std::move(call));
     if (served == this) {
-      // From a callback of the call that this thread has just run. The callback may wait for this
-      // one, so another thread goes on with the queue.
+      // Called from a callback of the call that this thread has just run. The callback may wait for
+      // the new call, so another thread continues the queue.
       served = nullptr;
     } else if (scheduled_) {
       return;

@@ -1,7 +1,7 @@
-// Which loop runs a reduction, and what every loop keeps to beyond reduce.h:
+// Dispatch of reductions, and rules of every loop beyond reduce.h:
 //   integers wrap; any non-zero bool is true: sum and maximum are "or", product and minimum "and";
 //   minimum and maximum return NaN if any source is NaN, and of equal values (0 and -0) the first;
-//   a result that is NaN is always the same quiet NaN, whatever its sign and payload were.
+//   a NaN result is always the same quiet NaN, independent of sign and payload.
 #include "reduce.h"
 
 #include <cstdint>
@@ -16,8 +16,8 @@ namespace nlc {
 
 namespace {
 
-// A program may have told its threads to flush subnormal numbers to zero or to round otherwise.
-// What a reduction returns must not hang on the thread it runs on, so it sets the default.
+// A program may have set its threads to flush subnormal numbers to zero or to another rounding
+// mode. Results must not depend on the thread, so the default is set here.
 class DefaultRounding {
  public:
 #if defined(__x86_64__)
@@ -29,7 +29,7 @@ class DefaultRounding {
   }
 
  private:
-  static constexpr unsigned kFlags = 0x3f;      // what has happened, not what shall happen
+  static constexpr unsigned kFlags = 0x3f;      // status bits, not control bits
   static constexpr unsigned kDefault = 0x1f80;  // no exceptions trap, nearest even, subnormals
   unsigned saved_;
 #elif defined(__aarch64__)

@@ -15,13 +15,13 @@ size_t element_bytes(int dtype);
 const char *dtype_name(int dtype);
 const char *reduce_name(int reduce);
 
-// Whether the engine can reduce this dtype with this operation (bitwise: integers and bool; AVG:
-// floating point only).
+// Return true if the engine can reduce this dtype with this operation (bitwise: integers and bool;
+// AVG: floating point only).
 bool can_reduce(int dtype, int reduce);
 
-// out[i] = scale * (sources[0][i] op ... op sources[n-1][i]) for i < count. NLC_AVG is a sum:
-// the caller puts 1/ranks into scale. scale is ignored for integers. out may be the same memory
-// as one of the sources, at the same position. With stream, the output goes past the caches.
+// out[i] = scale * (sources[0][i] op ... op sources[n-1][i]) for i < count. NLC_AVG is a sum: the
+// caller passes 1/ranks as scale. Integers ignore scale. out may be the memory of one of the
+// sources at the same position. With stream, the output is written past the caches.
 void reduce(int dtype, int reduce, const void *const *sources, int n, void *out, size_t count,
             double scale, bool stream);
 

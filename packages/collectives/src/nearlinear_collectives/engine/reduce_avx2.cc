@@ -1,5 +1,5 @@
-// The reduction loops for x86-64 processors with AVX2 and F16C: chosen at run time, so that the
-// build needs no flags and its result runs anywhere.
+// Reduction loops for x86-64 processors with AVX2 and F16C, selected at run time so that the build
+// needs no flags and the library runs anywhere.
 #include "reduce_kernels.h"
 
 #include <cstdint>

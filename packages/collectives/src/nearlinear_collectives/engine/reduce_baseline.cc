@@ -1,4 +1,4 @@
-// The reduction loops for any processor.
+// Reduction loops for any processor.
 #include "reduce_kernels.h"
 
 #include <cstdint>

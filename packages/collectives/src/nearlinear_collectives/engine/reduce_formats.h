@@ -1,15 +1,15 @@
-// Vectors of one instruction set, and the element formats they are read from and written to.
+// Vectors of one instruction set, and the element formats they are loaded from and stored to.
 //
 // No include guard: see reduce_template.h, which includes this. Vectors are the compiler's own
-// (vector_size); the #if blocks hold all that needs a processor's own instructions.
+// (vector_size); the #if blocks contain everything that needs specific instructions.
 
 namespace nlc {
 namespace {
 
 constexpr size_t kVector = NLC_VECTOR_BYTES;
 constexpr size_t kLine = 64;    // streaming stores write whole cache lines
-constexpr size_t kAhead = 512;  // how far sources are prefetched, where that helps
-constexpr int kSums = 8;        // vectors of sums at a time: half the registers of SSE2 and AVX2
+constexpr size_t kAhead = 512;  // prefetch distance in bytes, for 16-bit elements
+constexpr int kSums = 8;        // accumulators at a time: half the registers of SSE2 and AVX2
 
 template <class Lane, size_t bytes = kVector>
 struct VectorOf {
@@ -28,7 +28,7 @@ inline Bytes load_bytes(const char *from) {
   return value;
 }
 
-// Past the caches; `to` is aligned to a vector.
+// Store past the caches; `to` is aligned to a vector.
 inline void stream_bytes(char *to, Bytes value) {
 #if defined(__x86_64__) && NLC_VECTOR_BYTES == 16
   _mm_stream_si128(reinterpret_cast<__m128i *>(to), (__m128i)value);
@@ -41,7 +41,7 @@ inline void stream_bytes(char *to, Bytes value) {
 #endif
 }
 
-// Whether a comparison holds for any lane.
+// Return true if a comparison holds for any lane.
 inline bool any(Bytes mask) {
 #if defined(__x86_64__) && NLC_VECTOR_BYTES == 16
   return _mm_movemask_epi8((__m128i)mask) != 0;
@@ -55,19 +55,19 @@ inline bool any(Bytes mask) {
 #endif
 }
 
-// The lanes where one of two vectors holds a NaN.
+// Lanes in which one of two vectors holds a NaN.
 template <class Part>
 inline Bytes either_nan(Part a, Part b) {
   return (Bytes)((a != a) | (b != b));
 }
 
 #if defined(__x86_64__) && NLC_VECTOR_BYTES == 32
-inline Bytes either_nan(Float a, Float b) {  // in one instruction; bfloat16 sums gain a tenth
+inline Bytes either_nan(Float a, Float b) {  // one instruction; makes bfloat16 sums 10 % faster
   return (Bytes)_mm256_cmp_ps((__m256)a, (__m256)b, _CMP_UNORD_Q);
 }
 #endif
 
-// A format says how a vector of elements in memory becomes kParts vectors to compute on, and back.
+// A format converts a vector of elements in memory to kParts vectors to compute on, and back.
 
 template <class T>
 struct Plain {  // integers, float32, float64
@@ -78,7 +78,7 @@ struct Plain {  // integers, float32, float64
   static Bytes pack(const Part *part) { return (Bytes)part[0]; }
 };
 
-// Any non-zero byte is true; computed on as all ones, written as 1.
+// Any non-zero byte is true; computed on as all ones, stored as 1.
 struct Bool {
   static constexpr size_t kElement = 1;
   static constexpr int kParts = 1;
@@ -87,8 +87,8 @@ struct Bool {
   static Bytes pack(const Part *part) { return part[0] & 1; }
 };
 
-// A vector is seen as 32-bit words of two elements; those of the lower and those of the upper
-// halves are computed on. No shuffles, and every element returns to its place.
+// A vector is treated as 32-bit words of two elements; the lower and the upper halves are computed
+// on separately. No shuffles are needed, and every element returns to its place.
 struct Bfloat16 {
   static constexpr size_t kElement = 2;
   static constexpr int kParts = 2;
@@ -100,7 +100,7 @@ struct Bfloat16 {
   static Bytes pack(const Part *part) {
     return (Bytes)((rounded(part[0]) >> 16) | (rounded(part[1]) & 0xffff0000u));
   }
-  // Nearest even, in the upper half of the word. The one NaN of finish() stays what it is.
+  // Round to nearest even in the upper half of the word. The NaN of finish() is unchanged.
   static Word rounded(Float value) {
     const Word bits = (Word)value;
     return bits + 0x7fffu + ((bits >> 16) & 1u);
@@ -131,7 +131,7 @@ struct Float16 {
     const __m128i upper = _mm256_cvtps_ph((__m256)part[1], _MM_FROUND_TO_NEAREST_INT);
     return (Bytes)_mm256_set_m128i(upper, lower);
   }
-#elif NLC_VECTOR_BYTES == 64  // with full masks: gcc 12 warns about the forms without
+#elif NLC_VECTOR_BYTES == 64  // with full masks: gcc 12 warns about the unmasked forms
   static void unpack(Bytes bytes, Part *part) {
     const __m256i lower = _mm512_maskz_extracti64x4_epi64(0xf, (__m512i)bytes, 0);
     const __m256i upper = _mm512_maskz_extracti64x4_epi64(0xf, (__m512i)bytes, 1);
@@ -154,8 +154,8 @@ struct Float16 {
     return (Bytes)(rounded(part[0]) | (rounded(part[1]) << 16));
   }
 
-  // Put in float32's fields, a float16's exponent is 112 too small: one exact product mends that,
-  // subnormals included. Infinities and NaNs get the exponent that means so in float32.
+  // In float32's fields a float16's exponent is 112 too small; one exact product corrects it,
+  // including subnormals. Infinities and NaNs get float32's exponent for them.
   static Float widened(Word half) {
     const Word magnitude = (half & 0x7fffu) << 13;
     const Word finite = (Word)((Float)magnitude * 0x1p112f);
@@ -163,7 +163,8 @@ struct Float16 {
     return (Float)(bits | ((half & 0x8000u) << 16));
   }
 
-  // Nearest even. Below 2^-14, adding 0.5 rounds to the spacing of float16's subnormals, 2^-24.
+  // Round to nearest even. Below 2^-14, adding 0.5 rounds to the spacing of float16's subnormals,
+  // 2^-24.
   static Word rounded(Float value) {
     const Word sign = (Word)value & 0x80000000u;
     const Word bits = (Word)value ^ sign;

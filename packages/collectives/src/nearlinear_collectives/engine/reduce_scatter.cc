@@ -1,4 +1,4 @@
-// Reduce-scatter: rank r gets the reduction, in rank order, of everybody's r-th part.
+// Reduce-scatter: rank r gets the reduction, in rank order, of all ranks' r-th parts.
 #include <algorithm>
 #include <vector>
 
@@ -11,7 +11,7 @@ namespace nlc {
 namespace {
 
 constexpr size_t kSmall = 32 << 10;
-constexpr size_t kPulledBlock = 256 << 10;  // of output at a time, so that sources are read once
+constexpr size_t kPulledBlock = 256 << 10;  // output bytes at a time, so that sources are read once
 
 struct Parts {
   Group &group;
@@ -30,8 +30,8 @@ struct Parts {
 
 void staged(const Parts &parts, bool compare) {
   Group &group = parts.group;
-  const int here = group.ranks_here(), me = group.place().local;
-  // A slot holds one slice for each of the others; slices start on cache lines.
+  const int here = group.ranks_here(), me = group.topology().local;
+  // A slot holds one slice for each neighbour; slices start on cache lines.
   const size_t slice_bytes =
       std::max<size_t>(group.chunk_bytes() / static_cast<size_t>(here - 1), 64) & ~size_t{63};
   const size_t slice = slice_bytes / parts.element;
@@ -75,7 +75,7 @@ void staged(const Parts &parts, bool compare) {
 
 void pulled(const Parts &parts) {
   Group &group = parts.group;
-  const int here = group.ranks_here(), me = group.place().local;
+  const int here = group.ranks_here(), me = group.topology().local;
   std::vector<const void *> sources(static_cast<size_t>(here));
   const size_t block = kPulledBlock / parts.element;
   for (size_t from = 0; from < parts.count; from += block) {
@@ -125,7 +125,7 @@ void local_reduce_scatter(Group &group, const nlc_call &call) {
 void reduce_scatter(Group &group, const nlc_call &call) {
   if (group.size() == 1) {
     reduce(call.dtype, call.reduce, &call.input, 1, call.output, call.count, call.scale, false);
-  } else if (group.place().node_count() > 1) {
+  } else if (group.topology().node_count() > 1) {
     node_reduce_scatter(group, call);
   } else {
     local_reduce_scatter(group, call);

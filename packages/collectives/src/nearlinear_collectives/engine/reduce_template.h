@@ -1,20 +1,20 @@
-// The reduction loops as templates over element format and operation.
+// Reduction loops as templates over element format and operation.
 //
-// No include guard: reduce_baseline.cc, reduce_avx2.cc and reduce_avx512.cc each include this
-// once, under their compiler target, with NLC_VECTOR_BYTES set. Everything is in an unnamed
-// namespace, and standard headers come before the target is set, so that no code for a newer
-// processor can be linked into an older one's path.
+// No include guard: reduce_baseline.cc, reduce_avx2.cc and reduce_avx512.cc each include this once,
+// under their compiler target, with NLC_VECTOR_BYTES set. Everything is in an unnamed namespace,
+// and standard headers are included before the target is set, so that code for a newer processor
+// cannot be linked into an older one's path.
 //
-// No product is ever added to anything: there is nothing a compiler could contract to a fused
-// multiply-add, which would round differently from machine to machine.
+// No product is ever added to anything, so a compiler cannot contract to a fused multiply-add,
+// which would round differently between machines.
 
 #include "reduce_formats.h"
 
 namespace nlc {
 namespace {
 
-// The factor for the result. A float product is right if the factor is a float; any other factor
-// (1/3) is multiplied in double, which gives what a division by the number of ranks gives.
+// Apply the factor of the result. A float product is exact enough if the factor is a float; any
+// other factor (1/3) is multiplied in double, which equals a division by the number of ranks.
 struct Scale {
   explicit Scale(double scale) : wide(scale), narrow(static_cast<float>(scale)) {}
   double wide;
@@ -29,8 +29,8 @@ inline Float scaled(Float value, const Scale &scale) {
   return __builtin_convertvector(__builtin_convertvector(value, Wide) * scale.wide, Float);
 }
 
-// Scales the sums, and writes all NaNs as one: which of two NaNs an addition returns differs
-// between processors, and with the order in which a compiler puts the operands.
+// Scale the sums, and store all NaNs as one: the NaN that an addition of two NaNs returns differs
+// between processors, and with the compiler's operand order.
 template <class Part, int parts>
 inline void finish(Part (&sum)[parts], const Scale &scale) {
   if (scale.wide != 1) {
@@ -44,7 +44,7 @@ inline void finish(Part (&sum)[parts], const Scale &scale) {
   }
 }
 
-// Operations. Integers are unsigned where that only means that overflow wraps.
+// Operations. Integers are unsigned where the only effect is that overflow wraps.
 
 struct Sum {
   template <class V>
@@ -58,7 +58,7 @@ struct Product {
     return a * b;
   }
 };
-struct Min {  // of equal values (0 and -0) the first; a NaN stays
+struct Min {  // of equal values (0 and -0) the first; NaN is propagated
   template <class V>
   static V of(V a, V b) {
     return ((b < a) | (b != b)) ? b : a;
@@ -92,8 +92,8 @@ struct Xor {
 template <class Part>
 constexpr bool is_floating = std::is_same_v<Part, Float> || std::is_same_v<Part, Double>;
 
-// Called for each source's part of a tile. 16-bit elements keep a processor busy for so long that
-// it does not look far enough ahead by itself; float32 is slower with the same help.
+// Called for each source's part of a tile. The conversion of 16-bit elements keeps the processor so
+// busy that its own prefetching falls behind; float32 is slower with explicit prefetching.
 template <class Format, int units>
 inline void prefetch(const char *from) {
   if constexpr (Format::kParts > 1 && units > 1) {
@@ -101,8 +101,8 @@ inline void prefetch(const char *from) {
   }
 }
 
-// `units` vectors from each source, `at` bytes in. All are read before the output is written,
-// which may be one of them.
+// Reduce `units` vectors of each source, starting `at` bytes in. All are read before the output is
+// written, which may be one of the sources.
 template <class Format, class Op, int units>
 [[gnu::always_inline]] inline void reduce_vectors(const void *const *sources, int n, char *out,
                                                   size_t at, const Scale &scale, bool stream) {
@@ -131,7 +131,7 @@ template <class Format, class Op, int units>
   }
 }
 
-// Fewer bytes than a vector: the same by way of a staging vector, padded with zeros nobody reads.
+// Reduce fewer bytes than a vector with a staging vector, padded with zeros.
 template <class Format, class Op>
 void reduce_bytes(const void *const *sources, int n, char *out, size_t at, size_t bytes,
                   const Scale &scale) {

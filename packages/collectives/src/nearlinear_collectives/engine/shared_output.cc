@@ -16,7 +16,7 @@ constexpr size_t kPage = 4096;
 size_t up(size_t value) { return (value + kPage - 1) / kPage * kPage; }
 size_t down(size_t value) { return value / kPage * kPage; }
 
-// Which group's outputs a tensor belongs to, for free(); it keeps them alive.
+// The group outputs that a tensor belongs to, for free(); keeps them alive.
 std::mutex in_use_mutex;
 std::map<const void *, std::shared_ptr<SharedOutputs>> &in_use() {
   static auto *outputs = new std::map<const void *, std::shared_ptr<SharedOutputs>>();
@@ -98,7 +98,7 @@ bool SharedOutputs::free(void *memory) {
     owner = std::move(found->second);
     in_use().erase(found);
   }
-  if (owner->pid_ != getpid()) return true;  // a forked child's copy of the tensor
+  if (owner->pid_ != getpid()) return true;  // a tensor's copy in a forked child
   const std::lock_guard<std::mutex> lock(owner->mutex_);
   for (size_t i = 0; i < owner->outputs_.size(); ++i) {
     Output &output = owner->outputs_[i];

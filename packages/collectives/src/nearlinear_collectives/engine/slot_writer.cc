@@ -8,12 +8,12 @@
 namespace nlc {
 namespace {
 
-constexpr size_t kStream = 32 << 10;  // bytes from which going past the caches pays
-constexpr size_t kNear = 64 << 10;    // and from which it does not where neighbours are near
-constexpr size_t kSample = 8 << 10;   // bytes written through the caches to see whether they are
-constexpr int kRarely = 64;           // writes from one sample to the next: 2 % of the time at most
-constexpr double kFar = 2;            // times as slow as past the caches
-constexpr double kForget = 1.02;      // of the writes past the caches the fastest of late counts
+constexpr size_t kStream = 32 << 10;  // bytes from which writing past the caches pays off
+constexpr size_t kNear = 64 << 10;    // and up to which it does if neighbours share a cache
+constexpr size_t kSample = 8 << 10;   // bytes written through the caches as a sample
+constexpr int kRarely = 64;           // writes between samples, which take 2 % of the time at most
+constexpr double kFar = 2;            // times slower than past the caches
+constexpr double kForget = 1.02;      // decay of the fastest recent write past the caches
 
 double copy_timed(void *to, const void *from, size_t bytes, bool stream) {
   const Clock::time_point begin = Clock::now();

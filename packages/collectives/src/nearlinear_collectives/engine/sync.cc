@@ -18,10 +18,10 @@ long futex(std::atomic<uint32_t> *word, int operation, uint32_t value, const tim
 }  // namespace
 
 void Counter::raise(uint32_t to) {
-#ifdef NLC_WEAKENED_FENCE  // planted by a test, which expects a thread sanitizer to find it
+#ifdef NLC_WEAKENED_FENCE  // set by a test, which expects a thread sanitizer to report it
   value.store(to, std::memory_order_relaxed);
 #else
-  // An exchange is a full barrier: the sleepers are read after the new value is out.
+  // An exchange is a full barrier: the sleepers are read after the new value is visible.
   value.exchange(to, std::memory_order_seq_cst);
 #endif
   if (sleepers.load(std::memory_order_seq_cst)) futex(&value, FUTEX_WAKE, INT_MAX, nullptr);
@@ -34,7 +34,7 @@ void Counter::sleep(uint32_t seen, int ms) {
   sleepers.fetch_sub(1, std::memory_order_seq_cst);
 }
 
-Patience patience(int ranks_on_node, int cores) {
+SpinBudget spin_budget(int ranks_on_node, int cores) {
   if (ranks_on_node <= cores) return {2000, 20};
   return {60, 20};
 }

@@ -1,10 +1,10 @@
-// Messages over TCP sockets: bytes go from the sender's memory to the receiver's, with no framing.
+// Messages over TCP sockets: bytes go from the sender's memory to the receiver's, without framing.
 //
-// A node fills its destinations in the order of its sends: while the first one's window is full it
-// fills the next, so that no receiver's full queue leaves its own link idle. The kernel's send
-// buffer bounds what is in flight: it starts small and follows the measured bandwidth-delay
-// product, because what a fabric cannot hold it drops, and TCP takes 200 ms to notice. It never
-// holds less than two segments: a receiver may take 40 ms to acknowledge a single one.
+// A node serves its destinations in the order of its sends. While the window of the first is full
+// it serves the next, so that a receiver's full queue does not idle the sender's link. The kernel's
+// send buffer bounds the bytes in flight: it starts small and follows the measured bandwidth-delay
+// product, because a network drops the excess and TCP takes 200 ms to notice. It never holds less
+// than two segments, because a receiver may delay the acknowledgement of a single one by 40 ms.
 #include <sys/uio.h>
 
 #include <deque>
@@ -21,18 +21,18 @@ namespace {
 
 constexpr int kFirstWindow = 12 << 10;
 constexpr int kLastWindow = 4 << 20;
-constexpr int kDestinations = 8;           // filled at once: so many windows may meet in one queue
-constexpr int kPieces = 16;                // messages given to the kernel in one call
-constexpr size_t kTurn = size_t{1} << 20;  // bytes of one call, so that all links get their turn
+constexpr int kDestinations = 8;           // served at once; as many windows may meet in one queue
+constexpr int kPieces = 16;                // messages per system call
+constexpr size_t kTurn = size_t{1} << 20;  // bytes per system call, so that all links get a turn
 
 struct Message {
   char *data;
-  size_t bytes;  // still to be moved
+  size_t bytes;  // remaining
   Request *request;
-  uint64_t order;  // of the sends of this node
+  uint64_t order;  // of this node's sends
 };
 
-// Takes moved bytes off a queue's front; finished messages leave it.
+// Remove moved bytes from the front of a queue, and finished messages with them.
 void advance(std::deque<Message> &queue, size_t moved) {
   while (!queue.empty() && queue.front().bytes <= moved) {
     moved -= queue.front().bytes;
@@ -61,14 +61,14 @@ struct Pieces {
 struct Link {
   tcp::Socket socket{};
   std::deque<Message> sends{}, receives{};
-  Clock::time_point active{};  // last time bytes came, or a receive was posted where none waited
+  Clock::time_point active{};  // last arrival, or the first receive posted on an empty queue
   bool readable = false, writable = false;
-  bool hung_up = false;  // the other side sends no more: what is here is all there is
+  bool hung_up = false;  // the other side sends no more
   bool ended = false;
   int smallest_window = kFirstWindow;
   int window = 0;
-  Clock::time_point busy_since{};  // the window was looked at, or the link was idle
-  int64_t sent_since = 0;          // less what was in flight by then
+  Clock::time_point busy_since{};  // since the window was examined, or the link was idle
+  int64_t sent_since = 0;          // excluding the bytes in flight by then
 
   bool idle() const { return sends.empty() && receives.empty(); }
 };
@@ -78,7 +78,7 @@ class TcpTransport : public Transport {
   TcpTransport() : fixed_window_(static_cast<int>(setting_number("WINDOW", 0))) {
     if (fixed_window_ != 0 && (fixed_window_ < 4096 || fixed_window_ > 1 << 30))
       throw Failure(NLC_BAD_ARGUMENT,
-                    "NEARLINEAR_COLLECTIVES_WINDOW counts bytes in flight: 4096 or more");
+                    "NEARLINEAR_COLLECTIVES_WINDOW must be 4096 to 1073741824 bytes");
   }
 
   ~TcpTransport() override {
@@ -91,7 +91,7 @@ class TcpTransport : public Transport {
     try {
       control_.leave(idle, open);
     } catch (const std::exception &) {
-      // The others see connections that close without a word.
+      // The other nodes see the connections close without a message.
     }
   }
 
@@ -138,7 +138,7 @@ class TcpTransport : public Transport {
     if (moved || timeout_us <= 0) return moved;
     const Clock::time_point until = Clock::now() + std::chrono::microseconds(timeout_us);
     for (int64_t left = timeout_us; !moved && !woken_ && left > 0;) {
-      moved = step(control_.patience_us(left));
+      moved = step(control_.poll_timeout_us(left));
       left = std::chrono::ceil<std::chrono::microseconds>(until - Clock::now()).count();
     }
     return moved;
@@ -150,7 +150,7 @@ class TcpTransport : public Transport {
     try {
       control_.give_up(reason);
     } catch (const std::exception &) {
-      // Best effort: the others notice the closed connections.
+      // Best effort: the other nodes notice the closed connections.
     }
     if (!failure_) failure_.emplace(control_.my_node(), reason);
   }
@@ -177,7 +177,7 @@ class TcpTransport : public Transport {
     return links_[static_cast<size_t>(node)];
   }
 
-  // Waits for events, if asked to, and moves what can be moved. Throws what has gone wrong.
+  // Wait for events if requested, and move as many bytes as possible. Rethrows link failures.
   bool step(int64_t timeout_us) {
     woken_ = control_.wait(timeout_us, [this](int node, uint32_t events) {
       Link &link = links_[static_cast<size_t>(node)];
@@ -200,7 +200,7 @@ class TcpTransport : public Transport {
     return moved;
   }
 
-  // The link to send on now: the first in the order of sends, or the next while that one is full.
+  // Link to send on now: the first in the order of sends, or the next one while that is full.
   int next_to_send() const {
     uint64_t after = 0;
     for (int tried = 0; tried < kDestinations; ++tried) {
@@ -245,7 +245,7 @@ class TcpTransport : public Transport {
       bytes_sent_ += bytes;
       turn += bytes;
       moved = true;
-      // A short write means a full buffer; the kernel says when there is room again.
+      // A short write means a full buffer; epoll reports when there is room again.
       if (bytes < pieces.bytes) link.writable = false;
       link.sent_since += n;
       if (!fixed_window_ && link.sent_since >= 4 * link.window) follow_the_path(link);
@@ -274,7 +274,7 @@ class TcpTransport : public Transport {
         control_.heard_from(node);
         turn += static_cast<size_t>(n);
         moved = true;
-        // A short read has emptied the socket, unless its end is near and must be seen.
+        // A short read has emptied the socket, unless its end is near and must be detected.
         if (static_cast<size_t>(n) < pieces.bytes) link.readable = link.hung_up;
         if (link.receives.empty() && !link.hung_up) break;
       }
@@ -288,9 +288,9 @@ class TcpTransport : public Transport {
     control_.data_ended(node, tcp::Control::error_text(error));
   }
 
-  // Twice what the path holds when its queues are empty: enough to keep it full while
-  // acknowledgements travel. What does arrive in a while, times the shortest round trip, is just
-  // that: a window that fills queues raises neither, so it stops growing.
+  // Window of twice the capacity of the path with empty queues, enough to keep it full while
+  // acknowledgements travel. The capacity is the arrival rate times the shortest round trip. A
+  // window that fills queues raises neither, so it stops growing.
   void follow_the_path(Link &link) {
     const auto now = Clock::now();
     const double seconds = std::chrono::duration<double>(now - link.busy_since).count();
@@ -303,7 +303,7 @@ class TcpTransport : public Transport {
         bytes < offsetof(tcp_info, tcpi_min_rtt) + sizeof info.tcpi_min_rtt)
       return;
     const double held = rate * info.tcpi_min_rtt * 1e-6;
-    // By steps: one sample says little.
+    // In steps, because a single sample is noisy.
     const int wanted = static_cast<int>(std::clamp(2 * held, 0.5 * link.window, 2.0 * link.window));
     const int window = std::clamp(wanted, link.smallest_window, kLastWindow);
     if (window > link.window * 5 / 4 || window < link.window * 3 / 4) set_window(link, window);
@@ -314,10 +314,10 @@ class TcpTransport : public Transport {
     link.window = window;
     if (::setsockopt(fd, SOL_SOCKET, SO_SNDBUFFORCE, &window, sizeof window) != 0) {
       tcp::set_option(fd, SOL_SOCKET, SO_SNDBUF, window);
-      int granted = 0;  // twice what was asked for: the kernel's bookkeeping is included
+      int granted = 0;  // twice the requested size: includes the kernel's bookkeeping
       socklen_t bytes = sizeof granted;
       ::getsockopt(fd, SOL_SOCKET, SO_SNDBUF, &granted, &bytes);
-      // More than net.core.wmem_max may only be had by leaving the size to the kernel.
+      // Only the kernel's automatic sizing can exceed net.core.wmem_max.
       if (granted / 2 < window) tcp::set_option(fd, SOL_SOCKET, SO_BUF_LOCK, 0);
     }
     tcp::set_option(fd, IPPROTO_TCP, TCP_NOTSENT_LOWAT, std::max(window / 2, kFirstWindow));
@@ -325,7 +325,7 @@ class TcpTransport : public Transport {
 
   const int fixed_window_;
   std::vector<Link> links_;
-  uint64_t posted_ = 0;  // sends
+  uint64_t posted_ = 0;  // number of sends
   std::optional<LinkFailure> failure_;
   uint64_t bytes_sent_ = 0;
   bool woken_ = false;

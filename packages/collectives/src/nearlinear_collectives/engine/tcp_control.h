@@ -1,9 +1,9 @@
-// The side channel under every transport: one idle TCP connection per pair of nodes.
+// The control channel of every transport: one idle TCP connection per pair of nodes.
 //
-// It brings the nodes together (tcp_mesh.h), carries why a node gives up, and is how a node's
-// death is noticed whatever moves the data: a process that ends closes it, a machine or network
-// that vanishes stops answering its keepalives. A node that leaves in order says so first, and
-// is then missed only by those who still wait for it.
+// It does the rendezvous of the nodes (tcp_mesh.h), carries the reason for which a node gives up,
+// and detects the death of a node independent of the data transport: a process that ends closes it,
+// and a machine or network that vanishes stops answering keepalives. A node that leaves in order
+// announces it first, and is then an error only for nodes that still wait for it.
 #pragma once
 
 #include <linux/sockios.h>
@@ -24,7 +24,7 @@ class Control {
   static constexpr size_t kMaxText = 300;
 
   Control() : interface_(choose_interface()), epoll_(::epoll_create1(EPOLL_CLOEXEC)) {
-    if (!epoll_) throw system_failure("cannot make an epoll descriptor");
+    if (!epoll_) throw system_failure("cannot create an epoll descriptor");
     Address &address = interface_.address;
     listener_ = open_socket(address.family());
     socklen_t bytes = sizeof address.storage;
@@ -42,7 +42,7 @@ class Control {
   int nodes() const { return static_cast<int>(peers_.size()); }
   int my_node() const { return me_; }
 
-  // Returns the data connections, by node.
+  // Return the data connections, by node.
   std::vector<Socket> connect(const std::vector<std::string> &addresses, int my_node,
                               uint64_t cookie, int64_t timeout_ms) {
     const Clock::time_point deadline = after_ms(timeout_ms);
@@ -68,10 +68,10 @@ class Control {
       }
       if (!mesh.complete() && Clock::now() >= deadline)
         throw std::runtime_error(
-            format("%.3g s have passed without %s; do these processes still run, is "
-                   "NEARLINEAR_COLLECTIVES_INTERFACE (here %s) the network that joins the nodes, "
-                   "and does no firewall stand between them?",
-                   static_cast<double>(timeout_ms) / 1000, mesh.missing().c_str(),
+            format("no connection to %s after %.3g s. Check that these processes are running, that "
+                   "NEARLINEAR_COLLECTIVES_INTERFACE (here %s) names the network between the "
+                   "nodes, and that no firewall blocks it",
+                   mesh.missing().c_str(), static_cast<double>(timeout_ms) / 1000,
                    interface_.name.c_str()));
     }
     listener_ = Socket();
@@ -87,21 +87,21 @@ class Control {
     if (wake_ >= 0) ::epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, wake_, nullptr);
     wake_ = eventfd;
     if (wake_ < 0) return;
-    ::fcntl(wake_, F_SETFL, ::fcntl(wake_, F_GETFL) | O_NONBLOCK);  // it is drained without asking
+    ::fcntl(wake_, F_SETFL, ::fcntl(wake_, F_GETFL) | O_NONBLOCK);  // drained without polling first
     epoll_event event{EPOLLIN, {}};
     event.data.u64 = kWake;
     if (::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, wake_, &event) != 0)
       throw system_failure("cannot wait for the eventfd");
   }
 
-  // Waits up to timeout_us for events and takes in what control has; on_data(node, events) gets
-  // those of data connections. True if the eventfd was written.
+  // Wait up to timeout_us for events and process those of control connections; on_data(node,
+  // events) gets those of data connections. Returns true if the eventfd was written.
   template <class OnData>
   bool wait(int64_t timeout_us, OnData on_data) {
     epoll_event events[64];
     bool woken = false;
     int n;
-    do {  // a full batch may have more behind it
+    do {  // a full batch may be followed by more
       n = collect(events, timeout_us);
       for (int i = 0; i < n; ++i) {
         const uint64_t tag = events[i].data.u64;
@@ -123,8 +123,8 @@ class Control {
 
   // --- ends ------------------------------------------------------------------------------------
 
-  // No more data can move between this node and that one, and what came has been read. `why` is
-  // empty if the other side just closed.
+  // Record that no more data can move between this node and that one, and that the received bytes
+  // were read. `why` is empty if the other side just closed.
   void data_ended(int node, const std::string &why) {
     Peer &lost = peer(node);
     if (lost.data_ended) return;
@@ -138,14 +138,14 @@ class Control {
                        [](const Peer &one) { return one.fd && !one.left && !one.closed; });
   }
 
-  // Bytes of a node arrived: as long as they do, one that vanished is not given up.
+  // Record that bytes of a node arrived, which postpones giving up on a vanished node.
   void heard_from(int node) {
     if (troubled_ && peer(node).since != Clock::time_point{}) peer(node).since = Clock::now();
   }
 
-  // Throws LinkFailure if a node gave up, or if all it sent is here and needed(node) says that
-  // requests still wait for it. A node that vanished without a word is reported in any case, but
-  // not at once: what it did last may let this node's last collective end well.
+  // Throw LinkFailure if a node gave up, or if all its data has arrived and needed(node) says that
+  // requests still wait for it. A node that vanished without a message is always reported, but
+  // after a delay: its last messages may let this node's last collective complete.
   template <class Needed>
   void check(Needed needed) {
     if (!troubled_) return;
@@ -154,9 +154,9 @@ class Control {
     for (const Peer &one : peers_) {
       if (one.since == Clock::time_point{}) continue;
       const bool missed = one.data_ended && (one.left || one.closed) && needed(index_of(one));
-      const bool late = now - one.since >= std::chrono::milliseconds(kPatienceMs);
+      const bool late = now - one.since >= std::chrono::milliseconds(kGraceMs);
       if (!one.gave_up && !missed && (one.left || !late)) continue;
-      // A reason is better than none, the first better than what followed from it.
+      // Prefer failures with a reason, and earlier ones to their consequences.
       if (!first || std::pair(!one.gave_up, one.since) < std::pair(!first->gave_up, first->since))
         first = &one;
     }
@@ -168,14 +168,14 @@ class Control {
                                                : "connection with " + who + " lost: " + first->why);
   }
 
-  // Empty for errors that mean no more than that the other side closed.
+  // Empty for errors that only mean that the other side closed.
   static std::string error_text(int error) {
     return error == 0 || error == ECONNRESET || error == EPIPE ? "" : std::strerror(error);
   }
 
-  // How long one may wait before check() has to be asked again.
-  int64_t patience_us(int64_t timeout_us) const {
-    return troubled_ ? std::min<int64_t>(timeout_us, kPatienceMs * 100) : timeout_us;
+  // Longest wait before check() must be called again.
+  int64_t poll_timeout_us(int64_t timeout_us) const {
+    return troubled_ ? std::min<int64_t>(timeout_us, kGraceMs * 100) : timeout_us;
   }
 
   void give_up(const std::string &reason) {
@@ -184,8 +184,8 @@ class Control {
     for (Peer &one : peers_) say(one, kGiveUp, reason.substr(0, kMaxText));
   }
 
-  // What nodes tell each other before they time out, so that all blame the one that is stuck and
-  // none blames another that waits for it.
+  // Exchange of awaited nodes before a timeout, so that all nodes blame the stuck one instead of
+  // nodes that wait for it.
   void tell_awaited(int node) {
     for (Peer &one : peers_) say(one, kAwait, std::to_string(node));
   }
@@ -198,8 +198,8 @@ class Control {
     return node;
   }
 
-  // Sees bytes off that were sent but have not left yet, for at most half a second; with in_order
-  // it says goodbye first. A fork's child has the same sockets and must not end the parent's.
+  // Flush bytes for at most half a second; with in_order, announce the departure first. A forked
+  // child has the same sockets and must not close the parent's.
   void leave(bool in_order, const std::vector<int> &data) {
     if (::getpid() != pid_) return;
     std::vector<int> open = gave_up_ ? std::vector<int>() : data;
@@ -234,21 +234,21 @@ class Control {
     std::string address;
     Socket fd{};
     std::string in{}, out{};
-    std::string text{};  // why it gave up
-    int awaits = -1;     // the node it told of
+    std::string text{};  // reason for giving up
+    int awaits = -1;     // node that it reported to wait for
     bool gave_up = false, left = false, closed = false, data_ended = false;
-    std::string why{};          // the connection broke; empty if it was closed
-    Clock::time_point since{};  // of the first sign of an end
+    std::string why{};          // error of a broken connection; empty if it was closed
+    Clock::time_point since{};  // time of the first sign of its end
   };
 
   static constexpr uint64_t kWake = ~uint64_t{0};
-  static constexpr int64_t kPatienceMs = 500;
+  static constexpr int64_t kGraceMs = 500;
 
   static uint64_t event_of(int node, Kind kind) { return static_cast<uint64_t>(node) << 1 | kind; }
   Peer &peer(int node) { return peers_[static_cast<size_t>(node)]; }
   int index_of(const Peer &one) const { return static_cast<int>(&one - peers_.data()); }
 
-  // Edge-triggered: bytes nobody has asked for yet must not keep poll() from sleeping.
+  // Edge-triggered: unread bytes without a posted receive must not keep poll() from sleeping.
   void watch(int fd, uint64_t tag) {
     epoll_event event{EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET, {}};
     event.data.u64 = tag;
@@ -293,7 +293,8 @@ class Control {
         read_words(from);
         continue;
       }
-      from.why = n < 0 ? error_text(errno) : "";  // this end says more than that of the data
+      // This end knows more than that of the data connection.
+      from.why = n < 0 ? error_text(errno) : "";
       from.closed = true;
       note(from, "");
     }
@@ -327,7 +328,7 @@ class Control {
     flush(to);
   }
 
-  // True if nothing is left to send.
+  // Return true if nothing is left to send.
   bool flush(Peer &to) {
     while (!to.out.empty() && !to.closed) {
       const ssize_t n = ::send(to.fd.get(), to.out.data(), to.out.size(), MSG_NOSIGNAL);
@@ -352,7 +353,7 @@ class Control {
   bool fine_waits_ = true;
 };
 
-// Of a transport's links, by node, the one that is not idle and was not active for longest, or -1.
+// Return the busy link that was inactive for longest, by node, or -1.
 template <class Links>
 int quietest(const Links &links) {
   int found = -1;

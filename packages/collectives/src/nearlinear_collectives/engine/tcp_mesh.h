@@ -1,8 +1,8 @@
-// Makes two connections with every other node, one for data and one for control.
+// Makes two connections to every other node, one for data and one for control.
 //
-// Each node dials one of the two and answers the other (the lower index dials data), so both
-// sides of a pair notice when the other's process is gone: its port refuses them. Both say hello
-// with the group's cookie before anything else; whoever cannot is a stranger and is dropped.
+// Each node connects one of the two and accepts the other (the lower index connects data), so that
+// both sides of a pair notice when the other's process is gone: its port refuses the connection.
+// Both first send a hello with the group's cookie; connections without it are dropped.
 #pragma once
 
 #include <poll.h>
@@ -54,7 +54,7 @@ class Mesh {
     return calls_.empty() && std::count(answered_.begin(), answered_.end(), false) == 0;
   }
 
-  // Waits up to timeout_ms for something to happen; the connections that are now made. Throws
+  // Wait up to timeout_ms for progress; return the connections that are complete. Throws
   // LinkFailure for a node whose process is gone.
   std::vector<Connection> step(int timeout_ms) {
     const Clock::time_point start = Clock::now();
@@ -89,7 +89,7 @@ class Mesh {
     return made;
   }
 
-  // Who is missing and why, for an error: "node 3 (10.0.0.4:4711: no answer)".
+  // Missing nodes with their state, for an error: "node 3 (10.0.0.4:4711: no answer)".
   std::string missing() const {
     std::string text;
     for (int node = 0; node < nodes(); ++node) {
@@ -109,10 +109,10 @@ class Mesh {
     Kind kind;
     std::string address;
     Socket fd{};
-    bool greeted = false;  // our hello is sent
+    bool greeted = false;  // this side's hello is sent
     Hello reply{};
     size_t got = 0;
-    Clock::time_point next{};  // when to dial again
+    Clock::time_point next{};  // time of the next attempt
     Clock::time_point refused_since{};
     std::chrono::milliseconds pause{10};
     std::string trouble = "no answer";
@@ -148,7 +148,7 @@ class Mesh {
     call.greeted = false;
     call.got = 0;
     if (from_.address.family() == to.family() && !(from_.flags & IFF_LOOPBACK)) {
-      // Bytes leave by the interface that was chosen; the port is found when it is needed.
+      // Bind to the chosen interface; the port is assigned on connect.
       set_option(call.fd.get(), IPPROTO_IP, IP_BIND_ADDRESS_NO_PORT, 1);
       (void)!::bind(call.fd.get(), from_.address.raw(), from_.address.bytes());
     }
@@ -156,8 +156,8 @@ class Mesh {
       hang_up(call, errno, std::strerror(errno));
   }
 
-  // The call failed: dial again soon. A port that refuses for a second has lost its process, which
-  // had opened it before it told anyone where it is.
+  // The attempt failed: try again soon. A port that refuses for a second has lost its process,
+  // which had opened it before it published its address.
   void hang_up(Call &call, int error, const std::string &trouble) {
     const Clock::time_point now = Clock::now();
     call.fd = Socket();
@@ -169,11 +169,11 @@ class Mesh {
     else if (call.refused_since == Clock::time_point{})
       call.refused_since = now;
     else if (now - call.refused_since > std::chrono::seconds(1))
-      throw LinkFailure(call.node, format("node %d is gone: nobody listens at %s any more",
+      throw LinkFailure(call.node, format("node %d is gone: nothing listens at %s any more",
                                           call.node, call.address.c_str()));
   }
 
-  // True when the other side has answered.
+  // Return true when the other side has answered.
   bool advance(Call &call) {
     if (!call.greeted) {
       int error = 0;
@@ -201,7 +201,7 @@ class Mesh {
     if (call.got < sizeof call.reply) return false;
     if (is_member(call.reply) && call.reply.node == call.node && call.reply.kind == call.kind)
       return true;
-    hang_up(call, 0, "somebody else answers there");
+    hang_up(call, 0, "another program answers there");
     return false;
   }
 
@@ -211,12 +211,12 @@ class Mesh {
       if (!fd && (errno == EMFILE || errno == ENFILE))
         throw system_failure("cannot accept the other nodes' connections (see ulimit -n)");
       if (!fd) return;
-      if (guests_.size() >= 1024) guests_.pop_front();  // silent strangers
+      if (guests_.size() >= 1024) guests_.pop_front();  // drop connections that never said hello
       guests_.push_back({std::move(fd)});
     }
   }
 
-  // True when this guest needs no more listening to: it is a member, or was dropped.
+  // Return true if this connection is done: it became a member, or was dropped.
   bool listen_to(Guest &guest) {
     const ssize_t n = ::recv(guest.fd.get(), reinterpret_cast<char *>(&guest.hello) + guest.got,
                              sizeof guest.hello - guest.got, 0);
@@ -242,7 +242,7 @@ class Mesh {
   std::vector<std::string> addresses_;
   int me_;
   uint64_t cookie_;
-  std::vector<bool> answered_;  // nodes whose dialled connection is here
+  std::vector<bool> answered_;  // nodes whose outgoing connection is complete
   std::list<Call> calls_;
   std::list<Guest> guests_;
 };

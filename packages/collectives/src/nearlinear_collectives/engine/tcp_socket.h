@@ -1,4 +1,4 @@
-// Sockets as both transports use them: addresses as text, the choice of an interface, options.
+// Sockets of both transports: addresses as text, choice of an interface, options.
 #pragma once
 
 #include <arpa/inet.h>
@@ -24,7 +24,7 @@
 
 namespace nlc::tcp {
 
-// A socket that a forked child loses. A data loader's worker that kept a copy would hold the
+// A socket that is closed in a forked child. A data loader's worker with a copy would keep the
 // connection open when its parent is killed, and hide that death from the other nodes.
 class Socket {
  public:
@@ -52,7 +52,7 @@ class Socket {
       const std::lock_guard<std::mutex> lock(mutex());
       fds().erase(fd);
     }
-    // In the child. The numbers stay taken, for whoever closes them there.
+    // In the child. The descriptor numbers stay taken until their owner closes them.
     static void drop_all() {
       const int nothing = ::open("/dev/null", O_RDWR | O_CLOEXEC);
       for (const int fd : fds()) ::dup3(nothing, fd, O_CLOEXEC);
@@ -85,7 +85,7 @@ struct Address {
     if (family() == AF_INET6) return &reinterpret_cast<const sockaddr_in6 *>(&storage)->sin6_addr;
     return &reinterpret_cast<const sockaddr_in *>(&storage)->sin_addr;
   }
-  in_port_t &port() {  // in network order
+  in_port_t &port() {  // in network byte order
     if (family() == AF_INET6) return reinterpret_cast<sockaddr_in6 *>(&storage)->sin6_port;
     return reinterpret_cast<sockaddr_in *>(&storage)->sin_port;
   }
@@ -120,7 +120,7 @@ inline Address parse_address(const std::string &text) {
   const long port = std::strtol(digits.c_str(), &end, 10);
   if (digits.empty() || *end != '\0' || port < 0 || port > 65535 ||
       inet_pton(address.family(), host.c_str(), const_cast<void *>(address.host_bytes())) != 1)
-    throw Failure(NLC_BAD_ARGUMENT, "'" + text + "' is no address of a TCP transport");
+    throw Failure(NLC_BAD_ARGUMENT, "'" + text + "' is not a TCP address");
   address.port() = htons(static_cast<uint16_t>(port));
   return address;
 }
@@ -133,8 +133,8 @@ struct Interface {
   unsigned flags = 0;
 };
 
-// The addresses of interfaces that are up, IPv4 first. Link-local IPv6 addresses mean nothing to
-// another machine without the name of its interface, and are left out.
+// Addresses of interfaces that are up, IPv4 first. Link-local IPv6 addresses are excluded: they
+// have no meaning to another machine without the name of its interface.
 inline std::vector<Interface> interfaces() {
   std::vector<Interface> found;
   ifaddrs *list = nullptr;
@@ -158,7 +158,7 @@ inline std::vector<Interface> interfaces() {
   return found;
 }
 
-// The address this machine would use for a packet to a far one: nothing is sent.
+// The address this machine would use for a packet to a distant one; nothing is sent.
 inline std::optional<Address> routed_address() {
   for (const char *far : {"203.0.113.1:9", "[2001:db8::1]:9"}) {  // reserved for documentation
     const Address to = parse_address(far);
@@ -174,20 +174,20 @@ inline std::optional<Address> routed_address() {
   return std::nullopt;
 }
 
-// The interface asked for (ours, or the variable that already guides gloo), else the one that
-// leads outside, else any that is connected to something, else loopback.
+// The requested interface (this package's variable, or gloo's), else that of the default route,
+// else any non-loopback one, else loopback.
 inline Interface choose_interface() {
   const std::vector<Interface> all = interfaces();
   const char *gloo = std::getenv("GLOO_SOCKET_IFNAME");
   const std::string ours = setting("INTERFACE");
-  const std::string wish = !ours.empty() ? ours : gloo ? gloo : "";
-  for (size_t at = 0; at < wish.size();) {  // gloo's may be a list
-    const size_t end = std::min(wish.find(',', at), wish.size());
+  const std::string requested = !ours.empty() ? ours : gloo ? gloo : "";
+  for (size_t at = 0; at < requested.size();) {  // gloo's variable may be a list
+    const size_t end = std::min(requested.find(',', at), requested.size());
     for (const Interface &one : all)
-      if (one.name == wish.substr(at, end - at)) return one;
+      if (one.name == requested.substr(at, end - at)) return one;
     at = end + 1;
   }
-  if (!wish.empty()) {
+  if (!requested.empty()) {
     std::string names;
     for (const Interface &one : all)
       if (names.find(one.name) == std::string::npos)
@@ -195,7 +195,7 @@ inline Interface choose_interface() {
     throw Failure(NLC_BAD_ARGUMENT,
                   format("%s: no interface '%s' with an address is up here; there are: %s",
                          ours.empty() ? "GLOO_SOCKET_IFNAME" : "NEARLINEAR_COLLECTIVES_INTERFACE",
-                         wish.c_str(), names.empty() ? "none" : names.c_str()));
+                         requested.c_str(), names.empty() ? "none" : names.c_str()));
   }
   if (const std::optional<Address> routed = routed_address())
     for (const Interface &one : all)
@@ -210,10 +210,10 @@ inline Interface choose_interface() {
 // --- options -----------------------------------------------------------------------------------
 
 inline void set_option(int fd, int level, int option, int value) {
-  ::setsockopt(fd, level, option, &value, sizeof value);  // best effort: none is vital
+  ::setsockopt(fd, level, option, &value, sizeof value);  // best effort: no option is vital
 }
 
-// The largest segment of a connection, or 0 if it is not told.
+// The largest segment of a connection, or 0 if it is unknown.
 inline int segment_bytes(int fd) {
   int bytes = 0;
   socklen_t size = sizeof bytes;
@@ -222,11 +222,11 @@ inline int segment_bytes(int fd) {
 
 inline Socket open_socket(int family) {
   Socket fd(::socket(family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
-  if (!fd) throw system_failure("cannot make a socket");
+  if (!fd) throw system_failure("cannot create a socket");
   return fd;
 }
 
-// A dead network is noticed within 3 + 3 * 2 seconds, also while nothing is being sent.
+// Detect a dead network within 3 + 3 * 2 seconds, also while nothing is being sent.
 inline void set_liveness(int fd) {
   set_option(fd, IPPROTO_TCP, TCP_NODELAY, 1);
   set_option(fd, SOL_SOCKET, SO_KEEPALIVE, 1);

@@ -5,22 +5,22 @@
 
 namespace nlc {
 
-Topology find_topology(const std::vector<Card> &cards, int rank) {
-  Topology place;
-  place.rank = rank;
-  place.size = static_cast<int>(cards.size());
+Topology find_topology(const std::vector<PeerInfo> &peer_infos, int rank) {
+  Topology topology;
+  topology.rank = rank;
+  topology.size = static_cast<int>(peer_infos.size());
   std::map<std::pair<uint64_t, uint64_t>, int> known;
-  for (int r = 0; r < place.size; ++r) {
-    const Card &card = cards[static_cast<size_t>(r)];
+  for (int r = 0; r < topology.size; ++r) {
+    const PeerInfo &peer = peer_infos[static_cast<size_t>(r)];
     const auto [found, is_new] =
-        known.try_emplace({card.node[0], card.node[1]}, static_cast<int>(place.nodes.size()));
-    if (is_new) place.nodes.emplace_back();
-    auto &ranks = place.nodes[static_cast<size_t>(found->second)];
-    if (r == rank) place.node = found->second, place.local = static_cast<int>(ranks.size());
+        known.try_emplace({peer.node[0], peer.node[1]}, static_cast<int>(topology.nodes.size()));
+    if (is_new) topology.nodes.emplace_back();
+    auto &ranks = topology.nodes[static_cast<size_t>(found->second)];
+    if (r == rank) topology.node = found->second, topology.local = static_cast<int>(ranks.size());
     ranks.push_back(r);
-    place.node_of.push_back(found->second);
+    topology.node_of.push_back(found->second);
   }
-  return place;
+  return topology;
 }
 
 }  // namespace nlc

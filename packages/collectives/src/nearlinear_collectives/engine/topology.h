@@ -1,10 +1,10 @@
-// Who stands where: the ranks of a group by node.
+// Placement of a group's ranks on nodes.
 #pragma once
 
 #include <string>
 #include <vector>
 
-#include "card.h"
+#include "peer_info.h"
 
 namespace nlc {
 
@@ -13,8 +13,8 @@ struct Topology {
   int size = 0;
   std::vector<std::vector<int>> nodes;  // ranks of each node, ascending; nodes by lowest rank
   std::vector<int> node_of;             // rank -> node
-  int node = 0;                         // mine
-  int local = 0;                        // my index among my node's ranks
+  int node = 0;                         // this rank's node
+  int local = 0;                        // index of this rank among its node's ranks
 
   const std::vector<int> &neighbours() const { return nodes[static_cast<size_t>(node)]; }
   int ranks_here() const { return static_cast<int>(neighbours().size()); }
@@ -22,6 +22,6 @@ struct Topology {
   bool leads() const { return local == 0; }
 };
 
-Topology find_topology(const std::vector<Card> &cards, int rank);
+Topology find_topology(const std::vector<PeerInfo> &peer_infos, int rank);
 
 }  // namespace nlc

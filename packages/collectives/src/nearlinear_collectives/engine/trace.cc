@@ -13,10 +13,10 @@ constexpr uint64_t kEntries = 256;
 
 struct Entry {
   std::string group;
-  CallCard call{};
+  CallSignature call{};
   Clock::time_point begun, ended;
   const char *state = "running";
-  std::string detail;  // the path taken, or why it failed
+  std::string detail;  // data path, or the error
 };
 
 struct Recorder {
@@ -33,7 +33,7 @@ Recorder &recorder() {
 void finish(uint64_t index, const char *state, const std::string &detail) {
   Recorder &log = recorder();
   const std::lock_guard<std::mutex> lock(log.mutex);
-  if (index + kEntries < log.next) return;  // overwritten meanwhile
+  if (index + kEntries < log.next) return;  // overwritten in the meantime
   Entry &entry = log.entries[index % kEntries];
   entry.ended = Clock::now();
   entry.state = state;
@@ -52,7 +52,7 @@ const char *kind_name(int kind) {
   return names[kind >= NLC_ALL_GATHER && kind <= NLC_BARRIER ? kind : 0];
 }
 
-Trace::Trace(const std::string &group, const CallCard &call) {
+Trace::Trace(const std::string &group, const CallSignature &call) {
   Recorder &log = recorder();
   const std::lock_guard<std::mutex> lock(log.mutex);
   index_ = log.next++;

@@ -1,5 +1,4 @@
-// The flight recorder: the last operations of this process over all groups, for the moment when
-// something hangs.
+// Flight recorder: the last operations of this process in all groups, to diagnose hangs.
 #pragma once
 
 #include <string>
@@ -8,10 +7,10 @@
 
 namespace nlc {
 
-// Records one call from construction on; still "running" until done() or failed().
+// Records one call from construction on; "running" until done() or failed().
 class Trace {
  public:
-  Trace(const std::string &group, const CallCard &call);
+  Trace(const std::string &group, const CallSignature &call);
   void done(const char *path);
   void failed(const std::string &why);
 

@@ -1,10 +1,10 @@
-// The one file that knows torch: a c10d backend over the engine's C interface.
+// The c10d backend over the engine's C interface, the only translation unit that includes torch.
 //
-// A synchronous call runs on the caller's thread and hands back a work that is done already; an
-// asynchronous one runs on a thread of the engine. What the engine does not do (point to point,
-// gather, scatter, all-to-all, reductions of exotic dtypes, CUDA tensors) goes to a fallback
-// backend, which Python supplies. c10d has no stable ABI: this file is compiled for the torch at
-// hand and never loaded into another.
+// A synchronous call runs on the caller's thread and returns a completed work; an asynchronous one
+// runs on an engine thread. Operations the engine lacks (point to point, gather, scatter,
+// all-to-all, reductions of other dtypes, CUDA tensors) are delegated to fallback backends created
+// in Python. c10d has no stable ABI, so this file is compiled for the installed torch and never
+// loaded into another.
 #include <pybind11/chrono.h>
 #include <pybind11/functional.h>
 #include <torch/csrc/utils/pybind.h>
@@ -57,8 +57,8 @@ class NearlinearBackend : public Backend {
   }
   void shutdown() override { close(); }
 #endif
-  // Memory for an all-gather's output that exists once per node (see nlc_shared_allocate); from the
-  // pool where that cannot be had.
+  // Allocate memory for an all-gather's output that exists once per node (see nlc_shared_allocate),
+  // or pooled memory if that is not possible.
   at::Tensor allocate_shared(int64_t count, at::ScalarType type) {
     const auto options = at::TensorOptions().dtype(type);
     const int64_t parts = getSize();
@@ -75,8 +75,8 @@ class NearlinearBackend : public Backend {
   uint64_t getSequenceNumberForGroup() override { return sequence_; }
 
   intrusive_ptr<Work> broadcast(Tensors &tensors, const c10d::BroadcastOptions &options) override {
-    if (foreign(tensors[0])) return fallback(tensors[0])->broadcast(tensors, options);
-    nlc_call call = bytes_call(NLC_BROADCAST, tensors[0]);
+    if (needs_fallback(tensors[0])) return fallback(tensors[0])->broadcast(tensors, options);
+    nlc_call call = make_call(NLC_BROADCAST, tensors[0]);
     call.root = static_cast<int32_t>(options.rootRank);
     Staging staging;
     call.output = staging.in_place(tensors[0]);
@@ -86,13 +86,13 @@ class NearlinearBackend : public Backend {
 
   intrusive_ptr<Work> allreduce(Tensors &tensors, const c10d::AllreduceOptions &options) override {
     at::Tensor &tensor = tensors[0];
-    const auto reduction = reducible(tensor, options.reduceOp);
+    const auto reduction = reduction_for(tensor, options.reduceOp);
     if (!reduction)
-      return on_contiguous(tensor, [&](at::Tensor &whole) {
+      return call_on_contiguous(tensor, [&](at::Tensor &whole) {
         Tensors one{whole};
         return fallback(tensor)->allreduce(one, options);
       });
-    nlc_call call = reduce_call(NLC_ALL_REDUCE, tensor, *reduction);
+    nlc_call call = make_reduce_call(NLC_ALL_REDUCE, tensor, *reduction);
     Staging staging;
     call.output = staging.in_place(tensor);
     return launch(OpType::ALLREDUCE, call, tensors, std::move(staging), options.asyncOp,
@@ -106,18 +106,18 @@ class NearlinearBackend : public Backend {
       Tensors one{tensor};
       works.push_back(allreduce(one, options));
     }
-    return together(std::move(works), tensors);
+    return combine(std::move(works), tensors);
   }
 
   intrusive_ptr<Work> _allgather_base(at::Tensor &output, at::Tensor &input,
                                       const c10d::AllgatherOptions &options) override {
-    if (foreign(input)) return fallback(input)->_allgather_base(output, input, options);
+    if (needs_fallback(input)) return fallback(input)->_allgather_base(output, input, options);
     TORCH_CHECK_VALUE(output.scalar_type() == input.scalar_type(), "all_gather: the output is ",
                       output.scalar_type(), ", the input ", input.scalar_type());
     TORCH_CHECK_VALUE(output.numel() == input.numel() * getSize(), "all_gather: the output has ",
                       output.numel(), " elements, but ", getSize(), " ranks x ", input.numel(),
                       " elements of input make ", input.numel() * getSize());
-    nlc_call call = bytes_call(NLC_ALL_GATHER, input);
+    nlc_call call = make_call(NLC_ALL_GATHER, input);
     Staging staging;
     call.input = staging.input(input);
     call.output = staging.output(output);
@@ -129,18 +129,18 @@ class NearlinearBackend : public Backend {
                                 const c10d::AllgatherOptions &options) override {
     at::Tensor &input = inputs[0];
     Tensors &parts = outputs[0];
-    if (foreign(input)) return fallback(input)->allgather(outputs, inputs, options);
+    if (needs_fallback(input)) return fallback(input)->allgather(outputs, inputs, options);
     TORCH_CHECK_VALUE(static_cast<int>(parts.size()) == getSize(), "all_gather: ", parts.size(),
                       " output tensors for ", getSize(), " ranks");
     for (const at::Tensor &part : parts)
       TORCH_CHECK_VALUE(part.numel() == input.numel() && part.scalar_type() == input.scalar_type(),
                         "all_gather: every output must have the input's dtype and ", input.numel(),
                         " elements; one is ", part.scalar_type(), " with ", part.numel());
-    nlc_call call = bytes_call(NLC_ALL_GATHER, input);
+    nlc_call call = make_call(NLC_ALL_GATHER, input);
     Staging staging;
     call.input = staging.input(input);
     std::vector<void *> pointers;
-    if (adjacent(parts)) {
+    if (are_adjacent(parts)) {
       call.output = parts[0].data_ptr();
     } else {
       for (at::Tensor &part : parts) pointers.push_back(staging.output(part));
@@ -152,7 +152,7 @@ class NearlinearBackend : public Backend {
 
   intrusive_ptr<Work> allgather_coalesced(Lists &outputs, Tensors &inputs,
                                           const c10d::AllgatherOptions &options) override {
-    // Here the lists run over ranks first: outputs[rank][tensor].
+    // The outer list runs over ranks: outputs[rank][tensor].
     std::vector<intrusive_ptr<Work>> works;
     Tensors all;
     for (size_t i = 0; i < inputs.size(); ++i) {
@@ -162,7 +162,7 @@ class NearlinearBackend : public Backend {
       works.push_back(allgather(parts, one, options));
       all.insert(all.end(), parts[0].begin(), parts[0].end());
     }
-    return together(std::move(works), all);
+    return combine(std::move(works), all);
   }
 
   intrusive_ptr<Work> allgather_into_tensor_coalesced(
@@ -170,7 +170,7 @@ class NearlinearBackend : public Backend {
     std::vector<intrusive_ptr<Work>> works;
     for (size_t i = 0; i < inputs.size(); ++i)
       works.push_back(_allgather_base(outputs[i], inputs[i], options));
-    return together(std::move(works), outputs);
+    return combine(std::move(works), outputs);
   }
 
   intrusive_ptr<Work> _reduce_scatter_base(at::Tensor &output, at::Tensor &input,
@@ -180,13 +180,13 @@ class NearlinearBackend : public Backend {
     TORCH_CHECK_VALUE(input.numel() == output.numel() * getSize(), "reduce_scatter: the input has ",
                       input.numel(), " elements, but ", getSize(), " ranks x ", output.numel(),
                       " elements of output make ", output.numel() * getSize());
-    const auto reduction = reducible(input, options.reduceOp);
+    const auto reduction = reduction_for(input, options.reduceOp);
     if (!reduction)
-      return on_contiguous(output, [&](at::Tensor &whole) {
+      return call_on_contiguous(output, [&](at::Tensor &whole) {
         at::Tensor contiguous = input.contiguous();
         return fallback(input)->_reduce_scatter_base(whole, contiguous, options);
       });
-    nlc_call call = reduce_call(NLC_REDUCE_SCATTER, output, *reduction);
+    nlc_call call = make_reduce_call(NLC_REDUCE_SCATTER, output, *reduction);
     Staging staging;
     call.input = staging.input(input);
     call.output = staging.output(output);
@@ -203,7 +203,7 @@ class NearlinearBackend : public Backend {
     const bool even = std::all_of(parts.begin(), parts.end(), [&](const at::Tensor &part) {
       return part.numel() == output.numel();
     });
-    if (!even || !reducible(output, options.reduceOp))
+    if (!even || !reduction_for(output, options.reduceOp))
       return fallback(output)->reduce_scatter(outputs, inputs, options);
     Tensors flat;
     for (const at::Tensor &part : parts) flat.push_back(part.reshape({-1}));
@@ -216,7 +216,7 @@ class NearlinearBackend : public Backend {
     std::vector<intrusive_ptr<Work>> works;
     for (size_t i = 0; i < inputs.size(); ++i)
       works.push_back(_reduce_scatter_base(outputs[i], inputs[i], options));
-    return together(std::move(works), outputs);
+    return combine(std::move(works), outputs);
   }
 
   intrusive_ptr<Work> barrier(const c10d::BarrierOptions &options) override {
@@ -226,14 +226,14 @@ class NearlinearBackend : public Backend {
     return launch(OpType::BARRIER, call, {}, {}, options.asyncOp, options.timeout);
   }
 
-  // --- what the fallback does ------------------------------------------------------------------
+  // --- operations of the fallbacks -------------------------------------------------------------
 
   intrusive_ptr<Work> allreduce_sparse(Tensors &tensors,
                                        const c10d::AllreduceOptions &options) override {
     return fallback(tensors[0])->allreduce(tensors, options);
   }
   intrusive_ptr<Work> reduce(Tensors &tensors, const c10d::ReduceOptions &options) override {
-    return on_contiguous(tensors[0], [&](at::Tensor &whole) {
+    return call_on_contiguous(tensors[0], [&](at::Tensor &whole) {
       Tensors one{whole};
       return fallback(whole)->reduce(one, options);
     });
@@ -272,7 +272,7 @@ class NearlinearBackend : public Backend {
   }
   intrusive_ptr<Work> endCoalescing() override {
     coalescing_ = false;
-    return together(std::exchange(coalesced_, {}), {});
+    return combine(std::exchange(coalesced_, {}), {});
   }
 
  private:
@@ -281,18 +281,18 @@ class NearlinearBackend : public Backend {
     return group_;
   }
 
-  // Fallbacks take contiguous tensors only. Others are reduced in a copy, and waited for.
+  // Fallbacks need contiguous tensors. Others are reduced in a copy, synchronously.
   template <typename Call>
-  intrusive_ptr<Work> on_contiguous(at::Tensor &tensor, Call call) {
-    if (foreign(tensor) || tensor.is_contiguous()) return call(tensor);
+  intrusive_ptr<Work> call_on_contiguous(at::Tensor &tensor, Call call) {
+    if (needs_fallback(tensor) || tensor.is_contiguous()) return call(tensor);
     at::Tensor whole = tensor.contiguous();
     call(whole)->wait();
     tensor.copy_(whole);
     return c10::make_intrusive<DoneWork>(getRank(), Tensors{tensor});
   }
 
-  std::optional<Reduction> reducible(const at::Tensor &tensor, const ReduceOp &op) {
-    if (foreign(tensor) || !engine_dtype(tensor.scalar_type())) return std::nullopt;
+  std::optional<Reduction> reduction_for(const at::Tensor &tensor, const ReduceOp &op) {
+    if (needs_fallback(tensor) || !engine_dtype(tensor.scalar_type())) return std::nullopt;
     return engine_reduction(op, tensor.scalar_type(), getSize());
   }
 
@@ -314,7 +314,7 @@ class NearlinearBackend : public Backend {
     return work;
   }
 
-  intrusive_ptr<Work> together(std::vector<intrusive_ptr<Work>> works, Tensors outputs) {
+  intrusive_ptr<Work> combine(std::vector<intrusive_ptr<Work>> works, Tensors outputs) {
     if (works.size() == 1) return works[0];
     return c10::make_intrusive<ManyWorks>(getRank(), std::move(works), std::move(outputs));
   }
@@ -333,7 +333,7 @@ class NearlinearBackend : public Backend {
 #if NEARLINEAR_TORCH >= 209
       try {
         backend->shutdown();
-      } catch (const std::exception &) {  // some backends have nothing to shut down, and say so
+      } catch (const std::exception &) {  // backends without a shutdown throw
       }
 #endif
     }

@@ -1,5 +1,5 @@
-// c10d's arguments as the engine takes them: dtypes, reductions, memory. The counterpart of
-// calls.py.
+// Conversion of c10d's arguments for the engine: dtypes, reductions, memory. The counterpart of
+// work.py.
 #pragma once
 
 #include <torch/extension.h>
@@ -36,13 +36,13 @@ struct Reduction {
   double scale;
 };
 
-// Said before anything is sent: gloo would communicate before it finds out.
+// Raised before anything is sent, because gloo would communicate before it raises.
 inline void needs_floating(const char *reduction, at::ScalarType type) {
   TORCH_CHECK_VALUE(at::isFloatingType(type), reduction, " needs a floating dtype, not ", type,
                     ": reduce with SUM, then scale");
 }
 
-// What the engine makes of a c10d reduction of this dtype; nothing if it leaves it to others.
+// Convert a c10d reduction of this dtype for the engine; nothing if it needs a fallback.
 inline std::optional<Reduction> engine_reduction(const ReduceOp &op, at::ScalarType type,
                                                  int size) {
   const bool floating = at::isFloatingType(type);
@@ -54,7 +54,7 @@ inline std::optional<Reduction> engine_reduction(const ReduceOp &op, at::ScalarT
     case ReduceOp::AVG: needs_floating("AVG", type); return Reduction{NLC_AVG, 1.0 / size};
     case ReduceOp::PREMUL_SUM: {
       needs_floating("PREMUL_SUM", type);
-      const auto *factor =  // since torch 2.13 without the NCCL in its name, which it keeps as well
+      const auto *factor =  // the name without NCCL exists since torch 2.13; both work
           dynamic_cast<const c10d::NCCLPreMulSumSupplement *>(op.supplement_.get());
       if (!factor) return std::nullopt;
       const bool tensor = factor->tensor_factor.defined();
@@ -73,8 +73,8 @@ inline std::optional<Reduction> engine_reduction(const ReduceOp &op, at::ScalarT
   }
 }
 
-// Tensors that lie one after the other in one memory, as chunk views do.
-inline bool adjacent(const Tensors &parts) {
+// Return true if the tensors follow each other in memory, as the views of a chunk do.
+inline bool are_adjacent(const Tensors &parts) {
   const char *expected = nullptr;
   for (const at::Tensor &part : parts) {
     if (!part.is_contiguous() || (expected && part.data_ptr() != expected)) return false;
@@ -83,12 +83,12 @@ inline bool adjacent(const Tensors &parts) {
   return true;
 }
 
-inline bool foreign(const at::Tensor &tensor) {
+inline bool needs_fallback(const at::Tensor &tensor) {
   return !tensor.device().is_cpu() || tensor.is_sparse();
 }
 
-// Moves bytes only: a dtype the engine does not know travels as bytes.
-inline nlc_call bytes_call(int kind, const at::Tensor &tensor) {
+// Build a call without reduction; a dtype unknown to the engine is moved as bytes.
+inline nlc_call make_call(int kind, const at::Tensor &tensor) {
   nlc_call call{};
   call.kind = kind;
   call.scale = 1.0;
@@ -99,8 +99,8 @@ inline nlc_call bytes_call(int kind, const at::Tensor &tensor) {
   return call;
 }
 
-inline nlc_call reduce_call(int kind, const at::Tensor &tensor, const Reduction &reduction) {
-  nlc_call call = bytes_call(kind, tensor);
+inline nlc_call make_reduce_call(int kind, const at::Tensor &tensor, const Reduction &reduction) {
+  nlc_call call = make_call(kind, tensor);
   call.reduce = reduction.reduce;
   call.scale = reduction.scale;
   return call;

@@ -1,4 +1,4 @@
-// Works: what a collective hands back, done or under way.
+// Work objects of collectives, completed or in progress.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -15,7 +15,7 @@ namespace nearlinear {
 
 using c10d::Work;
 
-// Contiguous stand-ins for tensors that are not, and what keeps the memory of a call alive.
+// Contiguous copies of strided tensors, and references that keep a call's memory alive.
 class Staging {
  public:
   void *input(const at::Tensor &tensor) {
@@ -76,7 +76,7 @@ class EngineWork : public Work {
 
   bool wait(std::chrono::milliseconds timeout) override {
     const bool done = Work::wait(timeout);
-    if (future_) future_->wait();  // whoever has waited may read the future
+    if (future_) future_->wait();  // after wait(), the caller may read the future
     return done;
   }
 
@@ -113,7 +113,7 @@ class EngineWork : public Work {
   c10::intrusive_ptr<c10::ivalue::Future> future_;
 };
 
-// A work that was done before it was made.
+// A work that was complete when it was created.
 class DoneWork : public Work {
  public:
   DoneWork(int rank, std::vector<at::Tensor> outputs)

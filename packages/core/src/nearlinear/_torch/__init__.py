@@ -1,34 +1,33 @@
 """The only package that imports private names of torch, each with the versions it was checked on.
 
 Everything else in nearlinear uses torch's documented API. When a torch release moves a name, an
-import here fails, tests/core/test_torch_shim.py says which one, and only its room changes.
-On the CPU torch 2.8 is the oldest: FSDP2 of 2.6 does not run there, that of 2.7 not with replicas.
+import here fails, tests/core/test_torch_shim.py names it, and only its module here changes. On the
+CPU torch 2.8 is the oldest supported release: FSDP2 of 2.6 does not run there, and FSDP2 of 2.7
+not with replicas.
 """
 
 from torch.multiprocessing.reductions import StorageWeakRef as WeakStorage  # 2.8.0, 2.13.0
 from torch.utils._python_dispatch import TorchDispatchMode  # sees every operator; 2.8.0, 2.13.0
 
 from .attention import flash_attention, flash_attention_backward, has_flash_attention
-from .autograd import after_backward, in_backward, seeing_saved_tensors
 from .fake import fake_tensors, forget_layouts, is_fake, unset_fake, watching_resizes
 from .groups import job_store, name_of_group, thread_group_base
-from .sharding import (
+from .tensors import instead_of_truncated_normal, local_block, storage_of
+from .training import (
     abandon_backward,
-    communicates_by_hooks,
+    after_backward,
     communication_classes,
-    gather_asynchronously,
+    enable_async_all_gather,
     gathered_bytes,
-    recomputing,
-    reduce_unused_parameters,
-    sharded_parameters,
-    shards_on_cpu,
-)
-from .tensors import (
-    instead_of_truncated_normal,
-    local_block,
+    in_backward,
     map_instances,
     map_tensors,
-    storage_of,
+    recomputing,
+    reduce_unused_parameters,
+    seeing_saved_tensors,
+    sharded_parameters,
+    shards_on_cpu,
+    supports_custom_collectives,
     tensors_in,
 )
 
@@ -37,13 +36,12 @@ __all__ = [
     "WeakStorage",
     "abandon_backward",
     "after_backward",
-    "communicates_by_hooks",
     "communication_classes",
+    "enable_async_all_gather",
     "fake_tensors",
     "flash_attention",
     "flash_attention_backward",
     "forget_layouts",
-    "gather_asynchronously",
     "gathered_bytes",
     "has_flash_attention",
     "in_backward",
@@ -60,6 +58,7 @@ __all__ = [
     "sharded_parameters",
     "shards_on_cpu",
     "storage_of",
+    "supports_custom_collectives",
     "tensors_in",
     "thread_group_base",
     "unset_fake",

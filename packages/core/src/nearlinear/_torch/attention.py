@@ -1,10 +1,10 @@
-"""The flash kernels of torch's own attention, with the logsumexp that a ring needs."""
+"""Flash kernels of torch's attention, with the logsumexp that ring attention needs."""
 
 import torch
 
 
-def has_flash_attention(q, k, v) -> bool:
-    """Whether a flash kernel takes these: (B, H, Q, D), (B, K, S, D), any multiple H of K.
+def has_flash_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Return whether a flash kernel takes q (B, H, Q, D) and k, v (B, K, S, D), H a multiple of K.
 
     On the CPU any floating dtype; on CUDA half precision, from the Ampere generation on.
     """
@@ -17,8 +17,8 @@ def has_flash_attention(q, k, v) -> bool:
     return q.device.type == "cuda" and fits and torch.cuda.get_device_capability(q.device) >= (8, 0)
 
 
-def flash_attention(q, k, v, causal: bool, scale: float):
-    """Output (B, H, Q, D) in q's dtype and lse (B, H, Q) in float32 of one block of attention.
+def flash_attention(q, k, v, causal: bool, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return one block's output (B, H, Q, D) in q's dtype, and lse (B, H, Q) in float32.
 
     Checked on torch 2.13.0; on CUDA its declared shapes only.
     """
@@ -31,9 +31,10 @@ def flash_attention(q, k, v, causal: bool, scale: float):
 
 
 def flash_attention_backward(grad, q, k, v, out, lse, causal: bool, scale: float):
-    """Gradients of q, k and v; ``out`` and ``lse`` may be of a softmax over more keys than these.
+    """Return the gradients of q, k and v.
 
-    Checked as `flash_attention`.
+    ``out`` and ``lse`` may be those of a softmax over more keys than ``k``. Checked as
+    `flash_attention`.
     """
     if q.device.type == "cpu":
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward

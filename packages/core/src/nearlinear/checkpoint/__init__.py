@@ -1,6 +1,6 @@
-"""What a run cannot lose: its model, optimizer, data position and random state, in one folder.
+"""Sharded checkpoints of a run: model, optimizer, position in the data, and random state.
 
-A checkpoint is safetensors files and a JSON index, nothing that can run code. Pieces of tensors lie
-where the ranks that held them put them, with their place in the whole, so that any other layout
-reads the same checkpoint: `save` writes one, `load` reads one, `kept` finds and keeps the newest.
+A checkpoint is a folder of safetensors files and a JSON index; neither can carry code. The index
+records the offset of every shard in its tensor, so that a run of any layout can load it.
+`save` writes a checkpoint, `load` reads one, and `retention` finds the newest and deletes old ones.
 """

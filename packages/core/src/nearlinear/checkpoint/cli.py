@@ -1,26 +1,36 @@
-"""``nearlinear checkpoint``: look at checkpoints, check them, compare them, hand them on."""
+"""``nearlinear checkpoint``: inspect, verify, compare, and export checkpoints."""
+
+from __future__ import annotations
 
 import argparse
 import contextlib
 import json
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..errors import CheckpointError
+
+if TYPE_CHECKING:
+    from ..storage import StoragePath
+    from .index import Index
 
 INSPECT_EXAMPLES = """\
 examples:
-  nearlinear checkpoint inspect runs/gpt2/checkpoints            all of a run
+  nearlinear checkpoint inspect runs/gpt2/checkpoints            all checkpoints of a run
   nearlinear checkpoint inspect runs/gpt2/checkpoints/step-00000500 --json
-  nearlinear checkpoint inspect s3://bucket/gpt2/checkpoints     all of a run, in a bucket
+  nearlinear checkpoint inspect s3://bucket/gpt2/checkpoints     all checkpoints in a bucket
 """
 VERIFY_EXAMPLES = """\
 examples:
-  nearlinear checkpoint verify runs/gpt2/checkpoints             all of a run
+  nearlinear checkpoint verify runs/gpt2/checkpoints             all checkpoints of a run
   nearlinear checkpoint verify step-00000400 step-00000500 && rsync -a ...
 """
 DIFF_EXAMPLES = """\
 examples:
   nearlinear checkpoint diff before/step-00000500 after/step-00000500
-  nearlinear checkpoint diff A B --only model/ --atol 1e-6       the model alone, not to the bit
+  nearlinear checkpoint diff A B --only model/ --atol 1e-6       only the model, with a tolerance
 """
 EXPORT_EXAMPLES = """\
 examples:
@@ -29,42 +39,50 @@ examples:
   nearlinear checkpoint export step-00000500 gpt2-hf --config run.toml
   python -c "from transformers import pipeline as p; print(p('text-generation', 'gpt2-hf')('The'))"
 """
-FOLDERS = "a checkpoint, or a run's folder of several; s3://bucket/prefix, too"
-SHOWN = 20  # differences, unless all are asked for
+FOLDERS = "a checkpoint, or a folder of several, also s3://bucket/prefix"
+MAX_SHOWN = 20  # differences printed without --all
+
+RowsOf = Callable[[str], int]
+DescribeModel = Callable[[Path, RowsOf], tuple[dict, Path | None]]
 
 
-def add_commands(commands, described) -> None:
-    """Add them to the parsers of ``nearlinear``.
+def add_commands(commands, describe_model: DescribeModel) -> None:
+    """Add the subcommands to the argument parser of ``nearlinear``.
 
-    ``described(path, rows)``: the config.json of the model that a training config describes, and
-    the folder of its tokenizer or None, where ``rows(name)`` is the length of a tensor that was
-    saved; it is of a floor above.
+    Args:
+        commands: Result of ``add_subparsers`` of the main parser.
+        describe_model: Called as ``describe_model(path, rows)`` with the path of a training config.
+            Returns the config.json of its model, and the folder of its tokenizer or None.
+            ``rows(name)`` is the number of rows of a saved tensor. It is passed in, because it
+            needs packages above this one.
     """
     parser = commands.add_parser(
         "checkpoint",
         help="inspect, verify, compare and export checkpoints, without a cluster",
-        description="Look at checkpoints on this machine alone, tensor by tensor: no cluster, no "
-        "accelerator, and never more memory than one tensor takes.",
+        description="Inspect, verify, compare and export checkpoints on this machine, tensor by "
+        "tensor. Needs no cluster and no accelerator, and memory for only one tensor.",
     )
-    parser.set_defaults(described=described)
+    parser.set_defaults(described=describe_model)
     actions = parser.add_subparsers(title="actions", metavar="action", required=True)
-    for name, add, run, examples, words, more in (
-        ("inspect", _add_inspect, _inspect, INSPECT_EXAMPLES, "say what is in a checkpoint", ""),
+    for name, add, run, examples, summary, description in (
+        ("inspect", _add_inspect, _inspect, INSPECT_EXAMPLES,
+         "print step, layout, tensors and sizes of a checkpoint", ""),
         ("verify", _add_verify, _verify, VERIFY_EXAMPLES,
-         "check that a checkpoint is what was written", "Check every file's size and SHA-256, and "
-         "that its tensors are those of the index. Exit code 1, and a line for each fault, if "
-         "something is wrong."),
-        ("diff", _add_diff, _diff, DIFF_EXAMPLES, "say how two checkpoints differ",
-         "Compare two checkpoints, saved at any layouts, most different tensors first: the largest "
-         "difference, and the norm of all over the tensor's. Exit code 1 if they differ."),
+         "check that a checkpoint is complete and unchanged", "Check the size and SHA-256 of every "
+         "file, and its tensors against the index. Prints a line for each fault; the exit code is "
+         "1 if there is one."),
+        ("diff", _add_diff, _diff, DIFF_EXAMPLES, "compare the tensors of two checkpoints",
+         "Compare two checkpoints of any layouts, largest differences first. Prints the largest "
+         "absolute difference of each tensor, and the norm of the difference relative to the "
+         "tensor's. The exit code is 1 if they differ."),
         ("export", _add_export, _export, EXPORT_EXAMPLES,
          "write a model for transformers' from_pretrained", "Write the model of a checkpoint as a "
-         "Hugging Face folder: safetensors, config.json, and the tokenizer that goes with it."),
+         "Hugging Face folder: safetensors files, config.json, and the tokenizer."),
     ):  # fmt: skip
         action = actions.add_parser(
             name,
-            help=words,
-            description=more or None,
+            help=summary,
+            description=description or None,
             epilog=examples,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
@@ -76,7 +94,7 @@ def add_commands(commands, described) -> None:
 
 def _add_inspect(add) -> None:
     add("folders", nargs="+", metavar="FOLDER", help=FOLDERS)
-    add("--json", action="store_true", help="as JSON, one line per checkpoint")
+    add("--json", action="store_true", help="print JSON, one line per checkpoint")
 
 
 def _add_verify(add) -> None:
@@ -85,93 +103,98 @@ def _add_verify(add) -> None:
 
 def _add_diff(add) -> None:
     add("one", metavar="A", help="a checkpoint")
-    add("other", metavar="B", help="another one")
-    add("--atol", type=float, default=0.0, metavar="X", help="differences that do not count (0)")
-    add("--rtol", type=float, default=0.0, metavar="X", help="and this share of A's value (0)")
-    add("--only", default="", metavar="PREFIX", help="names that begin so, as in model/")
-    add("--all", action="store_true", help=f"show more than {SHOWN}")
+    add("other", metavar="B", help="the checkpoint to compare with")
+    add("--atol", type=float, default=0.0, metavar="X", help="absolute tolerance (default: 0)")
+    add("--rtol", type=float, default=0.0, metavar="X",
+        help="tolerance relative to the values of A (default: 0)")  # fmt: skip
+    add("--only", default="", metavar="PREFIX", help="compare only names with this prefix, as in "
+        "model/")  # fmt: skip
+    add("--all", action="store_true", help=f"print more than {MAX_SHOWN} differences")
 
 
 def _add_export(add) -> None:
-    add("folder", metavar="FOLDER", help="a checkpoint, or a run's folder: its newest one")
+    add("folder", metavar="FOLDER", help="a checkpoint, or a folder of several: the newest one")
     add("out", metavar="OUT", help="the folder to write")
-    add("--format", choices=["hf"], default="hf", help="hf: Hugging Face's (the default)")
-    add("--config", default="", metavar="FILE", help="what the model is: a run's config.toml, or a "
-        "config.json; default: what the checkpoint says, or config.toml beside it")  # fmt: skip
-    add("--dtype", choices=["float32", "bfloat16", "float16"], default="", help="default: as saved")
-    add("--tokenizer", default="", metavar="FOLDER", help="with tokenizer.json; default: that of "
-        "the run's data, if it is there; none: without")  # fmt: skip
-    add("--max-shard-bytes", type=int, default=0, metavar="N", help="of a file (5 GB)")
-    add("--overwrite", action="store_true", help="replace a model that is in OUT")
+    add("--format", choices=["hf"], default="hf", help="hf: Hugging Face folder (default)")
+    add("--config", default="", metavar="FILE", help="config of the model: config.toml of a run, "
+        "or config.json (default: stored in the checkpoint, or config.toml beside it)"
+        )  # fmt: skip
+    add("--dtype", choices=["float32", "bfloat16", "float16"], default="",
+        help="dtype of the tensors (default: as saved)")  # fmt: skip
+    add("--tokenizer", default="", metavar="FOLDER", help="folder with tokenizer.json, or none "
+        "(default: the tokenizer of the run's data, if it exists)")  # fmt: skip
+    add("--max-shard-bytes", type=int, default=0, metavar="N",
+        help="size limit of a file in bytes (default: 5 GB)")  # fmt: skip
+    add("--overwrite", action="store_true", help="replace an existing model in OUT")
 
 
-def _inspect(options, arguments) -> int:
-    from . import index, summary
+def _inspect(options: argparse.Namespace, arguments) -> int:
+    from . import index, metadata
 
-    for folder in (found for name in options.folders for found in summary.folders(name)):
-        told = summary.summary(folder, index.read(folder))
-        print(json.dumps(told) if options.json else summary.text(told))
+    for folder in (each for name in options.folders for each in metadata.find_checkpoints(name)):
+        summary = metadata.summarize(folder, index.read(folder))
+        print(json.dumps(summary) if options.json else metadata.format_summary(summary))
     return 0
 
 
-def _verify(options, arguments) -> int:
-    from . import index, summary, verify
+def _verify(options: argparse.Namespace, arguments) -> int:
+    from . import index, metadata, verify
 
-    folders = [found for name in options.folders for found in summary.folders(name)]
+    folders = [each for name in options.folders for each in metadata.find_checkpoints(name)]
     sizes = {}
     for folder in folders:
-        with contextlib.suppress(ValueError):  # it says so below
-            told = index.read(folder)
-            sizes[folder] = told, sum(file.bytes for file in told.files.values())
-    wrong = 0
-    with _bar("verifying", sum(size for _, size in sizes.values())) as advance:
+        with contextlib.suppress(ValueError):  # reported below
+            found = index.read(folder)
+            sizes[folder] = found, sum(file.bytes for file in found.files.values())
+    faulty = 0
+    with _progress_bar("verifying", sum(size for _, size in sizes.values())) as advance:
         for folder in folders:
-            found = list(verify.faults(folder, advance))
-            wrong += bool(found)
-            for fault in found:
+            faults = list(verify.find_faults(folder, advance))
+            faulty += bool(faults)
+            for fault in faults:
                 print(f"FAULT {fault}")
-            if not found:
-                told, size = sizes[folder]
-                print(f"ok    {folder}: step {told.step}, {len(told.files)} files, "
-                      f"{summary.in_units(size)}")  # fmt: skip
-    if wrong:
-        print(f"{wrong} of {len(folders)} checkpoints cannot be trusted: go on from another one, "
-              "and delete these")  # fmt: skip
-    return 1 if wrong else 0
+            if not faults:
+                found, size = sizes[folder]
+                print(f"ok    {folder}: step {found.step}, {len(found.files)} files, "
+                      f"{metadata.format_bytes(size)}")  # fmt: skip
+    if faulty:
+        print(f"{faulty} of {len(folders)} checkpoints are damaged: delete them, and resume from "
+              "another one")  # fmt: skip
+    return 1 if faulty else 0
 
 
-def _diff(options, arguments) -> int:
-    from .diff import differences
+def _diff(options: argparse.Namespace, arguments) -> int:
+    from .diff import compare_checkpoints
 
     done = 0
 
-    def read(at: int, of: int) -> None:
+    def on_progress(compared: int, total: int) -> None:
         nonlocal done
-        advance((at - done) / of)
-        done = at
+        advance((compared - done) / total)
+        done = compared
 
-    with _bar("comparing", 1) as advance:
-        found = differences(
-            options.one, options.other, options.atol, options.rtol, options.only, read
+    with _progress_bar("comparing", 1) as advance:
+        found = compare_checkpoints(
+            options.one, options.other, options.atol, options.rtol, options.only, on_progress
         )
-    for each in found if options.all else found[:SHOWN]:
+    for each in found if options.all else found[:MAX_SHOWN]:
         print(each)
     if not found:
         print("no difference")
-    elif len(found) > SHOWN and not options.all:
-        print(f"and {len(found) - SHOWN} more: --all shows them")
+    elif len(found) > MAX_SHOWN and not options.all:
+        print(f"and {len(found) - MAX_SHOWN} more: --all shows them")
     return 1 if found else 0
 
 
-def _export(options, arguments) -> int:
+def _export(options: argparse.Namespace, arguments) -> int:
     import torch
 
-    from . import about, index, summary
+    from . import index, metadata
     from .hf.export import export_checkpoint
-    from .hf.target import MAX_SHARD_BYTES
+    from .hf.writer import MAX_SHARD_BYTES
 
-    folder = summary.folders(options.folder)[-1]
-    model, tokenizer = _model(folder, index.read(folder), options, about)
+    folder = metadata.find_checkpoints(options.folder)[-1]
+    model, tokenizer = _find_model_config(folder, index.read(folder), options)
     if options.tokenizer:
         tokenizer = None if options.tokenizer == "none" else Path(options.tokenizer)
     written = export_checkpoint(
@@ -186,55 +209,59 @@ def _export(options, arguments) -> int:
     print(f"{written}: {model['architectures'][0] if 'architectures' in model else 'the model'} "
           f"of {folder.name}, for AutoModelForCausalLM.from_pretrained")  # fmt: skip
     if tokenizer is None:
-        print("without a tokenizer: --tokenizer FOLDER adds one")
+        print("no tokenizer was written: --tokenizer FOLDER adds one")
     return 0
 
 
-def _model(folder, found, options, about):
-    """The config.json of a checkpoint's model, and the folder of its tokenizer or None."""
-    from ..errors import CheckpointError
+def _find_model_config(
+    folder: StoragePath, found: Index, options: argparse.Namespace
+) -> tuple[dict, Path | None]:
+    """Return the config.json of a checkpoint's model, and the folder of its tokenizer or None."""
+    from . import metadata
 
     here = folder.path
-    near = (here, *here.resolve().parents[:2]) if here else ()  # RUN/checkpoints/step-...
-    beside = [up / "config.toml" for up in near if (up / "config.toml").is_file()]
+    parents = (here, *here.resolve().parents[:2]) if here else ()  # RUN/checkpoints/step-...
+    beside = [up / "config.toml" for up in parents if (up / "config.toml").is_file()]
     path = Path(options.config) if options.config else next(iter(beside), None)
-    if path is not None and path.suffix == ".json" and "model_type" in (said := _json(path)):
-        return said, None
-    told = None if options.config else about.model_of(found)
-    if path is None and told is None:
-        raise CheckpointError(
-            f"{folder} does not say what model it is of, and there is no config.toml beside it: "
-            "name the run's with --config RUN/config.toml"
-        )
+    if path is not None and path.suffix == ".json":
+        content = _read_json(path)
+        if "model_type" in content:
+            return content, None
+    stored = None if options.config else metadata.model_config(found)
     if path is None:
-        return told, None
+        if stored is None:
+            raise CheckpointError(
+                f"{folder} does not contain the config of its model, and there is no config.toml "
+                "beside it: pass --config RUN/config.toml"
+            )
+        return stored, None
 
     def rows(name: str) -> int:
         tensor = found.tensors.get(f"model/{name}")
         if tensor is None:
             raise CheckpointError(
-                f"{folder} has no {name}, and {path} describes a model that has: name the config "
-                "of the run that saved it with --config"
+                f"{folder} has no tensor {name}, which the model of {path} has: pass the config of "
+                "the run that saved it as --config"
             )
         return tensor.shape[0]
 
     model, tokenizer = options.described(path, rows)
-    return told or model, tokenizer
+    return stored or model, tokenizer
 
 
-def _json(path: Path) -> dict:
-    from ..errors import CheckpointError
-
+def _read_json(path: Path) -> dict:
     try:
-        said = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"--config {path} cannot be read: {error}") from None
-    return said if isinstance(said, dict) else {}
+        raise CheckpointError(
+            f"--config {path} cannot be read ({error}): pass a config.toml or config.json"
+        ) from None
+    return content if isinstance(content, dict) else {}
 
 
 @contextlib.contextmanager
-def _bar(what: str, total: float):
-    """A progress bar on a terminal; what to call with how much more is done."""
+def _progress_bar(label: str, total: float) -> Iterator[Callable[[float], None]]:
+    """Show a progress bar on a terminal; yield a function that advances it by an amount."""
     if not sys.stderr.isatty():
         yield lambda amount: None
         return
@@ -243,5 +270,5 @@ def _bar(what: str, total: float):
 
     console = Console(stderr=True)
     with Progress(console=console, transient=True, redirect_stdout=False) as progress:
-        task = progress.add_task(what, total=total)
+        task = progress.add_task(label, total=total)
         yield lambda amount: progress.advance(task, amount)

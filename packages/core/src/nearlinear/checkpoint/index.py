@@ -1,10 +1,10 @@
-"""The index of a checkpoint: which tensors it holds, in which files, and what they must look like.
+"""Index of a checkpoint: its tensors, the files that hold their shards, and file hashes.
 
-    step-00000100/index.json                  written last: without it the folder is no checkpoint
+    step-00000100/index.json                  written last; a folder without it is no checkpoint
     step-00000100/rank-00003-of-00016.safetensors
 
-The index is JSON and names every file with its size and SHA-256; files are safetensors. Neither can
-carry code.
+The index is JSON and lists the size and SHA-256 of every safetensors file. Neither format can carry
+code.
 """
 
 from __future__ import annotations
@@ -19,32 +19,34 @@ from pathlib import Path
 
 from .. import storage
 from ..errors import CheckpointError
-from ..storage import Place
-from .pieces import Piece, covers
+from ..storage import StoragePath
+from .tensor_shards import TensorShard, covers
 
 NAME = "index.json"
 FORMAT = 2
+_REMEDY = "delete its folder to resume from the previous checkpoint"
 
 
 @dataclass(frozen=True)
-class Tensor:
-    """One tensor of a checkpoint, whole."""
+class TensorEntry:
+    """One tensor of a checkpoint. The field names are part of the format."""
 
     dtype: str
-    """in torch's words, as in float32"""
+    """Name of the torch dtype, as in "float32"."""
     shape: tuple[int, ...]
-    pieces: dict[str, list[Piece]]
-    """its blocks in each file that has some"""
+    """Shape of the whole tensor."""
+    pieces: dict[str, list[TensorShard]]
+    """Shards of the tensor by file name."""
 
 
-def key(name: str, block: int) -> str:
-    """What the ``block``-th block of a tensor is called in a file."""
-    return f"{name}:{block}" if block else name
+def shard_key(name: str, number: int) -> str:
+    """Return the key in a safetensors file of shard ``number`` of tensor ``name``."""
+    return f"{name}:{number}" if number else name
 
 
 @dataclass(frozen=True)
-class File:
-    """What a file must look like."""
+class FileEntry:
+    """Expected size and SHA-256 of a file. The field names are part of the format."""
 
     bytes: int
     sha256: str
@@ -52,104 +54,114 @@ class File:
 
 @dataclass(frozen=True)
 class Index:
-    """All of a checkpoint but its numbers."""
+    """Contents of index.json. The field names are part of the format."""
 
     step: int
+    """Step after which the state was saved."""
     world: int
-    """ranks that wrote it"""
-    tensors: dict[str, Tensor]
-    files: dict[str, File]
+    """Number of ranks that saved."""
+    tensors: dict[str, TensorEntry]
+    files: dict[str, FileEntry]
     values: dict = field(default_factory=dict)
-    """what is no tensor: learning rates, the data's position"""
+    """State other than tensors: learning rates, position in the data, model config."""
 
-    def write(self, folder: Place) -> None:
-        """Make ``folder`` a checkpoint, from one moment to the next."""
+    def write(self, folder: StoragePath) -> None:
+        """Write the index atomically, which makes ``folder`` a checkpoint."""
         text = json.dumps({"format": FORMAT} | dataclasses.asdict(self), separators=(",", ":"))
         (folder / NAME).put(text.encode())
 
 
 def read(folder) -> Index:
-    """The index of the checkpoint in ``folder``. Raises CheckpointError."""
-    folder = storage.at(folder)
+    """Read the index of the checkpoint in ``folder``. Raises CheckpointError."""
+    folder = storage.as_path(folder)
     path = folder / NAME
     try:
         text = path.read()
     except FileNotFoundError:
-        what = "is no checkpoint, or was not finished" if folder.exists() else "does not exist"
-        raise CheckpointError(f"{folder} {what}: there is no {path.name} in it") from None
+        state = "is not a complete checkpoint" if folder.exists() else "does not exist"
+        raise CheckpointError(
+            f"{folder} {state}: {path.name} is missing; choose a folder written by nl.save"
+        ) from None
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read ({error}): {_REMEDY}") from None
     try:
         data = json.loads(text)
     except ValueError as error:
-        raise CheckpointError(f"{path} cannot be read ({error}): {_REMEDY}") from None
-    if not isinstance(data, dict) or data.pop("format", None) != FORMAT:
-        raise CheckpointError(f"{path} is not of format {FORMAT}: use the version that wrote it")
+        raise CheckpointError(f"{path} is not valid JSON ({error}): {_REMEDY}") from None
+    version = data.pop("format", None) if isinstance(data, dict) else None
+    if version != FORMAT:
+        raise CheckpointError(
+            f"{path} has format {version!r}, and this version reads format {FORMAT}: load it with "
+            "the version of nearlinear that wrote it"
+        )
     try:
-        return _of(data)
+        return _parse(data)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"{path} does not make sense ({error!r}): {_REMEDY}") from None
+        raise CheckpointError(f"{path} is invalid ({error!r}): {_REMEDY}") from None
 
 
-_REMEDY = "delete its folder to go back to the checkpoint before it"
-
-
-def _of(data: dict) -> Index:
-    files = {_plain(name): File(int(f["bytes"]), str(f["sha256"]))
+def _parse(data: dict) -> Index:
+    files = {_check_file_name(name): FileEntry(int(f["bytes"]), str(f["sha256"]))
              for name, f in data["files"].items()}  # fmt: skip
     tensors = {}
     for name, entry in data["tensors"].items():
-        pieces = {
-            file: [Piece(_sizes(piece["offset"]), _sizes(piece["shape"])) for piece in blocks]
-            for file, blocks in entry["pieces"].items()
+        shards = {
+            file: [TensorShard(_ints(shard["offset"]), _ints(shard["shape"])) for shard in listed]
+            for file, listed in entry["pieces"].items()
         }
-        shape = _sizes(entry["shape"])
-        parts = itertools.chain.from_iterable(pieces.values())
-        if not pieces.keys() <= files.keys() or not covers(shape, parts):
-            raise ValueError(f"parts of {name} are missing")
-        tensors[name] = Tensor(str(entry["dtype"]), shape, pieces)
+        shape = _ints(entry["shape"])
+        all_shards = itertools.chain.from_iterable(shards.values())
+        if not shards.keys() <= files.keys() or not covers(shape, all_shards):
+            raise ValueError(f"shards of {name} are missing")
+        tensors[name] = TensorEntry(str(entry["dtype"]), shape, shards)
     return Index(int(data["step"]), int(data["world"]), tensors, files, dict(data["values"]))
 
 
-def _sizes(values) -> tuple[int, ...]:
+def _ints(values) -> tuple[int, ...]:
     return tuple(int(value) for value in values)
 
 
-def _plain(name: str) -> str:
-    """``name`` if it names a file of the folder itself."""
+def _check_file_name(name: str) -> str:
+    """Return ``name``. Raise ValueError unless it names a file directly inside of the folder."""
     if name != Path(name).name or name.startswith("."):
         raise ValueError(f"{name!r} is no file of this folder")
     return name
 
 
-def missing(folder: Place, found: Index) -> str:
-    """What of a checkpoint's files is not there, or cut short, in words; empty: nothing."""
-    there = folder.sizes()
+def find_missing_file(folder: StoragePath, found: Index) -> str:
+    """Return a message about the first missing or truncated file, or "" if there is none."""
+    sizes = folder.file_sizes()
     for name, file in found.files.items():
-        if name not in there:
+        if name not in sizes:
             return f"{name} is missing"
-        if there[name] != file.bytes:
-            return f"{name} has {there[name]} bytes instead of {file.bytes}"
+        if sizes[name] != file.bytes:
+            return f"{name} has {sizes[name]} bytes instead of {file.bytes}"
     return ""
 
 
-def check_content(path: Place, file: File, looks: Callable[[], File] | None = None) -> None:
-    """Raise CheckpointError unless the file's bytes are those that were written.
+def check_content(
+    path: StoragePath, file: FileEntry, read_hash: Callable[[], FileEntry] | None = None
+) -> None:
+    """Raise CheckpointError unless the size and SHA-256 of a file are those of ``file``.
 
-    ``looks()``: what they are, from who reads them anyhow.
+    Args:
+        path: The file.
+        file: Entry in the index.
+        read_hash: Returns the digest that the caller computed while reading, to avoid a second
+            pass over the file.
     """
     try:
-        found = looks() if looks else digest(path)
+        found = read_hash() if read_hash else hash_file(path)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read ({error.strerror}): {_REMEDY}") from None
     if found != file:
         raise CheckpointError(f"{path} has changed since it was written: {_REMEDY}")
 
 
-def digest(path) -> File:
-    """What a file looks like."""
-    found, size = hashlib.sha256(), 0
-    for chunk in storage.at(path).stream():
-        found.update(chunk)
+def hash_file(path) -> FileEntry:
+    """Return the size and SHA-256 of a file."""
+    digest, size = hashlib.sha256(), 0
+    for chunk in storage.as_path(path).stream():
+        digest.update(chunk)
         size += len(chunk)
-    return File(size, found.hexdigest())
+    return FileEntry(size, digest.hexdigest())

@@ -1,205 +1,258 @@
-"""Read a checkpoint into a model and an optimizer of any layout: each rank the blocks it holds."""
+"""Load a checkpoint into a model and an optimizer of any layout; each rank reads its shards."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Set
+
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError
+from torch import nn
 
-from .. import runtime, storage
-from ..errors import CheckpointError
-from ..parallel import loss_scale
-from ..storage import Place
-from ..storage.threads import side_by_side
-from . import index, reading, saving, state
-from .agree import everyone, some, together
-from .pieces import Piece, blocks
+from .. import storage
+from ..distributed.consensus import all_gather_json, raise_on_all_ranks
+from ..errors import CheckpointError, join_faults
+from ..fsdp.model_state import model_state
+from ..storage import StoragePath
+from ..storage.threads import map_concurrent
+from . import async_writer, index, reader, state
+from .state import StateTensor
+from .tensor_shards import TensorShard, local_tensor_shards
 
-_AT_ONCE = 2  # files, each hashed while it is copied from
-_MUCH = 0.1  # of a file: who reads more of it checks it, too
+CONCURRENT_FILES = 2
+"""Files read at the same time, each hashed while its tensors are copied."""
+HASHED_SHARE = 0.1
+"""A rank that reads a larger share of a file also hashes the file."""
 
 
-def load(folder, model, optimizer=None, loader=None, scheduler=None, **others) -> int:
-    """Put the state in ``folder`` into what is given, in place; the step it is of.
+def load(
+    folder,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    loader=None,
+    scheduler=None,
+    **others,
+) -> int:
+    """Load the state in ``folder`` in place; return the step after which it was saved.
 
-    ``others``: as `save` was given them, with a ``load_state_dict(state)``. The layout may be
-    another than the one that saved. Random generators go on where they were if there are as many
-    ranks. Raises CheckpointError on all ranks where one cannot read, before the first value has
-    been changed wherever that can be told from the index. A collective call.
+    The layout may differ from the one that saved. Random generators are restored if the number of
+    ranks is the same. Raises CheckpointError on all ranks if one rank cannot load, before any value
+    is changed wherever the index shows the error.
+
+    A collective call.
+
+    Args:
+        folder: A checkpoint, as passed to `save`.
+        model: The sharded model.
+        optimizer: The optimizer, if its state is to be loaded.
+        loader: Data loader with a ``load_state_dict()``.
+        scheduler: Learning-rate scheduler with a ``load_state_dict()``.
+        others: Objects passed to `save` under the same names, with a ``load_state_dict()``.
     """
-    saving.finish()
-    elsewhere = _on_other_stages(model)
-    with together():
+    async_writer.finish()
+    remote, step = _remote_names(model), 0
+    with raise_on_all_ranks():
         others |= {"loader": loader, "scheduler": scheduler}
-        found = _load(storage.at(folder), model, optimizer, others, elsewhere)
+        step = _load(storage.as_path(folder), model, optimizer, others, remote)
+    return step
+
+
+def _remote_names(model: nn.Module) -> set[str]:
+    """Return the names of parameters and buffers that only other pipeline stages hold."""
+    if state.job_runtime(model).mesh.pipeline == 1:
+        return set()
+    local = list(state.model_tensors(model))
+    return {name for names in all_gather_json(local) for name in names} - set(local)
+
+
+def _load(
+    folder: StoragePath,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    others: Mapping,
+    remote: Set[str],
+) -> int:
+    now, found = state.job_runtime(model), index.read(folder)
+    if fault := index.find_missing_file(folder, found):
+        raise CheckpointError(
+            f"checkpoint {folder} is incomplete: {fault}; resume from the previous checkpoint"
+        )
+    wanted = dict(state.prefixed_model_tensors(model))
+    _check_tensors(folder, wanted, found, state.MODEL, remote)
+    if optimizer is not None:
+        saved = _stored_value(folder, found, "optimizer")
+        state.restore_optimizer_settings(optimizer, model, saved, remote)
+        state.allocate_optimizer_state(optimizer, model, found.tensors)
+        optimizer_state = dict(state.optimizer_tensors(optimizer, model))
+        _check_tensors(folder, optimizer_state, found, state.OPTIMIZER, remote)
+        wanted |= optimizer_state
+    for name, part in others.items():
+        if part is not None:
+            part.load_state_dict(_stored_value(folder, found, name))
+    scaler = model_state(model).loss_scaler
+    if scaler is not None and "loss_scaler" in found.values:  # absent: saved in another precision
+        scaler.load_state_dict(found.values["loss_scaler"])
+    random = state.random_state(now.rank, now.device)
+    same_ranks = found.world == now.mesh.world and random.keys() <= found.tensors.keys()
+    if same_ranks:
+        wanted |= random
+    _read_tensors(folder, found, wanted)
+    if same_ranks:
+        state.restore_random_state(random, now.device)
     return found.step
 
 
-def _on_other_stages(model) -> set[str]:
-    """Names of parameters and buffers that only other stages of a pipeline have."""
-    if runtime.current().mesh.pipeline == 1:
-        return set()
-    mine = list(state.parts_of(model))
-    return {name for names in everyone(mine) for name in names} - set(mine)
-
-
-def _load(folder: Place, model, optimizer, others: dict, elsewhere: set[str]) -> index.Index:
-    now, found = runtime.current(), index.read(folder)
-    if why := index.missing(folder, found):
-        raise CheckpointError(f"{folder} is not whole: {why}; go back to the checkpoint before it")
-    wanted = dict(state.of_model(model))
-    _compare(folder, wanted, found, state.MODEL, elsewhere)
-    if optimizer is not None:
-        saved = _value(folder, found, "optimizer")
-        state.restore_settings(optimizer, model, saved, elsewhere)
-        state.make_room(optimizer, model, found.tensors)
-        kept = dict(state.of_optimizer(optimizer, model))
-        _compare(folder, kept, found, state.OPTIMIZER, elsewhere)
-        wanted |= kept
-    for name, part in others.items():
-        if part is not None:
-            part.load_state_dict(_value(folder, found, name))
-    scaler = loss_scale.of(model)
-    if scaler is not None and "loss_scaler" in found.values:  # else saved in another precision
-        scaler.load_state_dict(found.values["loss_scaler"])
-    random = state.random_state(now.rank, now.device)
-    again = found.world == now.mesh.world and random.keys() <= found.tensors.keys()
-    if again:
-        wanted |= random
-    _fill(folder, found, wanted)
-    if again:
-        state.restore_random_state(random, now.device)
-    return found
-
-
-def _value(folder: Place, found: index.Index, name: str):
+def _stored_value(folder: StoragePath, found: index.Index, name: str):
     if name not in found.values:
-        raise CheckpointError(f"{folder} was saved without {name}: load it without, too")
+        raise CheckpointError(
+            f"{folder} was saved without {name}: load it without {name}, or use a checkpoint that "
+            "has it"
+        )
     return found.values[name]
 
 
-def _compare(folder: Place, wanted: dict, found: index.Index, room: str, elsewhere: set) -> None:
-    """Raise CheckpointError unless the checkpoint holds these very tensors, and ``elsewhere``'s."""
+def _check_tensors(
+    folder: StoragePath,
+    wanted: Mapping[str, StateTensor],
+    found: index.Index,
+    group: str,
+    remote: Set[str],
+) -> None:
+    """Raise CheckpointError unless names and shapes of ``group`` match the checkpoint's."""
     saved = {
         name: entry
         for name, entry in found.tensors.items()
-        if name.startswith(f"{room}/") and _parameter(name) not in elsewhere
+        if name.startswith(f"{group}/") and _parameter_name(name) not in remote
     }
     faults = [f"has no {name}" for name in wanted.keys() - saved.keys()]
-    faults += [f"has {name}, which is not here" for name in saved.keys() - wanted.keys()]
+    faults += [f"has {name}, which this run does not have" for name in saved.keys() - wanted.keys()]
     for name in wanted.keys() & saved.keys():
         here, there = wanted[name].shape, saved[name].shape
         if here != there:
-            faults.append(f"has {name} of {list(there)} instead of {list(here)}")
+            faults.append(f"has {name} of shape {list(there)} instead of {list(here)}")
     if faults:
         raise CheckpointError(
-            f"{folder} is of another model or optimizer: it {some(faults)}; "
+            f"{folder} is of another model or optimizer: it {join_faults(faults)}; "
             "use the config that saved it, or another folder"
         )
 
 
-def _parameter(name: str) -> str:
-    """What a tensor is of: ``model/P`` and ``optimizer/P/exp_avg`` are of ``P``."""
-    room, _, rest = name.partition("/")
-    return rest.rpartition("/")[0] if room == state.OPTIMIZER else rest
+def _parameter_name(name: str) -> str:
+    """Return ``P`` for ``model/P`` and for ``optimizer/P/exp_avg``."""
+    group, _, rest = name.partition("/")
+    return rest.rpartition("/")[0] if group == state.OPTIMIZER else rest
 
 
-def _fill(folder: Place, found: index.Index, wanted: dict[str, state.Part]) -> None:
-    """Copy the blocks this rank holds into ``wanted``.
+Copy = tuple[TensorShard, TensorShard, TensorShard, torch.Tensor]
+"""Saved shard, local shard, their intersection, and the memory of the local shard."""
 
-    A file is hashed by the ranks that read much of it, and every file by one of them in turn, whose
-    word is everybody's (`together`): many read a few numbers of a file, and none should read it all
-    for those.
+
+def _read_tensors(
+    folder: StoragePath, found: index.Index, wanted: Mapping[str, StateTensor]
+) -> None:
+    """Copy the shards that this rank holds into ``wanted``.
+
+    Many ranks read a small part of a file. Only ranks that read a large part hash the file, and
+    one rank per file does in any case; `raise_on_all_ranks` shares the result.
     """
     needed: dict[str, dict[str, list[Copy]]] = {}
-    for name, part in wanted.items():
-        mine = blocks(part.tensor, part.cuts)
-        for file, pieces in found.tensors[name].pieces.items():
-            for number, saved in enumerate(pieces):
-                for piece, values in mine.items():
-                    if saved.overlap(piece) is not None:
-                        of_file = needed.setdefault(file, {})
-                        copies = of_file.setdefault(index.key(name, number), [])
-                        copies.append((saved, piece, values))
+    for name, each in wanted.items():
+        local = local_tensor_shards(each.tensor, each.splits)
+        for file, saved_shards in found.tensors[name].pieces.items():
+            for number, saved in enumerate(saved_shards):
+                for shard, values in local.items():
+                    common = saved.intersect(shard)
+                    if common is not None:
+                        copies = needed.setdefault(file, {})
+                        key = index.shard_key(name, number)
+                        copies.setdefault(key, []).append((saved, shard, common, values))
 
-    now = runtime.current()
-    checked = {
-        file for file, copies in needed.items() if _bytes(copies) > _MUCH * found.files[file].bytes
+    hashed = {
+        file
+        for file, copies in needed.items()
+        if _bytes_read(copies) > HASHED_SHARE * found.files[file].bytes
     }
-    checked.update(sorted(found.files)[now.rank :: now.mesh.world])  # for all
+    hashed.update(
+        sorted(found.files)[dist.get_rank() :: dist.get_world_size()]
+    )  # on behalf of all ranks
 
     def read(file: str) -> None:
         copies = needed.get(file, {})
-        if file in checked:
-            _read(folder / file, found.files[file], copies)
+        if file in hashed:
+            _read_and_hash(folder / file, found.files[file], copies)
         else:
-            _read_some(folder / file, found.files[file], copies)
+            _read_shards(folder / file, found.files[file], copies)
 
-    for _ in side_by_side(read, sorted(needed.keys() | checked), _AT_ONCE):
+    for _ in map_concurrent(read, sorted(needed.keys() | hashed), CONCURRENT_FILES):
         pass
 
 
-Copy = tuple[Piece, Piece, torch.Tensor]
-"""A block of a file, the one of this rank that it has some of, and the memory of that."""
-
-
-def _read_some(path: Place, file: index.File, needed: dict[str, list[Copy]]) -> None:
-    """Make these copies from blocks of a file, by their keys. Raises CheckpointError."""
+def _read_shards(
+    path: StoragePath, file: index.FileEntry, needed: Mapping[str, list[Copy]]
+) -> None:
+    """Copy from some shards of a file, by their keys. Raises CheckpointError."""
     try:
-        with reading.opened(path) as values, torch.no_grad():
+        with reader.open_tensors(path) as values, torch.no_grad():
             for key, copies in needed.items():
                 for copy in copies:
-                    _copy(values, key, *copy)
+                    _copy(values, key, copy)
     except (OSError, SafetensorError) as error:
-        index.check_content(path, file)  # raises, if it is because the file has changed
-        raise CheckpointError(f"{path} cannot be read: {error}") from None
+        index.check_content(path, file)  # raises the specific error if the file has changed
+        raise CheckpointError(
+            f"{path} cannot be read ({error}): resume from the previous checkpoint"
+        ) from None
 
 
-def _read(path: Place, file: index.File, needed: dict[str, list[Copy]]) -> None:
-    """`_read_some`, and check all of the file."""
+def _read_and_hash(
+    path: StoragePath, file: index.FileEntry, needed: Mapping[str, list[Copy]]
+) -> None:
+    """Copy from some shards of a file, and check the hash of the whole file."""
     fault = None
     try:
-        passing = reading.Streamed(path)
-        with passing.tensors() as values, torch.no_grad():
-            there = [key for key in values.keys() if key in needed]  # noqa: SIM118 - not a dict
-            if len(there) < len(needed):
-                raise SafetensorError(f"{min(needed.keys() - set(there))} is not in it")
-            for key in there:
-                if not _straight(values, key, needed[key]):
+        hashing = reader.HashingReader(path)
+        with hashing.tensors() as values, torch.no_grad():
+            present = [key for key in values.keys() if key in needed]  # noqa: SIM118 - not a dict
+            if len(present) < len(needed):
+                raise SafetensorError(f"{min(needed.keys() - set(present))} is missing")
+            for key in present:
+                if not _read_directly(values, key, needed[key]):
                     for copy in needed[key]:
-                        _copy(values, key, *copy)
+                        _copy(values, key, copy)
     except SafetensorError as error:
         fault = error
     except OSError as error:
         raise CheckpointError(
-            f"{path} cannot be read ({error.strerror or error}): mend that, or go back to the "
-            "checkpoint before it"
+            f"{path} cannot be read ({error.strerror or error}): make it readable, or resume from "
+            "the previous checkpoint"
         ) from None
-    index.check_content(path, file, passing.looks)  # raises, if it is because the file has changed
+    index.check_content(path, file, hashing.finish)  # raises the specific error on a change
     if fault is not None:
-        raise CheckpointError(f"{path} cannot be read: {fault}")
+        raise CheckpointError(
+            f"{path} cannot be read ({fault}): resume from the previous checkpoint"
+        )
 
 
-def _bytes(copies: dict[str, list[Copy]]) -> int:
-    """Of what they fill."""
+def _bytes_read(copies: Mapping[str, list[Copy]]) -> int:
     return sum(
-        values[saved.overlap(mine).inside(mine)].nbytes
+        values[common.slices_in(shard)].nbytes
         for of_key in copies.values()
-        for saved, mine, values in of_key
+        for _, shard, common, values in of_key
     )
 
 
-def _straight(file: reading.Passing, key: str, copies: list[Copy]) -> bool:
-    """Read a block to the only place where all of it belongs, if that can be; whether it was."""
-    (saved, mine, values), *others = copies
-    whole = saved.overlap(mine) == saved
-    return whole and not others and file.put(key, values[saved.inside(mine)])
+def _read_directly(values: reader.SequentialTensors, key: str, copies: list[Copy]) -> bool:
+    """Read a saved shard straight to its only destination. Return False if there are several."""
+    (saved, shard, common, target), *others = copies
+    if others or common != saved:
+        return False
+    return values.read_into(key, target[saved.slices_in(shard)])
 
 
-def _copy(file, key: str, saved: Piece, mine: Piece, values: torch.Tensor) -> None:
-    """Into ``values``, this rank's block ``mine``, what the block ``saved`` of a file has of it."""
-    common = saved.overlap(mine)
+def _copy(values, key: str, copy: Copy) -> None:
+    """Copy the intersection of a saved and a local shard; ``values``: an opened file."""
+    saved, shard, common, target = copy
     if common == saved:
-        block = file.get_tensor(key)
+        block = values.get_tensor(key)
     else:
-        block = file.get_slice(key)[common.inside(saved)]
-    values[common.inside(mine)].copy_(block)
+        block = values.get_slice(key)[common.slices_in(saved)]
+    target[common.slices_in(shard)].copy_(block)

@@ -1,23 +1,26 @@
-"""Write a checkpoint: every block of every tensor once, whoever holds it, and then the index."""
+"""Write a checkpoint: every shard of every tensor once, and then the index."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
+from torch import nn
+
 from .. import storage
 from ..errors import CheckpointError
-from ..storage import Place
-from . import about, index, saving
-from .plan import plan, values_of
-from .saving import Saving
+from ..storage import StoragePath
+from . import async_writer, index, metadata
+from .async_writer import PendingSave
+from .save_plan import collect_values, make_save_plan
 
-RESERVED = {about.KEY, "optimizer", "loss_scaler"}
+RESERVED = {metadata.KEY, "optimizer", "loss_scaler"}
 
 
 def save(
     folder,
-    model,
-    optimizer=None,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
     loader=None,
     scheduler=None,
     *,
@@ -25,47 +28,60 @@ def save(
     wait: bool = False,
     overlap: bool = False,
     **others,
-) -> Saving:
-    """Write all that training needs to go on after ``step`` into ``folder``.
+) -> PendingSave:
+    """Write the state needed to resume training after ``step`` into ``folder``.
 
-    Returns once the state is copied to host memory; the files are written while training goes on,
-    and ``.wait()`` on what is returned is when they are there. The next save, `load` and leaving
-    the job wait for it. It is a checkpoint from the moment its index is there; a save that fails,
-    on whatever rank, leaves none and raises CheckpointError on all, from whatever waits for it.
+    Returns once the state is copied to host memory. Files are written while training continues;
+    call ``.wait()`` on the result to block until the checkpoint is complete. The next save, `load`,
+    and leaving the job wait for it as well. The folder becomes a checkpoint when its index is
+    written. A save that fails on any rank leaves no checkpoint, and raises CheckpointError on all
+    ranks from the first call that waits for it.
 
-    ``wait``: return when it is there. ``overlap``: the copy goes on beside the next forward and
-    backward pass, too, and ``optimizer.step()`` waits for it: for loops in which nothing else
-    changes parameters or the optimizer's state. ``others``: what else has a ``state_dict()`` that
-    JSON can carry, the same on all ranks, each saved under its name. ``folder`` must be one that
-    all nodes see, or parts that something brings together, or ``s3://bucket/prefix``. A collective
-    call, between steps.
+    A collective call, between steps.
+
+    Args:
+        folder: A folder shared by all nodes, a local folder per node that is collected later, or
+            an address as in ``s3://bucket/prefix``.
+        model: The model, of any layout.
+        optimizer: The optimizer of the model's parameters.
+        loader: Data loader with a ``state_dict()``.
+        scheduler: Learning-rate scheduler with a ``state_dict()``.
+        step: Step number stored in the index.
+        wait: Return only when the checkpoint is complete.
+        overlap: Continue the copy during the next forward and backward pass; ``optimizer.step()``
+            waits for it. Only valid if nothing else changes parameters or optimizer state.
+        others: Objects with a JSON-serializable ``state_dict()``, equal on all ranks, each saved
+            under its name.
     """
     others |= {"loader": loader, "scheduler": scheduler}
-    started = begin(storage.at(folder), step, model, optimizer, others, overlap=overlap)
+    started = start_save(storage.as_path(folder), step, model, optimizer, others, overlap=overlap)
     if wait:
         started.wait()
     return started
 
 
-def begin(
-    folder: Place,
+def start_save(
+    folder: StoragePath,
     step: int,
-    model,
-    optimizer,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
     others: dict,
-    after: Callable = lambda: None,
+    on_complete: Callable[[], None] = lambda: None,
     overlap: bool = False,
-) -> Saving:
-    """`save`, with ``after()`` on the first rank of every node once the checkpoint is there."""
-    saving.finish()  # the one before
+) -> PendingSave:
+    """Start `save`; call ``on_complete`` on the first rank of every node once it is complete."""
+    async_writer.finish()
     if taken := others.keys() & RESERVED:
-        raise CheckpointError(f"{min(taken)} is a name of the checkpoint's own: choose another")
-    values = values_of(model, others)
-    changed_by = optimizer if overlap else None
-    return plan(model, optimizer).start(folder, step, values, after, changed_by=changed_by)
+        raise CheckpointError(
+            f"{min(taken)} = ... is a name that checkpoints use themselves ("
+            f"{', '.join(sorted(RESERVED))}): pass this object under another name"
+        )
+    values = collect_values(model, others)
+    plan = make_save_plan(model, optimizer)
+    return plan.start(folder, step, values, on_complete, changed_by=optimizer if overlap else None)
 
 
-def remove(folder: Place) -> None:
-    """Delete a checkpoint: its index first, so that nothing half deleted looks whole."""
+def delete_checkpoint(folder: StoragePath) -> None:
+    """Delete a checkpoint, its index first: a partly deleted folder never looks complete."""
     (folder / index.NAME).remove()
-    folder.clear()
+    folder.rmtree()

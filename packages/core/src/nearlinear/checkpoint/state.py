@@ -1,106 +1,137 @@
-"""What of a run is state: its tensors by name, and its values that JSON can carry."""
+"""State of a run: its tensors by name, and JSON-serializable values."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
+from typing import Any, TypeGuard
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from ..distributed.runtime import Runtime
 from ..errors import CheckpointError
-from ..parallel import slices
-from ..parallel.layout import Cut, cuts_of, whole_shape
-from .pieces import Piece, blocks
+from ..fsdp.model_state import (
+    DimSplit,
+    full_shape,
+    optimizer_parameter,
+    parameter_state,
+    runtime_of,
+)
+from .index import TensorEntry
+from .tensor_shards import TensorShard, local_tensor_shards
 
 MODEL, OPTIMIZER, RANDOM = "model", "optimizer", "random"
-_WRAPPED = "_checkpoint_wrapped_module."  # in names, where activations are checkpointed
+_WRAPPER = "_checkpoint_wrapped_module."  # inserted into names by activation checkpointing
+
+
+def job_runtime(model: nn.Module) -> Runtime:
+    """Return the runtime of ``model``. Raises CheckpointError if not all ranks take part in it."""
+    runtime = runtime_of(model)
+    if runtime.mesh.world != dist.get_world_size():
+        raise CheckpointError(
+            f"the model is sharded over {runtime.mesh.world} of {dist.get_world_size()} ranks: "
+            "nl.save and nl.load need a mesh of all ranks; use torch.distributed.checkpoint with "
+            "the mesh's process groups"
+        )
+    return runtime
 
 
 def parameter_names(model: nn.Module) -> dict[nn.Parameter, str]:
-    """The name of every parameter; tied ones have their first."""
-    return {parameter: plain(name) for name, parameter in model.named_parameters()}
+    """Return the name of every parameter; the first name of tied parameters."""
+    return {parameter: strip_wrappers(name) for name, parameter in model.named_parameters()}
 
 
 def updated_names(model: nn.Module) -> dict[nn.Parameter, str]:
-    """The names of what an optimizer has for the parameters: themselves, or their slices."""
-    return {slices.of(parameter): name for parameter, name in parameter_names(model).items()}
+    """Return the names of the tensors that an optimizer updates: parameters, or their slices."""
+    names = parameter_names(model)
+    return {optimizer_parameter(parameter): name for parameter, name in names.items()}
 
 
-def plain(name: str) -> str:
-    """A parameter's name without what wrappers have put into it."""
-    return name.replace(_WRAPPED, "")
+def strip_wrappers(name: str) -> str:
+    """Return a parameter's name without the parts inserted by wrappers."""
+    return name.replace(_WRAPPER, "")
 
 
 @dataclass(frozen=True)
-class Part:
-    """What a rank has of a tensor of the run."""
+class StateTensor:
+    """The part of a tensor that this rank holds."""
 
     tensor: torch.Tensor
-    cuts: tuple[Cut, ...] = ()
-    """how it was cut out of the model's, before it was sharded"""
+    splits: tuple[DimSplit, ...] = ()
+    """Tensor- and expert-parallel divisions applied before the tensor was sharded."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole tensor."""
-        return whole_shape(self.tensor, self.cuts)
+        """Shape of the whole tensor."""
+        return full_shape(self.tensor, self.splits)
 
 
-def held(model: nn.Module) -> dict[str, list[Piece]]:
-    """The blocks of every parameter that this rank has, by the parameter's name."""
+def local_shards(model: nn.Module) -> dict[str, list[TensorShard]]:
+    """Return the shards of every parameter on this rank, by the parameter's name."""
     return {
-        name: sorted(blocks(parameter.data, cuts_of(parameter)))
+        name: sorted(local_tensor_shards(parameter.data, parameter_state(parameter).splits))
         for parameter, name in parameter_names(model).items()
     }
 
 
-def of_model(model: nn.Module) -> Iterator[tuple[str, Part]]:
-    """`parts_of` by their names in a checkpoint."""
-    return ((f"{MODEL}/{name}", part) for name, part in parts_of(model).items())
+def prefixed_model_tensors(model: nn.Module) -> Iterator[tuple[str, StateTensor]]:
+    """Yield `model_tensors` with their names in a checkpoint."""
+    return ((f"{MODEL}/{name}", each) for name, each in model_tensors(model).items())
 
 
-def parts_of(model: nn.Module) -> dict[str, Part]:
-    """Parameters, each once, and the buffers that a model keeps."""
+def model_tensors(model: nn.Module) -> dict[str, StateTensor]:
+    """Return the parameters of ``model``, each once, and its persistent buffers."""
     found = {
-        name: Part(parameter.data, cuts_of(parameter))
+        name: StateTensor(parameter.data, parameter_state(parameter).splits)
         for parameter, name in parameter_names(model).items()
     }
-    # A tied parameter's other names are in the state dict, too.
-    known = {plain(name) for name, _ in model.named_parameters(remove_duplicate=False)}
-    kept = {plain(name) for name in model.state_dict()} - known
+    # The state dict contains all names of a tied parameter.
+    known = {strip_wrappers(name) for name, _ in model.named_parameters(remove_duplicate=False)}
+    persistent = {strip_wrappers(name) for name in model.state_dict()} - known
     for name, buffer in model.named_buffers():
-        if plain(name) in kept:
-            found[plain(name)] = Part(buffer)
+        if strip_wrappers(name) in persistent:
+            found[strip_wrappers(name)] = StateTensor(buffer)
     return found
 
 
-def of_optimizer(optimizer, model: nn.Module) -> Iterator[tuple[str, Part]]:
-    """The tensors that an optimizer keeps for each parameter of ``model``."""
+def optimizer_tensors(
+    optimizer: torch.optim.Optimizer, model: nn.Module
+) -> Iterator[tuple[str, StateTensor]]:
+    """Yield the optimizer state of each parameter of ``model``, with names in a checkpoint.
+
+    Raises CheckpointError for state that cannot be loaded in another layout.
+    """
     if type(optimizer).__module__.startswith("torchao."):
         raise CheckpointError(
-            f"{type(optimizer).__name__} keeps codes of blocks of its shards, which other layouts "
-            "cut otherwise: save the model alone, or train with torch.optim.AdamW"
+            f"the state of {type(optimizer).__name__} is quantized in blocks of its shards, and "
+            "cannot be loaded in another layout: save the model without it, or train with "
+            "torch.optim.AdamW"
         )
     names = updated_names(model)
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
             if not isinstance(value, torch.Tensor):
                 raise CheckpointError(
-                    f"{type(optimizer).__name__} keeps {key} as a {type(value).__name__}: only "
-                    "optimizers whose state is tensors can be saved"
+                    f"{type(optimizer).__name__} keeps {key} as a {type(value).__name__}, and only "
+                    "tensors can be saved: use an optimizer whose state consists of tensors"
                 )
-            cuts = cuts_of(parameter) if value.shape == parameter.shape else ()
-            if value.dim() and cuts_of(parameter) and not cuts:
+            splits = parameter_state(parameter).splits if value.shape == parameter.shape else ()
+            if value.dim() and parameter_state(parameter).splits and not splits:
                 raise CheckpointError(
                     f"{type(optimizer).__name__} keeps {key} of {_name(parameter, names)} in "
-                    "another shape than the parameter's, which tensor and expert ranks have cut: "
-                    "save with tensor_parallel_degree = 1, or use AdamW"
+                    "another shape than the parameter's, which tensor or expert parallelism has "
+                    "divided: save with tensor_parallel_degree = 1, or use AdamW"
                 )
-            yield f"{OPTIMIZER}/{_name(parameter, names)}/{key}", Part(value, cuts)
+            yield f"{OPTIMIZER}/{_name(parameter, names)}/{key}", StateTensor(value, splits)
 
 
-def settings(optimizer, model: nn.Module) -> dict:
-    """What an optimizer is and its parameter groups, by parameters' names, as JSON can carry it."""
+def optimizer_settings(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict:
+    """Return the class and the parameter groups of an optimizer, JSON-serializable.
+
+    Parameters are replaced by their names.
+    """
     names = updated_names(model)
     groups = [
         {key: value for key, value in group.items() if key != "params"}
@@ -110,8 +141,8 @@ def settings(optimizer, model: nn.Module) -> dict:
     return {"kind": type(optimizer).__name__, "groups": groups}
 
 
-def joined(settings: list[dict]) -> dict:
-    """The settings of an optimizer whose parameters are on several ranks: of all of them."""
+def merge_optimizer_settings(settings: list[dict]) -> dict:
+    """Merge the optimizer settings of several pipeline stages into those of the whole model."""
     first, *others = settings
     for other in others:
         for group, more in zip(first["groups"], other["groups"], strict=True):
@@ -120,74 +151,89 @@ def joined(settings: list[dict]) -> dict:
     return first
 
 
-def make_room(optimizer, model: nn.Module, saved: dict) -> None:
-    """Give ``optimizer`` the tensors that a checkpoint has for it, still without their values.
+def allocate_optimizer_state(
+    optimizer: torch.optim.Optimizer, model: nn.Module, saved: Mapping[str, TensorEntry]
+) -> None:
+    """Allocate the state tensors in ``saved``, the tensors of a checkpoint, in ``optimizer``.
 
-    ``saved``: shape and dtype of each, by name, as `index.Tensor`.
+    Their values are read later.
     """
     names = {name: parameter for parameter, name in updated_names(model).items()}
-    there = {parameter: dict(values) for parameter, values in optimizer.state.items()}
+    present = {parameter: dict(values) for parameter, values in optimizer.state.items()}
     optimizer.state.clear()
     for full, entry in saved.items():
-        room, _, rest = full.partition("/")
-        if room != OPTIMIZER:
+        group, _, rest = full.partition("/")
+        if group != OPTIMIZER:
             continue
         name, _, key = rest.rpartition("/")
         if name not in names:
-            continue  # `load` says what does not fit
+            continue  # `load` reports mismatches
         parameter, dtype = names[name], getattr(torch, entry.dtype)
-        known = there.get(parameter, {}).get(key)
-        if _is_like(known, parameter, entry.shape, dtype):
+        known = present.get(parameter, {}).get(key)
+        if _is_reusable(known, parameter, entry.shape, dtype):
             value = known
-        elif whole_shape(parameter, cuts_of(parameter)) == entry.shape:
+        elif full_shape(parameter, parameter_state(parameter).splits) == entry.shape:
             value = torch.zeros_like(parameter.data, dtype=dtype)
-        else:  # a count of steps, on the CPU unless the optimizer is fused
+        else:  # step counter: on the CPU unless the optimizer is fused
             device = parameter.device if _on_device(optimizer) else "cpu"
             value = torch.zeros(entry.shape, dtype=dtype, device=device)
         optimizer.state[parameter][key] = value
 
 
-def _is_like(known, parameter: nn.Parameter, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
-    """Whether ``known`` is a state of ``parameter`` that can take a saved one's values."""
+def _is_reusable(
+    known, parameter: nn.Parameter, shape: tuple[int, ...], dtype: torch.dtype
+) -> TypeGuard[torch.Tensor]:
+    """Return True if ``known`` is a state tensor of ``parameter`` that fits a saved one."""
     if not isinstance(known, torch.Tensor) or known.dtype != dtype:
         return False
-    cuts = cuts_of(parameter) if known.shape == parameter.shape else ()
-    return whole_shape(known, cuts) == shape
+    splits = parameter_state(parameter).splits if known.shape == parameter.shape else ()
+    return full_shape(known, splits) == shape
 
 
-def restore_settings(optimizer, model: nn.Module, saved: dict, elsewhere: Set[str]) -> None:
-    """Set learning rates and the like as `settings` found them. Raises CheckpointError.
+def restore_optimizer_settings(
+    optimizer: torch.optim.Optimizer, model: nn.Module, saved: dict, remote: Set[str]
+) -> None:
+    """Restore learning rates and other settings of `optimizer_settings`. Raises CheckpointError.
 
-    How updates are computed is no state of a run, and stays. ``elsewhere``: parameters that other
-    ranks have.
+    ``fused`` and ``foreach`` select an implementation and keep their current values.
+
+    Args:
+        optimizer: The optimizer to change.
+        model: The model with its parameters.
+        saved: Result of `optimizer_settings` at the time of the save.
+        remote: Names of parameters that only other pipeline stages hold.
     """
-    here = settings(optimizer, model)
+    here = optimizer_settings(optimizer, model)
     if here["kind"] != saved["kind"]:
         raise CheckpointError(
-            f"the state of {saved['kind']} was saved, which {here['kind']} cannot use: go on with "
-            "the optimizer of the saved run, or load the model alone"
+            f"the checkpoint has the state of optimizer {saved['kind']}, and this run uses "
+            f"{here['kind']}: use {saved['kind']}, or load the model without the optimizer"
         )
     mine = [set(group["params"]) for group in here["groups"]]
     theirs = [set(group["params"]) for group in saved["groups"]]
     if len(mine) != len(theirs) or any(
-        a - b or b - a - elsewhere for a, b in zip(mine, theirs, strict=True)
+        a - b or b - a - remote for a, b in zip(mine, theirs, strict=True)
     ):
-        raise CheckpointError("the optimizer groups its parameters otherwise than the saved one")
+        raise CheckpointError(
+            "the parameter groups of the optimizer differ from the saved ones: build the optimizer "
+            "with the groups of the saved run"
+        )
     for group, was in zip(optimizer.param_groups, saved["groups"], strict=True):
-        group.update({key: _like(group.get(key), value) for key, value in was.items()
+        group.update({key: _restore_type(group.get(key), value) for key, value in was.items()
                       if key not in ("params", "fused", "foreach")})  # fmt: skip
 
 
-def random_state(rank: int, device: torch.device) -> dict[str, Part]:
-    """This rank's random generators, by name."""
-    found = {f"{RANDOM}/cpu/{rank}": Part(torch.get_rng_state())}
+def random_state(rank: int, device: torch.device) -> dict[str, StateTensor]:
+    """Return the states of this rank's random generators, by name."""
+    found = {f"{RANDOM}/cpu/{rank}": StateTensor(torch.get_rng_state())}
     if device.type == "cuda":
-        found[f"{RANDOM}/cuda/{rank}"] = Part(torch.cuda.get_rng_state(device))
+        state = torch.cuda.get_rng_state(device)
+        found[f"{RANDOM}/cuda/{rank}"] = StateTensor(state)
     return found
 
 
-def restore_random_state(values: dict[str, Part], device: torch.device) -> None:
-    """Set the generators that `random_state` named."""
+def restore_random_state(values: dict[str, StateTensor], device: torch.device) -> None:
+    """Restore the generators of `random_state`."""
     for name, value in values.items():
         if name.split("/")[1] == "cuda":
             torch.cuda.set_rng_state(value.tensor.cpu(), device)
@@ -195,19 +241,20 @@ def restore_random_state(values: dict[str, Part], device: torch.device) -> None:
             torch.set_rng_state(value.tensor.cpu())
 
 
-def _on_device(optimizer) -> bool:
+def _on_device(optimizer: torch.optim.Optimizer) -> bool:
+    """Return True if step counters must be on the device."""
     return any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
 
 
-def _like(now, value):
-    """``value`` from JSON as what it was: tuples come back as lists."""
-    return tuple(value) if isinstance(now, tuple) else value
+def _restore_type(current, value):
+    """Convert ``value`` to a tuple if ``current`` is one: JSON has only lists."""
+    return tuple(value) if isinstance(current, tuple) else value
 
 
-def _name(parameter: nn.Parameter, names: dict[nn.Parameter, str]) -> str:
+def _name(parameter: Any, names: Mapping[Any, str]) -> str:
     if parameter not in names:
         raise CheckpointError(
-            "the optimizer has a parameter that the model has not: build it from the sharded "
-            "model's parameters()"
+            "the optimizer has a parameter that is not in the model: build it from parameters() of "
+            "the sharded model"
         )
     return names[parameter]

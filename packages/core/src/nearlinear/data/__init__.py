@@ -1,14 +1,16 @@
 """Token shards on disk and the resumable loader that feeds them to training.
 
-`opening` says what a name means: a `folder` of shards, a `bucket` (with `block_cache`), `foreign`
-files; each is a `split`, and `format` is our files. `stream` has their tokens end to end, and
-`documents` where documents begin in them; `dataset` has the sequences of a fixed length, `packing`
-how documents fill them, by a `plan` in a `cache`, and `blend` mixes datasets. `shuffle` and `order`
-say which come when, `blocks` is another order for large reads. `loader` has the batches of one data
-rank, `state` what a run keeps of their order, `masking` what a batch hides, `fetch` reads ahead,
-`reads` counts what that asks of a file system, and `grain` is for who uses Grain. Names are
-imported on first use: but for `loader`, `masking`, `fetch` and `grain` nothing needs torch, so
-preparing data does not import it.
+- `format`: token shards, their manifest and their verification.
+- `open`, `split`, `bucket`, `megatron_format`: sources of token shards, local and remote.
+- `documents`, `cache`: access to tokens and documents, and the node-local cache.
+- `dataset`, `packing`, `mixture`: windows of fixed length, packing of documents, weighted mixtures.
+- `sampler`, `loader`, `masking`: sample order, batches of a data rank with resumable state, labels
+  and positions.
+- `read_ahead`, `lustre_read_model`: prefetching, and a model of its file system load.
+- `grain`: adapter for Grain pipelines.
+
+Names are imported on first use. Only `loader`, `masking`, `read_ahead` and `grain` need torch, so
+data preparation does not import it.
 """
 
 from importlib import import_module
@@ -18,10 +20,10 @@ _PUBLIC = {
     "ShardWriter": "format",
     "verify": "format",
     "TokenDataset": "dataset",
-    "Blend": "blend",
-    "kept": "packing",
+    "Mixture": "mixture",
+    "packing_efficiency": "packing",
     "GrainSource": "grain",
-    "permute": "shuffle",
+    "permute": "sampler",
     "Masks": "masking",
     "cu_seqlens": "masking",
     "BlockShuffle": "loader",

@@ -1,7 +1,7 @@
-"""A split of token shards in a bucket: ranges of their files, in a cache that all ranks share.
+"""Token shards in an S3 bucket, read through a block cache shared by all ranks of a node.
 
-What comes is blocks of 4 MiB, each checked against its xxh3 in the manifest when it comes and when
-a process first reads it from the cache. Nothing is downloaded that is not read.
+Shards are downloaded on demand in blocks of 4 MiB. Each block is checked against its xxh3_64 in the
+manifest after the download and again on the first read by each process.
 """
 
 from __future__ import annotations
@@ -17,25 +17,24 @@ import numpy as np
 
 from .. import storage
 from ..errors import DataError, StorageError
-from .block_cache import BlockCache, Wanted
-from .cache import locked, put
+from .cache import BlockCache, BlockId, locked, write_cached
 from .documents import DocumentIndex
 from .format import BLOCK_BYTES, MANIFEST_FILE, TOKENIZER_FILE, Manifest
-from .split import Split
+from .split import ShardSource
 
 AT_ONCE = 8
-"""blocks under way: one connection alone is slower than the network"""
+"""Concurrent block downloads. A single connection does not saturate the network."""
 _MAPPED = 64
-"""blocks that a process keeps mapped: 256 MiB, of the page cache that ranks share"""
+"""Blocks mapped by a process: 256 MiB of the page cache, which ranks share."""
 
 
-class Bucket(Split):
-    """Shards under `address`, s3://bucket/prefix. What S3 says no to is a `DataError` too."""
+class RemoteShards(ShardSource):
+    """Token shards under the URL `address` (s3://bucket/prefix). S3 errors raise `DataError`."""
 
     def __init__(self, address: str, split: str, cache: Path, cache_gib: float):
-        with _told():
-            self._place = storage.at(address)
-        raw = self._whole(self._place / MANIFEST_FILE)
+        with _data_errors():
+            self._place = storage.as_path(address)
+        raw = self._read_file(self._place / MANIFEST_FILE)
         super().__init__(str(self._place), split, Manifest.parse(raw, f"{address}/{MANIFEST_FILE}"))
         self._check_sizes()
         self.files = [str(self._place / shard.file) for shard in self.shards]
@@ -46,8 +45,8 @@ class Bucket(Split):
             functools.partial(_block, self._blocks, self._place, self.shards)
         )
 
-    def tokens(self, shard: int) -> _Remote:
-        return _Remote(self._block, shard, self.shards[shard].tokens, self.dtype)
+    def tokens(self, shard: int) -> RemoteTokens:
+        return RemoteTokens(self._block, shard, self.shards[shard].tokens, self.dtype)
 
     def documents(self, shard: int) -> DocumentIndex:
         found = self.shards[shard]
@@ -58,7 +57,7 @@ class Bucket(Split):
         sha256 = self.manifest.tokenizer["sha256"]
         return self._copy(TOKENIZER_FILE, self._cache / "tokenizers" / f"{sha256}.json", sha256)
 
-    def bring(self, extents: np.ndarray) -> np.ndarray:
+    def prefetch(self, extents: np.ndarray) -> np.ndarray:
         numbers = {
             (shard, block)
             for shard, start, end in extents.tolist()
@@ -71,51 +70,52 @@ class Bucket(Split):
         return extents[:0]
 
     def __del__(self):
-        with contextlib.suppress(AttributeError):  # of one that was never there
+        with contextlib.suppress(AttributeError):  # the constructor failed
             self._threads.shutdown(wait=False)
 
     def _check_sizes(self) -> None:
-        with _told():
-            sizes = (self._place / self.split).sizes()
+        with _data_errors():
+            sizes = (self._place / self.split).file_sizes()
         for shard in self.shards:
             found = sizes.get(shard.file.rpartition("/")[2])
             if found != shard.bytes:
-                what = "is missing" if found is None else f"has {found} of {shard.bytes} bytes"
-                raise DataError(f"{self._place / shard.file} {what}: copy it there again")
+                fault = "is missing" if found is None else f"has {found} of {shard.bytes} bytes"
+                raise DataError(f"{self._place / shard.file} {fault}: upload it again")
             if len(shard.blocks) != -(-shard.bytes // BLOCK_BYTES):
                 raise DataError(
-                    f"{self._place / shard.file} has no checksums of its blocks in the manifest, "
-                    "by which what comes is checked: prepare the data again"
+                    f"{self._place / shard.file} has no block checksums in the manifest, so "
+                    "downloads cannot be checked: prepare the data again"
                 )
 
     def _copy(self, name: str, path: Path, sha256: str) -> Path:
-        """A file under ``name``, whole, at ``path``: what is there is looked at once."""
+        """Copy the file `name` to `path` and return `path`. An existing copy is checked once."""
         if path in self._copied and path.exists():
             return path
         with locked(path.with_suffix(".lock")):
-            if not (path.exists() and _is(path.read_bytes(), sha256)):
-                raw = self._whole(self._place / name)
-                if not _is(raw, sha256):
+            if not (path.exists() and _has_sha256(path.read_bytes(), sha256)):
+                raw = self._read_file(self._place / name)
+                if not _has_sha256(raw, sha256):
                     raise DataError(
-                        f"{self._place / name} is altered: its sha256 differs; copy it again"
+                        f"{self._place / name} is altered: its sha256 differs from the manifest; "
+                        "upload it again"
                     )
-                put(path, raw)
+                write_cached(path, raw)
         self._copied.add(path)
         return path
 
-    def _whole(self, place: storage.Place) -> bytes:
-        with _told():
+    def _read_file(self, place: storage.StoragePath) -> bytes:
+        with _data_errors():
             try:
                 return place.read()
             except FileNotFoundError:
                 raise DataError(
-                    f"{place} is not there: name a prefix with token shards, and copy them whole "
-                    "(aws s3 sync)"
+                    f"{place} does not exist: give a prefix with token shards, and upload all of "
+                    "their files (aws s3 sync)"
                 ) from None
 
 
-class _Remote:
-    """A shard's tokens, to be sliced."""
+class RemoteTokens:
+    """Tokens of a remote shard. Slicing downloads the blocks that it needs."""
 
     def __init__(self, block, shard: int, tokens: int, dtype: np.dtype):
         self._block, self._shard, self._tokens, self._dtype = block, shard, tokens, dtype
@@ -133,31 +133,31 @@ class _Remote:
         return (found[1] if len(found) == 2 else np.concatenate(found)).view(self._dtype)
 
 
-def _block(cache: BlockCache, place: storage.Place, shards: tuple, shard: int, number: int):
-    """A block's bytes, uint8, mapped."""
+def _block(cache: BlockCache, place: storage.StoragePath, shards: tuple, shard: int, number: int):
+    """Return the memory-mapped bytes of a block, uint8."""
     found = shards[shard]
     first = number * BLOCK_BYTES
     end = min(first + BLOCK_BYTES, found.bytes)
     file = place / found.file
 
     def fetch() -> bytes:
-        with _told():
+        with _data_errors():
             return b"".join(file.stream(first, end))
 
-    wanted = Wanted(found.sha256, number, end - first, found.blocks[number])
-    return cache.block(wanted, fetch, f"block {number} of {file} (from byte {first})")
+    block_id = BlockId(found.sha256, number, end - first, found.blocks[number])
+    return cache.block(block_id, fetch, f"block {number} of {file} (from byte {first})")
 
 
-def _is(raw: bytes, sha256: str) -> bool:
+def _has_sha256(raw: bytes, sha256: str) -> bool:
     return hashlib.sha256(raw).hexdigest() == sha256
 
 
 @contextlib.contextmanager
-def _told() -> Iterator[None]:
-    """What storage says no to, as `DataError`."""
+def _data_errors() -> Iterator[None]:
+    """Convert storage errors to `DataError`."""
     try:
         yield
     except FileNotFoundError as error:
-        raise DataError(f"{error.filename} is not there: copy it again") from None
+        raise DataError(f"{error.filename} does not exist: upload it again") from None
     except (StorageError, OSError) as error:
-        raise DataError(f"the data cannot be read: {error}") from None
+        raise DataError(f"cannot read the data: {error}") from None

@@ -1,9 +1,9 @@
-"""Sequences of a fixed length from a split's token stream, read from memory-mapped shards.
+"""Windows of fixed length from the token stream of a split, read from memory-mapped shards.
 
-The sequence length belongs to the reader, not to the files. By default window i is tokens
-[i*L, (i+1)*L) of the documents laid end to end, so nothing is padded and at most L - 1 tokens of a
-split are unused; `packing` has the other ways. Source: packing as in GPT-2 and GPT-3 training.
-Documents in one window attend to each other, unless a `Loader` is told to mask them.
+The sequence length belongs to the reader, not to the files. By default, window i holds tokens
+[i*L, (i+1)*L) of the concatenated documents, as in GPT-2 and GPT-3 training: no padding, at most
+L - 1 unused tokens per split. `packing` describes the alternatives. Documents in one window attend
+to each other unless the `Loader` masks them.
 """
 
 import functools
@@ -12,43 +12,51 @@ from pathlib import Path
 
 import numpy as np
 
+from ..config.train import Packing
 from ..errors import DataError
 from .cache import cache_folder
-from .opening import open_split
-from .packing import PACKINGS, Packing
-from .plan import Plan
-from .reads import Reads
-from .stream import MOST_OPEN, Stream
+from .documents import MOST_OPEN, TokenStream
+from .lustre_read_model import ReadCounters
+from .open import open_split
+from .packing import PACKINGS, PackingPlan
 
 
 @dataclass(frozen=True)
-class Rows:
-    """Windows that were read."""
+class WindowRows:
+    """Tokens of several windows."""
 
     tokens: np.ndarray
-    """int64 [N, L]"""
+    """int64 [N, L]."""
     filled: np.ndarray | None
-    """how many of each row are tokens of documents, int64 [N], the places after being EOS; None:
-    all are"""
+    """Number of document tokens in each row, int64 [N]. Later positions are EOS padding. None if no
+    row has padding."""
     begins: np.ndarray | None
-    """where documents begin in the rows laid end to end, int64, ascending: every row's first place
-    is one, whether a document begins there or goes on, and so is its first after `filled`; None:
-    not asked for"""
+    """Positions in the flattened rows at which documents begin, int64, ascending. Include the first
+    position of each row, also if a document continues there, and its first padding position. None
+    if not requested."""
 
 
 class TokenDataset:
-    """The windows of `sequence_length` tokens of one split of a folder of token shards.
+    """Windows of `sequence_length` tokens of one split of a dataset.
 
-    `packing`: "concat", "best_fit" or "one_document", see `packing`; the last two end a window with
-    EOS where their documents do not fill it, and keep a plan in `cache` (default: ~/.cache).
-    `path` is a folder of token shards, here or in a bucket (s3://bucket/prefix), a channel of a
-    SageMaker job (channel:name), or what Megatron and nanoGPT prepare, see `opening`; the last two
-    do not say what `vocab_size` and `eos_id` are (default: GPT-2's). Of a bucket, what is read is
-    kept in `cache`, `cache_gib` at most (0: all).
-    `verify`: "auto" checks every block's xxh3 when the split is at most 2 GiB and sizes otherwise,
-    "full" always checks every block, "size" only sizes. A dataset already checked by this
-    process is not read again, so ranks run as threads share one check. Raises `DataError` when
-    the folder is missing, damaged or not token shards, or the split is shorter than one window.
+    Args:
+        path: Folder of token shards, `s3://bucket/prefix`, `channel:name` for an input channel of a
+            SageMaker job, or files of Megatron or nanoGPT, see `open.open_split`.
+        split: Name of the split.
+        sequence_length: Tokens per window.
+        verify: "full" checks the xxh3 of every block, "size" checks file sizes, and "auto" checks
+            every block of splits up to 2 GiB and sizes of larger ones. Each process checks a
+            dataset once, so ranks run as threads share one check.
+        packing: "concat", "best_fit" or "one_document", see `packing`. The last two pad windows
+            with EOS and store a packing plan in `cache`.
+        cache: Cache folder for packing plans and remote shards; defaults to ~/.cache/nearlinear.
+        cache_gib: Size limit of cached remote shards in GiB, or 0 for no limit.
+        vocab_size: Vocabulary size of Megatron and nanoGPT files; 0 means GPT-2's.
+        eos_id: EOS id of Megatron and nanoGPT files; -1 means the last id.
+
+    Raises:
+        DataError: If the data is missing, damaged or of another format, or if the split is shorter
+            than one window.
     """
 
     def __init__(
@@ -77,10 +85,13 @@ class TokenDataset:
         self.sequence_length, self.packing = sequence_length, packing
         self.tokens = self.manifest.total("tokens", split)
         self.files = self.source.files
-        """the shards' token files, in stream order"""
+        """Token files of the shards in stream order."""
         self._options = options | {"packing": packing}
-        self.reads: Reads | None = None
-        self._stream = Stream([shard.tokens for shard in self.source.shards], self.source.tokens)
+        self.reads: ReadCounters | None = None
+        self._byte_scale = np.array([1, *2 * [self.source.dtype.itemsize]])
+        self._stream = TokenStream(
+            [shard.tokens for shard in self.source.shards], self.source.tokens
+        )
         self._documents = functools.lru_cache(MOST_OPEN)(self.source.documents)
         self._plan = self._planned(cache) if packing != "concat" else None
         if not len(self):
@@ -93,9 +104,9 @@ class TokenDataset:
                 "text"
             )
 
-    def _planned(self, cache: str | Path | None) -> Plan:
+    def _planned(self, cache: str | Path | None) -> PackingPlan:
         identity = self.fingerprint, self.sequence_length, self.packing
-        return Plan(cache_folder(cache), *identity, self._documents, len(self.files))
+        return PackingPlan(cache_folder(cache), *identity, self._documents, len(self.files))
 
     def __repr__(self) -> str:
         windows = f"{len(self):,} windows of {self.sequence_length}"
@@ -112,41 +123,39 @@ class TokenDataset:
         return [shard.bytes for shard in self.source.shards]
 
     def __len__(self) -> int:
-        """The number of windows."""
+        """Number of windows."""
         return self.tokens // self.sequence_length if self._plan is None else len(self._plan)
 
     def __getitem__(self, index: int) -> np.ndarray:
-        """Window `index` as int64 [L]; negative indices count from the end."""
+        """Return window `index`, int64 [L]. Negative indices count from the end."""
         if not -len(self) <= index < len(self):
             raise IndexError(f"window {index} of {len(self)}")
         return self.windows([index % len(self)])[0]
 
     def windows(self, indices) -> np.ndarray:
-        """The windows `indices` [N] as int64 [N, L], in the order asked for."""
+        """Return the windows `indices` [N] in the given order, int64 [N, L]."""
         return self.rows(indices).tokens
 
-    def rows(self, indices, documents: bool = False) -> Rows:
-        """The windows `indices` [N], in the order asked for; `documents`: and where those begin."""
+    def rows(self, indices, documents: bool = False) -> WindowRows:
+        """Return the windows `indices` [N] in order, with document starts if `documents`."""
         pieces, shape = self._pieces(indices), (len(indices), self.sequence_length)
         extents = self._bytes(pieces)
-        self.source.bring(extents)
+        self.source.prefetch(extents)
         if self.reads is not None:
             self.reads.faults(extents)
         tokens = np.empty(shape, dtype=np.int64)
-        begins, filled = self._stream.read(pieces, tokens)
+        starts, filled = self._stream.read(pieces, tokens)
         if self._plan is None:
-            if documents:
-                begins = self._begins(pieces, begins)
-            return Rows(tokens, None, begins if documents else None)
+            return WindowRows(tokens, None, self._begins(pieces, starts) if documents else None)
         for row, count in enumerate(filled):
             if count < self.sequence_length:
                 tokens[row, count:] = self.manifest.eos_id
-                begins.append(row * self.sequence_length + count)
-        return Rows(tokens, np.array(filled), np.array(sorted(begins)) if documents else None)
+                starts.append(row * self.sequence_length + count)
+        return WindowRows(tokens, np.array(filled), np.array(sorted(starts)) if documents else None)
 
     def _begins(self, pieces: np.ndarray, places: list[int]) -> np.ndarray:
-        """As `Rows.begins`, of windows that consist of `pieces` at `places`."""
-        begins = list(places)  # a piece begins a row, or a shard and with it a document
+        """Return the document starts of windows made of `pieces` at `places`, as in `begins`."""
+        begins = list(places)  # a piece starts a row, or a shard and thus a document
         for (_, shard, start, stop), place in zip(pieces.tolist(), places, strict=True):
             begins += [
                 place + begin - start for begin in self._documents(shard).inside(start, stop)
@@ -154,23 +163,23 @@ class TokenDataset:
         return np.array(sorted(begins))
 
     def tokenizer(self) -> Path:
-        """The file of the tokenizer whose ids these are. Raises `DataError` if that is not told."""
+        """Return the path of the tokenizer file. Raises `DataError` if it is unknown."""
         return self.source.tokenizer()
 
-    def bring(self, extents: np.ndarray) -> np.ndarray:
-        """As `Split.bring`."""
-        return self.source.bring(extents)
+    def prefetch(self, extents: np.ndarray) -> np.ndarray:
+        """Download byte ranges of the files to this node, see `ShardSource.prefetch`."""
+        return self.source.prefetch(extents)
 
-    def count_reads(self, **options) -> Reads:
-        """From now on count what reading asks of the file system; the counters, see `Reads`."""
-        self.reads = Reads(self.shard_bytes, **options)
+    def count_reads(self, **options) -> ReadCounters:
+        """Start counting file system requests. Returns the counters, see `ReadCounters`."""
+        self.reads = ReadCounters(self.shard_bytes, **options)
         return self.reads
 
     def extents(self, first, end=None) -> np.ndarray:
-        """Where windows [first, end) lie: int64 [pieces, 3] of shard, first byte, end in its file.
+        """Return byte ranges of windows [first, end): int64 [pieces, 3] of shard, first byte, end.
 
-        Arrays of equal length; without `end` single windows. Where the stream goes on in the next
-        shard there are two pieces, or more.
+        `first` and `end` are arrays of equal length. Without `end`, each range is a single window.
+        Ranges are split at shard boundaries.
         """
         first = np.asarray(first, dtype=np.int64).reshape(-1)
         end = first + 1 if end is None else end
@@ -181,9 +190,9 @@ class TokenDataset:
         return self._bytes(self._pieces(np.concatenate(ranges) if ranges else first))
 
     def _pieces(self, indices) -> np.ndarray:
-        """As `Stream.pieces`, of the windows `indices`. Raises IndexError."""
+        """Locate the windows `indices`, see `TokenStream.pieces`. Raises IndexError."""
         indices = np.asarray(indices, dtype=np.int64)
-        # As unsigned numbers, negative ones are beyond the end, too.
+        # Viewed as unsigned, negative indices also exceed the length.
         if indices.size and int(indices.view(np.uint64).max()) >= len(self):
             raise IndexError(f"windows {indices.min()}..{indices.max()} of {len(self)}")
         if self._plan is not None:
@@ -192,11 +201,11 @@ class TokenDataset:
         return self._stream.pieces(indices * length, (indices + 1) * length)
 
     def _bytes(self, pieces: np.ndarray) -> np.ndarray:
-        """File, first byte and end of pieces of files."""
-        return pieces[:, 1:] * np.array([1, *2 * [self.source.dtype.itemsize]])
+        """Convert token positions of `pieces` to bytes."""
+        return pieces[:, 1:] * self._byte_scale
 
     def block_starts(self, block_bytes: int) -> np.ndarray:
-        """The first window that begins in each aligned block of the files, int64 [blocks]."""
+        """Return the first window beginning in each aligned block of the files, int64 [blocks]."""
         step = max(1, block_bytes // self.source.dtype.itemsize)
         firsts = [
             start + np.arange(0, end - start, step)
@@ -206,11 +215,11 @@ class TokenDataset:
         return starts[starts < len(self)]
 
     def document_lengths(self) -> np.ndarray:
-        """Tokens per document of the split in stream order, int64 [documents], EOS counted."""
+        """Return tokens per document in stream order, including EOS, int64 [documents]."""
         return np.concatenate([self.source.documents(n).lengths() for n in range(len(self.files))])
 
     def __reduce__(self):
-        # Reopen instead of pickling mapped memory; the files were checked when first opened.
+        # Reopen instead of pickling mapped memory. The files were checked when first opened.
         return _open, (self.path, self.split, self.sequence_length, self._options)
 
 

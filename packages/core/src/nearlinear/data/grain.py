@@ -1,12 +1,12 @@
-"""The windows of a dataset as a source of Grain, for who has a pipeline of Grain's.
+"""Adapter that exposes the windows of a dataset as a Grain data source.
 
     source = grain.MapDataset.source(nl.data.GrainSource(dataset)).shuffle(seed=0).repeat()
     share = grain.sharding.ShardOptions(rank, ranks)
     batches = grain.experimental.ElasticIterator(source, 24, share)
 
-`nl.Loader` does not stand on it: its own order is as elastic, with a state as small, costs a
-fraction for each window (``python -m ci.benchmarks.reader``), and needs numpy alone. Checked with
-Grain 0.2.18, which is not imported here.
+`nl.Loader` does not use Grain: its order is equally elastic, its state equally small, its cost per
+window a fraction (`python -m ci.benchmarks.reader`), and it needs only numpy. Checked with Grain
+0.2.18. This module does not import Grain.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from .blend import Blend
 from .dataset import TokenDataset
-from .masking import NOTHING, Masks, arrays
+from .masking import NO_MASKS, Masks, batch_arrays
+from .mixture import Mixture
 
 
 class GrainSource:
-    """A random-access source of Grain: element i is window i, as `masking.batch` has it, [S]."""
+    """Random-access Grain source. Element i is window i: the arrays [S] of `masking.make_batch`."""
 
-    def __init__(self, dataset: TokenDataset | Blend, masks: Masks = NOTHING):
+    def __init__(self, dataset: TokenDataset | Mixture, masks: Masks = NO_MASKS):
         self.dataset, self.masks = dataset, masks
 
     def __len__(self) -> int:
@@ -33,8 +33,8 @@ class GrainSource:
         return self._getitems([index])[0]
 
     def _getitems(self, indices: Sequence[int]) -> list[dict[str, np.ndarray]]:
-        """Several at once: by this name Grain asks for them."""
-        found = arrays(self.dataset, np.asarray(indices, dtype=np.int64), self.masks)
+        """Return several elements at once. Grain calls this method by its name."""
+        found = batch_arrays(self.dataset, np.asarray(indices, dtype=np.int64), self.masks)
         return [{name: array[i] for name, array in found.items()} for i in range(len(indices))]
 
     def __repr__(self) -> str:

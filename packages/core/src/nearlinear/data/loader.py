@@ -1,70 +1,171 @@
-"""Batches of one data rank, in an order that survives a restart with another number of ranks.
+"""Batches of one data rank, in an order that does not depend on the number of ranks.
 
-The order is a function of (seed, position) alone: sample g is window permute(g mod n) of epoch
-g // n, and a step takes the next G samples whoever reads them. So the state is one integer, and
-resuming is instant at any position. Source: the elastic resume of OLMo-core and Grain. Where reads
-must be large (`BlockShuffle`), another function of the same kind takes permute's place, and the
-ranks share a step's samples out by where they lie.
+The order is a pure function of seed and position: sample g is window permute(g mod n) of epoch
+g // n, and each step takes the next G samples over all ranks. The state is a single integer plus
+the identity of the order, so a run resumes instantly at any position, also with another number of
+ranks. Source: elastic resume of OLMo-core and Grain. `BlockShuffle` selects another pure order with
+larger reads, and assigns the samples of a step to ranks by file position.
+
+The loader state is small, JSON-serializable and equal on all ranks. A state of other data or
+another order is rejected, because the run would repeat some samples and skip others.
 """
+
+from __future__ import annotations
 
 import functools
 import hashlib
 from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import numpy as np
 import torch
 
-from .. import runtime
+from ..distributed import runtime
 from ..errors import DataError
-from . import state
-from .blend import Blend
-from .blocks import BlockOrder
 from .dataset import TokenDataset
-from .fetch import Fetcher
-from .masking import IGNORED_LABEL, NOTHING, Masks, batch
-from .order import Blended, Shuffled, key
-from .reads import UNIT
+from .lustre_read_model import UNIT
+from .masking import IGNORED_LABEL, NO_MASKS, Masks, make_batch
+from .mixture import Mixture
+from .packing import VERSION
+from .read_ahead import ReadAhead
+from .sampler import BlockOrder, MixtureOrder, ShuffledOrder, key
+
+_FORMAT, _BLOCK_FORMAT = 1, 2  # the second adds the block shuffle
+
+_IDENTITY = {
+    "dataset": None,
+    "seed": None,
+    "sequence_length": None,
+    "packing": "concat",
+    "packing_plan": 2,
+    "shuffle_block_mib": 0,
+    "shuffle_blocks": 0,
+}
+"""State keys that determine the order, with the values assumed when a key is absent."""
+
+
+def loader_state(
+    dataset: TokenDataset | Mixture, seed: int, blocks: BlockShuffle | None, next_sample: int
+) -> dict:
+    """Return the state of a loader of `dataset` positioned at `next_sample`."""
+    state = {
+        "format": _BLOCK_FORMAT if blocks else _FORMAT,
+        "next_sample": next_sample,
+        "seed": seed,
+        "sequence_length": dataset.sequence_length,
+        "dataset": dataset.fingerprint,
+        "tokenizer": dataset.manifest.tokenizer_id,
+    }
+    if isinstance(dataset, Mixture):
+        state["sources"] = dataset.describe()
+    if dataset.packing != "concat":
+        state["packing"] = dataset.packing
+        state["packing_plan"] = VERSION
+    if blocks:
+        state["shuffle_block_mib"] = blocks.block_mib
+        state["shuffle_blocks"] = blocks.blocks
+    return state
+
+
+def check_loader_state(saved: dict, here: dict, path) -> None:
+    """Raise `DataError` unless the state `saved` matches the loader state `here` of `path`."""
+    words = saved.get("tokenizer", here["tokenizer"])  # absent in older states
+    if words["sha256"] != here["tokenizer"]["sha256"]:
+        raise DataError(
+            f"the loader state is of the tokenizer {_tokenizer(words)}, and {path} is of the "
+            f"tokenizer {_tokenizer(here['tokenizer'])}, with other token ids: prepare the data "
+            "with the tokenizer of the run (python -m data_prep ... --tokenizer), or start a new "
+            "run in another folder"
+        )
+    known = _BLOCK_FORMAT if "shuffle_block_mib" in saved else _FORMAT
+    if saved.get("format") != known:
+        raise DataError(
+            f"the loader state has format {saved.get('format')!r}, but format {known} is expected: "
+            "resume with the version that wrote it, or start a new run"
+        )
+    differing = _other_sources(saved.get("sources", []), here.get("sources", [])) or [
+        f"{name} was {saved.get(name, usual)} and is {here.get(name, usual)}"
+        for name, usual in _IDENTITY.items()
+        if saved.get(name, usual) != here.get(name, usual)
+    ]
+    if differing:
+        changes = ", ".join(differing)
+        raise DataError(
+            f"cannot resume the data order: {changes}; use the settings and the nearlinear of "
+            "the interrupted run, or start a new run without the loader state"
+        )
+
+
+def _other_sources(before: list[dict], now: list[dict]) -> list[str]:
+    """Describe the differences between the sources of two mixtures."""
+    found = []
+    for number, (was, is_) in enumerate(zip_longest(before, now), 1):
+        identity = [each and (each["dataset"], each["share"]) for each in (was, is_)]
+        if identity[0] != identity[1]:
+            found.append(f"source {number} was {_source(was)} and is {_source(is_)}")
+    return found
+
+
+def _source(told: dict | None) -> str:
+    if told is None:
+        return "none"
+    return f"{told['share']:.6g} of {told['path']} ({told['dataset'][:12]})"
+
+
+def _tokenizer(words: dict) -> str:
+    return f"{words['name']} (sha256 {words['sha256'][:12]})"
+
 
 _AT_ONCE = 1024
-"""samples whose windows are worked out together: the arithmetic costs little more than of one"""
+"""Samples whose windows are computed together, for about the cost of one."""
 _CHUNKS = 64
-"""times as many are remembered, at 8 bytes each"""
+"""Chunks of samples kept in memory, at 8 bytes per sample."""
 
 
 @dataclass(frozen=True)
 class BlockShuffle:
-    """Shuffle blocks of the files over the split, and windows inside groups of blocks.
+    """Shuffle blocks of the files over the split, and windows within groups of blocks.
 
-    Reads become large and each part of a file is read once, by the rank that uses it. In return an
-    epoch mixes less, and a rank's windows of one step are neighbours; the step as a whole is not.
+    Reads become large, and each part of a file is read once, by the rank that uses it. In return,
+    an epoch is mixed less, and the windows of one rank and step are adjacent. The windows of a step
+    over all ranks are not.
     """
 
     block_mib: int = 4
-    """MiB of a file that are shuffled together"""
+    """Size of a block in MiB."""
     blocks: int = 64
-    """of them in a group, the windows of which are mixed; at least as many as there are nodes"""
+    """Number of blocks mixed at a time; at least the number of nodes."""
 
 
 class Loader:
-    """An endless iterator; each `next()` is one optimizer step's work for one data rank.
+    """Endless iterator over optimizer steps for one data rank.
 
-    A step is a list of `micro_batches` dicts, each {"input_ids", "labels"}: LongTensor [B, S] with
-    B = `micro_batch_size` and S = the dataset's sequence length, see `masking.batch`; with
-    `masks` that hide documents from each other, "position_ids" too. Over all `data_ranks` a step
-    takes
-    G = micro_batch_size * micro_batches * data_ranks samples, and which samples depends on G only.
-    `data_rank` counts ranks that read different data, not all ranks of the job; both default to
-    this rank's place in the mesh of `nearlinear.init`.
+    Each step is a list of `micro_batches` dicts {"input_ids", "labels"}: LongTensor [B, S] with
+    B = `micro_batch_size` and S = the dataset's sequence length, see `masking.make_batch`. Document
+    masks add "position_ids". Over all data ranks, a step takes
+    G = micro_batch_size * micro_batches * data_ranks samples. The samples depend only on G.
 
-    `blocks` takes another order, for file systems that want large reads; None is the order it has
-    always been. `read_ahead` steps are read by a thread before they are needed.
+    Args:
+        dataset: Dataset or mixture to read.
+        micro_batch_size: Windows per micro-batch.
+        micro_batches: Micro-batches per step.
+        data_rank: Index among the ranks that read different data. Defaults to the position of this
+            rank in the mesh of `nearlinear.init`.
+        data_ranks: Number of ranks that read different data. Defaults to that of the mesh.
+        seed: Seed of the order.
+        blocks: Order with large reads, for parallel file systems. None shuffles single windows.
+        read_ahead: Number of steps read ahead by a thread.
+        masks: Tokens excluded from attention and loss.
+
+    Raises:
+        DataError: If an argument is out of range or does not apply to the dataset.
     """
 
     def __init__(
         self,
-        dataset: TokenDataset | Blend,
+        dataset: TokenDataset | Mixture,
         micro_batch_size: int,
         micro_batches: int = 1,
         data_rank: int | None = None,
@@ -72,14 +173,14 @@ class Loader:
         seed: int = 0,
         blocks: BlockShuffle | None = None,
         read_ahead: int = 0,
-        masks: Masks = NOTHING,
+        masks: Masks = NO_MASKS,
     ):
         _require_positive(micro_batch_size=micro_batch_size, micro_batches=micro_batches)
         if read_ahead < 0:
             raise DataError(f"read_ahead is {read_ahead}: give 0 or more steps")
         if (data_rank is None) != (data_ranks is None):
             raise DataError("give both data_rank and data_ranks, or neither")
-        if data_rank is None:
+        if data_rank is None or data_ranks is None:
             data_rank, data_ranks = runtime.data_place()
         _require_rank(data_rank, data_ranks)
         self.dataset, self.seed = dataset, seed
@@ -87,46 +188,46 @@ class Loader:
         self.data_rank, self.data_ranks = data_rank, data_ranks
         self.blocks, self.read_ahead, self.masks = blocks, read_ahead, masks
         self.order = _block_order(dataset, blocks, seed) if blocks else None
-        every = self.order or _order(dataset, seed)
-        # Of a partial function, not a method: who drops a loader drops the dataset's maps at once.
+        every = self.order or _sample_order(dataset, seed)
+        # Wraps a partial function, not a method, so that deleting a loader releases its mappings.
         self._chunk = functools.lru_cache(_CHUNKS)(functools.partial(_chunk, every))
-        self._fetcher = None
-        if blocks or read_ahead:  # of blocks, this group's and the next one's are remembered
-            self._fetcher = Fetcher(dataset, 2 * blocks.blocks if blocks else 0)
-        self._coming: dict[int, tuple[np.ndarray, Future]] = {}
+        self._read_ahead_thread = None
+        if blocks or read_ahead:  # remember the blocks of this group and the next
+            self._read_ahead_thread = ReadAhead(dataset, 2 * blocks.blocks if blocks else 0)
+        self._pending: dict[int, tuple[np.ndarray, Future]] = {}
         self._next_sample = 0
         self._last_step: int | None = None
 
     @property
     def samples_per_step(self) -> int:
-        """G: the windows that one optimizer step consumes over all data ranks."""
+        """Windows per optimizer step over all data ranks (G)."""
         return self.micro_batch_size * self.micro_batches * self.data_ranks
 
-    def __iter__(self) -> "Loader":
+    def __iter__(self) -> Loader:
         return self
 
     def __next__(self) -> list[dict[str, torch.Tensor]]:
         base = self._next_sample
-        step = [batch(self.dataset, windows, self.masks) for windows in self._read(base)]
+        step = [make_batch(self.dataset, windows, self.masks) for windows in self._read(base)]
         self._last_step, self._next_sample = base, base + self.samples_per_step
         return step
 
-    def _mine(self, base: int) -> np.ndarray:
-        """This rank's windows of the step from sample `base` in the usual order, as `_share`."""
+    def _rank_windows(self, base: int) -> np.ndarray:
+        """Return this rank's windows of the step at sample `base` without block shuffling."""
         everyones = self._windows(base, self.samples_per_step)
         shape = self.micro_batches, self.data_ranks, self.micro_batch_size
         return everyones.reshape(shape)[:, self.data_rank]
 
     def _share(self, base: int) -> tuple[np.ndarray, np.ndarray]:
-        """This rank's windows of the step from sample `base`, int64 [micro_batches, B].
+        """Return this rank's windows of the step at sample `base`, int64 [micro_batches, B].
 
-        And what to read for them: ranges of windows, [N, 2] of first and end.
+        Also returns the ranges of windows to read ahead, [N, 2] of first and end.
         """
         if self.order is None:
-            mine = self._mine(base)
+            mine = self._rank_windows(base)
             return mine, mine.reshape(-1, 1) + np.array([0, 1])
         size, count = self.micro_batch_size, self.micro_batches
-        # Neighbours in the files go to one rank, and to the same one in every step of a group.
+        # Adjacent windows go to the same rank in every step of a group.
         places = self.order.places(np.arange(base, base + self.samples_per_step))
         ranks = np.argsort(places[:, 1], kind="stable").reshape(self.data_ranks, -1)
         places = places[ranks[self.data_rank]]
@@ -134,54 +235,55 @@ class Loader:
         return mine, self.order.ranges(np.unique(places[:, 1]))
 
     def _read(self, base: int) -> np.ndarray:
-        """The windows of `_share`, read from the files, with the steps after it under way."""
-        if self._fetcher is None:
-            return self._mine(base)
+        """Return this rank's windows after their read-ahead, and start that of later steps."""
+        if self._read_ahead_thread is None:
+            return self._rank_windows(base)
         last = base + self.read_ahead * self.samples_per_step
         for ahead in range(base, last + 1, self.samples_per_step):
-            if ahead not in self._coming:
+            if ahead not in self._pending:
                 share, ranges = self._share(ahead)
-                self._coming[ahead] = share, self._fetcher.start(ranges)
-        share, reading = self._coming.pop(base)
+                self._pending[ahead] = share, self._read_ahead_thread.start(ranges)
+        share, reading = self._pending.pop(base)
         reading.result()
         return share
 
     @property
     def batch_id(self) -> str:
-        """12 hex digits naming the windows of the step last returned, over all ranks.
+        """Hash of the windows of the last step over all ranks, 12 hex digits.
 
-        Every rank computes the same without communicating, so ranks (or two runs) that disagree
-        are reading different data. Raises `DataError` before the first step.
+        Every rank computes the same value without communication, so ranks or runs with different
+        values read different data. Raises `DataError` before the first step.
         """
         if self._last_step is None:
-            raise DataError("batch_id names the step last returned: call next(loader) first")
+            raise DataError(
+                "batch_id identifies the last step, and there is none yet: call next(loader) first"
+            )
         windows = self._windows(self._last_step, self.samples_per_step)
         return hashlib.blake2b(windows.astype("<i8").tobytes(), digest_size=6).hexdigest()
 
     @property
     def epochs(self) -> dict[str, float]:
-        """How often each source of a blend has been read, by its path; of one dataset its own."""
-        if isinstance(self.dataset, Blend):
+        """Epochs read of each source of a mixture, or of the dataset, keyed by path."""
+        if isinstance(self.dataset, Mixture):
             return self.dataset.epochs(self._next_sample)
         return {str(self.dataset.path): self._next_sample / len(self.dataset)}
 
     def state_dict(self) -> dict:
-        """The position, small and JSON-able; the same on every rank."""
-        return state.of(self.dataset, self.seed, self.blocks, self._next_sample)
+        """Return the position as a small JSON-serializable dict, equal on all ranks."""
+        return loader_state(self.dataset, self.seed, self.blocks, self._next_sample)
 
     def load_state_dict(self, saved: dict) -> None:
-        """Go on where `saved` was taken, whatever the number of ranks and micro-batches was.
+        """Resume at the position of `saved`, with any number of ranks and micro-batches.
 
-        Raises `DataError` when that is of another dataset, seed, sequence length or order, since
-        the run would repeat some samples and never see others; and of another tokenizer, whose ids
-        are other words than those that a model has learned.
+        Raises:
+            DataError: If `saved` is of another dataset, seed, sequence length, order or tokenizer.
         """
-        state.check(saved, self.state_dict(), self.dataset.path)
+        check_loader_state(saved, self.state_dict(), self.dataset.path)
         self._next_sample, self._last_step = int(saved["next_sample"]), None
-        self._coming.clear()
+        self._pending.clear()
 
     def _windows(self, first: int, count: int) -> np.ndarray:
-        """The windows of samples [first, first + count), int64 [count]."""
+        """Return the windows of samples [first, first + count), int64 [count]."""
         chunks = range(first // _AT_ONCE, (first + count - 1) // _AT_ONCE + 1)
         known = [self._chunk(number) for number in chunks]
         known = known[0] if len(known) == 1 else np.concatenate(known)
@@ -189,19 +291,30 @@ class Loader:
 
 
 def evaluation_batches(
-    dataset: TokenDataset | Blend,
+    dataset: TokenDataset | Mixture,
     batch_size: int,
     data_rank: int = 0,
     data_ranks: int = 1,
     max_windows: int | None = None,
-    masks: Masks = NOTHING,
+    masks: Masks = NO_MASKS,
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """Every window once, in order: batches of `batch_size` as the `Loader` makes them.
+    """Iterate over every window once, in order.
 
-    `max_windows` limits them to so many over all ranks, evenly spaced over the split, so that a
-    loss over them does not depend on the layout. Every rank yields the same number of batches of
-    the same shape, so collectives match. Rows past the end repeat earlier windows with all labels
-    -100: weigh losses by the count of labels that are not -100, which can be 0 for a whole batch.
+    Every rank yields the same number of batches of the same shape, so collectives match. Rows past
+    the end repeat earlier windows with all labels -100. Weight losses by the number of labels other
+    than -100, which can be 0 for a whole batch.
+
+    Args:
+        dataset: Dataset or mixture to read.
+        batch_size: Windows per batch and rank.
+        data_rank: Index among the ranks that read different data.
+        data_ranks: Number of ranks that read different data.
+        max_windows: Limit on the number of windows over all ranks. They are evenly spaced over the
+            split, so a loss over them does not depend on the layout.
+        masks: Tokens excluded from attention and loss.
+
+    Raises:
+        DataError: If an argument is out of range.
     """
     _require_positive(batch_size=batch_size)
     _require_rank(data_rank, data_ranks)
@@ -213,33 +326,33 @@ def _evaluation_batches(dataset, batch_size, data_rank, data_ranks, max_windows,
     for number in range(-(-n // (batch_size * data_ranks))):
         first = (number * data_ranks + data_rank) * batch_size
         rows = np.arange(first, first + batch_size)
-        found = batch(dataset, rows % n * len(dataset) // n, masks)
+        found = make_batch(dataset, rows % n * len(dataset) // n, masks)
         found["labels"][torch.from_numpy(rows >= n)] = IGNORED_LABEL
         yield found
 
 
-def _order(dataset: TokenDataset | Blend, seed: int) -> Shuffled | Blended:
-    if isinstance(dataset, Blend):
-        return Blended(dataset, lambda source, epoch: key(seed, "source", source, epoch))
-    return Shuffled(len(dataset), lambda epoch: key(seed, epoch))
+def _sample_order(dataset: TokenDataset | Mixture, seed: int) -> ShuffledOrder | MixtureOrder:
+    if isinstance(dataset, Mixture):
+        return MixtureOrder(dataset, lambda source, epoch: key(seed, "source", source, epoch))
+    return ShuffledOrder(len(dataset), lambda epoch: key(seed, epoch))
 
 
-def _chunk(order: Shuffled | Blended | BlockOrder, number: int) -> np.ndarray:
-    """The windows of `_AT_ONCE` samples from `number` times as many on."""
+def _chunk(order: ShuffledOrder | MixtureOrder | BlockOrder, number: int) -> np.ndarray:
+    """Return the windows of chunk `number` of `_AT_ONCE` samples."""
     samples = np.arange(number * _AT_ONCE, (number + 1) * _AT_ONCE)
     return order.windows(order.places(samples) if isinstance(order, BlockOrder) else samples)
 
 
-def _block_order(dataset: TokenDataset | Blend, blocks: BlockShuffle, seed: int) -> BlockOrder:
-    if isinstance(dataset, Blend):
+def _block_order(dataset: TokenDataset | Mixture, blocks: BlockShuffle, seed: int) -> BlockOrder:
+    if isinstance(dataset, Mixture):
         raise DataError(
-            "windows are shuffled by blocks of the files of one dataset, and this is a blend: drop "
+            "block shuffling supports a single dataset, not a mixture: drop "
             "data.shuffle_block_mib, or data.sources"
         )
     if dataset.packing != "concat":
         raise DataError(
-            f"windows are shuffled by blocks of the files in the packing concat, and this is "
-            f"{dataset.packing}: drop data.shuffle_block_mib, or data.packing"
+            f"block shuffling supports only the packing concat, not {dataset.packing}: drop "
+            "data.shuffle_block_mib, or data.packing"
         )
     _require_positive(block_mib=blocks.block_mib, blocks=blocks.blocks)
     starts = dataset.block_starts(blocks.block_mib * UNIT)

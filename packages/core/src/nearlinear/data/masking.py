@@ -1,9 +1,9 @@
-"""A batch in which documents that share a sequence do not see each other.
+"""Batches of token windows with labels, and document masking through position ids.
 
-Positions start anew with every document. That is how it is told to Hugging Face models: without an
-attention mask and a cache, transformers takes positions that do not go on for another document and
-masks attention by blocks (``sdpa``, ``eager``, ``flex_attention``), and so does context
-parallelism here. For kernels over sequences of their own lengths `cu_seqlens` are the ends.
+Position ids restart at each document. Without an attention mask and a cache, Hugging Face
+transformers treats such a restart as a new document and masks attention block-diagonally (`sdpa`,
+`eager`, `flex_attention`). Context parallelism in this library does the same. `cu_seqlens` converts
+position ids for variable-length attention kernels.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ IGNORED_LABEL = -100  # the ignore_index of torch's cross entropy and of Hugging
 
 @dataclass(frozen=True)
 class Masks:
-    """What a batch hides."""
+    """Tokens excluded from attention and from the loss."""
 
     documents: bool = False
-    """a document's tokens see that document alone, and its first token is nobody's target"""
+    """Restrict attention to one document, and exclude its first token from the loss."""
     eos: bool = False
-    """the token that ends a document is no target"""
+    """Exclude EOS tokens from the loss."""
 
 
-NOTHING = Masks()
+NO_MASKS = Masks()
 
 
-def batch(dataset, windows: np.ndarray, masks: Masks) -> dict[str, torch.Tensor]:
-    """The windows [B] of a dataset: ``input_ids`` and ``labels``, LongTensor [B, S] each.
+def make_batch(dataset, windows: np.ndarray, masks: Masks) -> dict[str, torch.Tensor]:
+    """Read the windows [B] of a dataset as `input_ids` and `labels`, LongTensor [B, S] each.
 
-    Labels equal the input ids, for Hugging Face models shift them inside, and are -100 for what is
-    no target. ``masks.documents`` adds ``position_ids`` [B, S].
+    Labels equal the input ids, because Hugging Face models shift them internally, and are -100 for
+    excluded tokens. `masks.documents` adds `position_ids` [B, S].
     """
-    found = arrays(dataset, windows, masks)
+    found = batch_arrays(dataset, windows, masks)
     return {name: torch.from_numpy(array) for name, array in found.items()}
 
 
-def arrays(dataset, windows: np.ndarray, masks: Masks) -> dict[str, np.ndarray]:
-    """As `batch`, int64."""
+def batch_arrays(dataset, windows: np.ndarray, masks: Masks) -> dict[str, np.ndarray]:
+    """Return the batch of `make_batch` as int64 arrays."""
     rows = dataset.rows(windows, documents=masks.documents)
     labels = rows.tokens.copy()
     if masks.eos:
@@ -52,22 +52,23 @@ def arrays(dataset, windows: np.ndarray, masks: Masks) -> dict[str, np.ndarray]:
     found = {"input_ids": rows.tokens, "labels": labels}
     if masks.documents:
         labels.reshape(-1)[rows.begins] = IGNORED_LABEL
-        found["position_ids"] = _since(rows.begins, labels.size).reshape(labels.shape)
+        found["position_ids"] = _positions(rows.begins, labels.size).reshape(labels.shape)
     return found
 
 
 def cu_seqlens(position_ids: torch.Tensor) -> torch.Tensor:
-    """Where documents end in a batch laid end to end: int32 [documents + 1], from 0 to B * S.
+    """Return cumulative document lengths of a flattened batch, int32 [documents + 1], 0 to B * S.
 
-    What `flash_attn_varlen_func` calls by that name; `position_ids` [B, S] as `batch` makes them.
+    The result is the `cu_seqlens` argument of `flash_attn_varlen_func`. `position_ids` [B, S] come
+    from `make_batch`.
     """
     begins = torch.nonzero(position_ids.reshape(-1) == 0)[:, 0]
     ends = begins.new_tensor([position_ids.numel()])
     return torch.cat([begins, ends]).int()
 
 
-def _since(begins: np.ndarray, count: int) -> np.ndarray:
-    """The distance from the last of `begins`, of which 0 is one, of each of `count` places."""
+def _positions(begins: np.ndarray, count: int) -> np.ndarray:
+    """Return the distance of `count` positions from the preceding start. `begins` contains 0."""
     sizes = np.empty_like(begins)
     np.subtract(begins[1:], begins[:-1], out=sizes[:-1])
     sizes[-1] = count - begins[-1]

@@ -1,1 +1,4 @@
-"""Where a job runs. Here: the ranks of this machine, through torchrun's own API."""
+"""Launch training jobs: on this machine, SageMaker, Slurm or Kubernetes.
+
+`spec` describes a job, `validation` reports problems before submission, and `run_job` submits it.
+"""

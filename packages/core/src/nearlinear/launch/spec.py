@@ -1,67 +1,73 @@
-"""One description of a job, for wherever it runs: table ``[job]`` of a training config.
+"""Job specification: table ``[job]`` of a training config, independent of the backend.
 
-What is trained stays in the other tables of the file; here is on which machines, from which data,
-to which outputs. `sagemaker`, `slurm`, `kubernetes` and `local` write it in their own words.
+The other tables of the file configure the training itself. ``[job]`` names the machines, the input
+data and the outputs. `sagemaker`, `slurm`, `kubernetes` and `local` translate it for one backend.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import PurePosixPath
-from typing import Literal
+from pathlib import Path, PurePosixPath
+from typing import Any, Literal
 
-from .. import schema
+from ..config import schema
+from ..config import train as train_config
+from ..config.train import TrainConfig
 from ..errors import ConfigError
-from ..train import config as train_config
-from ..train.config import TrainConfig
-from . import instances
+from ..hardware import find_instance_type
 
-PLACES = Literal["local", "emulate", "sagemaker", "slurm", "kubernetes"]
+Backend = Literal["local", "emulate", "sagemaker", "slurm", "kubernetes"]
+
+TERMINATION_NOTICE = 120
+"""Seconds between SIGTERM and SIGKILL: fixed by SageMaker, requested from Slurm and Kubernetes."""
 
 
 @dataclass(frozen=True)
-class Input:
-    """A folder of data that the job reads, from exactly one source."""
+class JobInput:
+    """Input folder of a job, from exactly one source."""
 
     path: str = ""
-    """folder that every node sees under this name: local disk, a mounted file system"""
+    """folder that every node sees under this name: local disk or a mounted file system"""
     s3: str = ""
     """s3://bucket/prefix"""
     fsx: str = ""
-    """id of an FSx for Lustre file system, as in fs-0123456789abcdef0"""
+    """ID of an FSx for Lustre file system, as in fs-0123456789abcdef0"""
     efs: str = ""
-    """id of an EFS file system"""
+    """ID of an EFS file system"""
     claim: str = ""
-    """name of a PersistentVolumeClaim of Kubernetes"""
+    """name of a Kubernetes PersistentVolumeClaim"""
     directory: str = ""
     """folder on the file system; on FSx it begins with the mount name, as in /abcdefgh/tokens"""
     mode: Literal["File", "FastFile", "Pipe"] = "FastFile"
-    """of S3: copied before the job starts, read when asked for, or a stream"""
+    """S3 only: copy before the job starts, read on demand, or stream"""
     sharded: bool = False
-    """of S3: every node gets a part of the objects, not all of them"""
+    """S3 only: distribute the objects over the nodes instead of replicating them"""
     writable: bool = False
-    """of a file system: the job may write there"""
+    """file systems only: mount with write access"""
 
     def __post_init__(self):
         given = [name for name in SOURCES if getattr(self, name)]
         if len(given) != 1:
             found = " and ".join(given) or "none"
-            raise ConfigError(f"an input has one of {', '.join(SOURCES)}; this one has {found}")
+            raise ConfigError(
+                f"an input needs exactly one of {', '.join(SOURCES)}; this one has {found}"
+            )
         if (self.fsx or self.efs) and not self.directory.startswith("/"):
             example = "/abcdefgh/tokens (mount name first)" if self.fsx else "/tokens"
             raise ConfigError(
-                f"directory = {self.directory!r}: folders on {self.fsx or self.efs} begin with /, "
-                f"as in {example}"
+                f"directory = {self.directory!r}: a folder on {self.fsx or self.efs} must begin "
+                f"with /, as in {example}"
             )
 
     @property
     def source(self) -> str:
-        """Which of `SOURCES` it is."""
+        """Key of `SOURCES` that is set."""
         return next(name for name in SOURCES if getattr(self, name))
 
     @property
     def folder(self) -> str:
-        """Where the data of a `path` lies: its ``directory`` is below it."""
+        """Full path of the data for the source ``path``: ``path`` joined with ``directory``."""
         return str(PurePosixPath(self.path, self.directory.lstrip("/")))
 
 
@@ -70,114 +76,122 @@ SOURCES = ("path", "s3", "fsx", "efs", "claim")
 
 @dataclass(frozen=True)
 class JobSpec:
-    """Where and on what a training config runs."""
+    """Backend, machines, data and outputs of a job."""
 
     name: str = "nearlinear"
-    """what jobs are called; SageMaker's and Kubernetes' get a time behind it"""
-    place: PLACES = "local"
+    """name of the job; SageMaker and Kubernetes jobs get a timestamp appended"""
+    place: Backend = "local"
     """local, emulate (SageMaker's container on this machine), sagemaker, slurm, kubernetes"""
     image: str = ""
     """container image with nearlinear in it"""
     instance_type: str = "ml.p4d.24xlarge"
-    """machine, in SageMaker's words; one of your own may have any name"""
+    """SageMaker instance type; your own machines may have any name"""
     accelerators: int = 0
-    """GPUs of each machine; 0 = as many as instance_type is known to have"""
+    """GPUs per machine; 0 = the known number of instance_type"""
     nodes: int = 1
-    """machines"""
+    """number of machines"""
     ranks_per_node: int = 0
-    """processes on each machine; 0 = one per accelerator"""
+    """processes per machine; 0 = one per accelerator"""
     source: str = ""
-    """folder of code to take along; its requirements.txt is installed there"""
-    inputs: dict[str, Input] = field(default_factory=dict)
-    """data by channel; the channel named train holds the token shards, unless data.sources does"""
+    """folder of code to upload; its requirements.txt is installed in the container"""
+    inputs: dict[str, JobInput] = field(default_factory=dict)
+    """data by channel; channel train holds the token shards, unless data.sources does"""
     output: str = ""
-    """s3://bucket/prefix for what the run leaves"""
+    """s3://bucket/prefix for the outputs of the run"""
     checkpoints: str = ""
-    """s3://bucket/prefix that checkpoints are copied to while the job runs, and from before"""
+    """s3://bucket/prefix that checkpoints are copied to during the job and restored from"""
     checkpoint_path: str = "/opt/ml/checkpoints"
-    """with checkpoints: the folder on the machine, which is checkpoint.folder there"""
+    """with checkpoints: folder on the machine, used as checkpoint.folder there"""
     checkpoint_claim: str = ""
-    """PersistentVolumeClaim of Kubernetes that checkpoint_path lies on, for all pods to write"""
+    """Kubernetes PersistentVolumeClaim that holds checkpoint_path, writable by all pods"""
     environment: dict[str, str] = field(default_factory=dict)
-    """variables for every rank"""
+    """environment variables of every rank"""
     role: str = ""
-    """ARN of the role that the job runs as"""
+    """ARN of the IAM role that the job runs as"""
     region: str = ""
-    """AWS region; empty: of the environment"""
+    """AWS region; empty = the environment's region"""
     subnets: list[str] = field(default_factory=list)
-    """of the VPC; FSx and EFS need them"""
+    """VPC subnets; required for FSx and EFS"""
     security_groups: list[str] = field(default_factory=list)
-    """of the VPC"""
+    """VPC security groups"""
     volume_gb: int = 100
-    """disk of each machine"""
+    """disk size of each machine"""
     max_hours: float = 24.0
-    """the job is stopped after that"""
+    """time limit of the job"""
     spot: bool = False
-    """spare capacity at a lower price, which may be taken away"""
+    """spot capacity: cheaper, may be reclaimed"""
     max_wait_hours: float = 0.0
-    """with spot: for capacity and run together; 0 = twice max_hours"""
+    """with spot: limit for waiting and running together; 0 = twice max_hours"""
     keep_warm_minutes: int = 0
-    """machines wait so long for another job"""
+    """time that machines are kept for another job"""
     retries: int = 0
-    """starts after an internal error of the service"""
+    """restarts after an internal error of the service"""
     tags: dict[str, str] = field(default_factory=dict)
-    """names and values to find costs by"""
+    """tags for cost allocation"""
     partition: str = ""
-    """of Slurm"""
+    """Slurm partition"""
     account: str = ""
-    """of Slurm"""
+    """Slurm account"""
     namespace: str = "default"
-    """of Kubernetes"""
+    """Kubernetes namespace"""
 
     def __post_init__(self):
         for name, least in (("nodes", 1), ("volume_gb", 1)):
             if getattr(self, name) < least:
                 raise ConfigError(f"job.{name} = {getattr(self, name)}: must be at least {least}")
-        for name in _COUNTS:
+        for name in _NON_NEGATIVE:
             if getattr(self, name) < 0:
                 raise ConfigError(f"job.{name} = {getattr(self, name)}: must be 0 or more")
         if not self.max_hours > 0:
             raise ConfigError(f"job.max_hours = {self.max_hours}: must be more than 0")
 
     @property
-    def accelerators_here(self) -> int:
-        """GPUs of each machine; 0: none, or nobody has said."""
-        machine = instances.known(self.instance_type)
-        return self.accelerators or (machine.accelerators if machine else 0)
+    def num_accelerators(self) -> int:
+        """GPUs per machine; 0 if there are none or the number is unknown."""
+        known = find_instance_type(self.instance_type)
+        return self.accelerators or (known.gpus if known else 0)
 
     @property
-    def ranks_here(self) -> int:
-        """Ranks of each machine."""
-        return self.ranks_per_node or self.accelerators_here or 1
+    def local_world_size(self) -> int:
+        """Ranks per machine."""
+        return self.ranks_per_node or self.num_accelerators or 1
 
     @property
-    def world(self) -> int:
-        """All ranks of the job."""
-        return self.nodes * self.ranks_here
+    def world_size(self) -> int:
+        """Ranks of the whole job."""
+        return self.nodes * self.local_world_size
 
 
-_COUNTS = ("accelerators", "ranks_per_node", "max_wait_hours", "keep_warm_minutes", "retries")
+_NON_NEGATIVE = ("accelerators", "ranks_per_node", "max_wait_hours", "keep_warm_minutes", "retries")
 
 
-def of_job(setting: str) -> bool:
-    """Whether "a.b=value" changes the job, not the training."""
+def is_job_setting(setting: str) -> bool:
+    """Return True if "a.b=value" changes the job, False if it changes the training config."""
     return setting.strip().startswith("job.")
 
 
-def load(source, settings=()) -> tuple[JobSpec, TrainConfig]:
-    """The job and the training of a config file (or plain data). Raises ConfigError.
+def load(
+    source: Mapping[str, Any] | str | Path, settings: Sequence[str] = ()
+) -> tuple[JobSpec, TrainConfig]:
+    """Load the job and the training config from a config file or from plain data.
 
-    ``settings`` ("a.b=value") may change either, as in ``job.nodes=2``.
+    Args:
+        source: A .toml or .json file, or the parsed data. An empty string means all defaults.
+        settings: Overrides "a.b=value" of either, as in ``job.nodes=2``.
+
+    Raises:
+        ConfigError: A key is unknown or a value is invalid.
     """
-    data = dict(source) if isinstance(source, dict) else schema.read(source) if source else {}
+    data = dict(source) if isinstance(source, Mapping) else schema.read(source) if source else {}
     changes: dict = {}
     for setting in settings:
         schema.assign(changes, setting)
-    job = train_config.merged({"job": data.get("job", {})}, {"job": changes.get("job", {})})["job"]
-    rest = [setting for setting in settings if not of_job(setting)]
-    return schema.build(JobSpec, job, "job"), train_config.load(data, rest)
+    tables = {"job": data.get("job", {})}
+    job = train_config.merge_tables(tables, {"job": changes.get("job", {})})["job"]
+    training = [setting for setting in settings if not is_job_setting(setting)]
+    return schema.build(JobSpec, job, "job"), train_config.load(data, training)
 
 
-def tokens(job: JobSpec, config: TrainConfig) -> Input | None:
-    """The input that is ``data.path``: train, unless the config names sources of its own."""
+def token_input(job: JobSpec, config: TrainConfig) -> JobInput | None:
+    """Return the input used as ``data.path``: train, unless the config names its own sources."""
     return None if config.data.sources else job.inputs.get("train")

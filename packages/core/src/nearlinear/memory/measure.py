@@ -1,16 +1,18 @@
-"""Measure where the memory of one optimizer step goes, on every rank.
+"""Measure the memory of one optimizer step on every rank.
 
-Tensors are counted by their bytes: shards, gradients and optimizer states as the optimizer sees
-them, saved tensors and gathered parameters at their peaks. Peaks of parts may come at other times;
-their sum is what a step needs at most. On CUDA what is missing to the allocator's peak is
-``other``: what operators need while they run.
+Tensors are counted by their storages: shards, gradients and optimizer states as seen by the
+optimizer, saved tensors and gathered parameters at their peaks. Peaks of different parts may occur
+at different times, so their sum is an upper bound. On CUDA, ``other`` is the rest of the
+allocator's peak: temporaries of operators.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -18,181 +20,162 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from .. import _torch, runtime
+from .. import _torch
+from ..activation.api import observe_kept_tensors
 from ..errors import NearlinearError
-from ..parallel import slices
-from ..parallel.activations.door import show_kept
-from ..parallel.layout import local
-from ..parallel.roots import roots_of
-from .report import NAMES, Report
-from .saved import SavedTensors
-from .savings import Facts, Parts, savings
+from ..fsdp.model_state import fsdp_roots, local_tensor, optimizer_parameter, runtime_of
+from .report import PARTS, MemoryReport
 
 REDUCED_BYTES = 4  # gradients are reduced in float32
 
 
-class memory_report:  # noqa: N801 (a context manager, named as the verb it is)
-    """Measure the step inside: ``with nl.memory_report(model, optimizer) as memory: ...``.
+class memory_report:  # noqa: N801 (a context manager that reads as a verb)
+    """Measure the step inside a ``with`` block.
 
-    ``model`` is sharded; the body runs one whole step, ``optimizer.step()`` included, a little
-    slower than usual. Afterwards ``memory.report`` is the `Report`, and ``print(memory)`` shows its
-    table. Leaving is a collective call of all ranks. Raises NearlinearError for a model that is not
-    sharded, and where no forward pass has run inside.
+        with nl.memory_report(model, optimizer) as memory:
+            for batch in nl.accumulate(model, micro_batches):
+                model(**batch).loss.backward()
+            optimizer.step()
+        print(memory)
+
+    ``model`` is sharded. The body runs one whole step, including ``optimizer.step()``, slightly
+    slower than usual. Afterwards, ``memory.report`` is the `MemoryReport`. The exit is a collective
+    call of all ranks.
+
+    Raises NearlinearError if the model is not sharded, or if no forward pass has run inside.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer):
         self.model, self.optimizer = model, optimizer
-        self.roots = roots_of(model)
+        self.roots = fsdp_roots(model)
         if not all(isinstance(root, FSDPModule) for root in self.roots):
             raise NearlinearError("nl.memory_report needs a model sharded by nl.shard")
         self.units = [unit for root in self.roots for unit in root.modules() if _is_unit(unit)]
-        self.report: Report | None = None
-        self._saved = SavedTensors(self._saving)
+        self.report: MemoryReport | None = None
+        self._saved = SavedTensors(self._saved_kind)
         self._kind = "activations"
-        self._again: list[AbstractContextManager] = []  # see what units that run again save
-        self._open = set(self.units)  # units that may be gathered
-        self._gathered = self._gradients = self._rows = 0
-        self._gradient_bytes = REDUCED_BYTES
-        self._entering: tuple | None = None  # shape and bytes of a number of hidden states
-        self._flying = self._flown = 0  # micro-batches between forward and backward; the most
+        self._recomputations: list[AbstractContextManager] = []  # observe recomputed units
+        self._maybe_gathered = set(self.units)
+        self._gathered = self._gradients = 0
+        self._item_bytes: int | None = None  # bytes of a hidden number, once a block has run
         self._handles: list = []
 
     def __enter__(self) -> memory_report:
-        device = runtime.current().device
+        device = runtime_of(self.model).device
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         for unit in self.units:
-            self._handles.append(unit.register_forward_pre_hook(self._unit_begins))
-            self._handles.append(unit.register_forward_hook(self._unit_ends, always_call=True))
+            self._handles.append(unit.register_forward_pre_hook(self._before_unit))
+            self._handles.append(unit.register_forward_hook(self._after_unit, always_call=True))
         for root in self.roots:
-            begins = root.register_forward_pre_hook(self._root_begins, with_kwargs=True)
-            self._handles.append(begins)
+            before = root.register_forward_pre_hook(self._before_root, with_kwargs=True)
+            self._handles.append(before)
             for block in _blocks(root)[:1]:
-                enters = block.register_forward_pre_hook(self._enters, with_kwargs=True)
-                self._handles.append(enters)
+                first = block.register_forward_pre_hook(self._before_first_block, with_kwargs=True)
+                self._handles.append(first)
             for block in _blocks(root)[-1:]:
-                self._handles.append(block.register_forward_hook(self._leaves))
-        self._handles.append(self.optimizer.register_step_pre_hook(self._steps))
+                self._handles.append(block.register_forward_hook(self._after_last_block))
+        self._handles.append(self.optimizer.register_step_pre_hook(self._before_update))
         self._saved.__enter__()
-        show_kept(self.model, self._saved.see)
+        observe_kept_tensors(self.model, self._saved.observe)
         return self
 
     def __exit__(self, kind, error, trace) -> None:
-        show_kept(self.model, None)
+        observe_kept_tensors(self.model, None)
         self._saved.__exit__(kind, error, trace)
         for handle in self._handles:
             handle.remove()
         if kind is None:
-            self.report = self._made()
+            self.report = self._make_report()
 
     def __str__(self) -> str:
         return str(self.report)
 
-    def _root_begins(self, root, args, kwargs) -> None:
+    def _before_root(self, root, args, kwargs) -> None:
         self._kind = "activations"
-        given = _torch.tensors_in([args, kwargs])
-        self._rows = max([self._rows, *(tensor.shape[0] for tensor in given if tensor.dim())])
-        if root is self.model:  # what a later stage of a pipeline is given are activations
-            self._saved.leave_out(given)
+        if root is self.model:  # the inputs of later pipeline stages are activations
+            self._saved.exclude(_torch.tensors_in([args, kwargs]))
 
-    def _unit_begins(self, unit, args) -> None:
-        self._saved.leave_out((*unit.parameters(), *unit.buffers()))  # gathered by now
-        self._look(unit)
+    def _before_unit(self, unit, args) -> None:
+        self._saved.exclude((*unit.parameters(), *unit.buffers()))  # gathered by now
+        self._observe_gathered(unit)
         if _torch.in_backward():
-            seeing = _torch.seeing_saved_tensors(self._saved.see)
-            seeing.__enter__()
-            self._again.append(seeing)
+            observer = _torch.seeing_saved_tensors(self._saved.observe)
+            observer.__enter__()
+            self._recomputations.append(observer)
 
-    def _unit_ends(self, unit, args, output) -> None:
+    def _after_unit(self, unit, args, output) -> None:
         if _torch.in_backward():
-            self._again.pop().__exit__(None, None, None)
+            self._recomputations.pop().__exit__(None, None, None)
             return
         for tensor in _torch.tensors_in(output):
-            if tensor.requires_grad:  # FSDP2 has a hook there that gathers, before this one
-                tensor.register_hook(partial(self._look, unit))
+            if tensor.requires_grad:  # FSDP2's hook on it, which gathers, runs first
+                tensor.register_hook(partial(self._observe_gathered, unit))
 
-    def _enters(self, block, args, kwargs) -> None:
-        numbers = [t for t in _torch.tensors_in([args, kwargs]) if t.is_floating_point()]
-        if not numbers or _torch.in_backward():
-            return
-        hidden = numbers[0]
-        self._entering = hidden.shape, hidden.element_size()
-        self._flown = max(self._flown, self._flying + 1)
-        if hidden.requires_grad:
-            self._flying += 1
-            hidden.register_hook(self._came_back)
+    def _before_first_block(self, block, args, kwargs) -> None:
+        hidden = [t for t in _torch.tensors_in([args, kwargs]) if t.is_floating_point()]
+        if hidden and not _torch.in_backward():
+            self._item_bytes = hidden[0].element_size()
 
-    def _came_back(self, gradient) -> None:
-        self._flying -= 1
-
-    def _leaves(self, block, args, output) -> None:
+    def _after_last_block(self, block, args, output) -> None:
         self._kind = "logits"
 
-    def _saving(self) -> str:
-        """What is saved now; a backward pass saves where blocks run again."""
+    def _saved_kind(self) -> str:
+        """Part of the tensors saved now; a backward pass saves them in recomputation."""
         return "activations" if _torch.in_backward() else self._kind
 
-    def _look(self, unit, gradient=None) -> None:
-        """See how much is gathered, now that ``unit`` is: at no other time does it become more."""
-        self._open.add(unit)
-        sizes = {unit: _torch.gathered_bytes(unit) for unit in self._open}
-        self._open = {unit for unit, size in sizes.items() if size}
+    def _observe_gathered(self, unit, gradient=None) -> None:
+        """Update the peak of gathered parameters, after ``unit`` was gathered."""
+        self._maybe_gathered.add(unit)
+        sizes = {unit: _torch.gathered_bytes(unit) for unit in self._maybe_gathered}
+        self._maybe_gathered = {unit for unit, size in sizes.items() if size}
         self._gathered = max(self._gathered, sum(sizes.values()))
 
-    def _steps(self, optimizer, args, kwargs) -> None:
-        updated = map(slices.of, self.model.parameters())
+    def _before_update(self, optimizer, args, kwargs) -> None:
+        updated = map(optimizer_parameter, self.model.parameters())
         gradients = [p.grad for p in updated if p.grad is not None]
         if gradients:
-            self._gradients = max(self._gradients, bytes_of(gradients))
-            self._gradient_bytes = gradients[0].element_size()
+            self._gradients = max(self._gradients, storage_bytes(gradients))
 
-    def _made(self) -> Report:
-        if self._entering is None:
-            raise NearlinearError("nl.memory_report: no step has run inside it")
-        now, facts = runtime.current(), self._facts()
+    def _make_report(self) -> MemoryReport:
+        if self._item_bytes is None:
+            raise NearlinearError("nl.memory_report: no step has run inside the with block")
+        now = runtime_of(self.model)
         states = [value for state in self.optimizer.state.values() for value in state.values()]
         tensors = [value for value in states if isinstance(value, torch.Tensor)]
+        on_device = (t for t in tensors if t.device.type == now.device.type)
+        blocks = [_elements(block) for root in self.roots for block in _blocks(root)]
+        largest = max(sum(map(_elements, self.roots)) - sum(blocks), *blocks)
         mine = {
-            "parameters": bytes_of([*self.model.parameters(), *self.model.buffers()]),
+            "parameters": storage_bytes([*self.model.parameters(), *self.model.buffers()]),
             "gradients": self._gradients,
-            "optimizer": bytes_of(t for t in tensors if t.device.type == now.device.type),
+            "optimizer": storage_bytes(on_device),
             "activations": self._saved.peak["activations"],
             "logits": self._saved.peak["logits"],
             "gathered": self._gathered,
-            "communication": communication(facts),
+            "communication": communication_bytes(
+                largest, self._item_bytes, now.config.prefetch_depth
+            ),
         }
         if now.device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(now.device)
             mine["other"] = max(0, peak - sum(mine.values()))
-        return Report(mine, _most(mine, now.device), savings(mine, facts))
-
-    def _facts(self) -> Facts:
-        now, (shape, item_bytes) = runtime.current(), self._entering
-        blocks = [block for root in self.roots for block in _blocks(root)]
-        sizes = [_elements(block) for block in blocks]
-        tokens = math.prod(shape[:-1]) * self._flown
-        return Facts(
-            config=now.config,
-            mesh=now.mesh,
-            units=(sum(map(_elements, self.roots)) - sum(sizes), *sizes),
-            input_bytes=tokens * shape[-1] * item_bytes,
-            products_bytes=tokens * item_bytes * (numbers_out(blocks[0]) + shape[-1]),
-            rows=self._rows,
-            item_bytes=item_bytes,
-            gradient_bytes=self._gradient_bytes,
-        )
+        return MemoryReport(mine, _maximum_over_ranks(mine, now.device))
 
 
-def communication(facts: Facts) -> int:
-    """Bytes of what travels, computed, not measured: for the largest unit its gradients as they
-    were computed and as they are reduced (float32), and the buffers of the gathers under way."""
-    largest, gathers = max(facts.units), 1 + facts.config.prefetch_depth
-    return largest * (facts.item_bytes * (1 + gathers) + REDUCED_BYTES)
+def communication_bytes(largest: int, item_bytes: int, prefetch_depth: int) -> int:
+    """Compute the bytes of communication buffers for the largest unit.
+
+    Counts its gradients as computed and as reduced (float32), and the buffers of all all-gathers in
+    flight.
+    """
+    gathers = 1 + prefetch_depth
+    return largest * (item_bytes * (1 + gathers) + REDUCED_BYTES)
 
 
-def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
-    """Of the storages on this rank, each once."""
-    storages = (local(tensor).untyped_storage() for tensor in tensors)
+def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Return the bytes of the local storages, each counted once."""
+    storages = (local_tensor(tensor).untyped_storage() for tensor in tensors)
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
@@ -201,7 +184,7 @@ def _is_unit(module: nn.Module) -> bool:
 
 
 def _blocks(root: nn.Module) -> list[nn.Module]:
-    """The outermost units below ``root``, in order."""
+    """Return the outermost units below ``root``, in order."""
     found, inside = [], set()
     for module in root.modules():
         if module is not root and _is_unit(module) and module not in inside:
@@ -211,22 +194,78 @@ def _blocks(root: nn.Module) -> list[nn.Module]:
 
 
 def _elements(unit: nn.Module) -> int:
-    """Parameters of ``unit`` and of the units in it, gathered."""
+    """Return the gathered parameters of ``unit`` and its inner units."""
     inner = [module for module in unit.modules() if _is_unit(module)]
     return sum(p.numel() for module in inner for p in _torch.sharded_parameters(module))
 
 
-def numbers_out(block: nn.Module) -> int:
-    """Numbers that the matrices in ``block`` put out for one token, attention's not among them."""
-    names = ("out_features", "nf")  # of linear layers, of GPT-2's
-    found = (getattr(m, name, 0) for m in block.modules() for name in names)
-    return sum(number for number in found if isinstance(number, int))
-
-
-def _most(mine: Parts, device: torch.device) -> Parts:
-    """The most that any rank has of each part, and together. A collective call."""
-    names = [name for name in NAMES if name in mine]
+def _maximum_over_ranks(mine: dict[str, int], device: torch.device) -> dict[str, int]:
+    """Return the maximum of each part and of the total over all ranks. A collective call."""
+    names = [name for name in PARTS if name in mine]
     sizes = [*(mine[name] for name in names), sum(mine.values())]
     most = torch.tensor(sizes, dtype=torch.int64, device=device)
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
     return dict(zip([*names, "total"], most.tolist(), strict=True))
+
+
+@dataclass(frozen=True)
+class _Storage:
+    kind: str
+    bytes: int
+    alive: weakref.ref[torch.UntypedStorage]
+
+
+class SavedTensors:
+    """Counts the bytes saved for a backward pass while it is active.
+
+    Each storage counts once, however many tensors of it are saved, from its first save until its
+    memory is free. Storages of excluded tensors (parameters, buffers) do not count. Tensors saved
+    inside inner hooks (selective checkpointing, offloading, recomputation) do not pass the hooks of
+    this class: owners of such hooks report them to `observe`.
+    """
+
+    def __init__(self, kind: Callable[[], str]):
+        """``kind``: returns the part that newly saved tensors belong to."""
+        self.kind = kind
+        self.peak: Counter[str] = Counter()
+        """Most bytes of each kind at once."""
+        self._now: Counter[str] = Counter()
+        self._held: dict[int, _Storage] = {}
+        self._excluded: set[int] = set()
+        self._freed: deque[int] = deque()  # appended by whichever thread frees a storage
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
+
+    @property
+    def now(self) -> Counter[str]:
+        """Current bytes of each kind."""
+        while self._freed:
+            storage = self._held.pop(self._freed.popleft())
+            self._now[storage.kind] -= storage.bytes
+        return self._now
+
+    def exclude(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Do not count the storages of ``tensors``, also if they are reused later."""
+        self._excluded |= {_torch.storage_of(local_tensor(tensor)) for tensor in tensors}
+
+    def __enter__(self) -> SavedTensors:
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(self, *error) -> None:
+        self._hooks.__exit__(*error)
+
+    def observe(self, tensor: torch.Tensor) -> None:
+        """Count ``tensor``, which is on the device and saved for a backward pass."""
+        storage, now = local_tensor(tensor).untyped_storage(), self.now
+        identity = _torch.storage_of(local_tensor(tensor))
+        if identity in self._held or identity in self._excluded:
+            return
+        freed, kind, size = self._freed, self.kind(), storage.nbytes()
+        alive = weakref.ref(storage, lambda _: freed.append(identity))
+        self._held[identity] = _Storage(kind, size, alive)
+        now[kind] += size
+        self.peak[kind] = max(self.peak[kind], now[kind])
+
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.observe(tensor)
+        return tensor

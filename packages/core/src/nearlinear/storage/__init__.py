@@ -1,7 +1,7 @@
-"""Where checkpoints and data lie: folders of this machine's disks, or prefixes in a bucket of S3.
+"""Storage of checkpoints and data: local directories, or prefixes of an S3 bucket.
 
-Everything above reads and writes a `Place` and does not ask which it is. No torch here, so that a
-run finds out at once what is wrong with its folder.
+Callers read and write a `StoragePath` without knowing its backend. This package does not import
+torch, so that a run can validate its folders before it starts.
 """
 
 from __future__ import annotations
@@ -11,42 +11,46 @@ import re
 from pathlib import Path
 
 from ..errors import StorageError
-from .disk import Disk
-from .place import Place, Unreachable
+from .local import LocalPath
+from .path import StoragePath, StorageUnreachable
 
-__all__ = ["Place", "Unreachable", "at", "elsewhere", "on_disk"]
+__all__ = ["StoragePath", "StorageUnreachable", "as_path", "is_remote", "require_local"]
 
-_SCHEME = re.compile(r"(?P<scheme>[a-z][a-z0-9+.-]+):/+(?P<rest>.*)")
-"""of an address like s3://bucket/prefix; a Path makes one slash of two"""
+_URL = re.compile(r"(?P<scheme>[a-z][a-z0-9+.-]+):/+(?P<rest>.*)")
+"""Matches one slash too: pathlib collapses the two of ``s3://bucket``."""
 
 
-def at(folder) -> Place:
-    """The place of that name: a path, or ``s3://bucket/prefix``. Raises StorageError."""
-    if isinstance(folder, Place):
+def as_path(folder: str | os.PathLike[str] | StoragePath) -> StoragePath:
+    """Convert a path or an ``s3://bucket/prefix`` URL to a `StoragePath`.
+
+    Raises:
+        StorageError: The URL has another scheme, names no bucket, or boto3 is missing.
+    """
+    if isinstance(folder, StoragePath):
         return folder
-    address = _SCHEME.fullmatch(os.fspath(folder))
-    if address is None:
-        return Disk(Path(folder))
-    if address["scheme"] != "s3":
+    url = _URL.fullmatch(os.fspath(folder))
+    if url is None:
+        return LocalPath(Path(folder))
+    if url["scheme"] != "s3":
         raise StorageError(
-            f"{folder}: what is kept lies in folders or under s3://bucket/prefix; mount what you "
-            "have, or name one of these"
+            f"{folder}: unsupported scheme {url['scheme']!r}. Give a directory or "
+            "s3://bucket/prefix; mount other storage as a directory"
         )
-    from .s3 import S3
+    from .s3 import S3Path
 
-    return S3.named(address["rest"])
-
-
-def elsewhere(folder) -> bool:
-    """Whether that is the name of no folder of this machine, as ``s3://bucket/prefix``."""
-    return _SCHEME.fullmatch(os.fspath(folder)) is not None
+    return S3Path.parse(url["rest"])
 
 
-def on_disk(folder) -> Path:
-    """A folder that must be one of this machine's file systems. Raises StorageError."""
-    if elsewhere(folder):
+def is_remote(folder: str | os.PathLike[str]) -> bool:
+    """Return True for a URL such as ``s3://bucket/prefix``, False for a local path."""
+    return _URL.fullmatch(os.fspath(folder)) is not None
+
+
+def require_local(folder: str | os.PathLike[str]) -> Path:
+    """Return ``folder`` as a local path. Raises StorageError for a URL."""
+    if is_remote(folder):
         raise StorageError(
-            f"{folder} is no folder of this machine's, which this must be: name one, and copy it "
-            "from there (aws s3 sync)"
+            f"{folder} is not a local directory, which is required here. Name a directory; copy "
+            "remote files to it first (aws s3 sync)"
         )
     return Path(folder)

@@ -1,7 +1,7 @@
-"""Work in threads, for who must not count on ``concurrent.futures``.
+"""Concurrent work in daemon threads, without ``concurrent.futures``.
 
-Its pools take nothing more once the main thread has ended, and that is when the last checkpoint of
-a script may still be on its way.
+A ``concurrent.futures`` pool accepts no work after the main thread has ended, but the last
+checkpoint of a script may still be uploading then.
 """
 
 from __future__ import annotations
@@ -16,43 +16,46 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
-def begun(work: Callable[[], R]) -> Callable[[], R]:
-    """``work()`` in a thread of its own; what to call for what it returns, or raises."""
-    answer: list[R] = []
-    fault: list[BaseException] = []
+def run_in_thread(work: Callable[[], R]) -> Callable[[], R]:
+    """Start ``work()`` in a new thread. Return a function that waits for its result.
+
+    The returned function re-raises an exception of ``work``.
+    """
+    results: list[R] = []
+    errors: list[BaseException] = []
 
     def run() -> None:
         try:
-            answer.append(work())
-        except BaseException as error:  # raised where it is waited for
-            fault.append(error)
+            results.append(work())
+        except BaseException as error:  # re-raised in the waiting thread
+            errors.append(error)
 
     thread = threading.Thread(target=run, name="nearlinear part", daemon=True)
     thread.start()
 
     def result() -> R:
         thread.join()
-        if fault:
-            raise fault[0]
-        return answer[0]
+        if errors:
+            raise errors[0]
+        return results[0]
 
     return result
 
 
-def side_by_side(work: Callable[[T], R], items: Iterable[T], at_once: int) -> Iterator[R]:
-    """``work`` of every item, in their order; no more than ``at_once`` are begun and not given out.
+def map_concurrent(work: Callable[[T], R], items: Iterable[T], limit: int) -> Iterator[R]:
+    """Yield ``work(item)`` for each item in order, running at most ``limit`` calls ahead.
 
-    The first error is raised, once what is under way has ended.
+    Raises the first error after the calls in flight have ended.
     """
-    under_way: deque[Callable[[], R]] = deque()
+    in_flight: deque[Callable[[], R]] = deque()
     try:
         for item in items:
-            under_way.append(begun(lambda item=item: work(item)))
-            if len(under_way) == at_once:  # before another item is asked for, which takes memory
-                yield under_way.popleft()()
-        while under_way:
-            yield under_way.popleft()()
+            in_flight.append(run_in_thread(lambda item=item: work(item)))
+            if len(in_flight) == limit:  # before the next item is drawn, which takes memory
+                yield in_flight.popleft()()
+        while in_flight:
+            yield in_flight.popleft()()
     finally:
-        for result in under_way:
+        for result in in_flight:
             with contextlib.suppress(Exception):
                 result()

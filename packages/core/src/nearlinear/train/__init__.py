@@ -1,1 +1,1 @@
-"""The training loop: config, model, optimizer, metrics, and the `Trainer` that runs them."""
+"""Train a model from a config: the `Trainer`, its callbacks, metrics, data and checkpoints."""

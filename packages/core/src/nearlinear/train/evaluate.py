@@ -1,4 +1,4 @@
-"""Held-out loss, and a few words from the model: what a training run is judged by."""
+"""Evaluate a model: held-out loss, and text generation."""
 
 import torch
 import torch.distributed as dist
@@ -6,24 +6,33 @@ from torch import nn
 
 from ..data.dataset import TokenDataset
 from ..data.loader import evaluation_batches
-from ..data.masking import NOTHING, Masks
-from ..mesh import Mesh
-from ..parallel.accumulate import count_targets
-from ..parallel.pipeline.door import Pipelined
+from ..data.masking import NO_MASKS, Masks
+from ..data.mixture import Mixture
+from ..distributed.mesh import Mesh
+from ..fsdp.accumulate import count_targets
+from ..pipeline_parallel.api import Pipelined
 
 
 @torch.no_grad()
 def held_out_loss(
     model: nn.Module,
-    dataset: TokenDataset,
+    dataset: TokenDataset | Mixture,
     mesh: Mesh,
     batch_size: int,
     windows: int,
-    masks: Masks = NOTHING,
+    masks: Masks = NO_MASKS,
 ) -> float:
-    """Mean cross-entropy in nats over ``windows`` held-out sequences, evenly spaced.
+    """Return the mean cross-entropy in nats over held-out sequences. A collective call.
 
-    The same on every rank and for every layout; a rank takes ``batch_size`` of them at a time.
+    The result is equal on every rank and independent of the layout.
+
+    Args:
+        model: A sharded model.
+        dataset: Held-out data.
+        mesh: Mesh of the job.
+        batch_size: Sequences per forward pass of a rank.
+        windows: Number of sequences, evenly spaced in ``dataset``.
+        masks: Masks of the training data.
     """
     device = next(model.parameters()).device
     data_rank = mesh.data_rank(dist.get_rank())
@@ -36,7 +45,7 @@ def held_out_loss(
             loss = model.evaluate(batch)
         else:
             loss = model(**batch).loss  # FSDP moves the batch to the device
-        if targets:  # a batch of repeats only takes part for its collectives
+        if targets:  # without targets the batch only takes part in the collectives
             totals += torch.stack([loss.double() * targets, loss.new_tensor(targets).double()])
     model.train()
     dist.all_reduce(totals)
@@ -47,9 +56,17 @@ def held_out_loss(
 def generate(
     model: nn.Module, prompt: list[int], tokens: int, context: int, top_k: int = 40, seed: int = 0
 ) -> list[int]:
-    """``tokens`` ids after ``prompt``, drawn among the ``top_k`` likeliest.
+    """Return ``tokens`` ids that continue ``prompt``, sampled from the ``top_k`` most likely.
 
-    Every rank runs the same forward passes and draws the same ids, as sharded parameters need.
+    Every rank runs the same forward passes and samples the same ids. A collective call.
+
+    Args:
+        model: A sharded model.
+        prompt: Token ids to continue.
+        tokens: Number of ids to generate.
+        context: Maximum number of ids that the model reads.
+        top_k: Number of candidates per id.
+        seed: Seed of the sampling.
     """
     device = next(model.parameters()).device
     generator = torch.Generator(device=device).manual_seed(seed)
@@ -57,15 +74,15 @@ def generate(
     model.eval()
     for _ in range(tokens):
         logits = _next_logits(model, ids[:, -context:])
-        likeliest = logits.topk(min(top_k, logits.numel()))
-        choice = torch.multinomial(likeliest.values.softmax(0), 1, generator=generator)
-        ids = torch.cat([ids, likeliest.indices[choice][None]], dim=1)
+        top = logits.topk(min(top_k, logits.numel()))
+        choice = torch.multinomial(top.values.softmax(0), 1, generator=generator)
+        ids = torch.cat([ids, top.indices[choice][None]], dim=1)
     model.train()
     return ids[0, len(prompt) :].tolist()
 
 
 def _next_logits(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
-    """Of what follows ``ids`` (1, S): (V,), float32, the same on every rank."""
+    """Return the logits of the id after ``ids`` (1, S): (V,), float32, equal on every rank."""
     if isinstance(model, Pipelined):
         return model.last_logits({"input_ids": ids})[0].float()
     return model(input_ids=ids, use_cache=False).logits[0, -1].float()

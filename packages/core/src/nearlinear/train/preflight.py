@@ -1,7 +1,7 @@
-"""Find what is wrong with a run before any rank is started: seconds, not minutes, to an error.
+"""Check a run before any rank starts, so that a mistake is found in seconds.
 
-Checks the layout against the number of ranks, the token shards, how they fit the model, and where
-the run will write. Imports no torch, so that a mistake costs no start-up time.
+Checks the layout against the number of ranks, the token shards, their fit to the model, and the
+output folders. Imports no torch, to keep the start-up time of a failing command short.
 """
 
 import functools
@@ -9,58 +9,49 @@ import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from .. import storage
-from ..config import Config, divisors
-from ..data.blend import Blend
+from ..config import hf_folder
+from ..config.parallel import ParallelConfig, divisors
+from ..config.presets import layers_key
+from ..config.schema import coerce
+from ..config.train import TrainConfig
 from ..data.dataset import TokenDataset
+from ..data.mixture import Mixture
 from ..data.split import NoSplit
+from ..distributed.mesh import Mesh
 from ..errors import ConfigError, DataError, StorageError
-from ..mesh import Mesh
-from ..schema import coerce
-from . import pretrained
-from .config import TrainConfig
-from .presets import layers_key
 
 log = logging.getLogger(__name__)
 
-OF_OFFLOAD = ("sm_activation_offloading", "activation_loading_horizon")
-"""Keys that matter only where activations are offloaded."""
+OFFLOAD_KEYS = ("sm_activation_offloading", "activation_loading_horizon")
+"""Keys of [parallel] that matter only with ``activations.offload``."""
 
 
-def check(config: TrainConfig, world: int, ranks_per_node: int = 0) -> Mesh:
-    """Raise ConfigError or DataError if ``config`` cannot train on ``world`` ranks; the mesh."""
+def check_run(config: TrainConfig, world: int, ranks_per_node: int = 0) -> Mesh:
+    """Check that ``config`` can train on ``world`` ranks, and return the mesh.
+
+    Logs a warning for every setting without effect.
+
+    Raises:
+        ConfigError: A setting cannot be used.
+        DataError: The token shards cannot be used.
+    """
     config.model.architecture  # noqa: B018 - raises ConfigError
     config.parallel.check_supported()
-    if config.parallel.microbatches > 1 and config.parallel.pipeline_parallel_degree == 1:
-        log.warning(
-            "parallel.microbatches = %d has no effect without a pipeline; batch.accumulation is "
-            "how many micro-batches a step has",
-            config.parallel.microbatches,
-        )
-    for name in OF_OFFLOAD if not config.activations.offload else ():
-        if (value := getattr(config.parallel, name)) != getattr(Config, name):
-            log.warning("parallel.%s = %s has no effect without activations.offload", name, value)
-    remote = any(map(storage.elsewhere, [config.data.path, *config.data.sources]))
-    if config.data.cache and config.data.packing == "concat" and not remote:
-        log.warning(
-            'data.cache has no effect with data.packing = "concat" of data that is here: it needs '
-            "no plan"
-        )
-    if config.data.cache_gib and not remote:
-        log.warning("data.cache_gib = %g has no effect: no data is in a bucket (s3://)",
-                    config.data.cache_gib)  # fmt: skip
+    _warn_unused(config)
     mesh = Mesh.from_config(config.parallel, world, ranks_per_node)
-    check_degrees(config, mesh)
+    check_model_divides(config, mesh)
     config.batch.micro_batches(mesh.data_ranks)
     open_dataset(config, "train")
     if config.train.eval_sequences:
         open_dataset(config, "val")
-    state = read_state(config)
+    state = read_data_state(config)
     if state and state["step"] >= config.train.steps:
         raise ConfigError(
             f"data.resume = {config.data.resume} is at step {state['step']} and train.steps = "
-            f"{config.train.steps}: raise train.steps, or drop data.resume"
+            f"{config.train.steps}: raise train.steps, or remove data.resume"
         )
     if config.optimizer.warmup_steps >= config.train.steps:
         log.warning(
@@ -68,48 +59,73 @@ def check(config: TrainConfig, world: int, ranks_per_node: int = 0) -> Mesh:
             config.optimizer.warmup_steps,
             config.train.steps,
         )
-    _check_folder("run.folder", config.run.folder, storage.on_disk)
+    _check_folder("run.folder", config.run.folder, storage.require_local)
     if config.checkpoint.folder:
         _check_folder("checkpoint.folder", config.checkpoint.folder)
     return mesh
 
 
-def check_degrees(config: TrainConfig, mesh: Mesh) -> None:
-    """Raise ConfigError where the model's own numbers do not go with the mesh."""
+def _warn_unused(config: TrainConfig) -> None:
+    """Log a warning for every setting without effect."""
+    if config.parallel.microbatches > 1 and config.parallel.pipeline_parallel_degree == 1:
+        log.warning(
+            "parallel.microbatches = %d has no effect without a pipeline; batch.accumulation sets "
+            "the number of micro-batches per step",
+            config.parallel.microbatches,
+        )
+    for name in OFFLOAD_KEYS if not config.activations.offload else ():
+        if (value := getattr(config.parallel, name)) != getattr(ParallelConfig, name):
+            log.warning("parallel.%s = %s has no effect without activations.offload", name, value)
+    remote = any(map(storage.is_remote, [config.data.path, *config.data.sources]))
+    if config.data.cache and config.data.packing == "concat" and not remote:
+        log.warning(
+            'data.cache has no effect with data.packing = "concat" and local data: there is no '
+            "plan to cache"
+        )
+    if config.data.cache_gib and not remote:
+        log.warning(
+            "data.cache_gib = %g has no effect: no data is in a bucket (s3://)",
+            config.data.cache_gib,
+        )
+
+
+def check_model_divides(config: TrainConfig, mesh: Mesh) -> None:
+    """Raise ConfigError if heads, experts or layers of the model do not fit the mesh."""
     name, family = config.model.name, config.model.family
     shape = config.model.architecture["shape"] | config.model.overrides
     heads = "n_head" if family == "gpt2" else "num_attention_heads"
     for key in (heads, "num_key_value_heads"):
-        _divides("tensor_parallel_degree", mesh.tensor, key, shape.get(key))
+        _check_divides("tensor_parallel_degree", mesh.tensor, key, shape.get(key))
     if mesh.expert > 1 and "num_local_experts" not in shape:
         raise ConfigError(
             f"parallel.expert_parallel_degree = {mesh.expert}: {name} has no experts; set it to 1, "
-            "or take a mixtral preset"
+            "or choose a mixtral preset"
         )
-    _divides("expert_parallel_degree", mesh.expert, "num_local_experts",
-             shape.get("num_local_experts"))  # fmt: skip
+    experts = shape.get("num_local_experts")
+    _check_divides("expert_parallel_degree", mesh.expert, "num_local_experts", experts)
     if "num_local_experts" in shape:
         own_loss = bool(shape.get("output_router_logits"))
         config.moe.check_degrees(mesh.expert, mesh.pipeline, mesh.context, own_loss)
     layers = shape.get(layers_key(family))
     if isinstance(layers, int) and mesh.pipeline > layers:
         raise ConfigError(
-            f"parallel.pipeline_parallel_degree = {mesh.pipeline}: {name} has only {layers} layers"
+            f"parallel.pipeline_parallel_degree = {mesh.pipeline}: {name} has only {layers} "
+            f"layers; allowed are 1 to {layers}"
         )
 
 
-def _divides(key: str, degree: int, what: str, count) -> None:
+def _check_divides(key: str, degree: int, size: str, count: object) -> None:
     if isinstance(count, int) and count > 0 and count % degree:
         raise ConfigError(
-            f"parallel.{key} = {degree} does not divide {what} = {count} of the model: allowed are "
+            f"parallel.{key} = {degree} does not divide {size} = {count} of the model: allowed are "
             f"{divisors(count)}"
         )
 
 
-def _check_folder(key: str, folder: str, named: Callable = storage.at) -> None:
-    """Make a folder and leave nothing in it. Raises ConfigError if it cannot be written."""
+def _check_folder(key: str, folder: str, parse: Callable[[str], Any] = storage.as_path) -> None:
+    """Create a folder and try to write to it. Raises ConfigError if that fails."""
     try:
-        storage.at(named(folder)).try_out()
+        storage.as_path(parse(folder)).check_writable()
     except StorageError as error:
         raise ConfigError(f"{key} = {error}") from None
     except OSError as error:
@@ -118,18 +134,26 @@ def _check_folder(key: str, folder: str, named: Callable = storage.at) -> None:
         ) from None
 
 
-def open_dataset(config: TrainConfig, split: str, verified: bool = False) -> TokenDataset | Blend:
-    """The token shards of ``split``, checked as ``data.verify`` says. Raises DataError.
+def open_dataset(config: TrainConfig, split: str, verified: bool = False) -> TokenDataset | Mixture:
+    """Open the token shards of ``split`` and verify them as ``data.verify`` says.
 
-    ``verified``: the launcher has checked them already, so that ranks look at sizes only. Of
-    several sources those without anything in ``val`` have no part in it.
+    Sources of a mixture without a ``val`` split are left out of the held-out data.
+
+    Args:
+        config: The config of the run.
+        split: "train" or "val".
+        verified: True if the launcher has verified the shards, so that ranks compare sizes only.
+
+    Raises:
+        ConfigError: No data is set.
+        DataError: The shards cannot be used, or do not fit the model.
     """
     if not config.data.folder:
         raise ConfigError(
             'data.path is not set: prepare tokens with "python -m data_prep botocore" and set it '
-            "to the folder that it names"
+            "to the folder printed by that command"
         )
-    opened = functools.partial(
+    open_folder = functools.partial(
         TokenDataset,
         split=split,
         sequence_length=config.sequence_length,
@@ -141,35 +165,37 @@ def open_dataset(config: TrainConfig, split: str, verified: bool = False) -> Tok
         eos_id=config.data.eos_id,
     )
     if config.data.sources:
-        dataset = Blend(_sources(config.data.sources, opened, split))
+        dataset = Mixture(_open_sources(config.data.sources, open_folder, split))
     else:
-        dataset = opened(config.data.path)
+        dataset = open_folder(config.data.path)
     needed = dataset.manifest.vocab_size
     if config.model.init_from:
-        pretrained.check_vocabulary(config.model.init_from, config.data.folder, needed)
-    asked = config.model.overrides.get("vocab_size", needed)
-    vocabulary = coerce(asked, int, "model.overrides.vocab_size")
+        hf_folder.check_vocabulary(config.model.init_from, config.data.folder, needed)
+    override = config.model.overrides.get("vocab_size", needed)
+    vocabulary = coerce(override, int, "model.overrides.vocab_size")
     if vocabulary < needed:
         raise DataError(
-            f"model.overrides.vocab_size = {vocabulary} but {config.data.folder} holds ids up to "
-            f"{needed - 1}: raise it, or drop it to follow the data"
+            f"model.overrides.vocab_size = {vocabulary}, but {config.data.folder} holds ids up to "
+            f"{needed - 1}: set it to at least {needed}, or remove it to use the size of the data"
         )
     return dataset
 
 
-def _sources(weights: dict[str, float], opened: Callable, split: str) -> dict:
+def _open_sources(
+    weights: dict[str, float], open_folder: Callable[[str], TokenDataset], split: str
+) -> dict[TokenDataset, float]:
     found = {}
     for folder, weight in weights.items():
         try:
-            found[opened(folder)] = weight
+            found[open_folder(folder)] = weight
         except NoSplit:
             if split == "train":
                 raise
     return found
 
 
-def read_state(config: TrainConfig) -> dict | None:
-    """The data state ``data.resume`` names: {"step": int, "loader": dict}, or None."""
+def read_data_state(config: TrainConfig) -> dict[str, Any] | None:
+    """Read the file named by ``data.resume``: {"step": int, "loader": dict}, or None if unset."""
     if not config.data.resume:
         return None
     path = Path(config.data.resume)
@@ -179,4 +205,6 @@ def read_state(config: TrainConfig) -> dict | None:
     except FileNotFoundError:
         raise DataError(f"data.resume = {path}: no such file; check the path") from None
     except (OSError, ValueError, KeyError, TypeError):
-        raise DataError(f"data.resume = {path}: not a data_state.json of a training run") from None
+        raise DataError(
+            f"data.resume = {path}: not a data_state.json of a training run; check the path"
+        ) from None

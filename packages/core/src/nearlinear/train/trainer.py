@@ -1,206 +1,256 @@
-"""The training loop, from a config to a trained model: the same code on one rank and on 256.
+"""Train a model from a config, with the same program on 1 rank and on 256.
 
-`Trainer(config)` joins the ranks, lays out the mesh, shards the model and opens the data;
-`Trainer.step` is one optimizer step; `Trainer.fit` runs them all, evaluates on held-out tokens and
-ends with a sample of text. Only rank 0 reports and writes files.
+`Trainer(config)` joins the ranks, opens the data, builds and shards the model. `Trainer.step` runs
+one optimizer step and reads top to bottom. `Trainer.fit` runs all steps, evaluates on held-out
+tokens and ends with a text sample. Only rank 0 reports and writes files.
+
+The watchdog, rank timing, emergency checkpoints and bad-step detection are callbacks, see
+`nearlinear.train.callbacks`.
 """
 
+from __future__ import annotations
+
+import contextlib
 import math
 import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from .. import runtime, schema
 from ..checkpoint.hf.importing import import_hf
+from ..config import schema
+from ..config.train import TrainConfig, load
+from ..distributed import runtime
+from ..distributed.watchdog import watch_ranks
+from ..errors import ConfigError, Interrupted
+from ..fsdp.accumulate import accumulate, count_targets
+from ..fsdp.clip_grad import clip_grad_norm_
+from ..fsdp.model_state import model_state
 from ..memory.measure import memory_report
-from ..memory.report import Report
-from ..parallel import loss_scale
-from ..parallel.accumulate import accumulate, count_targets
-from ..parallel.clip import clip_grad_norm_
-from ..parallel.pipeline.door import Pipelined
-from ..watchdog.dog import Watchdog, watch_ranks
-from . import preflight, ranks
-from .bad_steps import BadSteps
-from .batches import check_positions, loader_of, write_state
-from .config import TrainConfig, load
-from .emergency import Emergency
-from .ending import Ending, Interrupted
+from ..memory.report import MemoryReport
+from ..pipeline_parallel.api import Pipelined
+from . import preflight
+from .callbacks import Callback, TrainStep
+from .callbacks.bad_steps import BadStepDetector
+from .callbacks.emergency_checkpoint import EmergencyCheckpoint
+from .callbacks.rank_timing import RankTiming, peak_memory
+from .callbacks.watchdog import WatchdogCallback
+from .checkpoint_manager import CheckpointManager, StopSignal
+from .data import build_loader, check_document_mask, write_data_state
 from .evaluate import generate, held_out_loss
 from .flops import flops_per_token, peak_tflops
-from .keeper import Keeper
+from .metrics import Reporter
 from .model import build_model
 from .optimizer import build_optimizer, learning_rate, set_learning_rate
-from .places import follow_blocks
-from .report import Reporter
-from .split import split
+from .parallelize import parallelize
 
-FIRST_STEP = 4.0
-"""times ``train.rank_timeout`` that an operation may take there, compiling or measuring"""
+STARTUP_PATIENCE = 12.0
+"""Multiple of ``train.rank_timeout`` for each part of the set-up: large checkpoints take long."""
 
-START_UP = 12.0
-"""times train.rank_timeout that parts of it may take: large checkpoints come over a network"""
+HOOKS = tuple(name for name in vars(Callback) if not name.startswith("_"))
+
+HOST_NAME_BYTES = 64
+"""Longer host names are cut."""
 
 
 @dataclass(frozen=True)
-class Result:
-    """What a run came to, the same on every rank."""
+class TrainResult:
+    """The result of a run, equal on every rank."""
 
     steps: int
     loss: float
-    """mean training loss of the last step, nats"""
+    """Mean training loss of the last step, nats."""
     eval_loss: float
-    """held-out loss after the last step, nats; NaN without evaluation"""
+    """Held-out loss after the last step, nats; NaN without evaluation."""
     guessing: float
-    """loss of a model that knows nothing: the logarithm of the vocabulary's size"""
+    """Loss of uniform guessing: the logarithm of the vocabulary size."""
     sample: str
-    """the generated text, prompt included; empty if none was asked for"""
+    """Generated text with its prompt; empty if ``train.sample_tokens`` is 0."""
 
 
 class Trainer:
-    """A run in progress: config, mesh, model, optimizer, data, reporter."""
+    """A training run: config, mesh, data, model, optimizer, checkpoints and callbacks.
 
-    def __init__(self, config, *, verified: bool = False):
-        """Get ready. ``config`` is a TrainConfig, a dict, or the path of a file.
+    Example::
 
-        ``verified``: the token shards were checked just before. Raises ConfigError and DataError.
+        config = {"data": {"path": "data/botocore"}, "train": {"steps": 100}}
+        result = nl.Trainer(config).fit()
+        print(result.loss, result.eval_loss)
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig | Mapping[str, Any] | str | Path,
+        *,
+        callbacks: Sequence[Callback] = (),
+        verified: bool = False,
+    ):
+        """Set up a run on this rank. A collective call.
+
+        Args:
+            config: The config, as a TrainConfig, a dict, or the path of a file.
+            callbacks: Further callbacks, called before bad-step detection and after the others.
+            verified: True if the token shards were verified just before.
+
+        Raises:
+            ConfigError: A setting cannot be used.
+            DataError: The token shards cannot be used.
         """
         config = config if isinstance(config, TrainConfig) else load(config)
         self.config = config
+
+        # mesh
         self.mesh = runtime.init(config.parallel)
         now = runtime.current()
         self.rank, self.device = now.rank, now.device
         torch.manual_seed(config.parallel.random_seed + self.rank)  # dropout
-        with watch_ranks(config.train.rank_timeout, setting="train.rank_timeout") as watch:
-            self._get_ready(watch, verified)
 
-    def _get_ready(self, watch: Watchdog, verified: bool) -> None:
-        config = self.config
-        watch.at("opening the data", START_UP)
-        self.dataset = preflight.open_dataset(config, "train", verified)
-        self.held_out = None
-        if config.train.eval_sequences:
-            self.held_out = preflight.open_dataset(config, "val", verified)
-        self.loader = loader_of(config, self.dataset)
-        state = preflight.read_state(config)
-        if state:
-            self.loader.load_state_dict(state["loader"])
-        watch.at("building the model", START_UP)
-        model = build_model(config.model, self.dataset.manifest.vocab_size)
-        if config.data.document_mask:
-            check_positions(model)
-        self.parameters = sum(p.numel() for p in model.parameters())
-        self.flops_per_token = flops_per_token(model, config.sequence_length)
-        self.model, blocks = split(model, config)
-        self.own_time = ranks.OwnTime(blocks, self.device)
-        self.optimizer = build_optimizer(self.model, config.optimizer)
-        self.scaler = loss_scale.of(self.model)  # None: not in float16
-        self.memory: Report | None = None  # of the first step
-        self.bad_steps = BadSteps(config.train.bad_steps_in_a_row, config.train.spike_factor)
-        self.keeper = Keeper(
-            config.checkpoint,
-            self.model,
-            self.optimizer,
-            loader=self.loader,
-            bad_steps=self.bad_steps,
-        )
-        self.emergency = Emergency(self.keeper)
-        seconds = config.train.rank_timeout
-        self.watch = watch_ranks(seconds, self.emergency.save, setting="train.rank_timeout")
-        follow_blocks(self.model, blocks, self.watch.operation.reach)
-        self.ending = Ending()
-        self.told_to_end = False
-        watch.at("loading what was saved", START_UP)
-        resumed = self.keeper.resume()
-        if config.model.init_from and not resumed:
-            import_hf(config.model.init_from, self.model)
-        self.first_step = self.done = resumed or (state["step"] if state else 0)
-        precision = config.parallel.precision
-        self.peak_tflops = config.run.peak_tflops or peak_tflops(self.device, precision)
-        self.reporter = Reporter(
-            config.run.folder,
-            config.train.steps,
-            active=self.rank == 0,
-            tensorboard=config.run.tensorboard,
-            first_step=self.first_step,
-        )
+        timeout, setting = config.train.rank_timeout, "train.rank_timeout"
+        with watch_ranks(timeout, setting=setting) as watch:
+            # data
+            watch.at("opening the data", STARTUP_PATIENCE)
+            self.dataset = preflight.open_dataset(config, "train", verified)
+            self.held_out = None
+            if config.train.eval_sequences:
+                self.held_out = preflight.open_dataset(config, "val", verified)
+            self.loader = build_loader(config, self.dataset)
+            self.tokens_per_step = self.loader.samples_per_step * config.sequence_length
+            data_state = preflight.read_data_state(config)
+            if data_state:
+                self.loader.load_state_dict(data_state["loader"])
 
-    def fit(self) -> Result:
+            # model
+            watch.at("building the model", STARTUP_PATIENCE)
+            model = build_model(config.model, self.dataset.manifest.vocab_size)
+            if config.data.document_mask:
+                check_document_mask(model)
+            self.num_parameters = sum(p.numel() for p in model.parameters())
+            self.flops_per_token = flops_per_token(model, config.sequence_length)
+
+            # parallelize
+            self.model, blocks = parallelize(model, config)
+
+            # optimizer
+            self.optimizer = build_optimizer(self.model, config.optimizer)
+            self.scaler = model_state(self.model).loss_scaler  # None unless in float16
+            self.bad_steps = BadStepDetector(
+                config.train.bad_steps_in_a_row, config.train.spike_factor
+            )
+
+            # checkpoint
+            watch.at("loading the checkpoint", STARTUP_PATIENCE)
+            self.checkpoints: CheckpointManager | None = None
+            if config.checkpoint.folder:
+                others = {"loader": self.loader, "bad_steps": self.bad_steps}
+                self.checkpoints = CheckpointManager(
+                    config.checkpoint, self.model, self.optimizer, **others
+                )
+            resumed = self.checkpoints.resume() if self.checkpoints else 0
+            if config.model.init_from and not resumed:
+                import_hf(config.model.init_from, self.model)
+            self.first_step = self.done = resumed or (data_state["step"] if data_state else 0)
+            self.stop_signal, self.stopping = StopSignal(), False
+
+            # metrics
+            precision = config.parallel.precision
+            self.peak_tflops = config.run.peak_tflops or peak_tflops(self.device, precision)
+            self.memory: MemoryReport | None = None  # measured in the first update
+            self.reporter = Reporter(
+                config.run.folder,
+                config.train.steps,
+                active=self.rank == 0,
+                tensorboard=config.run.tensorboard,
+                first_step=self.first_step,
+            )
+
+            # callbacks
+            emergency = None
+            if self.checkpoints and config.checkpoint.emergency:
+                emergency = EmergencyCheckpoint(self.checkpoints)
+            on_fault = emergency.save if emergency else None
+            self.watch = watch_ranks(timeout, on_fault, setting=setting)
+            self.callbacks: tuple[Callback, ...] = (
+                WatchdogCallback(self.watch, self.model, blocks, self.first_step + 1),
+                *((emergency,) if emergency else ()),
+                RankTiming(blocks, self.device),
+                *callbacks,
+                self.bad_steps,  # last, to count the steps that others skip
+            )
+            self._hooks = {name: _overriding(self.callbacks, name) for name in HOOKS}
+            self._call("on_setup", self)
+
+    def fit(self) -> TrainResult:
         """Train to the last step (or ``train.stop_after``), evaluate, and sample text.
 
-        Where checkpoints are kept, SIGTERM has the run saved and raises Interrupted.
+        With a checkpoint folder, SIGTERM saves the run and raises Interrupted.
         """
-        if self.keeper.folder:
-            self.ending.watch()
+        if self.checkpoints:
+            self.stop_signal.install()
         loop = self.config.train
         last = min(loop.steps, loop.stop_after or loop.steps)
         try:
             with self.watch:
-                self.watch.at("the beginning of the run")
+                self.watch.at("the start of the run")
                 self._introduce(last)
                 return self._run(last)
         except BaseException as error:
-            self.keeper.abandon(error)
+            if self.checkpoints:
+                self.checkpoints.abandon(error)
             raise
         finally:
-            self.ending.leave()
+            self.stop_signal.uninstall()
             self.reporter.close()
 
-    def _run(self, last: int) -> Result:
+    def _run(self, last: int) -> TrainResult:
         loop, metrics, eval_loss = self.config.train, {"loss": math.nan}, math.nan
         while self.done < last:
-            self.emergency.prepare(self.done - self._skipped())
-            metrics = self._step()
-            self.watch.at(f"what follows step {self.done}")
-            if self.told_to_end and self.done < last:
-                self._end_early(metrics)
+            metrics = self._step_with_memory_report()
+            self.watch.at(f"after step {self.done}")
+            if self.stopping and self.done < last:
+                self._stop_early(metrics)
             due = self.done == last or (loop.eval_every and self.done % loop.eval_every == 0)
             if due and self.held_out:
                 self.watch.at(f"the evaluation after step {self.done}")
                 metrics["eval_loss"] = eval_loss = self.evaluate()
             if due or self.done % self.config.run.log_every == 0:
-                self.reporter.step(metrics)
-            self._save_data_state()
-            if self.keeper.due(self.done, last):
-                self._save()
-        self.watch.at("the sample of text at the end")
+                self.reporter.log_step(metrics)
+            self._write_data_state()
+            if self.checkpoints and self.checkpoints.is_due(self.done, last):
+                self._save(self.checkpoints)
+        self.watch.at("the text sample at the end")
         if sample := self.sample() if loop.sample_tokens else "":
-            self.reporter.say(f"sample: {sample!r}")
-        self.watch.at(f"the end of the run, with the checkpoint of step {self.keeper.saved}")
-        self.keeper.finish()
+            self.reporter.print(f"sample: {sample!r}")
+        if self.checkpoints:
+            self.watch.at(f"the end of the run, writing checkpoint {self.checkpoints.saved}")
+            self.checkpoints.finish()
         guessing = math.log(self.dataset.manifest.vocab_size)
-        return Result(self.done, metrics["loss"], eval_loss, guessing, sample)
+        return TrainResult(self.done, metrics["loss"], eval_loss, guessing, sample)
 
-    def _step(self) -> dict:
-        """`step`, the first one that is not skipped with an account of its memory."""
-        if self.memory is not None or not self.config.run.memory_report:
-            return self.step()
-        before = self._skipped()
-        with memory_report(self.model, self.optimizer) as measured:
-            metrics = self.step()
-        if self._skipped() == before:
-            self.memory = measured.report
-            self.reporter.memory(self.memory)
-        return metrics
+    def step(self) -> dict[str, Any]:
+        """Run one optimizer step and return the job's metrics, equal on every rank.
 
-    def step(self) -> dict:
-        """One optimizer step; the metrics of the whole job, the same on every rank."""
+        Besides the collectives of the model and of the gradient norm, a step has one all-reduce: of
+        the loss, the number of targets, the flags, and the per-rank metrics of callbacks.
+        """
+        config, updates = self.config, self.done - self._skipped_steps()
+        logged = (self.done + 1) % config.run.log_every == 0
+        step = TrainStep(self.done + 1, updates, logged)
+        self._call("on_step_begin", step)
         start = time.perf_counter()
-        number = self.done + 1 - self._skipped()  # the schedule waits for those
-        rate = learning_rate(number, self.config.train.steps, self.config.optimizer)
-        set_learning_rate(self.optimizer, rate)
+        lr = learning_rate(updates + 1, config.train.steps, config.optimizer)
+        set_learning_rate(self.optimizer, lr)
+        micro_batches = next(self.loader)
+        self._call("on_data_loaded", step)
+
+        # loss times targets, targets, stop signal, checkpoint failed, checkpoint interval elapsed
         totals = torch.zeros(5, dtype=torch.float64, device=self.device)
-        two_hop = self.config.train.two_hop
-        reported = (self.done + 1) % self.config.run.log_every == 0
-        self.own_time.begin_step(watching=reported)
-        self._at("loading a batch")
-        with self.own_time.loading():
-            micro_batches = next(self.loader)
-        self._at("micro-batch 1")
-        for number, batch in enumerate(accumulate(self.model, micro_batches, two_hop=two_hop), 1):
-            if number > 1:
-                self._at(f"micro-batch {number}")
+        batches = accumulate(self.model, micro_batches, two_hop=config.train.two_hop)
+        for index, batch in enumerate(batches, 1):
+            self._call("on_micro_batch", step, index)
             if isinstance(self.model, Pipelined):
                 loss = self.model.step(batch)
             else:
@@ -209,37 +259,105 @@ class Trainer:
             targets = count_targets(batch)
             totals[0] += loss.detach().double() * targets
             totals[1] += targets
-        self._at("the gradients' norm")
-        norm = clip_grad_norm_(self.model, self.config.optimizer.clip or math.inf)
-        # one rank's wish is everybody's, after the same step
-        wishes = [self.ending.told, self.keeper.failed, self.keeper.waited_long]
-        totals[2:] = totals.new_tensor(wishes)
-        mine = [*self.own_time.take(), ranks.peak_memory(self.device)] if reported else []
-        (loss, targets, told, failed, waited), by_rank = ranks.add_up(totals, mine)
-        if failed:
-            self.keeper.finish()  # which raises, on all ranks
-        loss, self.told_to_end, self.keeper.time_is_up = loss / targets, told > 0, waited > 0
-        if self.scaler and self.scaler.overflow:
-            norm = math.inf  # all ranks have dropped their gradients
-        elif why := self.bad_steps.judge(self.done + 1, loss, norm):
+        self._call("on_backward_end", step)
+        grad_norm = clip_grad_norm_(self.model, config.optimizer.clip or math.inf)
+
+        # flags of one rank reach all ranks, so that all act on them after the same step
+        flags = self.checkpoints.flags() if self.checkpoints else (False, False)
+        totals[2:] = totals.new_tensor([self.stop_signal.received, *flags])
+        sums, step.by_rank = sum_and_gather(totals, self._rank_metrics(step))
+        self.stopping = sums[2] > 0
+        if self.checkpoints:
+            if sums[3]:
+                self.checkpoints.finish()  # raises on all ranks
+            self.checkpoints.interval_elapsed = sums[4] > 0
+
+        step.loss, step.grad_norm = sums[0] / sums[1], grad_norm
+        if self.scaler and self.scaler.overflow:  # no rank has gradients
+            step.overflow, step.grad_norm = True, math.inf
+        self._call("on_gradients_ready", step)
+        if step.skip_reason:
             self.optimizer.zero_grad()
-            self.reporter.say(f"step {self.done + 1} is skipped: {why}")
-        with self.watch.changing(f"step {self.done + 1}, the optimizer's step"):
-            self.optimizer.step()  # without gradients it changes nothing
+            self.reporter.print(f"step {step.number} is skipped: {step.skip_reason}")
+        with self._update_context(step):
+            self.optimizer.step()  # changes nothing without gradients
             self.optimizer.zero_grad()
             self.done += 1
-            self.emergency.note(self.done)
-        metrics = self._metrics(loss, rate, norm, time.perf_counter() - start)
-        return metrics | ranks.columns(by_rank)
+        metrics = self._metrics(step, lr, time.perf_counter() - start)
+        self._call("on_step_end", step, metrics)
+        return metrics
+
+    def _call(self, hook: str, *arguments: Any) -> None:
+        """Call ``hook`` of every callback that overrides it, in order."""
+        for method in self._hooks[hook]:
+            method(*arguments)
+
+    def _rank_metrics(self, step: TrainStep) -> dict[str, float]:
+        metrics: dict[str, float] = {}
+        for rank_metrics in self._hooks["rank_metrics"]:
+            metrics |= rank_metrics(step)
+        return metrics
+
+    def _update_context(self, step: TrainStep) -> contextlib.ExitStack:
+        """Enter the callbacks' contexts, the first callback's outermost."""
+        with contextlib.ExitStack() as stack:
+            for update_context in self._hooks["update_context"]:
+                stack.enter_context(update_context(step))
+            return stack.pop_all()
+
+    def _metrics(self, step: TrainStep, lr: float, seconds: float) -> dict[str, Any]:
+        tokens_per_s = self.tokens_per_step / seconds
+        tflops = tokens_per_s * self.flops_per_token / self.mesh.world / 1e12
+        metrics = {
+            "step": step.number,
+            "loss": step.loss,
+            "lr": lr,
+            "grad_norm": step.grad_norm,
+            "tokens_per_s": tokens_per_s,
+            "tflops_per_gpu": tflops,
+            "mfu": tflops / self.peak_tflops,
+            "mem_gib": peak_memory(self.device),
+            "batch_id": self.loader.batch_id,
+        }
+        if self.scaler or self._skipped_steps():
+            metrics["skipped"] = self._skipped_steps()
+        if self.scaler:
+            metrics["loss_scale"] = self.scaler.loss_scale
+        if self.config.data.sources:
+            metrics["epochs"] = self.loader.epochs  # per source of the mixture
+        # four decimals keep the JSON line of a thousand ranks short
+        for name, values in step.by_rank.items():
+            metrics[name] = [round(value, 4) for value in values]
+        return metrics
+
+    def _skipped_steps(self) -> int:
+        """Return the number of steps that did not update the model."""
+        return self.bad_steps.skipped + (self.scaler.skipped if self.scaler else 0)
+
+    def _step_with_memory_report(self) -> dict[str, Any]:
+        """Run `step`, and measure the memory of the first one that updates the model."""
+        if self.memory is not None or not self.config.run.memory_report:
+            return self.step()
+        before = self._skipped_steps()
+        with memory_report(self.model, self.optimizer) as measured:
+            metrics = self.step()
+        if self._skipped_steps() == before and measured.report:
+            self.memory = measured.report
+            self.reporter.log_memory(self.memory)
+        return metrics
 
     def evaluate(self) -> float:
-        """Held-out loss in nats, the same on every rank."""
+        """Return the held-out loss in nats, equal on every rank."""
+        if self.held_out is None:
+            raise ConfigError(
+                "train.eval_sequences = 0: no held-out data is open; set it to at least 1"
+            )
         size, windows = self.config.batch.micro_batch_size, self.config.train.eval_sequences
-        hidden = self.loader.masks
-        return held_out_loss(self.model, self.held_out, self.mesh, size, windows, hidden)
+        masks = self.loader.masks
+        return held_out_loss(self.model, self.held_out, self.mesh, size, windows, masks)
 
     def sample(self) -> str:
-        """Text that continues ``train.sample_prompt``, decoded by the data's own tokenizer."""
+        """Return a continuation of ``train.sample_prompt``, decoded by the data's tokenizer."""
         from tokenizers import Tokenizer
 
         tokenizer = Tokenizer.from_file(str(self.dataset.tokenizer()))
@@ -248,75 +366,78 @@ class Trainer:
         context, tokens = self.config.model.longest_sequence, self.config.train.sample_tokens
         return tokenizer.decode(prompt + generate(self.model, prompt, tokens, context))
 
-    def _metrics(self, loss: float, rate: float, norm: float, seconds: float) -> dict:
-        tokens_per_s = self._tokens_per_step() / seconds
-        tflops = tokens_per_s * self.flops_per_token / self.mesh.world / 1e12
-        return (
-            {
-                "step": self.done,
-                "loss": loss,
-                "lr": rate,
-                "grad_norm": norm,
-                "tokens_per_s": tokens_per_s,
-                "tflops_per_gpu": tflops,
-                "mfu": tflops / self.peak_tflops,
-                "mem_gib": ranks.peak_memory(self.device),
-                "batch_id": self.loader.batch_id,
-            }
-            | self._of_skipping()
-            | self._of_sources()
-        )
-
-    def _of_skipping(self) -> dict:
-        """What float16, and steps that were skipped, add to a step's metrics."""
-        skipped = {"skipped": self._skipped()} if self.scaler or self._skipped() else {}
-        return skipped | ({"loss_scale": self.scaler.loss_scale} if self.scaler else {})
-
-    def _of_sources(self) -> dict:
-        """What a blend adds to a step's metrics: how often each source has been read."""
-        return {"epochs": self.loader.epochs} if self.config.data.sources else {}
-
-    def _skipped(self) -> int:
-        """Steps that have not changed the model."""
-        return self.bad_steps.skipped + (self.scaler.skipped if self.scaler else 0)
-
-    def _end_early(self, metrics: dict) -> None:
-        """Save what is done, and raise Interrupted."""
-        self.reporter.step(metrics)
-        self._save_data_state()
-        self._save()
-        where = self.keeper.finish()
+    def _stop_early(self, metrics: dict[str, Any]) -> None:
+        """Save the finished steps and raise Interrupted."""
+        assert self.checkpoints is not None  # the signal is caught with checkpoints only
+        self.reporter.log_step(metrics)
+        self._write_data_state()
+        self._save(self.checkpoints)
+        folder = self.checkpoints.finish()
         raise Interrupted(
-            f"told to end after step {self.done}: saved in {where}; the same command goes on there"
+            f"SIGTERM: stopped after step {self.done} and saved it in {folder}; run the same "
+            "command again to resume"
         )
 
-    def _save(self) -> None:
+    def _save(self, checkpoints: CheckpointManager) -> None:
         self.watch.at(f"saving the checkpoint of step {self.done}")
-        self.keeper.save(self.done)
-
-    def _at(self, what: str) -> None:
-        """Say what this rank does next in its step; the first takes long, for much is prepared."""
-        patience = FIRST_STEP if self.done == self.first_step else 1.0
-        self.watch.at(f"step {self.done + 1}, {what}", patience)
-
-    def _tokens_per_step(self) -> int:
-        return self.loader.samples_per_step * self.config.sequence_length
+        checkpoints.save(self.done)
 
     def _introduce(self, last: int) -> None:
-        say = self.reporter.say
-        say(str(self.mesh))
-        say(f"{self.config.model.name}: {self.parameters:,} parameters")
-        say(f"{self.dataset}")
-        self.reporter.begin(last, self._tokens_per_step(), ranks.hosts(self.device))
-        if self.keeper.saved:
-            say(f"goes on after step {self.first_step}, from {self.keeper.folder}")
+        write = self.reporter.print
+        write(str(self.mesh))
+        write(f"{self.config.model.name}: {self.num_parameters:,} parameters")
+        write(f"{self.dataset}")
+        self.reporter.introduce(last, self.tokens_per_step, gather_hosts(self.device))
+        if self.checkpoints and self.checkpoints.saved:
+            write(f"resumed after step {self.first_step} from {self.checkpoints.folder}")
         elif self.first_step:
-            say(f"data continues after step {self.first_step}; the model starts from its beginning")
+            write(f"data resumed after step {self.first_step}; the model starts from scratch")
         if self.reporter.active:
             text = schema.to_toml(self.config)
             Path(self.config.run.folder, "config.toml").write_text(text, encoding="utf-8")
 
-    def _save_data_state(self) -> None:
-        """After every step, so that a killed run can go on with the batches it had not seen."""
+    def _write_data_state(self) -> None:
+        """Write the position in the data after every step, so that a killed run can resume it."""
         if self.reporter.active:
-            write_state(Path(self.config.run.folder), self.done, self.loader)
+            write_data_state(Path(self.config.run.folder), self.done, self.loader)
+
+
+def sum_and_gather(
+    totals: torch.Tensor, own: Mapping[str, float]
+) -> tuple[list[float], dict[str, list[float]]]:
+    """Sum ``totals`` over all ranks and gather ``own`` from all ranks, in one all-reduce.
+
+    For the gather, each rank fills its row of a table of zeros. Every rank must pass the same names
+    in the same order.
+
+    Args:
+        totals: Numbers to sum, one dimension.
+        own: Numbers of this rank.
+
+    Returns:
+        The sums, and for every name the numbers of all ranks.
+    """
+    table = totals.new_zeros(dist.get_world_size(), len(own))
+    table[dist.get_rank()] = totals.new_tensor(list(own.values()))
+    both = torch.cat([totals, table.view(-1)])
+    dist.all_reduce(both)
+    columns = both[len(totals) :].view(table.shape).T.tolist()
+    return both[: len(totals)].tolist(), dict(zip(own, columns, strict=True))
+
+
+def gather_hosts(device: torch.device) -> list[str]:
+    """Return the host name of every rank. A collective call."""
+    name = runtime.host().encode()[:HOST_NAME_BYTES].ljust(HOST_NAME_BYTES, b"\0")
+    own = {str(position): byte for position, byte in enumerate(name)}
+    _, columns = sum_and_gather(torch.zeros(0, dtype=torch.float64, device=device), own)
+    names = (bytes(map(int, letters)) for letters in zip(*columns.values(), strict=True))
+    return [name.rstrip(b"\0").decode(errors="replace") for name in names]
+
+
+def _overriding(callbacks: Sequence[Callback], hook: str) -> list[Callable[..., Any]]:
+    """Return the methods of ``callbacks`` that override ``hook``, in order."""
+    return [
+        getattr(callback, hook)
+        for callback in callbacks
+        if getattr(type(callback), hook) is not getattr(Callback, hook)
+    ]

@@ -1,6 +1,6 @@
-"""Hugging Face folders: safetensors and a config.json, which `transformers` reads and writes.
+"""Hugging Face folders: safetensors files and a config.json, as `transformers` reads and writes.
 
-`export` writes one from a run or a checkpoint, `importing` reads one into a model of any layout;
-`naming` knows what a model's tensors are called there. No rank holds a whole model, and no file
-can run code.
+`export` writes a folder from a run or a checkpoint, and `importing` loads a folder into a model of
+any layout. `naming` maps tensors of the model to tensors of a folder. No rank holds a whole model,
+and no code of a folder is run.
 """

@@ -1,228 +1,277 @@
-"""`nl.export_hf` and `nl.export_checkpoint`: Hugging Face folders of a run and of a checkpoint.
+"""`nl.export_hf` and `nl.export_checkpoint`: write Hugging Face folders of runs and checkpoints.
 
-The tensors of a run are gathered one by one, on the ranks that write: each file has one, and in a
-step every writer gets a tensor's blocks from the ranks that hold them, all in one exchange.
+The ranks of a run write different files at the same time, and no rank holds more than one tensor of
+the folder. In each round every writing rank receives the shards of its next tensor from the ranks
+that hold them, in a single all-to-all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from ... import runtime
+from ...checkpoint.state import job_runtime
+from ...distributed import runtime
+from ...distributed.consensus import all_gather_json, raise_on_all_ranks
 from ...errors import CheckpointError
-from ...storage import on_disk
-from .. import holdings, state
-from ..agree import everyone, together
-from ..pieces import Piece, writers
-from ..stream import DTYPES, Stream
-from ..whole import Whole
-from . import skeleton
-from .naming import Stored, stored
-from .target import MAX_SHARD_BYTES, Entry, Shard, Target, shards
+from ...storage import require_local
+from .. import state
+from ..reader import CheckpointReader
+from ..safetensors_file import DTYPES, SafetensorsWriter
+from ..save_plan import ShardMemory, describe_shards, iterate_shards, local_memory
+from ..tensor_shards import TensorShard, assign_writers
+from . import meta_model
+from .naming import hf_tensors
+from .writer import MAX_SHARD_BYTES, FolderWriter, OutputFile, OutputTensor, split_into_files
 
 
 def export_hf(
-    path,
+    path: str | Path,
     model: nn.Module,
     *,
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
-    tokenizer=None,
+    tokenizer: str | Path | None = None,
     overwrite: bool = False,
 ) -> Path:
-    """Write ``model``, of any layout, as a folder for ``transformers``' from_pretrained; its path.
+    """Write ``model`` as a folder for ``from_pretrained`` of `transformers`; return its path.
 
-    ``path`` must be one that all ranks see. Values are as the model has them (float32 under mixed
-    precision), or rounded to ``dtype``, as in torch.bfloat16. Files have at most
-    ``max_shard_bytes``; ranks write them side by side and hold a tensor of the folder at a time.
-    ``tokenizer``: a folder whose tokenizer goes with it, as ``tokens/tokenizer``. An existing
-    folder stays as it is without ``overwrite``, and with it until the new one is whole. Raises
-    CheckpointError on all ranks. A collective call, between steps.
+    A collective call, between steps. Raises CheckpointError on all ranks.
+
+    Args:
+        path: The folder to write, shared by all ranks.
+        model: A model of any layout.
+        dtype: Dtype of floating-point tensors in the folder, as in torch.bfloat16. The default is
+            the dtype of the parameters (float32 under mixed precision).
+        max_shard_bytes: Size limit of a file.
+        tokenizer: Folder with the tokenizer to copy, as in ``tokens/tokenizer``.
+        overwrite: Replace an existing model in ``path``, once the new one is complete.
     """
-    now = runtime.current()
-    target = Target(on_disk(path), overwrite, Path(tokenizer) if tokenizer else None)
-    tensors = state.parts_of(model)
-    here = holdings.blocks_of(tensors)
-    told = everyone(holdings.told(tensors, here))
-    with together():
-        whole = {name: entry for rank in told for name, entry in rank.items()}
-        bare = skeleton.of_model(model)
-        files = _files(bare, whole, dtype, max_shard_bytes)
+    now = job_runtime(model)
+    writer = FolderWriter(require_local(path), overwrite, Path(tokenizer) if tokenizer else None)
+    tensors = state.model_tensors(model)
+    local = local_memory(tensors)
+    described = all_gather_json(describe_shards(tensors, local))
+    bare, files = None, []
+    with raise_on_all_ranks():
+        whole = {name: entry for rank in described for name, entry in rank.items()}
+        bare = meta_model.build_like(model)
+        files = _plan_files(bare, whole, dtype, max_shard_bytes)
         if now.rank == 0:
-            target.begin()
+            writer.begin()
     try:
-        with together():
-            _write(target.partial, files, _Held(here, told, dtype), now)
-        with together():
+        with raise_on_all_ranks():
+            _write_files(writer.partial, files, _ShardExchange(local, described), now)
+        with raise_on_all_ranks():
             if now.rank == 0:
-                target.finish(bare, files)
+                writer.finish(bare, files)
     except CheckpointError:
         if now.rank == 0:
-            target.abandon()
+            writer.abandon()
         raise
-    return target.path
+    return writer.path
 
 
 def export_checkpoint(
     folder,
-    path,
+    path: str | Path,
     described: dict,
     *,
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
-    tokenizer=None,
+    tokenizer: str | Path | None = None,
     overwrite: bool = False,
 ) -> Path:
-    """`export_hf` of the model in the checkpoint ``folder``: one process, no cluster.
+    """Write the model of a checkpoint as `export_hf` does, in one process.
 
-    ``described`` is the model's config.json as a dict. Every file that is read is checked before.
-    Raises CheckpointError.
+    Each file is checked before it is read. Raises CheckpointError.
+
+    Args:
+        folder: The checkpoint.
+        path: The folder to write.
+        described: The model's config.json as a dict.
+        dtype: See `export_hf`.
+        max_shard_bytes: See `export_hf`.
+        tokenizer: See `export_hf`.
+        overwrite: See `export_hf`.
     """
-    target = Target(on_disk(path), overwrite, Path(tokenizer) if tokenizer else None)
-    source = Whole(folder)
+    writer = FolderWriter(require_local(path), overwrite, Path(tokenizer) if tokenizer else None)
+    source = CheckpointReader(folder)
     prefix = f"{state.MODEL}/"
     whole = {
         name.removeprefix(prefix): {"dtype": tensor.dtype, "shape": tensor.shape}
         for name, tensor in source.index.tensors.items()
         if name.startswith(prefix)
     }
-    bare = skeleton.of_config(described)
-    files = _files(bare, whole, dtype, max_shard_bytes)
-    target.begin()
+    bare = meta_model.build_from_config(described)
+    files = _plan_files(bare, whole, dtype, max_shard_bytes)
+    writer.begin()
     try:
-        for shard in files:
-            stream = shard.opened(target.partial)
-            for entry in shard.entries:
-                block = source.block(prefix + entry.stored.of, entry.stored.block)
-                stream.add(entry.stored.arranged(block).to(entry.dtype))
+        for file in files:
+            stream = file.open(writer.partial)
+            for each in file.tensors:
+                block = source.shard(prefix + each.tensor.source, each.tensor.block)
+                stream.add(each.tensor.to_hf(block).to(each.dtype))
             stream.close()
-        target.finish(bare, files)
+        writer.finish(bare, files)
     except OSError as error:
-        target.abandon()
-        raise CheckpointError(_cannot_write(target.path, error)) from None
+        writer.abandon()
+        raise CheckpointError(_write_error(writer.path, error)) from None
     except BaseException:
-        target.abandon()
+        writer.abandon()
         raise
-    return target.path
+    return writer.path
 
 
-def _files(bare: nn.Module, whole: dict, dtype, max_bytes: int) -> list[Shard]:
-    """What to write of tensors whose dtype and shape ``whole`` tells. Raises CheckpointError."""
+def _plan_files(
+    bare: nn.Module, whole: Mapping[str, Mapping[str, Any]], dtype: torch.dtype | None, limit: int
+) -> list[OutputFile]:
+    """Return the files to write. Raises CheckpointError.
+
+    Args:
+        bare: The model on the meta device.
+        whole: Dtype and shape of the model's tensors, by name.
+        dtype: Dtype of floating-point tensors, or None to keep theirs.
+        limit: Size limit of a file in bytes.
+    """
     if dtype is not None and not (dtype in DTYPES and dtype.is_floating_point):
-        raise CheckpointError(f"dtype = {dtype!r}: take torch.float32, float16 or bfloat16")
-    wanted = stored(bare)
-    expected = {name: tuple(part.tensor.shape) for name, part in state.parts_of(bare).items()}
+        raise CheckpointError(
+            f"dtype = {dtype!r} is not supported: use torch.float32, torch.float16 or "
+            "torch.bfloat16"
+        )
+    wanted = hf_tensors(bare)
+    expected = {name: tuple(each.tensor.shape) for name, each in state.model_tensors(bare).items()}
     kind = type(bare).__name__
     for name in sorted(expected.keys() | whole.keys()):
-        here, there = whole.get(name), expected.get(name)
-        if here is None or there is None:
+        saved, shape = whole.get(name), expected.get(name)
+        if saved is None or shape is None:
+            where = "in the config of" if saved is None else "in the values exported as"
             raise CheckpointError(
-                f"{name} is only {'in the config of' if here is None else 'in what is exported as'}"
-                f" {kind}: its config is not the one that the values belong to"
+                f"{name} is only {where} {kind}: use the config that the model was trained with"
             )
-        if tuple(here["shape"]) != there:
+        if tuple(saved["shape"]) != shape:
             raise CheckpointError(
-                f"{name} has {list(here['shape'])}, and by the config of {kind} it has "
-                f"{list(there)}: give the config that the model was trained with"
+                f"{name} has shape {list(saved['shape'])}, and the config of {kind} gives "
+                f"{list(shape)}: use the config that the model was trained with"
             )
-    entries = []
-    for each in wanted:
-        has = getattr(torch, whole[each.of]["dtype"])
-        entries.append(Entry(each, dtype if dtype and has.is_floating_point else has))
-    return shards(entries, max_bytes)
+    tensors = []
+    for tensor in wanted:
+        saved_dtype = getattr(torch, whole[tensor.source]["dtype"])
+        converted = dtype if dtype and saved_dtype.is_floating_point else saved_dtype
+        tensors.append(OutputTensor(tensor, converted))
+    return split_into_files(tensors, limit)
 
 
-def _write(folder: Path, files: Sequence[Shard], held: _Held, now: runtime.Runtime) -> None:
-    """Write the files that are this rank's; a collective call, also where writing fails."""
+def _write_files(
+    folder: Path, files: Sequence[OutputFile], shards: _ShardExchange, now: runtime.Runtime
+) -> None:
+    """Write this rank's files. A collective call, even on a rank whose writes fail."""
     ranks = now.mesh.world
-    jobs: list[list[tuple[Shard, Entry]]] = [[] for _ in range(ranks)]
-    for number, shard in enumerate(files):
+    jobs: list[list[tuple[OutputFile, OutputTensor]]] = [[] for _ in range(ranks)]
+    for number, file in enumerate(files):
         writer = number % ranks if len(files) > ranks else number * ranks // len(files)
-        jobs[writer] += [(shard, entry) for entry in shard.entries]
-    stream: Stream | None = None
+        jobs[writer] += [(file, each) for each in file.tensors]
+    stream: SafetensorsWriter | None = None
     failed = ""
-    for step in range(max(map(len, jobs))):
-        asked = [job[step][1] if step < len(job) else None for job in jobs]
-        values = held.exchange(asked, now)
+    for turn in range(max(map(len, jobs))):
+        requested = [job[turn][1] if turn < len(job) else None for job in jobs]
+        values = shards.exchange(requested, now)
         if values is None or failed:
             continue
-        shard, entry = jobs[now.rank][step]
+        file, tensor = jobs[now.rank][turn]
         try:
-            if entry is shard.entries[0]:
-                stream = shard.opened(folder)
+            if stream is None:
+                stream = file.open(folder)
             stream.add(values)
-            if entry is shard.entries[-1]:
+            if tensor is file.tensors[-1]:
                 stream.close()
+                stream = None
         except OSError as error:
-            failed = _cannot_write(folder, error)
+            failed = _write_error(folder, error)
     if failed:
         raise CheckpointError(f"rank {now.rank}: {failed}")
 
 
-def _cannot_write(folder: Path, error: OSError) -> str:
+def _write_error(folder: Path, error: OSError) -> str:
     return (
-        f"{folder} cannot be written ({error.strerror or error}): it must be a folder that all "
-        "ranks see, with room for the model"
+        f"{folder} cannot be written ({error.strerror or error}): use a folder that all ranks "
+        "share, with enough space for the model"
     )
 
 
-class _Held:
-    """The blocks that the ranks of a run hold, each to be sent by one of them."""
+class _ShardExchange:
+    """Assembles whole tensors from the shards of all ranks. One rank sends each shard."""
 
-    def __init__(self, here: dict, told: list[dict], dtype: torch.dtype | None):
-        self.here, self.dtype = here, dtype
-        chosen = writers([list(holdings.listed(rank)) for rank in told])
-        self.senders: dict[str, list[tuple[Piece, int]]] = {}
-        for rank, some in enumerate(chosen):
-            for name, piece in some:
-                self.senders.setdefault(name, []).append((piece, rank))
-        for pieces in self.senders.values():
-            pieces.sort()
+    def __init__(self, local: ShardMemory, described: Sequence[dict]):
+        self.local = local
+        self.senders: dict[str, list[tuple[TensorShard, int]]] = {}
+        assigned = assign_writers([list(iterate_shards(rank)) for rank in described])
+        for rank, shards in enumerate(assigned):
+            for name, shard in shards:
+                self.senders.setdefault(name, []).append((shard, rank))
+        for senders in self.senders.values():
+            senders.sort()
 
-    def exchange(self, asked: Sequence[Entry | None], now: runtime.Runtime) -> torch.Tensor | None:
-        """What this rank has asked for, whole; ``asked``: by every rank. A collective call."""
-        sent = [list(self._sent(entry, now.rank)) if entry else [] for entry in asked]
-        mine = asked[now.rank]
-        coming = self._parts(mine) if mine else []
-        sizes = [0] * len(asked)
-        for part, rank in coming:
-            sizes[rank] += torch.Size(part.shape).numel() * mine.dtype.itemsize
+    def exchange(
+        self, requested: Sequence[OutputTensor | None], now: runtime.Runtime
+    ) -> torch.Tensor | None:
+        """Return the tensor that this rank requested. A collective call.
+
+        Args:
+            requested: Tensor requested by each rank, or None.
+            now: This rank's runtime.
+        """
+        sent = [list(self._outgoing(each, now.rank)) if each else [] for each in requested]
+        mine = requested[now.rank]
+        incoming = self._incoming(mine) if mine else []
+        sizes = [0] * len(requested)
+        for part, rank in incoming:
+            sizes[rank] += _bytes(part, mine) if mine else 0
         parts = [part for to in sent for part in to]
         out = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=now.device)
-        came = torch.empty(sum(sizes), dtype=torch.uint8, device=now.device)
-        dist.all_to_all_single(came, out, sizes, [sum(map(len, to)) for to in sent])
-        return self._assembled(mine, coming, came.split(sizes)) if mine else None
+        received = torch.empty(sum(sizes), dtype=torch.uint8, device=now.device)
+        dist.all_to_all_single(received, out, sizes, [sum(map(len, to)) for to in sent])
+        return self._assemble(mine, incoming, received.split(sizes)) if mine else None
 
-    def _sent(self, entry: Entry, rank: int) -> Iterator[torch.Tensor]:
-        """The bytes of what ``rank``, this one, has to send of ``entry``, part by part."""
-        held = self.here.get(entry.stored.of, {})
-        for piece, sender in self.senders[entry.stored.of]:
-            common = piece.overlap(entry.stored.block)
+    def _outgoing(self, each: OutputTensor, rank: int) -> Iterator[torch.Tensor]:
+        """Yield the bytes of each part of a tensor that this rank, ``rank``, sends."""
+        local = self.local.get(each.tensor.source, {})
+        for shard, sender in self.senders[each.tensor.source]:
+            common = shard.intersect(each.tensor.block)
             if sender == rank and common is not None:
-                part = held[piece][common.inside(piece)].to(entry.dtype).contiguous()
+                part = local[shard][common.slices_in(shard)].to(each.dtype).contiguous()
                 yield part.view(-1).view(torch.uint8)
 
-    def _parts(self, entry: Entry) -> list[tuple[Piece, int]]:
-        """What ``entry`` is made of, and who sends it."""
+    def _incoming(self, each: OutputTensor) -> list[tuple[TensorShard, int]]:
+        """Return the parts of a tensor, each with the rank that sends it."""
         found = []
-        for piece, sender in self.senders[entry.stored.of]:
-            common = piece.overlap(entry.stored.block)
+        for shard, sender in self.senders[each.tensor.source]:
+            common = shard.intersect(each.tensor.block)
             if common is not None:
                 found.append((common, sender))
         return found
 
-    def _assembled(self, entry: Entry, coming, came) -> torch.Tensor:
-        stored: Stored = entry.stored
-        whole = torch.empty(stored.block.shape, dtype=entry.dtype, device=came[0].device)
-        at = [0] * len(came)
-        for part, rank in coming:
-            size = torch.Size(part.shape).numel() * entry.dtype.itemsize
-            values = came[rank][at[rank] : at[rank] + size]
-            at[rank] += size
-            whole[part.inside(stored.block)] = values.view(entry.dtype).view(part.shape)
-        return stored.arranged(whole)
+    def _assemble(
+        self,
+        each: OutputTensor,
+        incoming: list[tuple[TensorShard, int]],
+        received: Sequence[torch.Tensor],
+    ) -> torch.Tensor:
+        block = each.tensor.block
+        whole = torch.empty(block.shape, dtype=each.dtype, device=received[0].device)
+        position = [0] * len(received)
+        for part, rank in incoming:
+            size = _bytes(part, each)
+            values = received[rank][position[rank] : position[rank] + size]
+            position[rank] += size
+            whole[part.slices_in(block)] = values.view(each.dtype).view(part.shape)
+        return each.tensor.to_hf(whole)
+
+
+def _bytes(part: TensorShard, each: OutputTensor) -> int:
+    return torch.Size(part.shape).numel() * each.dtype.itemsize

@@ -1,29 +1,33 @@
-"""`nl.import_hf`: a Hugging Face folder into a model of any layout, each rank its own blocks."""
+"""`nl.import_hf`: load a Hugging Face folder into a model of any layout, each rank its shards."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from ...errors import CheckpointError
+from ...config.hf_folder import weight_files
+from ...distributed.consensus import raise_on_all_ranks
+from ...errors import CheckpointError, join_faults
 from .. import state
-from ..agree import some, together
-from ..pieces import Piece, blocks
-from . import skeleton
-from .listing import weight_files
-from .naming import Stored, stored, with_or_without_prefix
+from ..tensor_shards import TensorShard, local_tensor_shards
+from . import meta_model
+from .naming import HFTensor, hf_tensors, toggle_prefix
 
 COMPUTED = r"rotary_emb\.inv_freq$"
-"""What older releases saved of every model with rotary positions; others are the model's to say."""
+"""Buffers saved by older releases of transformers for every model with rotary positions."""
+
+Copy = tuple[str, HFTensor, TensorShard, torch.Tensor]
+"""Name in the folder, its tensor, the block to read, and the memory for it."""
 
 
-class Folder:
-    """The tensors of a folder: names, shapes, and any part of their values."""
+class HFFolder:
+    """Tensors of a Hugging Face folder: names, shapes, and slices of their values."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -35,104 +39,124 @@ class Folder:
                     self.files[name] = file
                     self.shapes[name] = tuple(values.get_slice(name).get_shape())
 
-    def read(self, file: Path, wanted: Iterable[tuple[str, tuple[slice, ...]]]):
-        """Parts of tensors that lie in ``file``, one at a time."""
+    def read(
+        self, file: Path, wanted: Iterable[tuple[str, tuple[slice, ...]]]
+    ) -> Iterator[torch.Tensor]:
+        """Yield slices of tensors in ``file``, one at a time."""
         with self._open(file) as values:
             for name, inside in wanted:
                 try:
                     yield values.get_slice(name)[inside] if inside else values.get_tensor(name)
                 except (OSError, SafetensorError) as error:
-                    raise CheckpointError(f"{file} cannot be read: {error}") from None
+                    raise CheckpointError(
+                        f"{file} cannot be read ({error}): download it again"
+                    ) from None
 
-    def _open(self, file: Path):
+    def _open(self, file: Path) -> Any:
         try:
             return safe_open(file, "pt")
         except (OSError, SafetensorError) as error:
             raise CheckpointError(
-                f"{file} is no safetensors file, or not all of it ({error}): download it again"
+                f"{file} is not a complete safetensors file ({error}): download it again"
             ) from None
 
 
-def import_hf(path, model: nn.Module) -> None:
-    """Give ``model`` the values of the Hugging Face folder ``path``: safetensors, one file or many.
+def import_hf(path: str | Path, model: nn.Module) -> None:
+    """Load the values of a Hugging Face folder of safetensors files into ``model``.
 
-    ``model`` may be of any layout, also one built under `delayed_init`; it is sharded already. Each
-    rank reads the parts it holds of each tensor, one after another, and converts them to the
-    model's dtype. Raises CheckpointError on all ranks: before the first value has been changed,
-    unless a file cannot be read. A collective call.
+    Each rank reads only its own shards, one tensor after another, and converts them to the model's
+    dtype. Raises CheckpointError on all ranks, before any value is changed unless a file cannot be
+    read.
+
+    A collective call.
+
+    Args:
+        path: The folder.
+        model: A sharded model of any layout, also one built under `deferred_init`.
     """
-    with together():
-        wanted = state.parts_of(model)
-        folder = Folder(Path(path))
-        copies = _copies(folder, skeleton.of_model(model), wanted)
-    with together():
-        _fill(folder, copies)
+    copies: dict[Path, list[Copy]] = {}
+    folder = None
+    with raise_on_all_ranks():
+        wanted = state.model_tensors(model)
+        folder = HFFolder(Path(path))
+        copies = _plan_copies(folder, meta_model.build_like(model), wanted)
+    with raise_on_all_ranks():
+        if folder is not None:
+            _copy_all(folder, copies)
 
 
-def _copies(folder: Folder, bare: nn.Module, wanted: dict[str, state.Part]) -> dict[Path, list]:
-    """What to read of each file, and where to put it. Raises CheckpointError."""
-    for name, part in wanted.items():
-        if part.tensor.is_meta:
+def _plan_copies(
+    folder: HFFolder, bare: Any, wanted: dict[str, state.StateTensor]
+) -> dict[Path, list[Copy]]:
+    """Return the slices to read from each file, and their destinations. Raises CheckpointError."""
+    for name, each in wanted.items():
+        if each.tensor.is_meta:
             raise CheckpointError(
                 f"{name} has no memory yet: call nl.shard(model) before nl.import_hf"
             )
-    found = _matched(folder, bare)
-    copies: dict[Path, list] = {}
-    for each, name in found:
-        part = wanted.get(each.of)
-        for piece, values in blocks(part.tensor, part.cuts).items() if part else ():
-            common = piece.overlap(each.block)
+    copies: dict[Path, list[Copy]] = {}
+    for tensor, name in _match_names(folder, bare):
+        target = wanted.get(tensor.source)
+        local = local_tensor_shards(target.tensor, target.splits) if target else {}
+        for shard, values in local.items():
+            common = shard.intersect(tensor.block)
             if common is not None:
-                copy = (name, each, common, values[common.inside(piece)])
+                copy = (name, tensor, common, values[common.slices_in(shard)])
                 copies.setdefault(folder.files[name], []).append(copy)
     return copies
 
 
-def _matched(folder: Folder, bare: nn.Module) -> list[tuple[Stored, str]]:
-    """The tensors of the model, each with its name in ``folder``. Raises CheckpointError."""
-    kind, names, found, faults = type(bare).__name__, set(folder.shapes), [], []
-    known = {name for name, _ in bare.named_buffers()}  # those that are not saved are computed
-    known |= {with_or_without_prefix(bare, name) for name in known}
-    for each in _of_folder(stored(bare), bare, names):
-        known |= {each.name, *each.spellings}
-        name = next((name for name in (each.name, *each.spellings) if name in names), None)
+def _match_names(folder: HFFolder, bare: Any) -> list[tuple[HFTensor, str]]:
+    """Return the tensors of the model, each with its name in ``folder``. Raises CheckpointError."""
+    kind, names = type(bare).__name__, set(folder.shapes)
+    found: list[tuple[HFTensor, str]] = []
+    faults: list[str] = []
+    known = {name for name, _ in bare.named_buffers()}  # buffers that are not saved are computed
+    known |= {toggle_prefix(bare, name) for name in known}
+    for tensor in _expected_tensors(bare, names):
+        known |= {tensor.name, *tensor.aliases}
+        name = next((name for name in (tensor.name, *tensor.aliases) if name in names), None)
         if name is None:
-            faults.append(f"has no {each.name}")
-        elif folder.shapes[name] != each.shape:
+            faults.append(f"has no {tensor.name}")
+        elif folder.shapes[name] != tensor.shape:
             shape = list(folder.shapes[name])
-            faults.append(f"has {name} of {shape} instead of {list(each.shape)}")
+            faults.append(f"has {name} of {shape} instead of {list(tensor.shape)}")
         else:
-            found.append((each, name))
+            found.append((tensor, name))
     ignored = [COMPUTED]
     for model in (bare, bare.base_model):
         ignored += getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     for name in names - known:
         if not any(re.search(pattern, name) for pattern in ignored):
-            faults.append(f"has {name}, which {kind} has not")
+            faults.append(f"has {name}, which {kind} does not have")
     if faults:
         raise CheckpointError(
-            f"{folder.path} is of another model: it {some(faults)}; build the model from "
+            f"{folder.path} is of another model: it {join_faults(faults)}; build the model from "
             "its config.json"
         )
     return found
 
 
-def _of_folder(usual: list[Stored], bare: nn.Module, names: set[str]) -> list[Stored]:
-    """``usual``, or, in a folder that was saved as the model is in memory, that."""
-    inside = {name: tuple(part.tensor.shape) for name, part in state.parts_of(bare).items()}
-    in_blocks = {each.of for each in usual if each.shape != inside[each.of]}
-    as_it_is = {name for name in in_blocks if name in names}
-    return [each for each in usual if each.of not in as_it_is] + [
-        Stored(name, name, Piece.whole(inside[name]), inside[name],
-               tuple(range(len(inside[name]))))
-        for name in sorted(as_it_is)
+def _expected_tensors(bare: Any, names: set[str]) -> list[HFTensor]:
+    """Return the tensors of a folder of ``bare``.
+
+    A folder may contain a tensor whole, as it is in memory, that `save_pretrained` splits.
+    """
+    usual = hf_tensors(bare)
+    shapes = {name: tuple(each.tensor.shape) for name, each in state.model_tensors(bare).items()}
+    split = {tensor.source for tensor in usual if tensor.shape != shapes[tensor.source]}
+    whole = sorted(split & names)
+    return [tensor for tensor in usual if tensor.source not in whole] + [
+        HFTensor(name, name, TensorShard.full(shapes[name]), shapes[name],
+                 tuple(range(len(shapes[name]))))
+        for name in whole
     ]  # fmt: skip
 
 
 @torch.no_grad()
-def _fill(folder: Folder, copies: dict[Path, list]) -> None:
+def _copy_all(folder: HFFolder, copies: dict[Path, list[Copy]]) -> None:
     for file in sorted(copies):
-        parts = [(name, each.inside(common)) for name, each, common, _ in copies[file]]
+        parts = [(name, tensor.hf_slices(common)) for name, tensor, common, _ in copies[file]]
         read = folder.read(file, parts)
-        for (_, each, common, values), part in zip(copies[file], read, strict=True):
-            values.copy_(each.back(part, common))
+        for (_, tensor, common, target), part in zip(copies[file], read, strict=True):
+            target.copy_(tensor.from_hf(part, common))

@@ -1,19 +1,26 @@
-"""Token shards: the files that data preparation writes and training reads, version 2.
+"""Token shards: the file format written by data preparation and read by training, version 2.
 
-A shard is a pair: `shard-00000.bin`, raw little-endian token ids (the payload nanoGPT, OLMo and
-datatrove read), and `shard-00000.idx`, a Megatron MMIDIDX version 1 index, so that Megatron-Core
-opens the pair as it is. `index.json` lists every shard with its size, sha256 and the checksums of
-its blocks of 4 MiB, and is written last: a folder without it is not a dataset. Needs numpy and
-xxhash; knows nothing of text.
+A shard is a pair of files. `shard-00000.bin` holds raw little-endian token ids, the payload read by
+nanoGPT, OLMo and datatrove. `shard-00000.idx` is a Megatron MMIDIDX version 1 index, so
+Megatron-Core opens the pair unchanged. The manifest `index.json` lists every shard with its size,
+its sha256 and the checksums of its 4 MiB blocks. The manifest is written last: a folder without it
+is not a dataset. The package needs only numpy and xxhash.
 
-`index` is the `.idx` file, `checksums` the blocks', `shards` the pair and its writer, `manifest`
-is `index.json`, and `verify` compares a folder with it.
+`shards` reads and writes shard pairs, `checksums` computes block checksums, `manifest` is
+`index.json`, and `verify` compares a folder with its manifest.
 """
 
 from .checksums import BLOCK_BYTES, Checksums
-from .index import dtype_for, encode_index
 from .manifest import FORMAT_NAME, FORMAT_VERSION, MANIFEST_FILE, TOKENIZER_FILE, Manifest
-from .shards import DEFAULT_SHARD_TOKENS, SPLITS, Shard, ShardWriter, read_index
+from .shards import (
+    DEFAULT_SHARD_TOKENS,
+    SPLITS,
+    Shard,
+    ShardWriter,
+    dtype_for,
+    encode_index,
+    read_index,
+)
 from .verify import verify, verify_shard
 
 __all__ = [

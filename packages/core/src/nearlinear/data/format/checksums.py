@@ -1,7 +1,8 @@
-"""Checksums of a shard: sha256 of the whole is its identity, xxh3 and CRC-32 are of each block.
+"""Checksums of a shard: the sha256 of the file, and the xxh3_64 and CRC-32 of each 4 MiB block.
 
-xxh3_64 tells at many GB/s whether a block of 4 MiB is as written, so a reader can check just the
-blocks it fetches. A CRC is linear, so the two CRCs of a block in which one bit flipped tell which.
+The sha256 identifies a shard. xxh3_64 verifies a block at many GB/s, so a reader checks only the
+blocks it fetches. CRC-32 is linear, so the CRCs of a block before and after a single bit flip
+identify the flipped bit.
 """
 
 import hashlib
@@ -16,18 +17,18 @@ _STRIDE = 2048
 
 
 class Checksums:
-    """All checksums of a stream of bytes, in one pass."""
+    """Compute all checksums of a byte stream in one pass."""
 
     def __init__(self):
         self.blocks: list[str] = []
-        """xxh3_64 of each finished block, 16 hex digits"""
+        """xxh3_64 of each finished block, 16 hex digits."""
         self.crcs: list[str] = []
-        """CRC-32 of each finished block, 8 hex digits"""
+        """CRC-32 of each finished block, 8 hex digits."""
         self._sha256, self._room = hashlib.sha256(), BLOCK_BYTES
         self._block, self._crc = xxhash.xxh3_64(), 0
 
     def update(self, data) -> None:
-        """Go on with `data`, anything that has a buffer."""
+        """Append `data`, any object that supports the buffer protocol."""
         data = memoryview(data).cast("B")
         self._sha256.update(data)
         while len(data):
@@ -39,7 +40,7 @@ class Checksums:
                 self._end_block()
 
     def finish(self) -> dict:
-        """`sha256`, `blocks` and `crcs` of all of it, as fields of a `Shard`."""
+        """Return the `Shard` fields `sha256`, `blocks` and `crcs` of the whole stream."""
         if self._room < BLOCK_BYTES:
             self._end_block()
         sha256 = self._sha256.hexdigest()
@@ -52,11 +53,20 @@ class Checksums:
 
 
 def flipped_bit(block: bytes, crc: str, xxh3: str) -> tuple[int, int] | None:
-    """Byte and bit whose flip makes `block` what its checksums were taken of; None if no one does.
+    """Locate a single flipped bit in `block`.
 
-    A flip of bit b in byte j changes the CRC by Z^(n-1-j) t(b): Z is the step over a zero byte, t
-    the table's entry. Steps of 1 from the change meet steps of 2048 from the entries: about
-    20,000 in sum for 4 MiB. The answer is checked against the block's xxh3_64.
+    A flip of bit b in byte j of n changes the CRC by Z^(n-1-j) t(b), where Z advances the register
+    over a zero byte and t is the CRC table. The exponent is found by a meet in the middle: steps
+    of 1 from the CRC change against steps of 2048 from the table entries, about 20,000 steps for
+    4 MiB. The result is verified with the block's xxh3_64.
+
+    Args:
+        block: Bytes read from the file.
+        crc: CRC-32 of the block as written, 8 hex digits.
+        xxh3: xxh3_64 of the block as written, 16 hex digits.
+
+    Returns:
+        Byte offset and bit index, or None if no single flip explains the checksums.
     """
     change = zlib.crc32(block) ^ int(crc, 16)
     if not change:
@@ -81,5 +91,5 @@ def flipped_bit(block: bytes, crc: str, xxh3: str) -> tuple[int, int] | None:
 
 
 def _skip_zeros(register: int, count: int) -> int:
-    """The CRC register after `count` zero bytes more."""
+    """Return the CRC register after `count` more zero bytes."""
     return zlib.crc32(bytes(count), register ^ _ONES) ^ _ONES

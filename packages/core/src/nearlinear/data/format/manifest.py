@@ -1,7 +1,7 @@
-"""`index.json`: every shard of a dataset with its checksums, and where the tokens come from.
+"""Manifest of a dataset, `index.json`: its shards with checksums, and the origin of the tokens.
 
-What decides which tokens are read is identity, and goes into the fingerprint; the rest, settings,
-plan, statistics and origin, is told and changes nothing.
+Fields that determine the token stream enter the fingerprint. Settings, plan, statistics and source
+are informative only.
 """
 
 import functools
@@ -14,8 +14,7 @@ import numpy as np
 
 from ... import storage
 from ...errors import DataError
-from .index import dtype_for
-from .shards import Shard
+from .shards import Shard, dtype_for
 
 FORMAT_NAME = "nearlinear-token-shards"
 FORMAT_VERSION = 2
@@ -25,34 +24,34 @@ TOKENIZER_FILE = "tokenizer/tokenizer.json"
 
 @dataclass(frozen=True)
 class Manifest:
-    """What `index.json` says. Vocabulary, tokenizer and shards are identity, the rest is not."""
+    """Contents of `index.json`. Only vocabulary, tokenizer and shards enter the fingerprint."""
 
     vocab_size: int
     eos_id: int
     tokenizer: dict  # name, file, sha256
     splits: dict[str, tuple[Shard, ...]]
     settings: dict = field(default_factory=dict)
-    """what was asked of the preparation; another answer is refused where the data is"""
+    """Settings of the preparation. Later runs into the same folder must use the same settings."""
     source: dict = field(default_factory=dict)
-    """name, description and versions of what the text was read from"""
+    """Name, description and versions of the text source."""
     libraries: dict = field(default_factory=dict)
-    """versions of what made it"""
+    """Versions of the libraries used by the preparation."""
     plan: dict = field(default_factory=dict)
-    """`inputs`: path, bytes, documents and tokens kept; `splits`, in order: input, start, end,
-    documents read, xxh3_64 of the hashes of their texts"""
+    """`inputs`: path, bytes, kept documents and kept tokens of each input file. `splits`, in order:
+    input, start, end, number of documents read, xxh3_64 of the hashes of their texts."""
     statistics: dict = field(default_factory=dict)
-    """documents, tokens, text bytes, duplicates, histogram of lengths, tokens kept by packing"""
+    """Documents, tokens, text bytes, duplicates, length histogram, tokens kept by each packing."""
 
     @property
     def dtype(self) -> np.dtype:
-        """The dtype of the `.bin` files."""
+        """Dtype of the `.bin` files."""
         return dtype_for(self.vocab_size)
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """64 hex digits over everything that decides which tokens are read, and nothing else.
+        """Hash of everything that determines the token stream, 64 hex digits.
 
-        Settings, plan, statistics, library versions and source do not change it.
+        Settings, plan, statistics, library versions and source do not enter.
         """
         identity = {
             "format": [FORMAT_NAME, FORMAT_VERSION],
@@ -63,17 +62,17 @@ class Manifest:
         return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
     @property
-    def words(self) -> dict:
-        """Whose ids the tokens are: the tokenizer's name, and the sha256 of its file."""
+    def tokenizer_id(self) -> dict:
+        """Tokenizer that produced the token ids: its name and the sha256 of its file."""
         return {name: self.tokenizer[name] for name in ("name", "sha256")}
 
     def total(self, name: str, split: str | None = None) -> int:
-        """The sum of a shard field (`tokens`, `documents`, `bytes`) over one split, or all."""
+        """Sum the shard field `name` (`tokens`, `documents` or `bytes`) over one or all splits."""
         splits = self.splits.values() if split is None else [self.splits[split]]
         return sum(getattr(shard, name) for shards in splits for shard in shards)
 
-    def write(self, folder: str | Path | storage.Place) -> None:
-        """Write `index.json` so that it is either absent or complete, whatever happens."""
+    def write(self, folder: str | Path | storage.StoragePath) -> None:
+        """Write `index.json` atomically."""
         totals = {s: {n: self.total(n, s) for n in ("tokens", "documents", "bytes")}
                   for s in self.splits}  # fmt: skip
         document = {
@@ -85,15 +84,16 @@ class Manifest:
             **asdict(self),
         }
         raw = json.dumps(document, indent=1, ensure_ascii=False).encode()
-        (storage.at(folder) / MANIFEST_FILE).put(raw)
+        (storage.as_path(folder) / MANIFEST_FILE).put(raw)
 
     @classmethod
-    def read(cls, folder: str | Path | storage.Place) -> "Manifest":
-        """Read and check `index.json` of a folder, or of `s3://bucket/prefix`.
+    def read(cls, folder: str | Path | storage.StoragePath) -> "Manifest":
+        """Read and check `index.json` of a folder or of `s3://bucket/prefix`.
 
-        Raises `DataError` saying what to do instead.
+        Raises:
+            DataError: If the manifest is missing, damaged or of another version.
         """
-        place = storage.at(folder)
+        place = storage.as_path(folder)
         prepare = f"prepare it with `python -m data_prep botocore --out {place}`"
         try:
             raw = (place / MANIFEST_FILE).read()
@@ -108,7 +108,11 @@ class Manifest:
 
     @classmethod
     def parse(cls, raw: bytes, path: str | Path) -> "Manifest":
-        """The manifest of the bytes of an `index.json` that lies at `path`. Raises `DataError`."""
+        """Parse the bytes of an `index.json`. `path` appears in errors.
+
+        Raises:
+            DataError: If `raw` is not a valid manifest of this version.
+        """
         prepare = "prepare the data again with `python -m data_prep`"
         try:
             document = json.loads(raw)
@@ -140,9 +144,9 @@ class Manifest:
                 if shard.file != f"{split}/shard-{number:05d}.bin":
                     raise ValueError(f"unexpected file name {shard.file}")
                 if shard.bytes != shard.tokens * manifest.dtype.itemsize or shard.tokens < 1:
-                    raise ValueError(f"sizes of {shard.file} do not add up")
+                    raise ValueError(f"bytes and tokens of {shard.file} are inconsistent")
         if document["dtype"] != manifest.dtype.name:
-            raise ValueError("dtype does not suit vocab_size")
+            raise ValueError("dtype does not match vocab_size")
         if document["fingerprint"] != manifest.fingerprint:
             raise ValueError("fingerprint does not match the contents")
         return manifest

@@ -1,17 +1,61 @@
-"""A shard: a `.bin` of token ids with its `.idx`, and what writes documents as shards."""
+"""Shards: `.bin` files of token ids with their `.idx` files, and their writer.
+
+The `.idx` file is Megatron's MMIDIDX version 1 index with one sequence per document. Source:
+Megatron-LM, `megatron/core/datasets/indexed_dataset.py`.
+"""
 
 import hashlib
 import os
 import re
+import struct
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import BinaryIO
 
 import numpy as np
 
 from ... import storage
 from ...errors import DataError
 from .checksums import Checksums
-from .index import INDEX_HEADER, dtype_for, encode_index, int32_lengths
+
+INDEX_HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, documents + 1
+_MAGIC = b"MMIDIDX\x00\x00"
+MOST_TOKENS = 2**31 - 1
+"""Longest document in tokens. The index stores lengths as int32."""
+_DTYPE_CODE = {"uint16": 8, "uint32": 4}  # Megatron has no uint32; token ids fit int32
+
+
+def dtype_for(vocab_size: int) -> np.dtype:
+    """Return the token dtype of a vocabulary: `<u2` up to 65,536 entries, else `<u4`."""
+    return np.dtype("<u2") if vocab_size <= 65_536 else np.dtype("<u4")
+
+
+def int32_lengths(lengths) -> np.ndarray:
+    """Convert document lengths to int32 [n]. Raises `DataError` if a document is too long."""
+    lengths = np.asarray(lengths)
+    if len(lengths) and (longest := int(lengths.max())) > MOST_TOKENS:
+        raise DataError(
+            f"a document has {longest} tokens, more than the maximum of a shard index "
+            f"({MOST_TOKENS}): split such documents before preparing the data"
+        )
+    return lengths.astype("<i4", copy=False)
+
+
+def encode_index(lengths: np.ndarray, dtype: np.dtype) -> bytes:
+    """Return the bytes of the `.idx` file of documents with `lengths` tokens each, including EOS.
+
+    Layout: header, int32 lengths [n], int64 byte offsets [n], int64 document index [n + 1].
+
+    Raises:
+        DataError: If a document is too long.
+    """
+    lengths = int32_lengths(lengths)
+    ends = np.cumsum(lengths, dtype="<i8") * dtype.itemsize
+    offsets = ends - lengths.astype("<i8") * dtype.itemsize
+    code, n = _DTYPE_CODE[dtype.name], len(lengths)
+    header = INDEX_HEADER.pack(_MAGIC, 1, code, n, n + 1)
+    return header + lengths.tobytes() + offsets.tobytes() + np.arange(n + 1, dtype="<i8").tobytes()
+
 
 DEFAULT_SHARD_TOKENS = 64 * 1024 * 1024
 SPLITS = ("train", "val")
@@ -21,7 +65,7 @@ _HEX = re.compile("[0-9a-f]{8}|[0-9a-f]{16}")
 
 @dataclass(frozen=True)
 class Shard:
-    """One `.bin`/`.idx` pair; `file` is the `.bin`, relative to the dataset's folder."""
+    """A `.bin`/`.idx` pair. `file` is the `.bin` path relative to the dataset folder."""
 
     file: str
     tokens: int
@@ -31,13 +75,13 @@ class Shard:
     idx_bytes: int
     idx_sha256: str
     blocks: tuple[str, ...] = ()
-    """xxh3_64 of each 4 MiB of the `.bin`, the last one shorter: 16 hex digits"""
+    """xxh3_64 of each 4 MiB block of the `.bin`, 16 hex digits. The last block may be shorter."""
     crcs: tuple[str, ...] = ()
-    """CRC-32 of the same blocks, 8 hex digits: they name the bit that flipped"""
+    """CRC-32 of the same blocks, 8 hex digits. They locate a flipped bit."""
 
     @classmethod
     def parse(cls, fields: dict) -> "Shard":
-        """The shard of the fields of a JSON object. Raises `ValueError` among others."""
+        """Create a shard from a JSON object. Raises KeyError, TypeError or ValueError."""
         blocks, crcs = tuple(fields["blocks"]), tuple(fields["crcs"])
         if not all(map(_HEX.fullmatch, (*blocks, *crcs))):
             raise ValueError(f"checksums of {fields['file']} are not hex digits")
@@ -45,16 +89,19 @@ class Shard:
 
     @property
     def idx_file(self) -> str:
-        """The index beside `file`, relative to the dataset's folder."""
+        """Path of the `.idx` file relative to the dataset folder."""
         return str(PurePosixPath(self.file).with_suffix(".idx"))
 
 
-def read_index(folder: str | Path | storage.Place, shard: Shard, dtype: np.dtype) -> np.ndarray:
-    """Document lengths in tokens, int32 [documents], EOS counted, from a shard's `.idx`.
+def read_index(
+    folder: str | Path | storage.StoragePath, shard: Shard, dtype: np.dtype
+) -> np.ndarray:
+    """Read document lengths in tokens from a shard's `.idx`, int32 [documents], including EOS.
 
-    Raises `DataError` when the index does not describe exactly this shard.
+    Raises:
+        DataError: If the index does not describe exactly this shard.
     """
-    place = storage.at(folder) / shard.idx_file
+    place = storage.as_path(folder) / shard.idx_file
     raw = place.read()
     lengths = np.frombuffer(raw[INDEX_HEADER.size :][: 4 * shard.documents], dtype="<i4")
     if int(lengths.sum(dtype=np.int64)) != shard.tokens or raw != encode_index(lengths, dtype):
@@ -66,12 +113,12 @@ def read_index(folder: str | Path | storage.Place, shard: Shard, dtype: np.dtype
 
 
 class ShardWriter:
-    """Writes the documents of one split as shards of about `shard_tokens` tokens.
+    """Write the documents of one split as shards of about `shard_tokens` tokens.
 
-    Memory stays bounded by what is added at once plus 4 bytes per document of the open shard. A
-    document is never cut between shards, so a shard is larger than `shard_tokens` only when one
-    document is. Call `add` or `extend`, then `close`; the shards are of use once a `Manifest`
-    lists them.
+    Memory is bounded by the documents passed to one call plus 4 bytes per document of the open
+    shard. A document is never split across shards, so a shard exceeds `shard_tokens` only if a
+    single document does. Call `add` or `extend`, then `close`, then list the returned shards in a
+    `Manifest`.
     """
 
     def __init__(
@@ -89,13 +136,14 @@ class ShardWriter:
         self.vocab_size, self.eos_id, self.shard_tokens = vocab_size, eos_id, shard_tokens
         self.dtype = dtype_for(vocab_size)
         self._shards: list[Shard] = []
-        self._file = None
+        self._file: BinaryIO | None = None
         (self.folder / split).mkdir(parents=True, exist_ok=True)
 
     def add(self, ids) -> None:
-        """Append one document: token ids [n] without EOS, which is added here.
+        """Append one document: token ids [n] without EOS. The EOS is added.
 
-        Raises `DataError` for an id outside the vocabulary.
+        Raises:
+            DataError: If an id is outside the vocabulary.
         """
         ids = np.asarray(ids, dtype=np.int64)
         if len(ids) and ids.min() < 0:
@@ -103,9 +151,10 @@ class ShardWriter:
         self.extend(np.append(ids, self.eos_id), [len(ids) + 1])
 
     def extend(self, tokens: np.ndarray, lengths) -> None:
-        """Append documents: their token ids [sum of lengths] one after another, each with its EOS.
+        """Append documents: their concatenated token ids [sum of lengths], each ending with EOS.
 
-        Raises `DataError` for an id outside the vocabulary, and a document that is too long.
+        Raises:
+            DataError: If an id is outside the vocabulary or a document is too long.
         """
         if len(tokens) and (highest := int(tokens.max())) >= self.vocab_size:
             raise DataError(
@@ -115,8 +164,7 @@ class ShardWriter:
         tokens = np.ascontiguousarray(tokens, dtype=self.dtype)
         lengths = int32_lengths(lengths)
         while len(lengths):
-            if self._file is None:
-                self._start()
+            file = self._file or self._start()
             ends = np.cumsum(lengths, dtype=np.int64)
             room = self.shard_tokens - self._tokens
             count = int(np.searchsorted(ends, room, side="right"))
@@ -125,7 +173,7 @@ class ShardWriter:
                 continue
             count = max(count, 1)
             piece = tokens[: ends[count - 1]]
-            self._file.write(piece)
+            file.write(piece.data)
             self._checksums.update(piece)
             self._lengths.append(lengths[:count])
             self._tokens += len(piece)
@@ -137,10 +185,11 @@ class ShardWriter:
             self._finish()
         return tuple(self._shards)
 
-    def _start(self) -> None:
+    def _start(self) -> BinaryIO:
         self._name = f"{self.split}/shard-{len(self._shards):05d}.bin"
         self._file = open(self.folder / self._name, "wb", buffering=1 << 20)
         self._checksums, self._lengths, self._tokens = Checksums(), [], 0
+        return self._file
 
     def _finish(self) -> None:
         sync_and_close(self._file)
@@ -163,7 +212,7 @@ class ShardWriter:
 
 
 def sync_and_close(file) -> None:
-    """Have an open file on disk before it counts as written."""
+    """Flush a file to disk and close it."""
     file.flush()
     os.fsync(file.fileno())
     file.close()

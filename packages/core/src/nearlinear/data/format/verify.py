@@ -1,8 +1,8 @@
-"""Compare a folder of token shards with its manifest, and say what exactly is wrong.
+"""Compare token shards with their manifest and diagnose the first damaged file.
 
-Tokens are checked by the xxh3_64 of their blocks, faster than they can be read; the sha256 of a
-shard is taken only to tell what else it holds. Each file is named by what is known of it: the
-block and the bit that flipped, the shard it was swapped with, the byte where an index departs.
+Tokens are checked with the xxh3_64 of each block, faster than they can be read. The sha256 of a
+shard is computed only to diagnose a mismatch. Errors name the block and the flipped bit, the shard
+a file was swapped with, or the first differing byte of an index.
 """
 
 import hashlib
@@ -14,26 +14,29 @@ import xxhash
 
 from ... import storage
 from ...errors import DataError
-from ...storage import Place
+from ...storage import StoragePath
 from .checksums import BLOCK_BYTES, flipped_bit
-from .index import encode_index
 from .manifest import MANIFEST_FILE, TOKENIZER_FILE, Manifest
-from .shards import Shard, read_index
+from .shards import Shard, encode_index, read_index
 
 _REMEDY = "copy it again or prepare the data again with --overwrite"
 
 
 def verify(
-    folder: str | Path | Place, full: bool = True, splits: tuple[str, ...] | None = None
+    folder: str | Path | StoragePath, full: bool = True, splits: tuple[str, ...] | None = None
 ) -> Manifest:
-    """Check the files of a dataset, in a folder or under `s3://bucket/prefix`, and return its
-    manifest.
+    """Check the files of a dataset and return its manifest.
 
-    Sizes are always checked; `full` also checks every block of every shard, every index against
-    its shard, and the tokenizer. Raises `DataError` naming the first file that is missing,
-    truncated, altered (with block and byte), swapped or of another dataset. `splits` limits it.
+    Args:
+        folder: Dataset folder, or `s3://bucket/prefix`.
+        full: Check every block, every index and the tokenizer, in addition to file sizes.
+        splits: Splits to check. None checks all of them.
+
+    Raises:
+        DataError: If a file is missing, truncated, altered (with block and byte), swapped or of
+            another dataset.
     """
-    folder = storage.at(folder)
+    folder = storage.as_path(folder)
     manifest = Manifest.read(folder)
     shards = [p for s, ps in manifest.splits.items() if splits is None or s in splits for p in ps]
     _check_sizes(folder, shards)
@@ -44,36 +47,36 @@ def verify(
     return manifest
 
 
-def verify_shard(folder: str | Path | Place, shard: Shard, manifest: Manifest) -> None:
-    """Check one shard of `manifest` in full, sizes included. Raises `DataError`."""
-    folder = storage.at(folder)
+def verify_shard(folder: str | Path | StoragePath, shard: Shard, manifest: Manifest) -> None:
+    """Check one shard of `manifest` in full, including its sizes. Raises `DataError`."""
+    folder = storage.as_path(folder)
     _check_sizes(folder, [shard])
     _check_shard(folder, shard, manifest)
 
 
-def _check_shard(folder: Place, shard: Shard, manifest: Manifest) -> None:
+def _check_shard(folder: StoragePath, shard: Shard, manifest: Manifest) -> None:
     _check_blocks(folder, shard, manifest)
     raw = (folder / shard.idx_file).read()
     if hashlib.sha256(raw).hexdigest() != shard.idx_sha256:
-        raise DataError(_about_index(folder, shard, manifest, raw))
+        raise DataError(_describe_index_mismatch(folder, shard, manifest, raw))
     read_index(folder, shard, manifest.dtype)
 
 
-def _check_sizes(folder: Place, shards: list[Shard]) -> None:
-    there = {}
+def _check_sizes(folder: StoragePath, shards: list[Shard]) -> None:
+    sizes_found = {}
     for side in {shard.file.rpartition("/")[0] for shard in shards}:
-        sizes = (folder / side).sizes()
-        there |= {f"{side}/{name}": size for name, size in sizes.items()}
+        sizes = (folder / side).file_sizes()
+        sizes_found |= {f"{side}/{name}": size for name, size in sizes.items()}
     for shard in shards:
         for name, size in ((shard.file, shard.bytes), (shard.idx_file, shard.idx_bytes)):
-            if name not in there:
+            if name not in sizes_found:
                 raise DataError(f"{folder / name} is missing: {_REMEDY}")
-            if (found := there[name]) != size:
-                what = "truncated" if found < size else "too long"
-                raise DataError(f"{folder / name} is {what}: {found} of {size} bytes; {_REMEDY}")
+            if (found := sizes_found[name]) != size:
+                fault = "truncated" if found < size else "too long"
+                raise DataError(f"{folder / name} is {fault}: {found} of {size} bytes; {_REMEDY}")
 
 
-def _check_tokenizer(folder: Place, manifest: Manifest) -> None:
+def _check_tokenizer(folder: StoragePath, manifest: Manifest) -> None:
     place = folder / TOKENIZER_FILE
     try:
         raw = place.read()
@@ -87,7 +90,7 @@ def _check_tokenizer(folder: Place, manifest: Manifest) -> None:
         )
 
 
-def _check_blocks(folder: Place, shard: Shard, manifest: Manifest) -> None:
+def _check_blocks(folder: StoragePath, shard: Shard, manifest: Manifest) -> None:
     expected = -(-shard.bytes // BLOCK_BYTES)
     if len(shard.blocks) != expected:
         raise DataError(
@@ -97,21 +100,25 @@ def _check_blocks(folder: Place, shard: Shard, manifest: Manifest) -> None:
     buffer = memoryview(bytearray(min(BLOCK_BYTES, shard.bytes)))
     with closing((folder / shard.file).reader()) as file:
         for number, digest in enumerate(shard.blocks):
-            block = _fill(file, buffer)
+            block = _read_into(file, buffer)
             if xxhash.xxh3_64_hexdigest(block) != digest:
-                raise DataError(_about_block(folder, shard, manifest, number, bytes(block)))
+                raise DataError(
+                    _describe_block_mismatch(folder, shard, manifest, number, bytes(block))
+                )
 
 
-def _fill(file, buffer: memoryview) -> memoryview:
-    """The next bytes of a file, as many as `buffer` holds or the file still has."""
+def _read_into(file, buffer: memoryview) -> memoryview:
+    """Read until `buffer` is full or the file ends. Returns the filled part of `buffer`."""
     filled = 0
     while filled < len(buffer) and (got := file.readinto(buffer[filled:])):
         filled += got
     return buffer[:filled]
 
 
-def _about_block(folder: Place, shard: Shard, manifest: Manifest, number: int, block: bytes) -> str:
-    """Why a block is not as written: another shard's content, a flipped bit, or any change."""
+def _describe_block_mismatch(
+    folder: StoragePath, shard: Shard, manifest: Manifest, number: int, block: bytes
+) -> str:
+    """Describe the cause of a block mismatch: swapped shards, a flipped bit, or other damage."""
     path, start = folder / shard.file, number * BLOCK_BYTES
     digest = hashlib.sha256()
     for chunk in path.stream():
@@ -134,9 +141,14 @@ def _about_block(folder: Place, shard: Shard, manifest: Manifest, number: int, b
     return f"{where}: bit {bit[1]} of byte {start + bit[0]} is flipped; {_REMEDY}"
 
 
-def _about_index(folder: Place, shard: Shard, manifest: Manifest, raw: bytes) -> str:
-    """Why an index is not the one of its shard. The shard is known to be intact: it ends documents
-    with EOS, so what the index must say can be told from it."""
+def _describe_index_mismatch(
+    folder: StoragePath, shard: Shard, manifest: Manifest, raw: bytes
+) -> str:
+    """Describe the cause of an index mismatch.
+
+    The shard is known to be intact and ends each document with EOS, so the expected index can be
+    rebuilt from it.
+    """
     path, found = folder / shard.idx_file, hashlib.sha256(raw).hexdigest()
     for other in (p for shards in manifest.splits.values() for p in shards):
         if found == other.idx_sha256:
@@ -148,8 +160,8 @@ def _about_index(folder: Place, shard: Shard, manifest: Manifest, raw: bytes) ->
         return f"{path} is altered: it disagrees with {shard.file}; {_REMEDY}"
     wrong = np.frombuffer(right, np.uint8) != np.frombuffer(raw, np.uint8)
     changed = np.flatnonzero(wrong)
-    foreign = "is of another shard" if len(changed) > len(raw) // 20 else "is altered"
+    verdict = "is of another shard" if len(changed) > len(raw) // 20 else "is altered"
     return (
-        f"{path} {foreign}: it disagrees with {shard.file} in {len(changed)} bytes, first at byte "
+        f"{path} {verdict}: it disagrees with {shard.file} in {len(changed)} bytes, first at byte "
         f"{changed[0]}; {_REMEDY}"
     )

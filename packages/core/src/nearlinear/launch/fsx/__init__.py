@@ -1,8 +1,7 @@
-"""FSx for Lustre: file systems made, linked to S3 and checked, and looked at from where they are
-mounted.
+"""FSx for Lustre: create file systems, link them to S3, check access, hydrate and measure.
 
-On AWS `wish` says what to ask for and `service` asks, `check` holds a job against what is there.
-Mounted, `mount` says what a folder is on, `lfs` speaks to Lustre, `hydrate` brings files from S3
-and `throughput` measures. Source of rules and names: Amazon FSx for Lustre's user guide and API
-reference, 2026-11.
+On AWS, `requests` builds and validates requests, `service` sends them, and `access_checks` checks
+that a job can reach its file systems. On a machine that has mounted one, `lustre` inspects the
+mount, `hydrate` restores files from S3, and `throughput` measures read rates. Sources of rules and
+names: the user guide and API reference of Amazon FSx for Lustre, 2026-11.
 """

@@ -1,8 +1,9 @@
-"""Bring files from S3 onto Lustre before a job asks for them, in the order in which it will.
+"""Restore files from S3 to Lustre before a job reads them, in the order of its reads.
 
-FSx shows every object of a linked folder as a file at once, and copies its bytes when it is first
-read, whole: the first step would wait for that on every rank. ``lfs hsm_restore`` asks for it
-ahead of time; it returns at once, so batches are waited for, to keep the servers' queue short.
+FSx shows every object of a linked folder as a file, and copies the whole object at the first read.
+Without hydration, the first step waits for these copies on every rank. ``lfs hsm_restore`` requests
+the copies ahead of time and returns immediately. `restore_files` waits for one batch of files at a
+time, which keeps the queue of the file servers short.
 """
 
 from __future__ import annotations
@@ -14,125 +15,137 @@ from pathlib import Path
 
 import numpy as np
 
-from ...data.blocks import BlockOrder
 from ...data.dataset import TokenDataset
 from ...data.format import MANIFEST_FILE, TOKENIZER_FILE
+from ...data.sampler import BlockOrder
 from ...errors import ConfigError
-from . import lfs, mount
+from . import lustre
 
-PAUSE = 2.0  # seconds between looks
-MOST_LOOKS = 300  # without a change
-AT_ONCE = 1000  # files whose restore may be under way
+POLL_INTERVAL = 2.0  # seconds
+MAX_IDLE_POLLS = 300  # polls without a change before giving up
+DEFAULT_BATCH_SIZE = 1000  # files
 
 
 @dataclass(frozen=True)
-class Progress:
-    """How much of a folder is in the file system."""
+class HydrationProgress:
+    """Number and size of files, in total and in the file system."""
 
-    files: int
-    bytes: int
-    files_here: int
-    bytes_here: int
+    num_files: int
+    num_bytes: int
+    restored_files: int
+    restored_bytes: int
 
     @property
     def share(self) -> float:
-        """Of the bytes; 1 for a folder without any."""
-        return self.bytes_here / self.bytes if self.bytes else 1.0
+        """Share of the bytes that are in the file system; 1 without any bytes."""
+        return self.restored_bytes / self.num_bytes if self.num_bytes else 1.0
 
     def __str__(self) -> str:
-        size = f"{self.bytes / 2**20:,.1f} MiB"
-        if self.files_here == self.files:
-            return f"all {self.files:,} files ({size}) are in the file system"
+        size = f"{self.num_bytes / 2**20:,.1f} MiB"
+        if self.restored_files == self.num_files:
+            return f"all {self.num_files:,} files ({size}) are in the file system"
         return (
-            f"{self.files_here:,} of {self.files:,} files and {100 * self.share:.1f} % of {size} "
-            "are in the file system, the rest only in S3"
+            f"{self.restored_files:,} of {self.num_files:,} files and {100 * self.share:.1f} % of "
+            f"{size} are in the file system, the rest only in S3"
         )
 
 
-def check(folder: Path, mounts: Path | None = None) -> None:
-    """Raise ConfigError where it cannot be told which files are only in S3."""
-    mount.require(folder)
-    found = mount.of(folder, mounts)
-    if found is not None and not found.lustre:
+def require_hydratable(folder: Path, mount_table: Path | None = None) -> None:
+    """Raise ConfigError if ``folder`` is not on Lustre or ``lfs`` is missing."""
+    lustre.require_folder(folder)
+    mount = lustre.find_mount(folder, mount_table)
+    if mount is not None and not mount.is_lustre:
         raise ConfigError(
-            f"{folder} is on {found.kind}, not on Lustre: all of it is here, nothing to hydrate"
+            f"{folder} is on {mount.fs_type}, not on Lustre: all data is local, and there is "
+            "nothing to hydrate"
         )
-    if not lfs.there():
+    if not lustre.has_lfs():
         raise ConfigError(
-            f"{folder}: which files are only in S3 cannot be told without lfs; install the Lustre "
-            "client, as on the machine that mounted it"
+            f"{folder}: lfs, which lists the files that are only in S3, is not installed; install "
+            "the Lustre client"
         )
 
 
-def progress(files: Sequence[Path]) -> Progress:
-    """Of files on Lustre."""
-    return _counted({path: path.stat().st_size for path in files}, _released(files))
+def measure_progress(files: Sequence[Path]) -> HydrationProgress:
+    """Return the hydration progress of files on Lustre."""
+    return _progress({path: path.stat().st_size for path in files}, _released_files(files))
 
 
-def restore(
+def restore_files(
     files: Sequence[Path],
     *,
-    at_once: int = AT_ONCE,
-    say: Callable[[Progress], None] = lambda found: None,
-    pause: Callable[[float], None] = time.sleep,
-) -> Progress:
-    """Bring ``files`` in their order, so many at once, until all are there.
+    batch_size: int = DEFAULT_BATCH_SIZE,
+    report: Callable[[HydrationProgress], None] = lambda progress: None,
+    sleep: Callable[[float], None] = time.sleep,
+) -> HydrationProgress:
+    """Restore ``files`` from S3 in order, and wait for all of them.
 
-    ``say`` is told of every change. Raises ConfigError where no file comes any more.
+    Args:
+        files: Files on Lustre, in the order of restoration.
+        batch_size: Number of files that are restored at once.
+        report: Function that receives the progress at each change.
+        sleep: Function that waits between polls.
+
+    Raises:
+        ConfigError: No file arrived during `MAX_IDLE_POLLS` polls.
     """
-    sizes, released = {path: path.stat().st_size for path in files}, _released(files)
-    say(_counted(sizes, released))
-    for batch in lfs.batches([path for path in files if path in released], at_once):
-        lfs.restore(batch)
-        waiting, looks = set(batch), 0
+    sizes, released = {path: path.stat().st_size for path in files}, _released_files(files)
+    report(_progress(sizes, released))
+    remaining = [path for path in files if path in released]
+    for batch in lustre.split_into_batches(remaining, batch_size):
+        lustre.request_restore(batch)
+        waiting, idle_polls = set(batch), 0
         while waiting:
-            still = _released(waiting)
+            still = _released_files(waiting)
             if still < waiting:
                 released -= waiting - still
-                waiting, looks = still, 0
-                say(_counted(sizes, released))
-            elif (looks := looks + 1) >= MOST_LOOKS:
+                waiting, idle_polls = still, 0
+                report(_progress(sizes, released))
+            elif (idle_polls := idle_polls + 1) >= MAX_IDLE_POLLS:
                 raise ConfigError(
-                    f"{len(waiting)} files do not come from S3: lfs hsm_action {min(waiting)} says "
-                    "what is under way, nearlinear fsx describe ID how the link stands"
+                    f"{len(waiting)} files do not arrive from S3. Run lfs hsm_action "
+                    f"{min(waiting)} for the pending action, and nearlinear fsx describe ID for "
+                    "the state of the link"
                 )
             else:
-                pause(PAUSE)
-    return _counted(sizes, released)
+                sleep(POLL_INTERVAL)
+    return _progress(sizes, released)
 
 
-def _released(files: Iterable[Path]) -> set[Path]:
-    """Those whose bytes are only in S3."""
-    return {path for path, state in lfs.states(files).items() if state.released}
+def _released_files(files: Iterable[Path]) -> set[Path]:
+    """Return the files whose data is only in S3."""
+    return {path for path, state in lustre.hsm_states(files).items() if state.released}
 
 
-def _counted(sizes: dict[Path, int], released: set[Path]) -> Progress:
-    here = [size for path, size in sizes.items() if path not in released]
-    return Progress(len(sizes), sum(sizes.values()), len(here), sum(here))
+def _progress(sizes: dict[Path, int], released: set[Path]) -> HydrationProgress:
+    restored = [size for path, size in sizes.items() if path not in released]
+    return HydrationProgress(len(sizes), sum(sizes.values()), len(restored), sum(restored))
 
 
-def in_order(
+def files_in_read_order(
     folder: Path, order: BlockOrder | None = None, dataset: TokenDataset | None = None
 ) -> list[Path]:
-    """The files below ``folder`` in the order in which a training run wants them.
+    """Return the files below ``folder`` in the order in which a training run reads them.
 
-    Of token shards: the manifest and the tokenizer, then shards as ``order`` comes to them (without
-    it all are wanted at once, and come by name), each before its index; then the rest.
+    A folder of token shards begins with the manifest and the tokenizer. The shards follow in the
+    order of ``order``, each before its index, and then all other files by name. Without ``order``,
+    training reads all shards from the start, and they are sorted by name.
     """
-    every = mount.files(folder)
+    every = lustre.list_files(folder)
     if not (folder / MANIFEST_FILE).is_file():
         return every
     first = [folder / MANIFEST_FILE, folder / TOKENIZER_FILE]
     if order is not None and dataset is not None:
-        for shard in first_used(order, dataset):
-            first += [dataset.files[shard], dataset.files[shard].with_suffix(".idx")]
-    known = [path for path in first if path.is_file()]
-    later = set(known)
-    return [*known, *(path for path in every if path not in later)]
+        files = [Path(file) for file in dataset.files]
+        for shard in shards_by_first_use(order, dataset):
+            first += [files[shard], files[shard].with_suffix(".idx")]
+    existing = [path for path in first if path.is_file()]
+    listed = set(existing)
+    return [*existing, *(path for path in every if path not in listed)]
 
 
-def first_used(order: BlockOrder, dataset: TokenDataset) -> list[int]:
-    """The dataset's shards in the order in which its first epoch comes to them."""
+def shards_by_first_use(order: BlockOrder, dataset: TokenDataset) -> list[int]:
+    """Return the indices of the dataset's shards in the order of their use in the first epoch."""
     windows = order.first_windows(0)
     shards = dataset.extents(windows)[:, 0]
     _, firsts = np.unique(shards, return_index=True)

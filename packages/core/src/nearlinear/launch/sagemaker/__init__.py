@@ -1,1 +1,1 @@
-"""Training jobs of Amazon SageMaker: the request, its faults, and what becomes of it."""
+"""Amazon SageMaker training jobs: build, validate and submit requests, and follow jobs."""

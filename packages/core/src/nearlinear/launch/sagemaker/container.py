@@ -1,10 +1,10 @@
-"""Inside a SageMaker training container: from what the service has laid out to running ranks.
+"""Container entry point: start the ranks of one host of a SageMaker training job.
 
     python -m nearlinear.launch.sagemaker.container
 
-The service leaves three files in ``/opt/ml/input/config`` and the data in ``/opt/ml/input/data``.
-Scripts expect them as ``SM_...`` variables; the training takes every hyperparameter as a key of its
-config. Of a failure the service shows what stands in ``/opt/ml/output/failure``.
+SageMaker writes three files to ``/opt/ml/input/config`` and the data to ``/opt/ml/input/data``.
+Scripts expect them in ``SM_...`` variables. Each hyperparameter is a key of the training config.
+SageMaker displays the content of ``/opt/ml/output/failure`` as the reason of a failure.
 """
 
 from __future__ import annotations
@@ -14,20 +14,27 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ...errors import ConfigError
-from .. import instances, local
-from .request import RANKS, plain, text
+from ...hardware import find_instance_type
+from .. import local
+from .launcher_script import (
+    CONTAINER_ROOT,
+    RANKS_VARIABLE,
+    decode_hyperparameter,
+    encode_hyperparameter,
+)
 
-PORT = "7777"  # where ranks meet, on the first host
-PARALLEL = "mp_parameters"
-CONFIG = "input/config/nearlinear.json"  # what the hyperparameters come to
-MOST_SHOWN = 1024  # characters of a failure
+DEFAULT_PORT = "7777"  # rendezvous port on the first host
+_PARALLEL = "mp_parameters"
+_CONFIG_FILE = "input/config/nearlinear.json"
+_MAX_FAILURE_LENGTH = 1024  # characters that SageMaker displays
 
 
 @dataclass(frozen=True)
-class Container:
-    """What one host of a job was given, below ``root`` (/opt/ml)."""
+class ContainerInputs:
+    """Inputs of one host of a job, below ``root`` (/opt/ml)."""
 
     root: Path
     hosts: list[str]
@@ -37,116 +44,128 @@ class Container:
     channels: list[str]
 
     @property
-    def meeting_host(self) -> str:
-        """Where ranks meet: the first host, or what the environment says."""
+    def master_address(self) -> str:
+        """Host of the rendezvous: the first one, unless the environment names another."""
         return os.environ.get("SM_MASTER_ADDR") or self.hosts[0]
 
     @property
-    def meeting_port(self) -> str:
-        """Of the meeting host."""
-        return os.environ.get("SM_MASTER_PORT") or PORT
+    def master_port(self) -> str:
+        """Port of the rendezvous."""
+        return os.environ.get("SM_MASTER_PORT") or DEFAULT_PORT
 
     @property
-    def ranks(self) -> int:
-        """Processes of this host: one per accelerator, or what the environment asks for."""
-        asked = os.environ.get(RANKS)
-        machine = instances.known(self.instance_type)
-        return int(asked) if asked else machine.accelerators if machine else 1
+    def num_ranks(self) -> int:
+        """Processes on this host: one per GPU, unless the environment sets the number."""
+        if number := os.environ.get(RANKS_VARIABLE):
+            return int(number)
+        known = find_instance_type(self.instance_type)
+        return known.gpus if known else 1
 
 
-def read(root: Path) -> Container:
-    """What lies below ``root``. Raises ConfigError where no job was laid out there."""
+def read_inputs(root: Path) -> ContainerInputs:
+    """Read the files below ``root``. Raises ConfigError outside of a training container."""
     if not (root / "input" / "config").is_dir():
         raise ConfigError(
-            f"{root}/input/config is not there: this runs inside a SageMaker training container; "
-            "nearlinear launch --place emulate lays one out on this machine"
+            f"{root}/input/config does not exist: this command runs inside a SageMaker training "
+            "container; to emulate one on this machine, run nearlinear launch --place emulate"
         )
 
-    def written(name: str) -> dict:
+    def read_json(name: str) -> dict:
         path = root / "input" / "config" / f"{name}.json"
         return json.loads(path.read_text()) if path.exists() else {}
 
-    resources = written("resourceconfig")
-    return Container(
+    resources = read_json("resourceconfig")
+    return ContainerInputs(
         root,
         resources.get("hosts", ["algo-1"]),
         resources.get("current_host", "algo-1"),
         resources.get("current_instance_type", ""),
-        written("hyperparameters"),
-        sorted(written("inputdataconfig")),
+        read_json("hyperparameters"),
+        sorted(read_json("inputdataconfig")),
     )
 
 
-def variables(found: Container) -> dict[str, str]:
-    """What scripts read a job from: the service's own names."""
-    values = {name: plain(value) for name, value in found.hyperparameters.items()}
-    data = found.root / "input" / "data"
+def script_variables(inputs: ContainerInputs) -> dict[str, str]:
+    """Return the ``SM_...`` variables that SageMaker's own containers set for scripts."""
+    values = _decoded_hyperparameters(inputs)
+    data = inputs.root / "input" / "data"
     return {
-        "SM_HOSTS": json.dumps(found.hosts),
-        "SM_CURRENT_HOST": found.host,
-        "SM_HOST_COUNT": str(len(found.hosts)),
-        "SM_CURRENT_INSTANCE_TYPE": found.instance_type,
-        "SM_NUM_GPUS": str(found.ranks),
-        "SM_MASTER_ADDR": found.meeting_host,
-        "SM_MASTER_PORT": found.meeting_port,
-        "SM_INPUT_DIR": str(found.root / "input"),
-        "SM_MODEL_DIR": str(found.root / "model"),
-        "SM_OUTPUT_DIR": str(found.root / "output"),
-        "SM_OUTPUT_DATA_DIR": str(found.root / "output" / "data"),
-        "SM_CHANNELS": json.dumps(found.channels),
+        "SM_HOSTS": json.dumps(inputs.hosts),
+        "SM_CURRENT_HOST": inputs.host,
+        "SM_HOST_COUNT": str(len(inputs.hosts)),
+        "SM_CURRENT_INSTANCE_TYPE": inputs.instance_type,
+        "SM_NUM_GPUS": str(inputs.num_ranks),
+        "SM_MASTER_ADDR": inputs.master_address,
+        "SM_MASTER_PORT": inputs.master_port,
+        "SM_INPUT_DIR": str(inputs.root / "input"),
+        "SM_MODEL_DIR": str(inputs.root / "model"),
+        "SM_OUTPUT_DIR": str(inputs.root / "output"),
+        "SM_OUTPUT_DATA_DIR": str(inputs.root / "output" / "data"),
+        "SM_CHANNELS": json.dumps(inputs.channels),
         "SM_HPS": json.dumps(values),
-        **{f"SM_CHANNEL_{name.upper()}": str(data / name) for name in found.channels},
-        **{f"SM_HP_{variable(name)}": text(value) for name, value in values.items()},
+        **{f"SM_CHANNEL_{name.upper()}": str(data / name) for name in inputs.channels},
+        **{
+            f"SM_HP_{variable_name(name)}": encode_hyperparameter(value)
+            for name, value in values.items()
+        },
     }
 
 
-def variable(name: str) -> str:
-    """A hyperparameter's name as part of a variable's."""
-    return name.upper().replace(".", "_").replace("-", "_")
+def variable_name(hyperparameter: str) -> str:
+    """Return the part of a variable name that stands for a hyperparameter."""
+    return hyperparameter.upper().replace(".", "_").replace("-", "_")
 
 
-def config(found: Container) -> dict:
-    """The training config that the hyperparameters spell, with data and outputs where they are.
+def _decoded_hyperparameters(inputs: ContainerInputs) -> dict[str, Any]:
+    return {name: decode_hyperparameter(text) for name, text in inputs.hyperparameters.items()}
 
-    Names are as `request` writes them, or as the config does: ``optimizer-lr``, ``optimizer.lr``.
+
+def training_config(inputs: ContainerInputs) -> dict[str, Any]:
+    """Return the training config of the hyperparameters, with the container's paths.
+
+    Names are written as in `build_request` (``optimizer-lr``) or as in the config
+    (``optimizer.lr``).
     """
-    values = {name: plain(value) for name, value in found.hyperparameters.items()}
-    values.pop(PARALLEL, None)  # the ranks read it from SM_HP_MP_PARAMETERS
-    given = {name.replace("-", "."): value for name, value in values.items()}
-    given.setdefault("run.folder", str(found.root / "output" / "data"))
-    if "train" in found.channels and "data.sources" not in given:  # which name their channels
-        given["data.path"] = str(found.root / "input" / "data" / "train")
-    made: dict = {}
-    for name, value in given.items():
+    values = _decoded_hyperparameters(inputs)
+    values.pop(_PARALLEL, None)  # the ranks read it from SM_HP_MP_PARAMETERS
+    flat = {name.replace("-", "."): value for name, value in values.items()}
+    flat.setdefault("run.folder", str(inputs.root / "output" / "data"))
+    if "train" in inputs.channels and "data.sources" not in flat:  # sources name their channels
+        flat["data.path"] = str(inputs.root / "input" / "data" / "train")
+    config: dict = {}
+    for name, value in flat.items():
         table, dot, key = name.partition(".")
         if dot:
-            made.setdefault(table, {})[key] = value
+            config.setdefault(table, {})[key] = value
         else:
-            made[name] = value
-    return made
+            config[name] = value
+    return config
 
 
-def host(found: Container) -> local.Host:
-    """Which ranks of the job start here, and where they meet the others."""
-    meeting = f"{found.meeting_host}:{found.meeting_port}"
-    return local.Host(found.ranks, len(found.hosts), found.hosts.index(found.host), meeting)
+def local_ranks(inputs: ContainerInputs) -> local.LocalRanks:
+    """Return the ranks to start on this host, and their rendezvous."""
+    rendezvous = f"{inputs.master_address}:{inputs.master_port}"
+    index = inputs.hosts.index(inputs.host)
+    return local.LocalRanks(inputs.num_ranks, len(inputs.hosts), index, rendezvous)
 
 
-def main(root: str = "/opt/ml") -> int:
-    """Be one host of the job; how its ranks ended, as an exit status."""
+def main(root: str = CONTAINER_ROOT) -> int:
+    """Run the ranks of this host and return their exit code."""
     try:
-        found = read(Path(root))
+        inputs = read_inputs(Path(root))
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    (found.root / "output" / "data").mkdir(parents=True, exist_ok=True)
-    (found.root / CONFIG).write_text(json.dumps(config(found), indent=1))
-    os.environ.update(variables(found))
-    ended = local.run(host(found), "nearlinear.cli", ["train", str(found.root / CONFIG)])
-    if ended.why and ended.code < 128:  # a run that was told to end has not failed
-        print(f"error: {ended.why}", file=sys.stderr)
-        (found.root / "output" / "failure").write_text(ended.why[:MOST_SHOWN])
-    return ended.code
+    (inputs.root / "output" / "data").mkdir(parents=True, exist_ok=True)
+    config_file = inputs.root / _CONFIG_FILE
+    config_file.write_text(json.dumps(training_config(inputs), indent=1))
+    os.environ.update(script_variables(inputs))
+    status = local.run_ranks(local_ranks(inputs), "nearlinear.cli", ["train", str(config_file)])
+    if status.reason and status.code < 128:  # a run stopped by a signal has not failed
+        print(f"error: {status.reason}", file=sys.stderr)
+        failure = inputs.root / "output" / "failure"
+        failure.write_text(status.reason[:_MAX_FAILURE_LENGTH])
+    return status.code
 
 
 if __name__ == "__main__":

@@ -1,141 +1,164 @@
-"""What a job's machines cost: planned, so far, or in the end.
+"""Cost of the machines of a SageMaker job: planned, so far, or final.
 
-Time is what the service bills; prices come from AWS's price list or from whoever asks, never from
-here. Only machines are counted: storage, file systems and traffic come on top. Source: the API
-references of DescribeTrainingJob (billing of spot and warm pools) and of the price list, 2026-11.
+Times are those that the service bills. Prices come from AWS's price list or from the user; this
+module contains none. Storage, file systems and network traffic are not included. Sources: the API
+references of DescribeTrainingJob (billing of spot capacity and warm pools) and of the price list,
+2026-11.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from typing import Any
 
 from ...errors import ConfigError, NearlinearError
 from ..spec import JobSpec
-from .aws import ServiceRefused, client, session, told
-from .follow import ENDED
+from .aws import AWSError, create_client, create_session, translate_errors
+from .jobs import FINAL_STATES
 
-SERVICE = "AmazonSageMaker"
-HOME = {"cn": "cn-northwest-1"}  # where the price list is, by the beginning of the job's region
-ANYWHERE_ELSE = "us-east-1"
-HOUR = 3600
+_SERVICE_CODE = "AmazonSageMaker"
+_PRICING_REGIONS = {"cn": "cn-northwest-1"}  # region of the price list, by prefix of the job's
+_DEFAULT_PRICING_REGION = "us-east-1"
+_SECONDS_PER_HOUR = 3600
 
 
 @dataclass(frozen=True)
-class Price:
-    """Of one machine for an hour."""
+class HourlyPrice:
+    """Price of one machine for one hour."""
 
     amount: float
     currency: str = ""
-    """as in USD; empty: that of whoever gave the price"""
+    """Currency code such as USD; empty for a price given by the user."""
     source: str = "as given"
+    """Origin of the price, for display."""
 
-    def of(self, hours: float) -> str:
-        """What ``hours`` cost, in words."""
+    def format(self, hours: float) -> str:
+        """Format the cost of ``hours``."""
         return f"{self.amount * hours:,.2f} {self.currency}".strip()
 
 
 @dataclass(frozen=True)
-class Use:
-    """How long how many machines are paid for; times in seconds for each machine."""
+class JobUsage:
+    """Billed machines and times. All times are seconds per machine."""
 
     instance_type: str
-    machines: int
+    num_machines: int
     region: str
-    most: float
-    """when the service stops the job"""
+    time_limit: float
+    """Time after which the service stops the job."""
     billed: float | None = None
-    """so far or in the end; None: not begun"""
+    """Billed time so far or at the end; None before the start of training."""
     trained: float | None = None
-    """the same without the discount for spot capacity; None: not known yet"""
+    """The same without the discount for spot capacity; None if not known yet."""
     warm: float = 0.0
-    """billed while machines waited for another job, or at most to be"""
+    """Billed time of a warm pool; for a planned job, its upper bound."""
     ended: bool = False
     spot: bool = False
     steps: int = 0
-    """the last step that was reported; 0: none"""
+    """Last reported step; 0: none."""
 
-    def hours(self, seconds: float) -> float:
-        """Machine-hours."""
-        return seconds * self.machines / HOUR
+    def machine_hours(self, seconds: float) -> float:
+        """Convert seconds per machine to hours of all machines."""
+        return seconds * self.num_machines / _SECONDS_PER_HOUR
 
 
-def planned(job: JobSpec) -> Use:
-    """Of a job to come."""
-    return Use(
+def planned_usage(job: JobSpec) -> JobUsage:
+    """Return the upper bounds of a job that has not been submitted."""
+    return JobUsage(
         job.instance_type,
         job.nodes,
         job.region,
-        most=job.max_hours * HOUR,
+        time_limit=job.max_hours * _SECONDS_PER_HOUR,
         warm=job.keep_warm_minutes * 60,
         spot=job.spot,
     )
 
 
-def used(found: Mapping, now: datetime | None = None) -> Use:
-    """Of what `follow.describe` returns. Raises ConfigError for clusters of several machine types.
+def actual_usage(description: Mapping[str, Any], now: datetime | None = None) -> JobUsage:
+    """Return the usage in the result of `jobs.describe_job`.
 
-    While a job runs, the service names no billed time: it is counted from the start of training,
-    and is the most that spot capacity can cost.
+    While a job runs, the service does not report the billed time. It is then measured from the
+    start of training, which is an upper bound for spot capacity.
+
+    Raises:
+        ConfigError: The cluster has several instance types.
     """
-    machines = found["ResourceConfig"]
-    if "InstanceType" not in machines:
-        raise ConfigError(f"{found['TrainingJobName']} has several machine types: no one price")
-    begin, end = found.get("TrainingStartTime"), found.get("TrainingEndTime")
+    resources = description["ResourceConfig"]
+    if "InstanceType" not in resources:
+        raise ConfigError(
+            f"{description['TrainingJobName']} has several machine types, which have no common "
+            "price; add up their costs from AWS's price list"
+        )
+    begin, end = description.get("TrainingStartTime"), description.get("TrainingEndTime")
     passed = ((end or now or datetime.now(UTC)) - begin).total_seconds() if begin else None
-    trained = found.get("TrainingTimeInSeconds", passed)
-    metrics = {it["MetricName"]: it["Value"] for it in found.get("FinalMetricDataList", [])}
-    return Use(
-        machines["InstanceType"],
-        machines["InstanceCount"],
-        found["TrainingJobArn"].split(":")[3],
-        most=found["StoppingCondition"]["MaxRuntimeInSeconds"],
-        billed=found.get("BillableTimeInSeconds", trained),
+    trained = description.get("TrainingTimeInSeconds", passed)
+    metrics = {
+        metric["MetricName"]: metric["Value"]
+        for metric in description.get("FinalMetricDataList", [])
+    }
+    warm_pool = description.get("WarmPoolStatus", {})
+    return JobUsage(
+        resources["InstanceType"],
+        resources["InstanceCount"],
+        description["TrainingJobArn"].split(":")[3],
+        time_limit=description["StoppingCondition"]["MaxRuntimeInSeconds"],
+        billed=description.get("BillableTimeInSeconds", trained),
         trained=trained,
-        warm=found.get("WarmPoolStatus", {}).get("ResourceRetainedBillableTimeInSeconds", 0),
-        ended=found["TrainingJobStatus"] in ENDED,
-        spot=found.get("EnableManagedSpotTraining", False),
+        warm=warm_pool.get("ResourceRetainedBillableTimeInSeconds", 0),
+        ended=description["TrainingJobStatus"] in FINAL_STATES,
+        spot=description.get("EnableManagedSpotTraining", False),
         steps=int(metrics.get("step", 0)),
     )
 
 
-def price(use: Use, given: float | None = None) -> tuple[Price | None, str]:
-    """The price ``given``, or AWS's; without either, why: machine-hours are worth telling alone.
+def find_price(usage: JobUsage, given: float | None = None) -> tuple[HourlyPrice | None, str]:
+    """Return the ``given`` price or AWS's list price, or (None, reason) if there is neither.
 
-    Raises ConfigError for a price that is none.
+    A missing price is not an error, because machine-hours are useful alone.
+
+    Raises:
+        ConfigError: The given price is not positive and finite.
     """
     if given is not None:
         if not 0 < given < float("inf"):
-            raise ConfigError(f"--price-per-hour {given}: must be more than 0")
-        return Price(given), ""
+            raise ConfigError(f"--price-per-hour {given}: must be finite and more than 0")
+        return HourlyPrice(given), ""
     try:
-        return listed(use.instance_type, use.region or session().region_name), ""
+        return list_price(usage.instance_type, usage.region or create_session().region_name), ""
     except NearlinearError as error:
         return None, str(error)
 
 
-def listed(instance_type: str, region: str) -> Price:
-    """AWS's price for training on demand. Raises ServiceRefused where there is none, or several."""
-    prices = client("pricing", HOME.get(region[:2], ANYWHERE_ELSE))
+def list_price(instance_type: str, region: str) -> HourlyPrice:
+    """Return AWS's on-demand price for training.
+
+    Raises:
+        AWSError: The list has no price, or several different ones.
+    """
+    client = create_client("pricing", _PRICING_REGIONS.get(region[:2], _DEFAULT_PRICING_REGION))
     wanted = {"regionCode": region, "instanceName": instance_type}
     filters = [{"Type": "TERM_MATCH", "Field": k, "Value": v} for k, v in wanted.items()]
-    with told("asking for prices"):
-        pages = prices.get_paginator("get_products").paginate(ServiceCode=SERVICE, Filters=filters)
-        found = [json.loads(product) for page in pages for product in page["PriceList"]]
-    rates = {rate for product in found for rate in _rates(product, instance_type)}
+    with translate_errors("reading AWS's price list"):
+        paginator = client.get_paginator("get_products")
+        pages = paginator.paginate(ServiceCode=_SERVICE_CODE, Filters=filters)
+        products = [json.loads(product) for page in pages for product in page["PriceList"]]
+    rates = {rate for product in products for rate in _training_rates(product, instance_type)}
     if len(rates) != 1:
-        what = f"{len(rates)} prices" if rates else "no price"
-        raise ServiceRefused(f"AWS lists {what} for training on {instance_type} in {region}")
+        count = f"{len(rates)} prices" if rates else "no price"
+        raise AWSError(f"AWS lists {count} for training on {instance_type} in {region}")
     ((amount, currency),) = rates
-    return Price(amount, currency, f"AWS's price list, on demand in {region}")
+    return HourlyPrice(amount, currency, f"AWS's price list, on demand in {region}")
 
 
-def _rates(product: Mapping, instance_type: str):
-    """Amounts and currencies for an hour of training: ``USW2-Train:ml.p4d.24xlarge``."""
-    usage = product["product"]["attributes"].get("usagetype", "")
-    if usage != f"Train:{instance_type}" and not usage.endswith(f"-Train:{instance_type}"):
+def _training_rates(product: Mapping[str, Any], instance_type: str) -> Iterator[tuple[float, str]]:
+    """Yield the hourly rates of a training product, such as ``USW2-Train:ml.p4d.24xlarge``."""
+    usage_type = product["product"]["attributes"].get("usagetype", "")
+    if usage_type != f"Train:{instance_type}" and not usage_type.endswith(
+        f"-Train:{instance_type}"
+    ):
         return
     for term in product["terms"].get("OnDemand", {}).values():
         for dimension in term["priceDimensions"].values():
@@ -143,43 +166,49 @@ def _rates(product: Mapping, instance_type: str):
                 yield float(amount), currency
 
 
-def text(use: Use, rate: Price | None, why_not: str = "") -> str:
-    """The account, a line for each item; ``why_not``: of a price that is not known."""
+def format_cost(usage: JobUsage, price: HourlyPrice | None, why_unknown: str = "") -> str:
+    """Format the cost with one line per item.
 
-    def line(words: str, seconds: float) -> str:
-        hours = use.hours(seconds)
-        money = f" = {rate.of(hours)}" if rate else ""
-        return f"{words}: {_clock(seconds)} each = {hours:,.1f} machine-hours{money}"
+    Args:
+        usage: Billed machines and times.
+        price: Price of a machine-hour, or None to print machine-hours only.
+        why_unknown: Reason of a missing price.
+    """
 
-    lines = [f"machines: {use.machines} x {use.instance_type}"]
-    if rate:
-        amount = f"{rate.amount:g} {rate.currency}".strip()
-        lines.append(f"price: {amount} per machine-hour ({rate.source})")
-    if use.billed is not None:
-        most = ", at most" if use.spot and not use.ended else ""
-        lines.append(line("billed" if use.ended else f"billed so far{most}", use.billed))
-        lines += _saved(use)
-        if rate and use.steps:
-            each = rate.of(use.hours(use.billed) / use.steps * 1000)
-            lines.append(f"per 1000 steps: {each} (it reached step {use.steps})")
-    if use.warm:
-        words = "kept warm" if use.billed is not None else "kept warm, at most"
-        lines.append(line(words, use.warm))
-    if not use.ended:
-        lines.append(line("stopped at the latest after", use.most))
-    if not rate:
-        lines.append(f"price: not known ({why_not}); give it: --price-per-hour X")
-    return "\n".join([*lines, "machines alone: storage, file systems and traffic come on top"])
+    def item(label: str, seconds: float) -> str:
+        hours = usage.machine_hours(seconds)
+        money = f" = {price.format(hours)}" if price else ""
+        return f"{label}: {_format_time(seconds)} each = {hours:,.1f} machine-hours{money}"
+
+    lines = [f"machines: {usage.num_machines} x {usage.instance_type}"]
+    if price:
+        amount = f"{price.amount:g} {price.currency}".strip()
+        lines.append(f"price: {amount} per machine-hour ({price.source})")
+    if usage.billed is not None:
+        bound = ", at most" if usage.spot and not usage.ended else ""
+        lines.append(item("billed" if usage.ended else f"billed so far{bound}", usage.billed))
+        lines += _spot_savings(usage)
+        if price and usage.steps:
+            each = price.format(usage.machine_hours(usage.billed) / usage.steps * 1000)
+            lines.append(f"per 1000 steps: {each} (last step: {usage.steps})")
+    if usage.warm:
+        label = "kept warm" if usage.billed is not None else "kept warm, at most"
+        lines.append(item(label, usage.warm))
+    if not usage.ended:
+        lines.append(item("stopped at the latest after", usage.time_limit))
+    if not price:
+        lines.append(f"price: unknown ({why_unknown}); pass --price-per-hour X")
+    return "\n".join([*lines, "not included: storage, file systems and network traffic"])
 
 
-def _saved(use: Use) -> list[str]:
-    """What spot capacity saved: the service bills less time than passed."""
-    if not (use.spot and use.ended and use.trained):
+def _spot_savings(usage: JobUsage) -> list[str]:
+    """Format the savings of spot capacity: the service bills less time than has passed."""
+    if not (usage.spot and usage.ended and usage.trained and usage.billed is not None):
         return []
-    share = 1 - use.billed / use.trained
-    return [f"saved by spot capacity: {share:.0%} of {_clock(use.trained)} each"]
+    share = 1 - usage.billed / usage.trained
+    return [f"saved by spot capacity: {share:.0%} of {_format_time(usage.trained)} each"]
 
 
-def _clock(seconds: float) -> str:
+def _format_time(seconds: float) -> str:
     minutes, seconds = divmod(round(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d}"

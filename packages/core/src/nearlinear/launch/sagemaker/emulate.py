@@ -1,9 +1,9 @@
-"""The hosts of a SageMaker job on this machine, from the very request that would go to AWS.
+"""Emulate the hosts of a SageMaker job on this machine, from the request that would go to AWS.
 
-Every host gets the files that the service would lay out, below a folder of its own instead of
-``/opt/ml``, and runs the request's own entry point on them. All hosts are this machine: they meet
-on the loopback, and one that fails ends the job. What is in S3 or on a file system must be given as
-folders of this machine; checkpoints are copied to such a folder, and back by the next job.
+Each host gets the files that SageMaker would provide, below its own folder instead of ``/opt/ml``,
+and runs the request's entry point. All hosts run on this machine, rendezvous on the loopback
+interface, and stop when one fails. Local folders replace data in S3 and on file systems.
+Checkpoints are copied to such a folder, and the next job restores them from it.
 """
 
 from __future__ import annotations
@@ -11,87 +11,173 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from ...errors import ConfigError
-from ..local import NOTICE
-from . import drivers
-from .copied import Copied
-from .request import DRIVERS, RANKS
+from ..spec import TERMINATION_NOTICE
+from .launcher_script import CONTAINER_ROOT, DRIVER_CHANNEL, RANKS_VARIABLE, write_script
 
-PLACE = "/opt/ml"
+_COPY_INTERVAL = 0.5  # seconds
 
 
-def run(request: dict, folder: Path, found: Mapping[str, Path], hosts: int, ranks: int) -> int:
-    """Run the job below ``folder`` on ``hosts`` of ``ranks`` each; its exit status.
+class LocalS3Copy:
+    """Local replacement of SageMaker's checkpoint copies to S3.
 
-    ``found``: which folder stands for a source, by S3 URI, or file system id and directory.
-    Raises ConfigError for a source that has none.
+    On entry, the content of ``store`` is copied to the folder of every host. Inside, new files of
+    all hosts are copied to ``store``, which therefore contains the shards of all of them. Files
+    that a host deletes stay in ``store``, as they do in S3.
     """
-    count = hosts or request["ResourceConfig"]["InstanceCount"]
-    names = [f"algo-{number}" for number in range(1, count + 1)]
+
+    def __init__(self, hosts: Sequence[Path], store: Path):
+        self.hosts, self.store = hosts, store
+        self._copied: dict[Path, tuple[int, int]] = {}
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True, name="local-s3-copy")
+
+    def __enter__(self) -> LocalS3Copy:
+        self.store.mkdir(parents=True, exist_ok=True)
+        for host in self.hosts:
+            shutil.copytree(self.store, host, dirs_exist_ok=True)
+            self._copied |= {path: _fingerprint(path) for path in _files_below(host)}
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+        self.copy_new_files()
+
+    def copy_new_files(self) -> None:
+        """Copy the files that hosts have written or changed since the last call."""
+        for host in self.hosts:
+            for path in _files_below(host):
+                self._copy_file(path, self.store / path.relative_to(host))
+
+    def _copy_file(self, path: Path, target: Path) -> None:
+        try:
+            fingerprint = _fingerprint(path)
+            if self._copied.get(path) == fingerprint:
+                return
+            target.parent.mkdir(parents=True, exist_ok=True)
+            partial = target.with_name(f"{target.name}.copied")
+            shutil.copyfile(path, partial)
+            partial.replace(target)
+            self._copied[path] = fingerprint
+        except FileNotFoundError:
+            pass  # the host has deleted the file in the meantime
+
+    def _run(self) -> None:
+        while not self._stop.wait(_COPY_INTERVAL):
+            self.copy_new_files()
+
+
+def _files_below(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def _fingerprint(path: Path) -> tuple[int, int]:
+    status = path.stat()
+    return status.st_size, status.st_mtime_ns
+
+
+def run_emulated(
+    request: dict[str, Any],
+    folder: Path,
+    stand_ins: Mapping[str, Path],
+    num_hosts: int,
+    ranks_per_host: int,
+) -> int:
+    """Run a job below ``folder`` and return its exit code.
+
+    Args:
+        request: CreateTrainingJob request.
+        folder: Working folder of all hosts.
+        stand_ins: Local folder by S3 URI, or by file system ID and directory.
+        num_hosts: Number of hosts; 0 for the number in the request.
+        ranks_per_host: Ranks of each host.
+
+    Raises:
+        ConfigError: An input has no stand-in.
+    """
+    count = num_hosts or request["ResourceConfig"]["InstanceCount"]
+    hosts = [f"algo-{number}" for number in range(1, count + 1)]
     sources = {
-        channel["ChannelName"]: _folder_of(channel, found) for channel in request["InputDataConfig"]
+        channel["ChannelName"]: _stand_in_folder(channel, stand_ins)
+        for channel in request["InputDataConfig"]
     }
-    for name in names:
-        lay_out(folder / name, request, names, name, sources)
-    with _ended_by_sigterm(), _kept_checkpoints(request, folder, names, found):
+    for host in hosts:
+        write_host_files(folder / host, request, hosts, host, sources)
+    with _sigterm_raises_exit(), _copied_checkpoints(request, folder, hosts, stand_ins):
         port = str(_free_port())
-        return _wait([_start(folder / name, request, ranks, port) for name in names])
+        return _wait([_start_host(folder / host, request, ranks_per_host, port) for host in hosts])
 
 
-def lay_out(root: Path, request: dict, names: list[str], name: str, sources: dict) -> None:
-    """The files of host ``name``, as the container of a training job finds them."""
+def write_host_files(
+    root: Path,
+    request: dict[str, Any],
+    hosts: list[str],
+    host: str,
+    sources: Mapping[str, Path | None],
+) -> None:
+    """Create the files of ``host`` below ``root``, as in the container of a training job.
+
+    ``sources`` maps each channel to its folder; the launcher script needs none.
+    """
     config, data = root / "input" / "config", root / "input" / "data"
-    for made in (config, data, root / "model", root / "output" / "data"):
-        made.mkdir(parents=True, exist_ok=True)
-    machines = request["ResourceConfig"]
-    channels = {channel["ChannelName"]: channel for channel in request["InputDataConfig"]}
-    written = {
+    for created in (config, data, root / "model", root / "output" / "data"):
+        created.mkdir(parents=True, exist_ok=True)
+    contents = {
         "resourceconfig": {
-            "current_host": name,
-            "current_instance_type": machines["InstanceType"],
-            "hosts": names,
+            "current_host": host,
+            "current_instance_type": request["ResourceConfig"]["InstanceType"],
+            "hosts": hosts,
             "network_interface_name": "lo",
         },
         "hyperparameters": {
-            key: value.replace(f"{PLACE}/", f"{root}/")
+            key: value.replace(f"{CONTAINER_ROOT}/", f"{root}/")
             for key, value in request.get("HyperParameters", {}).items()
         },
         "inputdataconfig": {
-            name: {"TrainingInputMode": "File"} | channel for name, channel in channels.items()
+            channel["ChannelName"]: {"TrainingInputMode": "File"} | channel
+            for channel in request["InputDataConfig"]
         },
     }
-    for name, content in written.items():
+    for name, content in contents.items():
         (config / f"{name}.json").write_text(json.dumps(content, indent=1))
     for name, source in sources.items():
         link = data / name
         if link.is_symlink():
             link.unlink()
-        if name == DRIVERS:
-            drivers.write(link)  # a copy of its own: where it lies tells it where it is
+        if name == DRIVER_CHANNEL:
+            write_script(link)  # one copy per host: the script finds its inputs by its own path
         else:
+            assert source is not None, f"channel {name!r} has no folder"
             link.symlink_to(source)
 
 
-def _kept_checkpoints(request: dict, folder: Path, names: list[str], found: Mapping[str, Path]):
-    """While it is entered, what hosts keep is copied to the folder that stands for the job's S3."""
-    asked = request.get("CheckpointConfig")
-    if asked is None:
+def _copied_checkpoints(
+    request: dict[str, Any], folder: Path, hosts: list[str], stand_ins: Mapping[str, Path]
+) -> contextlib.AbstractContextManager[object]:
+    """Copy the checkpoints of the hosts to the stand-in of the job's S3 folder."""
+    config = request.get("CheckpointConfig")
+    if config is None:
         return contextlib.nullcontext()
-    inside = Path(asked["LocalPath"]).relative_to(PLACE)
-    store = found.get(asked["S3Uri"], folder / "kept")
-    return Copied([folder / name / inside for name in names], store)
+    inside = Path(config["LocalPath"]).relative_to(CONTAINER_ROOT)
+    store = stand_ins.get(config["S3Uri"], folder / "kept")
+    return LocalS3Copy([folder / host / inside for host in hosts], store)
 
 
-def _folder_of(channel: dict, found: Mapping[str, Path]) -> Path | None:
-    if channel["ChannelName"] == DRIVERS:
+def _stand_in_folder(channel: dict[str, Any], stand_ins: Mapping[str, Path]) -> Path | None:
+    if channel["ChannelName"] == DRIVER_CHANNEL:
         return None
     source = channel["DataSource"]
     system = source.get("FileSystemDataSource")
@@ -99,45 +185,45 @@ def _folder_of(channel: dict, found: Mapping[str, Path]) -> Path | None:
         name = f"{system['FileSystemId']}{system['DirectoryPath']}"
     else:
         name = source["S3DataSource"]["S3Uri"]
-    if name not in found:
+    if name not in stand_ins:
         raise ConfigError(
-            f"input {channel['ChannelName']!r} is {name}: say which folder of this machine stands "
-            f"for it, as in --stand-in {name}=FOLDER"
+            f"input {channel['ChannelName']!r} ({name}) is not on this machine; name a local "
+            f"folder that replaces it, as in --stand-in {name}=FOLDER"
         )
-    return found[name].resolve()
+    return stand_ins[name].resolve()
 
 
 def _free_port() -> int:
-    """For ranks to meet at: two jobs on this machine must not meet each other."""
+    """Return a free port for the rendezvous: jobs on one machine must not share it."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return free.getsockname()[1]
 
 
-def _start(root: Path, request: dict, ranks: int, port: str) -> subprocess.Popen:
+def _start_host(root: Path, request: dict[str, Any], ranks: int, port: str) -> subprocess.Popen:
     algorithm = request["AlgorithmSpecification"]
     words = [*algorithm["ContainerEntrypoint"], *algorithm["ContainerArguments"]]
-    here = {
-        RANKS: str(ranks),
+    variables = {
+        RANKS_VARIABLE: str(ranks),
         "SM_MASTER_ADDR": "127.0.0.1",
         "SM_MASTER_PORT": port,
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
     }
     return subprocess.Popen(
-        [word.replace(PLACE, str(root)) for word in words],
-        env=os.environ | request.get("Environment", {}) | here,
+        [word.replace(CONTAINER_ROOT, str(root)) for word in words],
+        env=os.environ | request.get("Environment", {}) | variables,
     )
 
 
 @contextlib.contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
-    """Inside, SIGTERM ends this process as an exception does: its hosts are ended, too."""
+def _sigterm_raises_exit() -> Iterator[None]:
+    """Turn SIGTERM into SystemExit, so that the hosts are stopped as after an exception."""
 
-    def end(number, _):
+    def exit_process(number: int, _: object) -> None:
         raise SystemExit(128 + number)
 
-    before = signal.signal(signal.SIGTERM, end)
+    before = signal.signal(signal.SIGTERM, exit_process)
     try:
         yield
     finally:
@@ -145,7 +231,7 @@ def _ended_by_sigterm() -> Iterator[None]:
 
 
 def _wait(hosts: list[subprocess.Popen]) -> int:
-    """The first failure's status, or 0; the others are ended then, and all when this is."""
+    """Return the exit code of the first failing host, or 0, and stop the others."""
     try:
         while any(host.poll() is None for host in hosts):
             failed = next((host.returncode for host in hosts if host.returncode), 0)
@@ -154,14 +240,14 @@ def _wait(hosts: list[subprocess.Popen]) -> int:
             time.sleep(0.1)
         return next((host.returncode for host in hosts if host.returncode), 0)
     finally:
-        _end(hosts)
+        _stop(hosts)
 
 
-def _end(hosts: list[subprocess.Popen]) -> None:
+def _stop(hosts: list[subprocess.Popen]) -> None:
     for host in hosts:
         if host.poll() is None:
             host.terminate()
-    deadline = time.monotonic() + NOTICE
+    deadline = time.monotonic() + TERMINATION_NOTICE
     for host in hosts:
         try:
             host.wait(max(0.1, deadline - time.monotonic()))

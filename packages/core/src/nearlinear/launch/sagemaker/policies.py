@@ -1,9 +1,9 @@
-"""The least that AWS must allow for a job: to whoever launches it, and to the job itself.
+"""Minimal IAM policies of a job: for the user who launches it, and for the job itself.
 
-Documents of IAM: the caller creates, watches and stops jobs of one name and hands over one role;
-the role reads the inputs, writes the outputs, says what it does, and joins the VPC where there is
-one; SageMaker may assume it. Source: the developer guide's page on SageMaker roles, and the service
-authorization reference for which actions know resources, 2026-11.
+The caller creates, watches and stops jobs of one name and passes one role to SageMaker. The role
+reads the inputs, writes the outputs, logs and metrics, and joins the VPC if there is one. The trust
+policy lets SageMaker assume the role. Sources: the developer guide's page on SageMaker roles, and
+the service authorization reference for the actions that support resources, 2026-11.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from dataclasses import dataclass
 from ...errors import ConfigError
 from ..spec import JobSpec
 from .aws import bucket_and_key
-from .follow import LOGS
+from .jobs import LOG_GROUP
 
-ROLE = re.compile(r"arn:(aws[a-z-]*):iam::(\d{12}):role/.+")
-IMAGE = re.compile(r"(\d{12})\.dkr\.ecr\.([a-z0-9-]+)\.amazonaws\.com(?:\.cn)?/([^:@]+)")
-INTERFACES = (  # of the network cards a job gets in a VPC; IAM knows no narrower resource
+_ROLE_ARN = re.compile(r"arn:(aws[a-z-]*):iam::(\d{12}):role/.+")
+_ECR_IMAGE = re.compile(r"(\d{12})\.dkr\.ecr\.([a-z0-9-]+)\.amazonaws\.com(?:\.cn)?/([^:@]+)")
+# For the network interfaces of a job in a VPC. IAM supports no narrower resource for these actions.
+NETWORK_INTERFACE_ACTIONS = (
     "CreateNetworkInterface CreateNetworkInterfacePermission DeleteNetworkInterface "
     "DeleteNetworkInterfacePermission DescribeDhcpOptions DescribeNetworkInterfaces "
     "DescribeSecurityGroups DescribeSubnets DescribeVpcs"
@@ -27,86 +28,88 @@ INTERFACES = (  # of the network cards a job gets in a VPC; IAM knows no narrowe
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where the job's resources are, as their names begin."""
+class ArnScope:
+    """Partition, account and region of a job's resources."""
 
     partition: str
     account: str
     region: str
 
-    def arn(self, service: str, rest: str) -> str:
-        """Of something that ``service`` has in the job's region and account."""
-        return f"arn:{self.partition}:{service}:{self.region}:{self.account}:{rest}"
+    @classmethod
+    def from_job(cls, job: JobSpec) -> ArnScope:
+        """Parse the scope from the job's role. Raises ConfigError if the role is not an ARN."""
+        found = _ROLE_ARN.fullmatch(job.role)
+        if found is None:
+            raise ConfigError(
+                f"job.role = {job.role!r}: expected the ARN of the role that the job runs as, as "
+                "in arn:aws:iam::123456789012:role/nearlinear; the role need not exist yet"
+            )
+        return cls(found[1], found[2], job.region or "*")
+
+    def resource(self, service: str, name: str) -> str:
+        """Return the ARN of a resource of ``service`` in this region and account."""
+        return f"arn:{self.partition}:{service}:{self.region}:{self.account}:{name}"
 
     def objects(self, uri: str) -> str:
-        """Of all objects whose names begin with ``uri`` (s3://...)."""
+        """Return the ARN of all S3 objects whose URI begins with ``uri`` (s3://...)."""
         bucket, key = bucket_and_key(uri)
         return f"{self.bucket(bucket)}/{key}*"
 
     def bucket(self, name: str) -> str:
+        """Return the ARN of an S3 bucket."""
         return f"arn:{self.partition}:s3:::{name}"
 
 
-def place(job: JobSpec) -> Place:
-    """Raises ConfigError where the role does not tell the account."""
-    found = ROLE.fullmatch(job.role)
-    if found is None:
-        raise ConfigError(
-            f"job.role = {job.role!r}: write the ARN of the role that the job is to run as (there "
-            "or not yet), as in arn:aws:iam::123456789012:role/nearlinear"
-        )
-    return Place(*found.groups(), job.region or "*")
+def caller_policy(job: JobSpec) -> dict:
+    """Return the policy for ``nearlinear launch``, ``status``, ``logs``, ``stop``, ``cost``.
 
-
-def caller(job: JobSpec) -> dict:
-    """For ``nearlinear launch``, ``status``, ``logs``, ``stop``, ``cost`` and ``fsx check``.
-
-    Making file systems is for their administrator, and not in it.
+    It includes ``nearlinear fsx check``, but not the creation of file systems, which is the task of
+    an administrator.
     """
-    where = place(job)
-    jobs = where.arn("sagemaker", f"training-job/{job.name}-*")
+    scope = ArnScope.from_job(job)
+    jobs = scope.resource("sagemaker", f"training-job/{job.name}-*")
     actions = ["CreateTrainingJob", "DescribeTrainingJob", "StopTrainingJob"]
     actions += ["AddTags"] * bool(job.tags)
     statements = [
         _allow("Jobs", "sagemaker", actions, [jobs]),
         _allow("Role", "iam", ["PassRole"], [job.role])
         | {"Condition": {"StringEquals": {"iam:PassedToService": "sagemaker.amazonaws.com"}}},
-        _allow("Logs", "logs", ["DescribeLogStreams", "GetLogEvents"], [_logs(where)]),
-        _allow("Code", "s3", ["PutObject"], [where.objects(f"{_folder(job)}*/input/")]),
+        _allow("Logs", "logs", ["DescribeLogStreams", "GetLogEvents"], [_log_group(scope)]),
+        _allow("Code", "s3", ["PutObject"], [scope.objects(f"{_job_prefix(job)}*/input/")]),
         _allow("Prices", "pricing", ["GetProducts"], ["*"]),
     ]
     if any(given.source == "fsx" for given in job.inputs.values()):
-        looks = ["DescribeDataRepositoryAssociations", "DescribeFileSystems"]
-        reach = ["DescribeNetworkInterfaces", "DescribeSecurityGroups", "DescribeSubnets"]
-        statements.append(_allow("FileSystems", "fsx", looks, ["*"]))
-        statements.append(_allow("Reach", "ec2", reach, ["*"]))
+        describe_fsx = ["DescribeDataRepositoryAssociations", "DescribeFileSystems"]
+        describe_vpc = ["DescribeNetworkInterfaces", "DescribeSecurityGroups", "DescribeSubnets"]
+        statements.append(_allow("FileSystems", "fsx", describe_fsx, ["*"]))
+        statements.append(_allow("Reach", "ec2", describe_vpc, ["*"]))
     return _policy(statements)
 
 
-def execution(job: JobSpec) -> dict:
-    """For the role that the job runs as."""
-    where, own = place(job), f"{_folder(job)}*/"
+def execution_policy(job: JobSpec) -> dict:
+    """Return the policy for the role that the job runs as."""
+    scope, own = ArnScope.from_job(job), f"{_job_prefix(job)}*/"
     inputs = [given.s3 for given in job.inputs.values() if given.source == "s3"]
-    kept = [f"{job.checkpoints.rstrip('/')}/"] if job.checkpoints else []
-    read, written = [*inputs, *kept, f"{own}input/"], [own, *kept]
+    checkpoints = [f"{job.checkpoints.rstrip('/')}/"] if job.checkpoints else []
+    read, written = [*inputs, *checkpoints, f"{own}input/"], [own, *checkpoints]
     buckets = {bucket_and_key(uri)[0] for uri in [*read, *written]}
-    says = ["CreateLogGroup", "CreateLogStream", "DescribeLogStreams", "PutLogEvents"]
+    log_actions = ["CreateLogGroup", "CreateLogStream", "DescribeLogStreams", "PutLogEvents"]
     statements = [
-        _allow("Read", "s3", ["GetObject"], map(where.objects, read)),
-        _allow("Write", "s3", ["PutObject"], map(where.objects, written)),
-        _allow("List", "s3", ["ListBucket"], map(where.bucket, buckets)),
-        _allow("Logs", "logs", says, [_logs(where)]),
+        _allow("Read", "s3", ["GetObject"], map(scope.objects, read)),
+        _allow("Write", "s3", ["PutObject"], map(scope.objects, written)),
+        _allow("List", "s3", ["ListBucket"], map(scope.bucket, buckets)),
+        _allow("Logs", "logs", log_actions, [_log_group(scope)]),
         _allow("Metrics", "cloudwatch", ["PutMetricData"], ["*"])
         | {"Condition": {"StringLike": {"cloudwatch:namespace": "/aws/sagemaker/*"}}},
-        *_pull(job.image, where.partition),
+        *_image_statements(job.image, scope.partition),
     ]
     if job.subnets:
-        statements.append(_allow("Vpc", "ec2", INTERFACES, ["*"]))
+        statements.append(_allow("Vpc", "ec2", NETWORK_INTERFACE_ACTIONS, ["*"]))
     return _policy(statements)
 
 
-def trust() -> dict:
-    """Who may assume that role: its trust policy."""
+def trust_policy() -> dict:
+    """Return the trust policy of the role: SageMaker may assume it."""
     statement = {
         "Effect": "Allow",
         "Principal": {"Service": "sagemaker.amazonaws.com"},
@@ -115,28 +118,28 @@ def trust() -> dict:
     return _policy([statement])
 
 
-def _folder(job: JobSpec) -> str:
-    """Where each job keeps what is its own; the time follows."""
+def _job_prefix(job: JobSpec) -> str:
+    """Return the S3 prefix of each job's own folder; the job's timestamp follows."""
     if not job.output:
-        raise ConfigError("job.output is empty: write s3://bucket/prefix, where jobs leave things")
+        raise ConfigError("job.output is empty: set it to s3://bucket/prefix for outputs")
     return f"{job.output.rstrip('/')}/{job.name}-"
 
 
-def _logs(where: Place) -> str:
-    """The group of all training jobs, and its streams."""
-    return where.arn("logs", f"log-group:{LOGS}:*")
+def _log_group(scope: ArnScope) -> str:
+    """Return the ARN of the log group of all training jobs, with its streams."""
+    return scope.resource("logs", f"log-group:{LOG_GROUP}:*")
 
 
-def _pull(image: str, partition: str) -> list[dict]:
-    """From ECR, where ``image`` is there."""
-    found = IMAGE.match(image)
+def _image_statements(image: str, partition: str) -> list[dict]:
+    """Return the statements to pull ``image``; empty if it is not in ECR."""
+    found = _ECR_IMAGE.match(image)
     if found is None:
         return []
     account, region, repository = found.groups()
     actions = ["BatchCheckLayerAvailability", "BatchGetImage", "GetDownloadUrlForLayer"]
-    there = f"arn:{partition}:ecr:{region}:{account}:repository/{repository}"
+    arn = f"arn:{partition}:ecr:{region}:{account}:repository/{repository}"
     return [
-        _allow("Image", "ecr", actions, [there]),
+        _allow("Image", "ecr", actions, [arn]),
         _allow("Registry", "ecr", ["GetAuthorizationToken"], ["*"]),
     ]
 

@@ -1,0 +1,315 @@
+"""Workloads and buffer patterns: sizes, checked data, and the calls that are timed.
+
+Sizes are those of nccl-tests: the output of an all-gather, the input of a reduce-scatter, the
+buffer of an all-reduce. `all_reduce` of torch.distributed works in place in every pattern.
+
+Every measured size is checked. Element i of a rank's tensor is entry ``i + 101 * rank + 37 * salt``
+of a table of 1009 small integers, repeated. 1009 is prime, so a misplaced block shows up. The salt
+changes with every check, so a stale result shows up. Sums are exact while the data type can hold
+them; averages may differ by its rounding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from ci.benchmarks.collectives import options
+from ci.benchmarks.collectives.backends import Contender
+from nearlinear_collectives.c10d_compat import all_gather_single, reduce_scatter_single
+
+PERIOD = 1009
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in options.DTYPES}
+_LARGEST_EXACT = {torch.bfloat16: 256, torch.float16: 2048, torch.int8: 127, torch.uint8: 255}
+_ROWS = 4096  # compared at a time, with 4 MiB of flags
+
+
+@dataclass(frozen=True)
+class CheckedData:
+    """Inputs and expected results of one data type and reduction over ``ranks`` ranks."""
+
+    dtype: torch.dtype
+    ranks: int
+    reduce: str = "sum"
+
+    def fill(self, tensor: torch.Tensor, rank: int, salt: int, reduced: bool) -> None:
+        """Write the input of ``rank``.
+
+        Args:
+            tensor: Contiguous tensor to fill.
+            rank: Rank the input belongs to.
+            salt: Number of the check.
+            reduced: Whether the input is summed over ranks, which needs smaller numbers.
+        """
+        self._write(tensor, self._row(rank, salt, reduced).to(self.dtype))
+
+    def wrong_gather(self, output: torch.Tensor, salt: int) -> int:
+        """Count the wrong elements of an all-gather's output."""
+        return sum(
+            self._count_different(part, self._row(rank, salt, False).to(self.dtype), 0.0)
+            for rank, part in enumerate(output.view(self.ranks, -1))
+        )
+
+    def wrong_reduce(self, output: torch.Tensor, salt: int, start: int = 0) -> int:
+        """Count the wrong elements of a reduction's output.
+
+        Args:
+            output: Result, or a rank's shard of it.
+            salt: Number of the check.
+            start: Index of the output's first element in the inputs.
+        """
+        inputs = torch.stack([self._row(rank, salt, True) for rank in range(self.ranks)])
+        exact = {
+            "sum": inputs.sum(0),
+            "avg": inputs.sum(0).double() / self.ranks,
+            "min": inputs.amin(0),
+            "max": inputs.amax(0),
+        }[self.reduce]
+        tolerance = 0.0  # integers wrap around identically everywhere
+        if self.dtype.is_floating_point and self.reduce in ("sum", "avg"):
+            exceeds = inputs.sum(0).max() > _LARGEST_EXACT.get(self.dtype, 2**24)
+            roundings = self.ranks if exceeds else 2 if self.reduce == "avg" else 0
+            tolerance = roundings * torch.finfo(self.dtype).eps
+        return self._count_different(output, torch.roll(exact, -start).to(self.dtype), tolerance)
+
+    def _row(self, rank: int, salt: int, reduced: bool) -> torch.Tensor:
+        limit = _LARGEST_EXACT.get(self.dtype, 256)
+        if reduced and self.reduce in ("sum", "avg"):
+            limit = max(1, limit // self.ranks)
+        generator = torch.Generator().manual_seed(PERIOD)
+        table = torch.randint(1, limit + 1, (PERIOD,), generator=generator)
+        return torch.roll(table, -(101 * rank + 37 * salt))
+
+    def _write(self, tensor: torch.Tensor, row: torch.Tensor) -> None:
+        whole = tensor.numel() // PERIOD * PERIOD
+        tensor[:whole].view(-1, PERIOD).copy_(row)
+        tensor[whole:].copy_(row[: tensor.numel() - whole])
+
+    def _count_different(self, tensor: torch.Tensor, row: torch.Tensor, tolerance: float) -> int:
+        whole = tensor.numel() // PERIOD * PERIOD
+        parts = [*tensor[:whole].view(-1, PERIOD).split(_ROWS), tensor[whole:]]
+        wrong = 0
+        for part in parts:
+            wanted = row[: part.shape[-1]]
+            if tolerance:  # in a form that counts NaN as wrong
+                wrong += int((~((part - wanted).abs() <= tolerance * wanted.abs())).sum())
+            else:
+                wrong += int((part != wanted).sum())
+        return wrong
+
+
+def poison(tensor: torch.Tensor) -> None:
+    """Fill an output with a value that no collective of `CheckedData` produces."""
+    tensor.fill_(float("nan") if tensor.is_floating_point() else 0)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A single operation of one size, as seen by one rank."""
+
+    operation: str
+    count: int
+    """Elements per rank; for all_reduce the elements of the buffer."""
+    dtype: torch.dtype
+    reduce: str
+    rank: int
+    ranks: int
+
+    @classmethod
+    def from_size(
+        cls, operation: str, size: int, dtype: torch.dtype, reduce: str, rank: int, ranks: int
+    ) -> Workload:
+        """Return the largest workload of at most ``size`` bytes, with at least one element."""
+        per_rank = 1 if operation == "all_reduce" else ranks
+        count = max(1, size // dtype.itemsize // per_rank)
+        return cls(operation, count, dtype, reduce, rank, ranks)
+
+    @property
+    def total(self) -> int:
+        return self.count * (1 if self.operation == "all_reduce" else self.ranks)
+
+    @property
+    def bytes(self) -> int:
+        return self.total * self.dtype.itemsize
+
+    @property
+    def bus_factor(self) -> float:
+        """Bus bandwidth over algorithm bandwidth, as defined by nccl-tests."""
+        return (2 if self.operation == "all_reduce" else 1) * (self.ranks - 1) / self.ranks
+
+    @property
+    def data(self) -> CheckedData:
+        return CheckedData(self.dtype, self.ranks, self.reduce)
+
+    def empty(self, count: int) -> torch.Tensor:
+        return torch.empty(count, dtype=self.dtype)
+
+    def shard(self, full: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of a tensor of all ranks."""
+        return full[self.rank * self.count : (self.rank + 1) * self.count]
+
+    def run(self, output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGroup) -> None:
+        """Call the collective; ``input`` is ignored by all_reduce, which works in place."""
+        reduce = getattr(dist.ReduceOp, self.reduce.upper())
+        if self.operation == "all_gather":
+            all_gather_single(output, input, group=group)
+        elif self.operation == "reduce_scatter":
+            reduce_scatter_single(output, input, op=reduce, group=group)
+        else:
+            dist.all_reduce(output, op=reduce, group=group)
+
+    def wrong(self, output: torch.Tensor, salt: int) -> int:
+        """Count the wrong elements of this rank's output."""
+        if self.operation == "all_gather":
+            return self.data.wrong_gather(output, salt)
+        start = self.rank * self.count if self.operation == "reduce_scatter" else 0
+        return self.data.wrong_reduce(output, salt, start)
+
+
+class OutOfPlace:
+    """Separate input and output, with the same buffers in every call."""
+
+    operations: tuple[str, ...] = options.OPERATIONS
+
+    def __init__(self, workload: Workload) -> None:
+        self.workload = workload
+        inputs = {"all_gather": workload.count, "reduce_scatter": workload.total, "all_reduce": 0}
+        self.input = workload.empty(inputs[workload.operation])
+        scatters = workload.operation == "reduce_scatter"
+        self.output = workload.empty(workload.count if scatters else workload.total)
+        if workload.operation == "all_reduce":
+            self.input = self.output
+
+    def fill(self, salt: int) -> None:
+        """Write new data before a call that is checked."""
+        poison(self.output)
+        workload = self.workload
+        reduced = workload.operation != "all_gather"
+        workload.data.fill(self.input, workload.rank, salt, reduced)
+
+    def prepare_timing(self) -> None:
+        """Zero buffers in which repeated in-place reductions would overflow."""
+        if self.input.data_ptr() == self.output.data_ptr():
+            self.output.zero_()
+
+    def call(self, contender: Contender) -> torch.Tensor:
+        """Make the timed call and return its output."""
+        self.workload.run(self.output, self.input, contender.group)
+        return self.output
+
+    @staticmethod
+    def memory(workload: Workload) -> int:
+        """Return the bytes a rank needs, excluding the backend's internal buffers."""
+        input_bytes = workload.bytes // workload.ranks
+        return workload.bytes + (0 if workload.operation == "all_reduce" else input_bytes)
+
+
+class InPlace(OutOfPlace):
+    """The input is this rank's part of the output; for reduce_scatter the reverse."""
+
+    def __init__(self, workload: Workload) -> None:
+        self.workload = workload
+        full = workload.empty(workload.total)
+        self.output = workload.shard(full) if workload.operation == "reduce_scatter" else full
+        self.input = workload.shard(full) if workload.operation == "all_gather" else full
+        self.full = full
+
+    def prepare_timing(self) -> None:
+        self.full.zero_()
+
+    @staticmethod
+    def memory(workload: Workload) -> int:
+        return workload.bytes
+
+
+class Fsdp:
+    """FSDP2's calls for one layer, in the best memory that the backend offers.
+
+    all_gather: allocate the output, copy the shard into its place, gather in place, free.
+    reduce_scatter: allocate the input, copy the gradients in, allocate the output, reduce, free.
+    """
+
+    operations: tuple[str, ...] = ("all_gather", "reduce_scatter")
+
+    def __init__(self, workload: Workload) -> None:
+        self.workload = workload
+        gathers = workload.operation == "all_gather"
+        # the shard, or the gradients
+        self.source = workload.empty(workload.count if gathers else workload.total)
+
+    def fill(self, salt: int) -> None:
+        workload = self.workload
+        reduced = workload.operation == "reduce_scatter"
+        workload.data.fill(self.source, workload.rank, salt, reduced)
+
+    def prepare_timing(self) -> None:
+        """Do nothing: every call copies its input from `source`."""
+
+    def allocate(self, contender: Contender, count: int) -> torch.Tensor:
+        return contender.allocate(count, self.workload.dtype)
+
+    def allocate_gathered(self, contender: Contender, count: int) -> torch.Tensor:
+        return contender.allocate_gathered(count, self.workload.dtype)
+
+    def call(self, contender: Contender) -> torch.Tensor:
+        workload = self.workload
+        if workload.operation == "all_gather":
+            full = self.allocate_gathered(contender, workload.total)
+            shard = workload.shard(full)
+            shard.copy_(self.source)
+            workload.run(full, shard, contender.group)
+            return full
+        full = self.allocate(contender, workload.total)
+        full.copy_(self.source)
+        output = self.allocate(contender, workload.count)
+        workload.run(output, full, contender.group)
+        return output
+
+    @staticmethod
+    def memory(workload: Workload) -> int:
+        return 2 * workload.bytes + workload.bytes // workload.ranks
+
+
+class FsdpPool(Fsdp):
+    """`Fsdp` with the pool alone, which FSDP2 uses after one setter call."""
+
+    def allocate_gathered(self, contender: Contender, count: int) -> torch.Tensor:
+        return self.allocate(contender, count)
+
+
+class FsdpEmpty(FsdpPool):
+    """`Fsdp` with torch.empty for every backend, FSDP2's default."""
+
+    def allocate(self, contender: Contender, count: int) -> torch.Tensor:
+        return self.workload.empty(count)
+
+
+class FsdpRead(Fsdp):
+    """`Fsdp`, after which every rank reads the output once, as FSDP2's copy-out does.
+
+    Exposes the cost that a backend only defers when it hands out memory instead of moving bytes.
+    """
+
+    operations = ("all_gather",)
+
+    def __init__(self, workload: Workload) -> None:
+        super().__init__(workload)
+        self.copied_out = workload.empty(workload.total)
+
+    def call(self, contender: Contender) -> torch.Tensor:
+        full = super().call(contender)
+        self.copied_out.copy_(full)
+        return self.copied_out
+
+
+Pattern = OutOfPlace | Fsdp
+PATTERNS: dict[str, type[Pattern]] = {
+    "plain": OutOfPlace,
+    "in_place": InPlace,
+    "fsdp": Fsdp,
+    "fsdp_pool": FsdpPool,
+    "fsdp_empty": FsdpEmpty,
+    "fsdp_read": FsdpRead,
+}

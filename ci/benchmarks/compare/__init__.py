@@ -1,0 +1,1 @@
+"""Compare sharded training by nearlinear, DeepSpeed and FSDP on an emulated cluster."""

@@ -1,0 +1,101 @@
+"""Rank process of a `run.WorkerGroup`: build its systems and run steps on request.
+
+    python -m ci.benchmarks.compare.rank CONFIG SYSTEM...
+
+Rank 0 reads one JSON line per step from stdin, ``{"system": "ours", "step": 3, "traced": false}``,
+and answers with one line: seconds of the slowest rank, mean loss, bytes sent by the busiest NIC,
+and the timeline of rank 0 if the step is traced.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import sys
+from pathlib import Path
+from time import perf_counter
+
+import torch
+import torch.distributed as dist
+
+from .config import CompareConfig
+from .systems import SYSTEMS
+from .trace import run_traced
+from .training import ADAPTERS, make_batches
+
+SENT = Path("/sys/class/net") / os.environ.get("GLOO_SOCKET_IFNAME", "eth0") / "statistics/tx_bytes"
+
+
+def main(config_text: str, names: list[str]) -> None:
+    config = CompareConfig.from_json(config_text)
+    torch.set_num_threads(1)
+    backend = SYSTEMS[names[0]].default_backend  # equal for all systems of a worker group
+    if backend == "nearlinear":
+        import nearlinear_collectives  # noqa: F401 (registers the backend)
+    dist.init_process_group(backend)
+    adapters = {}
+    for name in names:
+        system = SYSTEMS[name]
+        adapters[name] = ADAPTERS[system.library](config, **system.options)
+        dist.barrier()
+    answer({"ready": names})
+    while (request := next_request()) is not None:
+        answer(run_step(adapters[request["system"]], config, request))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def next_request() -> dict | None:
+    """Return the next request of rank 0 on every rank, or None at the end."""
+    lines = [sys.stdin.readline() if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(lines)
+    return json.loads(lines[0]) if lines[0].strip() else None
+
+
+def run_step(adapter, config: CompareConfig, request: dict) -> dict:
+    """Run one optimizer step. Collective over all ranks."""
+    batches = make_batches(config, request["step"], dist.get_rank())
+    dist.barrier()
+    sent, begin = sent_bytes(), perf_counter()
+    if request["traced"] and dist.get_rank() == 0:
+        loss, spans = run_traced(adapter, batches)
+    else:
+        loss, spans = adapter.step(batches), {}
+    seconds = perf_counter() - begin
+    dist.barrier()
+    sent = sent_bytes() - sent
+    slowest = torch.tensor([seconds, sent], dtype=torch.float64)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    mean = torch.tensor(loss, dtype=torch.float64)
+    dist.all_reduce(mean)
+    release_memory()
+    return {
+        "system": request["system"],
+        "step": request["step"],
+        "seconds": slowest[0].item(),
+        "sent_bytes": int(slowest[1].item()),
+        "loss": mean.item() / dist.get_world_size(),
+        **({"spans": spans} if spans else {}),
+    }
+
+
+def release_memory() -> None:
+    """Return freed memory to the system, because many systems share one machine."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # only in glibc
+    if trim is not None:
+        trim(0)
+
+
+def sent_bytes() -> int:
+    """Return the bytes sent by this node's NIC, or 0 without a readable counter."""
+    return int(SENT.read_text()) if SENT.exists() else 0
+
+
+def answer(message: dict) -> None:
+    if dist.get_rank() == 0:
+        print(json.dumps(message), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])

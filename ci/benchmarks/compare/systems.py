@@ -1,0 +1,117 @@
+"""The systems that can be compared, and the ladders that attribute a speed-up to its parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from . import traffic
+from .config import CompareConfig
+
+
+@dataclass(frozen=True)
+class System:
+    """A training library with its options."""
+
+    library: str
+    """Key of `training.ADAPTERS`."""
+    title: str
+    """Label in tables and figures."""
+    options: dict
+    """Arguments of the adapter."""
+    default_backend: str = "gloo"
+    """Backend of the default process group."""
+    trains_together: bool = True
+    """False if ranks train separately, so that the loss may differ from other systems."""
+    requires: str = ""
+    """Pinned requirement that may need an environment of its own."""
+    traffic: Callable[[CompareConfig], traffic.Traffic] | None = None
+    """Collectives of a step; None without communication."""
+
+
+def _nearlinear(title: str, counts=traffic.gather_once, backend: str = "gloo", **options) -> System:
+    return System("nearlinear", title, options, backend, traffic=counts)
+
+
+def _zero3(title: str, counts=traffic.zero3, backend: str = "gloo", **options) -> System:
+    requires = "deepspeed==0.19.8"
+    return System("zero3", title, options, backend, requires=requires, traffic=counts)
+
+
+def _fsdp(title: str, counts=traffic.full_shard, **options) -> System:
+    return System("fsdp", title, options, traffic=counts)
+
+
+# nearlinear's MiCS with every optional part disabled; the ladders enable them one by one.
+MINIMAL = {
+    "overlap_communication": False,
+    "hierarchical_all_gather": "off",
+    "prefetch_depth": 0,
+    "sdp_max_live_parameters": 0,
+    "free_blocks": True,
+}
+HIERARCHICAL = {**MINIMAL, "hierarchical_all_gather": "on"}
+OVERLAPPED = {"hierarchical_all_gather": "on", "sdp_max_live_parameters": 0}
+FLAT = {**OVERLAPPED, "hierarchical_all_gather": "off"}
+ON_NEARLINEAR = {"communication_backend": "nearlinear"}
+
+SYSTEMS = {
+    "compute": System(
+        "fsdp", "compute only, no communication", {"kind": "compute"}, trains_together=False
+    ),
+    "zero3": _zero3("DeepSpeed ZeRO-3 (gloo)"),
+    "zero3_default": _zero3(
+        "DeepSpeed ZeRO-3 (gloo), its default thresholds", traffic.zero3_default, scaled=False
+    ),
+    "zero3_nl": _zero3("DeepSpeed ZeRO-3 (nearlinear)", backend="nearlinear"),
+    "mics": System(
+        "mics",
+        "DeepSpeed MiCS (gloo)",
+        {},
+        requires="deepspeed==0.19.6",
+        traffic=traffic.mics,
+    ),
+    "fsdp1": _fsdp("FSDP1, full shard (gloo)", kind="fsdp1"),
+    "fsdp2": _fsdp("FSDP2, full shard (gloo)", kind="full"),
+    "fsdp2_nl": _fsdp("FSDP2, full shard (nearlinear)", kind="full", backend="nearlinear"),
+    "hybrid": _fsdp("FSDP2, hybrid (gloo)", traffic.hybrid, kind="hybrid"),
+    "hybrid_nl": _fsdp(
+        "FSDP2, hybrid (nearlinear)", traffic.hybrid, kind="hybrid", backend="nearlinear"
+    ),
+    "two_hop": _nearlinear("two-hop (gloo)", traffic.two_hop, **MINIMAL),
+    "staged": _nearlinear("two-hop, hierarchy (gloo)", traffic.two_hop, **HIERARCHICAL),
+    "flat": _nearlinear("two-hop, overlap (gloo)", traffic.least_memory, **FLAT),
+    "overlapped": _nearlinear(
+        "two-hop, hierarchy, overlap (gloo)", traffic.least_memory, **OVERLAPPED
+    ),
+    "ours": _nearlinear("nearlinear MiCS (gloo)"),
+    "two_hop_nl": _nearlinear("two-hop (nearlinear)", traffic.two_hop, "nearlinear", **MINIMAL),
+    "ours_nl_lean": _nearlinear(
+        "nearlinear MiCS (nearlinear), least memory",
+        traffic.least_memory,
+        sdp_max_live_parameters=0,
+        sdp_reduce_bucket_size=0,
+        **ON_NEARLINEAR,
+    ),
+    "ours_nl": _nearlinear("nearlinear MiCS (nearlinear)", **ON_NEARLINEAR),
+}
+LADDERS = {
+    "the backend last": {
+        "fsdp2": "FSDP2 full shard on gloo",
+        "hybrid": "+ shard groups",
+        "two_hop": "+ two-hop",
+        "staged": "+ hierarchy",
+        "overlapped": "+ overlap, with reduce-scatter by exchange",
+        "ours": "+ tuning: units that fit stay gathered",
+        "ours_nl": "+ the nearlinear backend",
+    },
+    "the backend first": {
+        "fsdp2": "FSDP2 full shard on gloo",
+        "fsdp2_nl": "+ the nearlinear backend, and with it hierarchy",
+        "hybrid_nl": "+ shard groups",
+        "two_hop_nl": "+ two-hop",
+        "ours_nl_lean": "+ overlap",
+        "ours_nl": "+ tuning: units that fit stay gathered",
+    },
+}
+"""Each system adds one part to the one before it."""

@@ -1,0 +1,315 @@
+"""The model, its data, and an adapter for each training library.
+
+An adapter is built once per rank. ``step(batches) -> float`` runs one optimizer step over this
+rank's micro-batches and returns the mean of their losses on this rank.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from .config import CompareConfig
+
+BUILD_TIMEOUT = 300.0  # seconds; DeepSpeed's extension takes 70 on two cores
+
+
+def build_model(config: CompareConfig) -> torch.nn.Module:
+    """Return a float32 GPT-2 with tied embeddings and no dropout, identical on every rank."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    gpt2 = GPT2Config(
+        vocab_size=config.vocabulary,
+        n_positions=config.sequence,
+        n_embd=config.width,
+        n_layer=config.layers,
+        n_head=config.heads,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        use_cache=False,
+        bos_token_id=0,
+        eos_token_id=0,
+        attn_implementation="sdpa",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(20260101)
+        return GPT2LMHeadModel(gpt2)
+
+
+def blocks_of(model: torch.nn.Module) -> list[torch.nn.Module]:
+    return list(model.transformer.h)
+
+
+def build_optimizer(parameters, config: CompareConfig) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=config.learning_rate, foreach=True)
+
+
+def make_batches(config: CompareConfig, step: int, rank: int) -> list[dict[str, torch.Tensor]]:
+    """Return the micro-batches of one rank's step, tokens of shape (B, S).
+
+    Token frequencies are skewed, so that the loss falls within a few steps.
+    """
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    shape = (config.accumulation, config.micro_batch, config.sequence)
+    tokens = torch.randint(0, config.vocabulary, shape, generator=generator)
+    tokens = (tokens.double() ** 2 / config.vocabulary).long()
+    return [{"input_ids": ids, "labels": ids} for ids in tokens]
+
+
+class Nearlinear:
+    """nearlinear, used as in its README."""
+
+    def __init__(
+        self, config: CompareConfig, two_hop: bool = True, free_blocks: bool = False, **options
+    ):
+        """Build the adapter.
+
+        Args:
+            config: The comparison.
+            two_hop: Synchronize replicas once per step.
+            free_blocks: Free the parameters of every block after its forward pass, as FSDP2 does.
+            **options: Further keys of ``nl.init``.
+        """
+        import nearlinear as nl
+        from nearlinear.distributed import runtime
+
+        nl.init(
+            {"hybrid_shard_degree": config.shard, **options},
+            ranks_per_node=config.ranks_per_node,
+        )
+        self.runtime = runtime.current()
+        self.model = nl.shard(build_model(config), reshard_after_forward=free_blocks or None)
+        if free_blocks:
+            self.model.set_reshard_after_forward(False, recurse=False)  # the root stays gathered
+        self.optimizer = build_optimizer(self.model.parameters(), config)
+        self.two_hop = two_hop
+        self.accumulate = nl.accumulate
+
+    def comm_threads(self) -> list:
+        """Return the communication threads, which record their operations on demand."""
+        threads = self.runtime.comm_threads
+        return [threads.gathers, threads.reductions] if threads is not None else []
+
+    def step(self, batches) -> float:
+        total = 0.0
+        for batch in self.accumulate(self.model, batches, two_hop=self.two_hop):
+            loss = self.model(**batch).loss
+            loss.backward()
+            total += loss.item()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return total / len(batches)
+
+
+class Fsdp:
+    """PyTorch's FSDP1 or FSDP2, with full or hybrid sharding as in its documentation.
+
+    Gradients of the micro-batches accumulate in ``.grad`` and are reduced after each, the default.
+    """
+
+    def __init__(self, config: CompareConfig, kind: str, backend: str = "gloo"):
+        """Build the adapter.
+
+        Args:
+            config: The comparison.
+            kind: ``compute`` (no communication), ``full``, ``hybrid`` or ``fsdp1``.
+            backend: Backend of FSDP2's shard group, ``gloo`` or ``nearlinear``.
+        """
+        from torch.distributed.device_mesh import init_device_mesh
+
+        self.model = build_model(config)
+        if kind == "full":
+            self._fully_shard(init_device_mesh("cpu", (config.world,)))
+        elif kind == "hybrid":
+            shape = (config.world // config.shard, config.shard)
+            self._fully_shard(init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")))
+        elif kind == "fsdp1":
+            self._shard_fsdp1()
+        if backend == "nearlinear":
+            self._use_nearlinear()
+        self.optimizer = build_optimizer(self.model.parameters(), config)
+
+    def _fully_shard(self, mesh) -> None:
+        from torch.distributed.fsdp import fully_shard
+
+        self.mesh = mesh
+        for block in blocks_of(self.model):
+            fully_shard(block, mesh=mesh)
+        fully_shard(self.model, mesh=mesh)
+
+    def _shard_fsdp1(self) -> None:
+        from torch.distributed.fsdp import FullyShardedDataParallel
+        from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+        wrap = ModuleWrapPolicy({type(blocks_of(self.model)[0])})
+        self.model = FullyShardedDataParallel(
+            self.model,
+            auto_wrap_policy=wrap,
+            device_id=torch.device("cpu"),
+            use_orig_params=True,
+        )
+
+    def _use_nearlinear(self) -> None:
+        import nearlinear_collectives
+
+        ranks = dist.get_process_group_ranks(self.mesh.get_group(self.mesh.ndim - 1))
+        group = dist.new_group(ranks, backend="nearlinear", use_local_synchronization=True)
+        nearlinear_collectives.use_in(self.model, group)
+
+    def step(self, batches) -> float:
+        total = 0.0
+        for batch in batches:
+            loss = self.model(**batch).loss
+            (loss / len(batches)).backward()
+            total += loss.item()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return total / len(batches)
+
+
+class DeepSpeedZero3:
+    """DeepSpeed ZeRO-3 on the CPU."""
+
+    def __init__(self, config: CompareConfig, scaled: bool = True):
+        """Build the adapter.
+
+        Args:
+            config: The comparison.
+            scaled: Use thresholds in proportion to the model. DeepSpeed's defaults are meant for
+                billions of parameters and keep the whole model gathered within a micro-batch.
+        """
+        import deepspeed
+        from torch.utils import cpp_extension
+
+        if dist.get_rank() == 0:
+            default = cpp_extension.get_default_build_root()
+            remove_stale_build_locks(os.environ.get("TORCH_EXTENSIONS_DIR", default))
+        dist.barrier()
+        deepspeed.init_distributed(dist_backend=dist.get_backend(), verbose=False)
+        model = build_model(config)
+        settings = deepspeed_config(config, zero3_thresholds(model) if scaled else {})
+        self.prepare(model, settings, config)
+        self.engine, *_ = deepspeed.initialize(
+            model=model, optimizer=build_optimizer(model.parameters(), config), config=settings
+        )
+
+    def prepare(self, model, settings: dict, config: CompareConfig) -> None:
+        """Modify the model and the settings before DeepSpeed takes them."""
+
+    def step(self, batches) -> float:
+        total = 0.0
+        for batch in batches:
+            loss = self.engine(**batch).loss
+            self.engine.backward(loss)
+            self.engine.step()
+            total += loss.item()
+        return total / len(batches)
+
+
+class DeepSpeedMics(DeepSpeedZero3):
+    """DeepSpeed's MiCS as of its last release (0.19.6; removed in 0.19.7), with two repairs.
+
+    Its all-gathers request coalescing, which gloo does not support. Parameters keep the default
+    process group, so that with several replicas most ranks drop their gradients and the job hangs.
+    """
+
+    def prepare(self, model, settings: dict, config: CompareConfig) -> None:
+        import deepspeed
+        from deepspeed.comm.torch import TorchBackend
+
+        settings["zero_optimization"] |= {
+            "mics_shard_size": config.shard,
+            "mics_hierarchical_params_gather": 1 < config.ranks_per_node < config.shard,
+        }
+        os.environ["NDEV_PER_NODE"] = str(config.ranks_per_node)
+        TorchBackend.all_gather_coalesced = _all_gather_one_by_one
+        deepspeed.zero.MiCS_Init(module=model, config_dict_or_path=settings)
+        for parameter in model.parameters():
+            group = parameter.comm.param_shard_group
+            parameter.ds_process_group = group
+            parameter.ds_zero_partition_rank = dist.get_rank(group)
+            parameter.ds_zero_partition_world_size = dist.get_world_size(group)
+
+
+class _CombinedWork:
+    """Work handle of several collectives."""
+
+    def __init__(self, handles):
+        self.handles = handles
+
+    def wait(self) -> None:
+        for handle in self.handles:
+            handle.wait()
+
+
+def _all_gather_one_by_one(self, output_tensors, input_tensors, group=None, async_op=False):
+    """All-gather each of ``input_tensors`` (E,) into its output (ranks * E,), concurrently."""
+    pairs = zip(output_tensors, input_tensors, strict=True)
+    handles = _CombinedWork(
+        [dist.all_gather_into_tensor(*pair, group=group, async_op=True) for pair in pairs]
+    )
+    if async_op:
+        return handles
+    handles.wait()
+    return None
+
+
+def deepspeed_config(config: CompareConfig, zero: dict) -> dict:
+    """Return DeepSpeed's configuration. Gradient clipping, on by default, is off as elsewhere."""
+    return {
+        "train_micro_batch_size_per_gpu": config.micro_batch,
+        "gradient_accumulation_steps": config.accumulation,
+        "gradient_clipping": 0.0,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": 10**9,
+        "zero_optimization": {"stage": 3, **zero},
+    }
+
+
+def zero3_thresholds(model: torch.nn.Module) -> dict:
+    """Return thresholds to prefetch one block and keep two gathered, as the other libraries do."""
+    block = sum(p.numel() for p in blocks_of(model)[0].parameters())
+    return {
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+        "stage3_prefetch_bucket_size": block,
+        "stage3_max_live_parameters": 2 * block,
+        "stage3_max_reuse_distance": 2 * block,
+        "reduce_bucket_size": block,
+    }
+
+
+def remove_stale_build_locks(folder: str) -> None:
+    """Wait for builds of DeepSpeed's extension in ``folder`` and remove the locks of killed ones.
+
+    A killed build leaves its lock behind, and torch would wait for it forever.
+    """
+    for lock in Path(folder).rglob("deepspeed*/lock"):
+        while (created := _modification_time(lock)) is not None:
+            if time.time() - created > BUILD_TIMEOUT:
+                lock.unlink(missing_ok=True)
+            else:
+                time.sleep(0.1)
+
+
+def _modification_time(path: Path) -> float | None:
+    """Return the modification time, or None if the file does not exist."""
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:
+        return None
+
+
+ADAPTERS = {
+    "nearlinear": Nearlinear,
+    "fsdp": Fsdp,
+    "zero3": DeepSpeedZero3,
+    "mics": DeepSpeedMics,
+}
+"""Adapter classes by the library name in `systems.SYSTEMS`."""

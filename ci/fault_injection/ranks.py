@@ -1,0 +1,103 @@
+"""Ranks of a run, forked from a server with preloaded imports, so that they start in a second."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+PRELOADED = ["nearlinear.train.trainer", "ci.fault_injection.preload"]
+EXIT_TIMEOUT = 20.0
+"""Seconds in which ranks must end by themselves after losing a peer."""
+
+
+class RankProcesses:
+    """Processes of all ranks of a run.
+
+    Args:
+        count: Number of ranks.
+        config: Configuration passed to ``work``.
+        log: File to which the output of all ranks is appended.
+        work: Importable function ``work(rank, config)``; `train` by default.
+    """
+
+    def __init__(self, count: int, config: dict, log: Path, work: Callable | None = None):
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self._victim: BaseProcess | None = None
+        arguments = (count, port, work or train, config, str(log))
+        self.processes: list[BaseProcess] = [
+            context.Process(target=run_rank, args=(rank, *arguments)) for rank in range(count)
+        ]
+        for process in self.processes:
+            process.start()
+
+    @property
+    def running(self) -> bool:
+        """True if any rank is alive."""
+        return any(process.is_alive() for process in self.processes)
+
+    @property
+    def complete(self) -> bool:
+        """True if all ranks ended with exit code 0."""
+        return all(process.exitcode == 0 for process in self.processes)
+
+    def wait_for_exit(self, seconds: float) -> None:
+        """Wait until any rank ends, at most ``seconds``."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and all(p.is_alive() for p in self.processes):
+            time.sleep(0.005)
+
+    def kill(self, rank: int) -> None:
+        """Send SIGKILL to a rank if it is alive."""
+        self._victim = process = self.processes[rank]
+        if process.is_alive():
+            os.kill(process.pid, signal.SIGKILL)
+
+    @property
+    def killed(self) -> bool:
+        """True if a rank ended by `kill`; valid after `join`."""
+        return self._victim is not None and self._victim.exitcode == -signal.SIGKILL
+
+    def join(self) -> float:
+        """Wait for all ranks, kill those that do not end, and return the seconds waited."""
+        begin = time.monotonic()
+        for process in self.processes:
+            process.join(max(0.0, begin + EXIT_TIMEOUT - time.monotonic()))
+        waited = time.monotonic() - begin
+        for process in self.processes:
+            process.kill()
+            process.join()
+        return waited
+
+
+def run_rank(rank: int, count: int, port: int, work: Callable, config: dict, log: str) -> None:
+    """Set up and run one of ``count`` ranks."""
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(count),
+        "LOCAL_WORLD_SIZE": str(count),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    work(rank, config)
+
+
+def train(rank: int, config: dict) -> None:
+    from nearlinear.distributed import runtime
+    from nearlinear.train.trainer import Trainer
+
+    Trainer(config).fit()
+    runtime.shutdown()

@@ -1,1 +1,0 @@
-"""How the planner's parameters are made."""

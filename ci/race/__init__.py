@@ -1,1 +1,0 @@
-"""The race: sharded training by this project beside DeepSpeed and FSDP, on an emulated cluster."""

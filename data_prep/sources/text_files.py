@@ -1,0 +1,151 @@
+"""Plain text files: a document is a file, a line, or a paragraph.
+
+Paragraphs are read as a stream, so only one is in memory. Many small files share an input split.
+"""
+
+import codecs
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
+from pathlib import Path
+
+from data_prep.sources.files import (
+    MAX_DOCUMENT_BYTES,
+    decode_utf8,
+    describe_inputs,
+    find_inputs,
+    read_chunks,
+    read_line_blocks,
+    split_by_lines,
+    uncompressed_bytes,
+    utf8_error,
+)
+from data_prep.sources.source import (
+    Input,
+    InputSplit,
+    Source,
+    documents_of_splits,
+    single_document_batches,
+)
+from nearlinear.errors import DataError
+
+_SUFFIXES = (".txt", ".md")
+_PARAGRAPH_BREAK = re.compile(r"\n\s*\n")
+
+
+def text(paths: Sequence[str | Path], document: str = "file") -> Source:
+    """Read plain UTF-8 text files, or folders of `.txt` and `.md` files.
+
+    Args:
+        document: Unit of a document: "file", "line", or "paragraph" (text between blank lines).
+
+    Raises:
+        DataError: A path is missing, a file is not UTF-8, or a document exceeds 1 GiB.
+    """
+    if document not in ("file", "line", "paragraph"):
+        raise DataError(f"document is {document!r}: use 'file', 'line' or 'paragraph'")
+    inputs = find_inputs(paths, suffixes=_SUFFIXES)
+    for file in inputs if document == "file" else ():
+        if file.bytes > MAX_DOCUMENT_BYTES:
+            raise _too_long_error(file.path, document)
+
+    def read(split: InputSplit) -> Iterator[list[str]]:
+        path = inputs[split.input].path
+        if document == "line":
+            offset = split.start
+            for block in read_line_blocks(path, offset, split.end):
+                found = decode_utf8(block, path, offset).removesuffix("\n").split("\n")
+                yield [line.rstrip("\r") for line in found]
+                offset += len(block)
+            return
+        last = split.input + 1 if split.end is None else split.end
+        for file in inputs[split.input : last]:
+            found = [_read_file(file.path)] if document == "file" else _read_paragraphs(file.path)
+            yield from single_document_batches(found)
+
+    def plan(target: int) -> list[InputSplit]:
+        return split_by_lines(inputs, target) if document == "line" else _group(inputs, target)
+
+    return Source(
+        name="text",
+        documents=documents_of_splits(plan, read),
+        description=describe_inputs(inputs),
+        settings={"document": document},
+        expected_bytes=uncompressed_bytes(inputs),
+        inputs=inputs,
+        runs=document != "line",
+        plan=plan,
+        reader=read,
+        spec={"kind": "text", "paths": [file.path for file in inputs], "document": document},
+    )
+
+
+def _read_file(path: str) -> str:
+    raw = bytearray()
+    for chunk in read_chunks(path):
+        raw += chunk
+        if len(raw) > MAX_DOCUMENT_BYTES:
+            raise _too_long_error(path, "file")
+    return decode_utf8(raw, path)
+
+
+def _read_paragraphs(path: str) -> Iterator[str]:
+    pending, size = [], 0
+    for block in _cut_after_words(_decode_chunks(path)):
+        first, *others = _PARAGRAPH_BREAK.split(block)
+        pending.append(first)
+        size += len(first)
+        for other in others:
+            yield "".join(pending)
+            pending, size = [other], len(other)
+        if size > MAX_DOCUMENT_BYTES:
+            raise _too_long_error(path, "paragraph")
+    yield "".join(pending)
+
+
+def _cut_after_words(texts: Iterable[str]) -> Iterator[str]:
+    """Regroup consecutive texts so that a run of white space is never cut."""
+    held = ""
+    for text in texts:
+        text = held + text
+        words = text.rstrip()
+        held = text[len(words) :]
+        yield words
+    yield held
+
+
+def _decode_chunks(path: str) -> Iterator[str]:
+    """Decode a file chunk by chunk, without its byte order mark. Raises `DataError`."""
+    decoder, offset, mark = codecs.getincrementaldecoder("utf-8")(), 0, "\ufeff"
+    for chunk in chain(read_chunks(path), [b""]):
+        pending, _ = decoder.getstate()
+        try:
+            text = decoder.decode(chunk, final=not chunk)
+        except UnicodeDecodeError as error:
+            raise utf8_error(path, offset - len(pending) + error.start) from None
+        offset += len(chunk)
+        if text:
+            yield text.removeprefix(mark)
+            mark = ""
+
+
+def _group(inputs: Sequence[Input], target: int) -> list[InputSplit]:
+    """Group whole files into splits of about `target` bytes; `end` is the index of a file."""
+    splits, start, size = [], 0, 0
+    for number, file in enumerate(inputs):
+        size += file.bytes
+        if size >= target or number == len(inputs) - 1:
+            splits.append(InputSplit(start, 0, number + 1, size))
+            start, size = number + 1, 0
+    return splits
+
+
+def _too_long_error(path: str, document: str) -> DataError:
+    remedy = {
+        "file": "pass --document paragraph or line",
+        "paragraph": "pass --document line, or separate paragraphs by empty lines",
+    }
+    return DataError(
+        f"{path} has a {document} of more than 1 GiB, and a document must fit into memory: "
+        f"{remedy[document]}"
+    )

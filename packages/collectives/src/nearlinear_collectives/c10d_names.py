@@ -1,6 +1,0 @@
-"""Collectives by the names of torch 2.13; those it deprecates are all that older versions have."""
-
-import torch.distributed as dist
-
-all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

@@ -1,0 +1,217 @@
+"""Private names on the path of a training step: FSDP2 units, autograd, and trees of tensors.
+
+Each function names the torch versions it was checked on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.utils import _pytree
+
+
+def map_tensors(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
+    """Return ``tree`` (dicts, lists, model outputs) with ``function`` applied to every tensor.
+
+    2.8.0, 2.13.0.
+    """
+    return _pytree.tree_map_only(torch.Tensor, function, tree)
+
+
+def tensors_in(tree: Any) -> list[torch.Tensor]:
+    """Return the tensors of ``tree``, in order. 2.8.0, 2.13.0."""
+    return [leaf for leaf in _pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def map_instances(kind: type, function: Callable[[Any], Any], tree: Any) -> Any:
+    """Return ``tree`` with ``function`` applied to every instance of ``kind``. 2.8.0, 2.13.0."""
+    return _pytree.tree_map_only(kind, function, tree)
+
+
+def after_backward(function: Callable[[], None]) -> None:
+    """Call ``function`` at the end of the backward pass that is running on this thread. 2.13.0."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)  # pyright: ignore[reportAttributeAccessIssue] no stub
+
+
+def in_backward() -> bool:
+    """Return whether a backward pass is running on this thread. 2.8.0, 2.13.0."""
+    return torch._C._current_graph_task_id() != -1
+
+
+@contextlib.contextmanager
+def seeing_saved_tensors(see: Callable[[torch.Tensor], None]) -> Iterator[None]:
+    """Call ``see`` with every tensor that is saved for a backward pass. 2.13.0.
+
+    Saved-tensor hooks that are installed already still apply.
+    """
+    autograd = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue] not in the stub
+    outer = autograd._top_saved_tensors_default_hooks(True)
+    pack, unpack = outer or (lambda tensor: tensor, lambda tensor: tensor)
+
+    def pack_and_see(tensor: torch.Tensor):
+        see(tensor)
+        return pack(tensor)
+
+    with torch.autograd.graph.saved_tensors_hooks(pack_and_see, unpack):
+        yield
+
+
+def shards_on_cpu() -> bool:
+    """Return whether FSDP2 of this torch release runs on the CPU, also with replicas."""
+    return tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 8)
+
+
+def communication_classes() -> tuple[type, type]:
+    """Return FSDP2's interfaces of a unit's all-gather and reduce-scatter.
+
+    ``object`` where there are none, see `supports_custom_collectives`. 2.12.1, 2.13.0, 2.14.1.
+    """
+    try:
+        from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+    except ImportError:
+        return object, object
+    return AllGather, ReduceScatter
+
+
+def supports_custom_collectives() -> bool:
+    """Return whether FSDP2 units of this torch release accept custom collectives (not 2.8.0)."""
+    return communication_classes() != (object, object) and hasattr(
+        FSDPModule, "set_custom_reduce_scatter"
+    )
+
+
+def enable_async_all_gather(root: nn.Module) -> None:
+    """Make FSDP2 wait for an all-gather when its parameters are used, not at once. 2.13.0."""
+    _as_unit(root)._set_unshard_async_op(True)
+
+
+@contextlib.contextmanager
+def recomputing(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Wrap forward passes of ``modules`` that recompute activations inside a backward pass.
+
+    FSDP2 units among them do not prefetch units whose backward pass is over. Recomputation stops
+    when it has produced the saved tensors; the end of the backward pass resets the units that this
+    leaves in the middle of their forward pass. Checked on torch 2.13.0.
+    """
+    units = [unit for module in modules for unit in module.modules()]
+    states = [unit._get_fsdp_state() for unit in units if isinstance(unit, FSDPModule)]
+    prefetched = [state._states_to_forward_prefetch for state in states]
+    for state, targets in zip(states, prefetched, strict=True):
+        state._states_to_forward_prefetch = [each for each in targets if each in states]
+    try:
+        yield
+    finally:
+        for state, targets in zip(states, prefetched, strict=True):
+            state._states_to_forward_prefetch = targets
+
+
+def abandon_backward(root: nn.Module) -> None:
+    """Drop everything a sharded model holds of an unfinished step.
+
+    These are queued reductions (`FSDPModule.reset_iter_state`, not in older releases), partial
+    sums, and gradients of gathered parameters whose backward pass was cut short. Checked on torch
+    2.8.0 and 2.13.0.
+    """
+    unit = _as_unit(root)
+    if not hasattr(unit._get_fsdp_state()._comm_ctx, "all_gather_state"):
+        return  # before the first forward pass
+    if hasattr(unit, "reset_iter_state"):
+        unit.reset_iter_state()
+    else:
+        _reset_iteration(unit)
+    for group in _param_groups(unit):
+        group._partial_reduce_output = None
+        for entry in group.fsdp_params:
+            entry.unsharded_accumulated_grad = None
+            if hasattr(entry, "_unsharded_param"):
+                entry._unsharded_param.grad = None
+
+
+def _reset_iteration(root: Any) -> None:
+    """Reset units whose forward or backward pass was cut short, on torch 2.8.0."""
+    from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+    for module in root.modules():
+        for group in _groups_of(module):
+            module._get_fsdp_state()._training_state = TrainingState.IDLE
+            group._wait_for_post_backward()
+            group.finalize_backward()  # waits for an all-gather that nobody has used
+            group._training_state = TrainingState.IDLE
+            group._to_sharded()
+    state = root._get_fsdp_state()
+    state._state_ctx.iter_forward_root = None
+    state._state_ctx.post_backward_final_callback_queued = False
+    state._comm_ctx.all_gather_state = state._comm_ctx.reduce_scatter_state = None
+    state._comm_ctx.post_forward_order.clear()
+
+
+def reduce_unused_parameters(root: nn.Module) -> None:
+    """Include parameters without a gradient in every reduction, as zeros.
+
+    Micro-batches may use different parameters, and their partial sums must keep one layout. torch
+    2.13.0 has a switch for it; in earlier releases every parameter group fills in the zeros.
+    Checked on torch 2.8.0 and 2.13.0.
+    """
+    unit = _as_unit(root)
+    if hasattr(unit, "set_reduce_scatter_unused_params"):
+        unit.set_reduce_scatter_unused_params(True)
+        return
+    for group in _param_groups(unit):
+        group.post_backward = _with_zeros(group)
+
+
+def _with_zeros(group: Any) -> Callable[..., None]:
+    """Return ``group.post_backward``, preceded by filling in the missing gradients."""
+    reduce = group.post_backward
+
+    def post_backward(*unused) -> None:
+        for entry in group.fsdp_params if group.reduce_grads else ():
+            if entry.unsharded_accumulated_grad is None and hasattr(entry, "_unsharded_param"):
+                parameter = entry._unsharded_param
+                if parameter.requires_grad and parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+        reduce(*unused)
+
+    return post_backward
+
+
+def sharded_parameters(unit: nn.Module | FSDPModule) -> list[nn.Parameter]:
+    """Return the sharded parameters that ``unit`` itself gathers. 2.13.0."""
+    return [entry.sharded_param for group in _groups_of(unit) for entry in group.fsdp_params]
+
+
+def gathered_bytes(unit: nn.Module) -> int:
+    """Return the bytes of the gathered parameters of ``unit`` itself. 2.8.0, 2.13.0."""
+    total = 0
+    for group in _groups_of(unit):
+        for entry in group.fsdp_params:
+            if not hasattr(entry, "_unsharded_param"):
+                break  # not yet gathered once
+            total += entry._unsharded_param.untyped_storage().nbytes()
+            if total == 0:
+                break  # parameters of a group are gathered and freed together
+    return total
+
+
+def _as_unit(module: nn.Module) -> Any:
+    assert isinstance(module, FSDPModule)
+    return module
+
+
+def _param_groups(root: nn.Module) -> list[Any]:
+    """Return the parameter groups of all sharded units in ``root``."""
+    return [group for module in root.modules() for group in _groups_of(module)]
+
+
+def _groups_of(module: nn.Module | FSDPModule) -> list[Any]:
+    if not isinstance(module, FSDPModule):
+        return []
+    state = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]

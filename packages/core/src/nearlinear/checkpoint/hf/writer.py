@@ -1,0 +1,192 @@
+"""Write a Hugging Face folder under a temporary name, and move it into place when complete."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...config.hf_folder import CONFIG, INDEX, WEIGHTS
+from ...errors import CheckpointError
+from ...storage.local import sync_directory
+from ..safetensors_file import SafetensorsWriter, file_order
+from .naming import HFTensor
+
+MAX_SHARD_BYTES = 5 * 10**9
+"""Default size limit of a file, as in transformers."""
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+)
+
+
+@dataclass(frozen=True)
+class OutputTensor:
+    """One tensor to write, with its dtype in the file."""
+
+    tensor: HFTensor
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        return torch.Size(self.tensor.shape).numel() * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class OutputFile:
+    """One file to write, with its tensors in file order."""
+
+    name: str
+    tensors: tuple[OutputTensor, ...]
+
+    def open(self, folder: Path) -> SafetensorsWriter:
+        specs = {each.tensor.name: (each.dtype, each.tensor.shape) for each in self.tensors}
+        return SafetensorsWriter(folder / self.name, specs)
+
+
+def split_into_files(tensors: Sequence[OutputTensor], max_bytes: int) -> list[OutputFile]:
+    """Split ``tensors`` into files of at most ``max_bytes``; a larger tensor has its own file."""
+    if not isinstance(max_bytes, int) or max_bytes < 1:
+        raise CheckpointError(
+            f"max_shard_bytes = {max_bytes!r} is not a positive integer: pass a number of bytes, "
+            "as in 5_000_000_000"
+        )
+    groups: list[list[OutputTensor]] = [[]]
+    size = 0
+    for each in tensors:
+        if groups[-1] and size + each.bytes > max_bytes:
+            groups.append([])
+            size = 0
+        groups[-1].append(each)
+        size += each.bytes
+    stem, suffix = Path(WEIGHTS).stem, Path(WEIGHTS).suffix
+    names = [f"{stem}-{at:05d}-of-{len(groups):05d}{suffix}" for at in range(1, len(groups) + 1)]
+    names = [WEIGHTS] if len(groups) == 1 else names
+    return [OutputFile(name, _sort(group)) for name, group in zip(names, groups, strict=True)]
+
+
+def _sort(group: list[OutputTensor]) -> tuple[OutputTensor, ...]:
+    by_name = {each.tensor.name: each for each in group}
+    specs = {name: (each.dtype, each.tensor.shape) for name, each in by_name.items()}
+    return tuple(by_name[name] for name in file_order(specs))
+
+
+@dataclass(frozen=True)
+class FolderWriter:
+    """Creates the folder ``path`` atomically from a temporary folder beside it."""
+
+    path: Path
+    overwrite: bool = False
+    """Replace a model in ``path``."""
+    tokenizer: Path | None = None
+    """Folder whose tokenizer files are copied."""
+
+    @property
+    def partial(self) -> Path:
+        """Temporary folder."""
+        return self.path.with_name(f".{self.path.name}.partial")
+
+    def begin(self) -> None:
+        """Create the temporary folder. Raises CheckpointError and leaves ``path`` unchanged."""
+        if self.path.exists():
+            if not self.overwrite:
+                raise CheckpointError(
+                    f"{self.path} already exists: choose another folder, or pass overwrite=True "
+                    "(--overwrite)"
+                )
+            if not self.path.is_dir() or (any(self.path.iterdir())
+                                          and not (self.path / CONFIG).is_file()):  # fmt: skip
+                raise CheckpointError(
+                    f"{self.path} is not a model folder ({CONFIG} is missing) and is not "
+                    "overwritten: choose another folder"
+                )
+        if self.tokenizer and not _tokenizer_files(self.tokenizer):
+            raise CheckpointError(
+                f"tokenizer = {self.tokenizer} has no tokenizer files: pass a folder with "
+                "tokenizer.json, as written by data_prep (tokens/tokenizer), or none"
+            )
+        with self._report_os_errors():
+            if self.partial.exists():  # from a process that was killed
+                shutil.rmtree(self.partial)
+            self.partial.mkdir(parents=True)
+
+    def finish(self, bare: Any, written: Sequence[OutputFile]) -> None:
+        """Add configs, index and tokenizer; move the folder to ``path``. Raises CheckpointError."""
+        missing = [file.name for file in written if not (self.partial / file.name).is_file()]
+        if missing:
+            raise CheckpointError(
+                f"{self.partial / missing[0]}, written by another rank, is missing: export to a "
+                "folder shared by all nodes"
+            )
+        with self._report_os_errors():
+            _write_configs(bare, written, self.partial)
+            if len(written) > 1:
+                _write_index(bare, written, self.partial)
+            for path in _tokenizer_files(self.tokenizer) if self.tokenizer else ():
+                shutil.copyfile(path, self.partial / path.name)
+            sync_directory(self.partial)
+            old = self.path.with_name(f".{self.path.name}.old")
+            if self.path.exists():
+                shutil.rmtree(old, ignore_errors=True)
+                os.replace(self.path, old)
+            os.replace(self.partial, self.path)
+            shutil.rmtree(old, ignore_errors=True)
+            sync_directory(self.path.parent)
+
+    def abandon(self) -> None:
+        """Delete the temporary folder."""
+        shutil.rmtree(self.partial, ignore_errors=True)
+
+    @contextlib.contextmanager
+    def _report_os_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise CheckpointError(
+                f"{self.path} cannot be written ({error.strerror or error}): free space, fix the "
+                "permissions, or choose another folder"
+            ) from None
+
+
+def _tokenizer_files(folder: Path) -> list[Path]:
+    return [path for name in TOKENIZER_FILES if (path := folder / name).is_file()]
+
+
+def _write_configs(bare: Any, written: Sequence[OutputFile], folder: Path) -> None:
+    """Write config.json, and generation_config.json for models that generate."""
+    tensors = [each for file in written for each in file.tensors]
+    config = bare.config
+    config.architectures = [type(bare).__name__]
+    config.dtype = next(e.dtype for e in tensors if e.dtype.is_floating_point)
+    config.use_cache = True  # off in training, needed for generation
+    config.save_pretrained(folder)
+    if bare.can_generate() and bare.generation_config is not None:
+        bare.generation_config.use_cache = True
+        bare.generation_config.save_pretrained(folder)
+
+
+def _write_index(bare: nn.Module, written: Sequence[OutputFile], folder: Path) -> None:
+    data = {
+        "metadata": {
+            "total_parameters": sum(p.numel() for p in bare.parameters()),
+            "total_size": sum(each.bytes for file in written for each in file.tensors),
+        },
+        "weight_map": {each.tensor.name: file.name for file in written for each in file.tensors},
+    }
+    text = json.dumps(data, indent=2, sort_keys=True) + "\n"
+    (folder / INDEX).write_text(text, encoding="utf-8")

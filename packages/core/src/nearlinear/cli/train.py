@@ -1,0 +1,148 @@
+"""``nearlinear train``: check the config, start or join the ranks, train, and draw the curves."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ..config.train import TrainConfig
+    from ..train.trainer import TrainResult
+
+EXAMPLES = """\
+examples:
+  nearlinear train run.toml                            train as the file says
+  nearlinear train run.toml --nproc 4                  4 ranks on this machine
+  nearlinear train run.toml --set optimizer.lr=1e-3 --set parallel.hybrid_shard_degree=2
+  nearlinear train --set data.path=data/botocore       no config file: all defaults
+  nearlinear train run.toml --print-config             every key, its value and its meaning
+  torchrun --nnodes 32 --nproc-per-node 8 -m nearlinear.cli train run.toml
+"""
+
+
+def add_command(commands: argparse._SubParsersAction) -> None:
+    """Add ``train`` to the subcommands of ``nearlinear``."""
+    train = commands.add_parser(
+        "train",
+        help="train a model from a config file",
+        description="Train a model. Start the ranks on this machine, or join the ranks started by "
+        "torchrun (also on SageMaker) or by Slurm's srun.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    train.add_argument("--print-config", action="store_true", help="print the config and exit")
+    add_config_arguments(train)
+    add_nproc_argument(train)
+    train.set_defaults(run=_train)
+
+
+def add_config_arguments(command: argparse.ArgumentParser) -> None:
+    """Add the arguments of commands that read a training config."""
+    command.add_argument("config", nargs="?", help="a .toml or .json file; default: all defaults")
+    command.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="a.b=value",
+        dest="settings",
+        help="change one key of the config; may be repeated",
+    )
+
+
+def add_nproc_argument(command: argparse.ArgumentParser) -> None:
+    """Add ``--nproc`` to a command that starts ranks."""
+    command.add_argument(
+        "--nproc", type=int, metavar="N", help="ranks to start on this machine (run.nproc)"
+    )
+
+
+def load_config(options: argparse.Namespace) -> TrainConfig:
+    """Load the config of a command: its file, then its settings."""
+    from ..config import train as train_config
+
+    settings = list(options.settings)
+    if getattr(options, "nproc", None) is not None:
+        settings.append(f"run.nproc={options.nproc}")
+    return train_config.load(options.config, settings)
+
+
+def run_on_ranks(
+    options: argparse.Namespace,
+    arguments: list[str],
+    config: TrainConfig,
+    check: Callable[[int, int], None],
+    work: Callable[[], int],
+) -> int:
+    """Run ``work`` on every rank, after ``check(world_size, ranks_per_node)`` on the launcher.
+
+    A process that a launcher started is a rank already. Any other process starts ``run.nproc``
+    ranks with the same command line.
+    """
+    from ..config.parallel import whole_number
+    from ..launch import local
+
+    if local.is_launched_rank():
+        if not options.launched_by:
+            check(whole_number("WORLD_SIZE"), whole_number("LOCAL_WORLD_SIZE"))
+        return work()
+    ranks = config.run.nproc or _default_ranks()
+    check(ranks, ranks)
+    if ranks == 1:
+        return work()
+    return local.start_ranks("nearlinear.cli", arguments, ranks)
+
+
+def _default_ranks() -> int:
+    """Return one rank per GPU of this machine, at least one."""
+    import torch
+
+    return max(1, torch.cuda.device_count())
+
+
+def _train(options: argparse.Namespace, arguments: list[str]) -> int:
+    config = load_config(options)
+    if options.print_config:
+        from ..config import schema
+
+        print(schema.to_toml(config), end="")
+        return 0
+
+    from ..train import preflight
+
+    def check(world: int, ranks_per_node: int) -> None:
+        preflight.check_run(config, world, ranks_per_node)
+
+    return run_on_ranks(options, arguments, config, check, lambda: _fit(config))
+
+
+def _fit(config: TrainConfig) -> int:
+    """Train as one rank of the job. The preflight check has verified the token shards."""
+    from ..distributed import runtime
+    from ..train.trainer import Trainer
+
+    result = Trainer(config, verified=True).fit()
+    rank = runtime.current().rank
+    runtime.shutdown()
+    if rank == 0:
+        _print_result(config, result)
+    return 0
+
+
+def _print_result(config: TrainConfig, result: TrainResult) -> None:
+    """Print the final losses, draw the figures, and print the paths of all files."""
+    folder = Path(config.run.folder)
+    held_out = "" if math.isnan(result.eval_loss) else f", held-out {result.eval_loss:.4f}"
+    print(f"done: {result.steps} steps, loss {result.loss:.4f}{held_out} (guessing: "
+          f"{result.guessing:.4f})")  # fmt: skip
+    print(f"metrics: {folder / 'metrics.jsonl'}")
+    try:
+        from .. import plots
+
+        print(f"loss curve: {plots.save_loss_curve(folder)}")
+        if config.run.memory_report:
+            print(f"memory: {plots.save_memory(folder)}")
+    except ImportError:
+        print('loss curve: not drawn, matplotlib is missing; pip install "nearlinear[notebooks]"')

@@ -1,0 +1,1 @@
+"""Import names and semantics of the SageMaker model parallel library (SMP)."""

@@ -1,0 +1,464 @@
+"""The config of a training run: one dataclass per table, one key per setting.
+
+`load` reads TOML or JSON and applies ``--set table.key=value`` and the launcher's environment
+variable. ``nearlinear train --print-config`` prints every key with its docstring. Imports no torch,
+so that `--help` and errors are fast.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from ..errors import ConfigError
+from . import hf_folder, schema
+from . import parallel as parallel_config
+from .activation_strategy import parse_strategy
+from .moe import MoEConfig
+from .parallel import ParallelConfig
+from .presets import Architecture, context_key, get_preset
+from .schema import coerce
+
+Packing = Literal["concat", "best_fit", "one_document"]
+"""Ways to fill sequences with documents, see `nearlinear.data.packing`."""
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The model and its initial values."""
+
+    preset: str = "gpt2-tiny"
+    """gpt2-tiny, gpt2-small, gpt2-xl, gpt2-30b, llama-tiny, llama2-7b, llama2-13b, llama2-70b,
+    gpt-neox-tiny, gpt-neox-20b, mistral-7b, mixtral-tiny, mixtral-8x7b"""
+    context: int = 0
+    """longest sequence of the model in tokens; 0 = the preset's"""
+    overrides: dict = field(default_factory=dict)
+    """keys of the Hugging Face model config to change, e.g. n_layer = 2"""
+    init_from: str = ""
+    """Hugging Face folder (config.json, safetensors) to start from instead of a preset; empty =
+    random initialization"""
+
+    @property
+    def architecture(self) -> Architecture:
+        """The architecture of the preset, or of the folder to start from."""
+        if self.init_from:
+            return hf_folder.read_architecture(self.init_from)
+        return get_preset(self.preset)
+
+    @property
+    def is_readable(self) -> bool:
+        """True if the architecture is known here; a job's folder may be on its machines only."""
+        return not self.init_from or Path(self.init_from).is_dir()
+
+    @property
+    def name(self) -> str:
+        """Name of the model: its preset or folder."""
+        return self.init_from or self.preset
+
+    @property
+    def family(self) -> str:
+        """``model_type`` of the model in transformers."""
+        return self.architecture["family"]
+
+    @property
+    def longest_sequence(self) -> int:
+        """Longest sequence of the model in tokens. Raises ConfigError if it is set twice."""
+        key = context_key(self.family)
+        override = self.overrides.get(key, self.context)
+        if self.context and override != self.context:
+            raise ConfigError(
+                f"model.context = {self.context} and model.overrides.{key} = {override} are two "
+                "names for one setting: remove one of them"
+            )
+        tokens: Any = coerce(override, int, f"model.overrides.{key}")
+        return tokens or self.architecture["context"]
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """The training data and its order."""
+
+    path: str = ""
+    """folder of token shards written by python -m data_prep; or s3://bucket/prefix; channel:name in
+    a SageMaker job; or .bin files of Megatron (with .idx) or nanoGPT"""
+    sources: dict[str, float] = field(default_factory=dict)
+    """mixture of several such folders instead of path, with weights, e.g. "tokens/code" = 0.3"""
+    sequence_length: int = 0
+    """tokens per sequence; 0 = the model's context"""
+    packing: Packing = "concat"
+    """fill sequences with documents end to end (concat), cut only documents longer than a sequence
+    (best_fit), or put one document in each (one_document); the last two add padding"""
+    document_mask: bool = False
+    """restrict attention to each document of a sequence; off = documents see each other"""
+    mask_eos: bool = False
+    """exclude the token that ends a document from the loss"""
+    seed: int = 0
+    """seed of the global shuffle"""
+    verify: Literal["auto", "full", "size"] = "auto"
+    """verify every block of the shards (full), sizes only (size), or full up to 2 GiB (auto)"""
+    shuffle_block_mib: int = 0
+    """MiB of a file that are shuffled and read together, for Lustre; 0 = single sequences"""
+    shuffle_blocks: int = 64
+    """blocks mixed at a time, at least one per node; no effect without shuffle_block_mib"""
+    read_ahead: int = 0
+    """steps whose sequences a thread reads in advance"""
+    cache: str = ""
+    """folder on each node for blocks of data in a bucket and for the plans of best_fit and
+    one_document; empty = ~/.cache/nearlinear"""
+    cache_gib: float = 0.0
+    """limit of cached blocks in GiB; 0 = all blocks that were read"""
+    vocab_size: int = 0
+    """number of ids in .bin files of Megatron or nanoGPT, which do not record it; 0 = GPT-2's
+    50,257"""
+    eos_id: int = -1
+    """id that ends a document in .bin files of Megatron or nanoGPT; -1 = the last id"""
+    resume: str = ""
+    """data_state.json of an earlier run: continue with the batches it has not seen"""
+
+    def __post_init__(self):
+        if self.path and self.sources:
+            raise ConfigError(
+                f"data.path = {self.path} and data.sources are both set: remove one of them"
+            )
+        if self.sources and self.shuffle_block_mib:
+            raise ConfigError(
+                f"data.shuffle_block_mib = {self.shuffle_block_mib} cannot be used with "
+                "data.sources: blocks are shuffled within a single folder; remove one of them"
+            )
+        if self.packing != "concat" and self.shuffle_block_mib:
+            raise ConfigError(
+                f"data.shuffle_block_mib = {self.shuffle_block_mib} cannot be used with "
+                f'data.packing = "{self.packing}": only concat can shuffle blocks; remove one of '
+                "them"
+            )
+
+    @property
+    def folders(self) -> list[str]:
+        """Folders of the data."""
+        return [self.path] if self.path else list(self.sources)
+
+    @property
+    def folder(self) -> str:
+        """The folder whose tokenizer and vocabulary apply to all; empty if no data is set."""
+        return next(iter(self.folders), "")
+
+
+@dataclass(frozen=True)
+class BatchConfig:
+    """The number of sequences per optimizer step."""
+
+    micro_batch_size: int = 8
+    """sequences per rank in one forward and backward"""
+    accumulation: int = 1
+    """micro-batches per optimizer step"""
+    sequences: int = 0
+    """sequences per optimizer step over all ranks, which determines accumulation, so that a run can
+    continue on another number of ranks; 0 = set by accumulation"""
+
+    def __post_init__(self):
+        if self.sequences and self.accumulation != 1:
+            raise ConfigError(
+                f"batch.sequences = {self.sequences} and batch.accumulation = {self.accumulation}: "
+                "sequences determines accumulation; remove batch.accumulation"
+            )
+
+    def micro_batches(self, data_ranks: int) -> int:
+        """Return the micro-batches per step of each rank. Raises ConfigError if not whole."""
+        if not self.sequences:
+            return self.accumulation
+        per_pass = self.micro_batch_size * data_ranks
+        if self.sequences % per_pass:
+            raise ConfigError(
+                f"batch.sequences = {self.sequences} is not a multiple of batch.micro_batch_size x "
+                f"data ranks = {self.micro_batch_size} x {data_ranks}: change "
+                "batch.micro_batch_size or the number of ranks"
+            )
+        return self.sequences // per_pass
+
+
+@dataclass(frozen=True)
+class ActivationsConfig:
+    """Recomputation and offloading of activations."""
+
+    checkpoint: str = ""
+    """recompute: each block, group_N blocks together, contiguous (all), selective (all but matrix
+    products and attention), or as few as a budget requires, e.g. 12GiB; empty = no recomputation"""
+    offload: bool = False
+    """keep the saved activations of blocks in host memory; see
+    parallel.activation_loading_horizon"""
+
+    def __post_init__(self):
+        if self.checkpoint:
+            parse_strategy(self.checkpoint)
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW with decoupled weight decay, warm-up and cosine decay."""
+
+    kind: Literal["adamw", "adamw_8bit"] = "adamw"
+    """adamw, or adamw_8bit with 8-bit states by torchao, which cannot be saved"""
+    implementation: Literal["fused", "foreach", "for_loop"] = "fused"
+    """implementation of adamw: one kernel, lists of tensors, or one tensor at a time"""
+    lr: float = 6e-4
+    """peak learning rate"""
+    min_lr_ratio: float = 0.1
+    """final learning rate as a share of the peak"""
+    warmup_steps: int = 10
+    """steps of linear warm-up"""
+    weight_decay: float = 0.1
+    """weight decay of matrices; biases and norms have none"""
+    beta1: float = 0.9
+    """decay rate of the gradient's mean"""
+    beta2: float = 0.95
+    """decay rate of the gradient's square"""
+    eps: float = 1e-8
+    """added to the denominator"""
+    clip: float = 1.0
+    """largest norm of all gradients together; 0 = no clipping"""
+
+
+@dataclass(frozen=True)
+class LoopConfig:
+    """The length of a run, bad steps, evaluation and text samples."""
+
+    steps: int = 100
+    """optimizer steps"""
+    stop_after: int = 0
+    """stop after this step, with the learning-rate schedule of all steps; 0 = at the end"""
+    two_hop: bool = True
+    """all-reduce across replicas once per step instead of after every micro-batch"""
+    bad_steps_in_a_row: int = 10
+    """consecutive steps that may be skipped, because the loss or gradients are not finite or the
+    gradient norm is a spike, before the run stops; 0 = stop at the first"""
+    spike_factor: float = 0.0
+    """skip a step whose gradient norm exceeds this multiple of the recent median; 0 = never"""
+    rank_timeout: float = 300.0
+    """seconds without progress of a rank, or after its death, before the run ends with an error
+    that names the rank; 0 = no watchdog"""
+    compile_blocks: bool = False
+    """compile all blocks with torch.compile as one graph; the first step takes longer"""
+    eval_every: int = 50
+    """steps between evaluations on held-out tokens; 0 = only at the end"""
+    eval_sequences: int = 256
+    """held-out sequences per evaluation, over all ranks; 0 = no evaluation"""
+    sample_tokens: int = 32
+    """tokens of text to generate at the end; 0 = none"""
+    sample_prompt: str = "The"
+    """prompt of the generated text"""
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """Checkpoints of the run."""
+
+    folder: str = ""
+    """folder shared by all nodes, or s3://bucket/prefix; empty = no checkpoints"""
+    every: int = 0
+    """steps between checkpoints; 0 = only at the end and on SIGTERM"""
+    every_minutes: float = 0.0
+    """minutes between checkpoints; 0 = by steps only"""
+    keep: int = 2
+    """number of newest checkpoints to keep"""
+    asynchronous: bool = True
+    """write during training, from a copy of the state in host memory"""
+    emergency: bool = True
+    """save the last complete step when a rank fails or hangs and all ranks are alive; with several
+    ranks this needs train.rank_timeout"""
+    resume: bool = True
+    """resume from the newest checkpoint in the folder, if there is one"""
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Output files and the number of local ranks."""
+
+    folder: str = "runs/latest"
+    """folder for config, metrics, plots and the data state"""
+    nproc: int = 0
+    """ranks to start on this machine; 0 = one per GPU, or one; no effect under torchrun"""
+    log_every: int = 1
+    """steps between log lines"""
+    tensorboard: bool = True
+    """write TensorBoard events if tensorboard is installed"""
+    memory_report: bool = True
+    """measure the memory of the first step by category, print it and write memory.json"""
+    peak_tflops: float = 0.0
+    """peak of one accelerator for the MFU; 0 = known by name, or measured on a CPU"""
+
+
+@dataclass(frozen=True)
+class PlanConfig:
+    """The cluster of ``nearlinear plan``; no effect on training."""
+
+    cluster: str = ""
+    """node type and count, e.g. p4d.24xlarge:32; or machine.toml:2, written by tune --machine"""
+    machine: dict = field(default_factory=dict)
+    """tables of such a file, instead of it; cluster then refers to its node by name"""
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Settings of a training run.
+
+    Example::
+
+        from nearlinear.config import train
+
+        config = train.load("run.toml", ["optimizer.lr=1e-3"])
+    """
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    moe: MoEConfig = field(default_factory=MoEConfig)
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    activations: ActivationsConfig = field(default_factory=ActivationsConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    train: LoopConfig = field(default_factory=LoopConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+    plan: PlanConfig = field(default_factory=PlanConfig)
+
+    def __post_init__(self):
+        if self.model.init_from and self.model.preset != ModelConfig.preset:
+            raise ConfigError(
+                f"model.preset = {self.model.preset!r} and model.init_from = "
+                f"{self.model.init_from!r} are both set: remove model.preset, the config.json of "
+                "the folder describes the model"
+            )
+        for key, least in _MINIMUMS.items():
+            table, name = key.split(".")
+            value = getattr(getattr(self, table), name)
+            if not value >= least:  # also for NaN
+                raise ConfigError(f"{key} = {value}: must be at least {least}")
+        for name in ("min_lr_ratio", "beta1", "beta2"):
+            value = getattr(self.optimizer, name)
+            if not 0 <= value <= 1 or (name != "min_lr_ratio" and value == 1):
+                raise ConfigError(f"optimizer.{name} = {value}: must be from 0 to 1")
+        if self.optimizer.kind == "adamw_8bit":
+            self._check_adamw_8bit()
+        if self.batch.micro_batch_size * self.batch.accumulation > 2**31:
+            raise ConfigError(
+                f"batch.micro_batch_size x batch.accumulation = {self.batch.micro_batch_size} x "
+                f"{self.batch.accumulation}: more than 2^31 samples"
+            )
+        size, parts = self.batch.micro_batch_size, self.parallel.microbatches
+        if self.parallel.pipeline_parallel_degree > 1 and size % parts:
+            raise ConfigError(
+                f"batch.micro_batch_size = {size} cannot be divided by the pipeline into "
+                f"parallel.microbatches = {parts} equal parts: make it a multiple"
+            )
+        if self.model.is_readable and self.sequence_length > self.model.longest_sequence:
+            raise ConfigError(
+                f"data.sequence_length = {self.data.sequence_length} is longer than the model's "
+                f"context of {self.model.longest_sequence} tokens: lower it, or raise model.context"
+            )
+
+    def _check_adamw_8bit(self) -> None:
+        for key, value, required, reason in (
+            ("checkpoint.folder", self.checkpoint.folder, "", "its states cannot be saved"),
+            ("optimizer.implementation", self.optimizer.implementation, "fused",
+             "it has its own implementation"),
+            ("parallel.offload_optimizer", self.parallel.offload_optimizer, False,
+             "it is compiled for the device of the parameters"),
+        ):  # fmt: skip
+            if value != required:
+                raise ConfigError(
+                    f'optimizer.kind = "adamw_8bit" and {key} = {value!r}: {reason}; set {key} = '
+                    f'{required!r}, or optimizer.kind = "adamw"'
+                )
+
+    @property
+    def sequence_length(self) -> int:
+        """Tokens per training sequence."""
+        return self.data.sequence_length or self.model.longest_sequence
+
+
+# At import, in one thread: ast of CPython 3.11 fails if several threads parse at once (gh-106905).
+for _table in (TrainConfig, *(each.default_factory for each in fields(TrainConfig))):
+    schema.field_docs(_table)
+
+
+_MINIMUMS = {
+    "model.context": 0,
+    "data.sequence_length": 0,
+    "data.cache_gib": 0.0,
+    "data.vocab_size": 0,
+    "data.eos_id": -1,
+    "data.shuffle_block_mib": 0,
+    "data.shuffle_blocks": 1,
+    "data.read_ahead": 0,
+    "batch.micro_batch_size": 1,
+    "batch.accumulation": 1,
+    "batch.sequences": 0,
+    "optimizer.lr": 0.0,
+    "optimizer.eps": 0.0,
+    "optimizer.warmup_steps": 0,
+    "optimizer.weight_decay": 0.0,
+    "optimizer.clip": 0.0,
+    "train.steps": 1,
+    "train.stop_after": 0,
+    "train.eval_every": 0,
+    "train.eval_sequences": 0,
+    "train.sample_tokens": 0,
+    "train.bad_steps_in_a_row": 0,
+    "train.spike_factor": 0.0,
+    "train.rank_timeout": 0.0,
+    "checkpoint.every": 0,
+    "checkpoint.every_minutes": 0.0,
+    "checkpoint.keep": 1,
+    "run.nproc": 0,
+    "run.log_every": 1,
+    "run.peak_tflops": 0.0,
+}
+
+
+def load(
+    source: Mapping | str | Path | None = None,
+    settings: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
+) -> TrainConfig:
+    """Load the config of a training run.
+
+    The launcher's ``SM_HP_MP_PARAMETERS`` overrides ``settings``, which override ``source``, key by
+    key. The table [job], which `nearlinear launch` reads, is ignored.
+
+    Args:
+        source: Path of a TOML or JSON file, a dict, or None for the defaults.
+        settings: Changes of the form "table.key=value".
+        environment: Environment variables; default: those of the process.
+
+    Raises:
+        ConfigError: A key or value is invalid.
+    """
+    if isinstance(source, Mapping):
+        data = dict(source)
+    else:
+        data = schema.read(source) if source else {}
+    changes: dict = {}
+    for setting in settings:
+        schema.assign(changes, setting)
+    for tables in (data, changes):
+        if not isinstance(tables.get("parallel", {}), dict):
+            raise ConfigError(
+                f"parallel = {tables['parallel']!r}: expected a table of keys and values"
+            )
+    data.pop("job", None)
+    from_source, from_settings = data.pop("parallel", {}), changes.pop("parallel", {})
+    parallel = parallel_config.canonical(from_source) | parallel_config.canonical(from_settings)
+    data = merge_tables(data, changes)
+    data["parallel"] = parallel_config.load(parallel, environment)
+    return schema.build(TrainConfig, data)
+
+
+def merge_tables(data: dict, changes: dict) -> dict:
+    """Return ``data`` with the values of ``changes``, merged table by table."""
+    result = dict(data)
+    for key, value in changes.items():
+        below = result.get(key)
+        if isinstance(value, dict) and isinstance(below, dict):
+            result[key] = merge_tables(below, value)
+        else:
+            result[key] = value
+    return result

@@ -1,0 +1,1 @@
+"""Context parallelism: split every sequence over the ranks of a group."""

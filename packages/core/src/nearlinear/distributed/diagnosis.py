@@ -1,0 +1,145 @@
+"""Find the rank that stalls a job, from the heartbeats of all ranks.
+
+Elapsed time alone does not identify a straggler: every rank compiles, evaluates and saves now and
+then. Operations are therefore numbered identically on all ranks. When no rank makes progress, the
+rank with the lowest operation index is the one the others wait for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .heartbeat import Fault, Heartbeat, RankStatus
+
+RANKS_SHOWN = 4
+"""Ranks listed in the message about a deadlock."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Timeouts in seconds."""
+
+    stall_timeout: float
+    """Time without progress while other ranks wait."""
+    heartbeat_timeout: float
+    """Age of the latest heartbeat at which a rank counts as dead."""
+    setting: str = ""
+    """Name of the setting that holds ``stall_timeout``, for error messages."""
+
+
+def diagnose(
+    ranks: Sequence[RankStatus], limits: Limits, *, ordered_progress: bool = True
+) -> Fault | None:
+    """Return the first fault of a job, or None while any rank makes progress.
+
+    Checks in this order: ranks that never started, dead ranks, ranks that exited while others wait
+    for them, and stalled ranks.
+
+    Args:
+        ranks: Status of each rank, indexed by rank.
+        limits: Timeouts in seconds.
+        ordered_progress: Whether progress inside an operation has the same order on all ranks, so
+            that it can break ties between ranks in the same operation.
+    """
+    started: dict[int, tuple[RankStatus, Heartbeat]] = {}
+    for rank, status in enumerate(ranks):
+        heartbeat = status.heartbeat
+        if heartbeat is None:
+            if status.seconds_since_heartbeat > limits.stall_timeout:
+                return never_started(rank, status)
+            continue
+        started[rank] = status, heartbeat
+        silent = status.seconds_since_heartbeat > limits.heartbeat_timeout
+        if not heartbeat.exited and (status.process_exited or silent):
+            return dead(rank, status, heartbeat)
+    if len(started) < len(ranks):
+        return None
+    active = {rank: item for rank, item in started.items() if not item[1].exited}
+    if not active or any(s.stalled_seconds <= limits.stall_timeout for s, _ in active.values()):
+        return None
+    return _find_exited_peer(started, active) or _find_straggler(active, limits, ordered_progress)
+
+
+def never_started(rank: int, status: RankStatus) -> Fault:
+    """Describe a rank that has not sent any heartbeat."""
+    seconds = f"{status.seconds_since_heartbeat:.0f}"
+    text = f"rank {rank} did not start within {seconds} s of the other ranks. Check its log."
+    return Fault("dead", rank, text)
+
+
+def dead(rank: int, status: RankStatus, heartbeat: Heartbeat) -> Fault:
+    """Describe a rank whose process ended or whose heartbeats stopped."""
+    if status.process_exited:
+        cause = f"died (process {heartbeat.pid} has ended)"
+    else:
+        cause = f"sent no heartbeat for {status.seconds_since_heartbeat:.0f} s and is probably dead"
+    text = (
+        f"rank {rank} (host {heartbeat.host}) {cause}; its last operation was {heartbeat}, "
+        f"{status.seconds_since_progress:.0f} s ago. Check its log and its host, then restart "
+        "the run."
+    )
+    return Fault("dead", rank, text)
+
+
+def _find_straggler(
+    active: dict[int, tuple[RankStatus, Heartbeat]], limits: Limits, ordered_progress: bool
+) -> Fault | None:
+    """Find the rank that all others wait for, given that no rank makes progress."""
+    first = min(heartbeat.operation_index for _, heartbeat in active.values())
+    late = {rank for rank, (_, h) in active.items() if h.operation_index == first}
+    if len(late) == len(active):  # same operation everywhere: a rank outside of a collective
+        late = {rank for rank, (_, h) in active.items() if not h.in_collective}
+    if len(late) in (0, len(active)) and ordered_progress:
+        least = min(heartbeat.progress for _, heartbeat in active.values())
+        late = {rank for rank, (_, h) in active.items() if h.progress == least}
+    if len(late) in (0, len(active)):
+        all_wait = all(heartbeat.in_collective for _, heartbeat in active.values())
+        return _deadlock(active) if all_wait and len(active) > 1 else None
+    rank = max(late, key=lambda each: active[each][0].stalled_seconds)
+    waiting = next(each for each in active if each not in late)
+    status, heartbeat = active[rank]
+    others = f"rank {waiting} is" if len(active) == 2 else f"rank {waiting} and others are"
+    text = (
+        f"rank {rank} (host {heartbeat.host}) has been stuck in {heartbeat} for "
+        f"{status.seconds_since_progress:.0f} s; {others} waiting in "
+        f"{active[waiting][1]}. Check the log of rank {rank}"
+    )
+    if limits.setting:
+        text += (
+            f", or raise {limits.setting} ({limits.stall_timeout:g} s) if this operation is "
+            "expected to take longer"
+        )
+    return Fault("stalled", rank, text + ".")
+
+
+def _deadlock(active: dict[int, tuple[RankStatus, Heartbeat]]) -> Fault:
+    """Describe ranks that all wait in collectives at the same operation."""
+    listed = [f"rank {rank} (host {h.host}) in {h}" for rank, (_, h) in active.items()]
+    more = f" and {len(listed) - RANKS_SHOWN} more" if len(listed) > RANKS_SHOWN else ""
+    seconds = next(iter(active.values()))[0].stalled_seconds
+    text = (
+        f"deadlock: all ranks have been waiting for each other for {seconds:.0f} s: "
+        f"{'; '.join(listed[:RANKS_SHOWN])}{more}. The ranks called different collectives, or the "
+        "network between them is down."
+    )
+    return Fault("deadlock", None, text)
+
+
+def _find_exited_peer(
+    ranks: dict[int, tuple[RankStatus, Heartbeat]],
+    active: dict[int, tuple[RankStatus, Heartbeat]],
+) -> Fault | None:
+    """Find a rank that left the run while every active rank waits in a collective."""
+    if not all(heartbeat.in_collective for _, heartbeat in active.values()):
+        return None
+    waiting, (status, heartbeat) = next(iter(active.items()))
+    for rank, (_, last) in ranks.items():
+        if last.exited:
+            text = (
+                f'rank {rank} (host {last.host}) exited the run in "{last.operation}"; rank '
+                f"{waiting} has been waiting for it in {heartbeat} for "
+                f"{status.seconds_since_progress:.0f} s. Check the log of rank {rank}."
+            )
+            return Fault("exited", rank, text)
+    return None

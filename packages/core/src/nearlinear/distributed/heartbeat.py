@@ -1,0 +1,208 @@
+"""Heartbeats: the current operation of each rank, exchanged through the job's store.
+
+Each rank writes its own `Heartbeat` and reads that of rank 0, which reads all of them. The first
+`Fault` of the job is stored once and read by every rank.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch.distributed as dist
+
+from ..errors import RankFailure
+from .consensus import StoreChannel
+
+STORE_ERRORS = (dist.DistError, RuntimeError)
+"""Exceptions raised by a store whose process has ended."""
+
+FaultKind = Literal["dead", "stalled", "exited", "deadlock", "failed", "store_lost"]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """The first fault of a job, identical on every rank."""
+
+    kind: FaultKind
+    rank: int | None
+    """The faulty rank, or None if no single rank is to blame."""
+    text: str
+    """One line with cause and remedy."""
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Fault:
+        return cls(**json.loads(text))
+
+    def error(self, more: str = "") -> RankFailure:
+        """Build the exception raised on healthy ranks.
+
+        Args:
+            more: Text appended to the message, e.g. the result of the emergency checkpoint.
+        """
+        dead_rank = self.rank if self.kind == "dead" else None
+        message = self.text
+        if more:
+            full_stop = message.endswith(".")
+            message += f" {more[0].upper()}{more[1:]}" if full_stop else f"; {more}"
+        return RankFailure(message, restart=self.kind != "failed", dead_rank=dead_rank)
+
+
+class Operation:
+    """Current operation of this rank, written by its main thread and read by its watchdog."""
+
+    def __init__(self):
+        self.name, self.detail, self.patience = "start of the run", "", 1.0
+        self.index = self.progress = 0
+        self.since = time.monotonic()
+
+    def begin(self, name: str, patience: float = 1.0) -> None:
+        """Start the next operation. All ranks start the same operations in the same order."""
+        self.name, self.detail, self.patience = name, "", patience
+        self.index += 1
+        self.progress, self.since = 0, time.monotonic()
+
+    def advance(self, detail: str) -> None:
+        """Record progress inside the current operation, e.g. the name of the next block."""
+        self.detail = detail
+        self.progress += 1
+        self.since = time.monotonic()
+
+
+@dataclass(frozen=True)
+class Heartbeat:
+    """One message of a rank to the others."""
+
+    sequence: int
+    """Monotonic counter. Peers treat an unchanged value as a missed heartbeat."""
+    host: str
+    pid: int
+    pid_namespace: str
+    """Ranks in the same namespace can check each other's processes by ``pid``."""
+    operation: str
+    operation_index: int
+    """Number of operations started."""
+    progress: int
+    """Steps of progress inside the current operation."""
+    seconds_since_progress: float
+    patience: float
+    """Factor by which the current operation may exceed the usual timeout."""
+    in_collective: bool
+    source_line: str
+    exited: bool = False
+    """True if the rank left the run and sends no more heartbeats."""
+    collective_failed: bool = False
+    """True if a collective raised an error on this rank, e.g. because a peer died."""
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Heartbeat:
+        return cls(**json.loads(text))
+
+    def __str__(self) -> str:
+        where = f" ({self.source_line})" if self.source_line else ""
+        return f'"{self.operation}"{where}'
+
+
+@dataclass(frozen=True)
+class RankStatus:
+    """Last known state of one rank."""
+
+    heartbeat: Heartbeat | None
+    """Latest heartbeat, or None before the first one."""
+    seconds_since_heartbeat: float
+    """Age of the latest heartbeat; before the first one, seconds since the watch started."""
+    process_exited: bool = False
+    """True if the process is known to have ended."""
+
+    @property
+    def seconds_since_progress(self) -> float:
+        """Seconds without progress; infinite before the first heartbeat."""
+        if self.heartbeat is None:
+            return float("inf")
+        return self.heartbeat.seconds_since_progress + self.seconds_since_heartbeat
+
+    @property
+    def stalled_seconds(self) -> float:
+        """Seconds without progress, divided by the patience factor of the operation."""
+        if self.heartbeat is None:
+            return float("inf")
+        return self.seconds_since_progress / self.heartbeat.patience
+
+
+class HeartbeatChannel:
+    """Heartbeats and the first fault of one watch, in the store through which the ranks met.
+
+    No method blocks except for the round trip to the store.
+    """
+
+    def __init__(self, store: dist.Store, name: str, rank: int):
+        self._channel, self._rank = StoreChannel(store, f"watch/{name}"), rank
+        self._latest: dict[int, tuple[int, float]] = {}
+        self._started = time.monotonic()
+
+    def send(self, heartbeat: Heartbeat) -> None:
+        self._channel.set(str(self._rank), heartbeat.to_json())
+
+    def status(self, rank: int) -> RankStatus:
+        """Read the latest heartbeat of ``rank``."""
+        text, now = self._channel.get(str(rank)), time.monotonic()
+        if text is None:
+            return RankStatus(None, now - self._started)
+        heartbeat = Heartbeat.from_json(text)
+        sequence, since = self._latest.get(rank, (0, now))
+        if heartbeat.sequence != sequence:
+            sequence, since = self._latest[rank] = heartbeat.sequence, now
+        visible = heartbeat.pid_namespace == pid_namespace()
+        return RankStatus(heartbeat, now - since, visible and not _is_running(heartbeat.pid))
+
+    def fault(self) -> Fault | None:
+        """Read the fault of the job, if any rank has reported one."""
+        text = self._channel.get("fault")
+        return None if text is None else Fault.from_json(text)
+
+    def report(self, fault: Fault) -> Fault:
+        """Report a fault; return the first fault that any rank reported."""
+        return Fault.from_json(self._channel.set_first("fault", fault.to_json()))
+
+    def acknowledge(self) -> None:
+        """Count this rank among those that have handled the fault."""
+        self._channel.add("acknowledged", 1)
+
+    def acknowledged(self) -> int:
+        """Number of ranks that have handled the fault."""
+        return self._channel.add("acknowledged", 0)
+
+
+@functools.cache
+def pid_namespace() -> str:
+    """Identify the set of processes that see each other by pid; empty if unknown."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
+def _is_running(pid: int) -> bool:
+    """Return False for a process of this namespace that has ended, zombies included."""
+    if not pid_namespace():
+        return True
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    except OSError:
+        return True
+    return status.rpartition(")")[2].split()[0] not in "ZX"

@@ -1,0 +1,55 @@
+"""The end of a rank: callbacks before it leaves, its error file, and the death of its parent."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_callbacks: list[Callable[[], None]] = []
+
+
+def before_leaving(callback: Callable[[], None]) -> Callable[[], None]:
+    """Register ``callback`` to run on every rank that leaves a job in order; usable as decorator.
+
+    Callbacks run on all ranks in the order of registration, so they may call collectives.
+    """
+    _callbacks.append(callback)
+    return callback
+
+
+def run_callbacks() -> None:
+    """Run the callbacks registered by `before_leaving`."""
+    for callback in _callbacks:
+        callback()
+
+
+def leave_error(message: str) -> bool:
+    """Write the one-line reason of this rank's end to torchelastic's error file, if there is one.
+
+    Returns True if a launcher reads the file.
+    """
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path is None:
+        return False
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump({"message": message, "timestamp": str(int(time.time()))}, file)
+    return True
+
+
+def end_with_parent(parent: int) -> None:
+    """Make the kernel end this process when process ``parent`` ends, however that happens.
+
+    Call it early in the child. ``parent`` is the id that the parent passed to the child: if the
+    parent is dead already, this process ends now. Does nothing except on Linux.
+    """
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGTERM)

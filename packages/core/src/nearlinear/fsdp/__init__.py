@@ -1,0 +1,1 @@
+"""Sharded data parallelism: MiCS on PyTorch's FSDP2, two-hop gradient synchronization, overlap."""

@@ -1,0 +1,146 @@
+"""Implementation of ``nearlinear launch``: validate a job and submit it to its backend.
+
+Every check that needs no network runs before anything is sent. ``--dry-run`` prints the request in
+the backend's own format and changes nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ..config.train import TrainConfig
+from ..errors import ConfigError
+from . import kubernetes, slurm
+from .sagemaker import emulate
+from .sagemaker.build_request import build_request, timestamped_name
+from .spec import JobSpec, token_input
+from .validation import Problem, check_parallel_layout, raise_if_invalid
+
+
+@dataclass(frozen=True)
+class LaunchOptions:
+    """A job and the options of its launch."""
+
+    job: JobSpec
+    config: TrainConfig
+    file: str
+    """Config file that contains both."""
+    settings: list[str]
+    """Overrides of the training config, without those of the job."""
+    dry_run: bool = False
+    folder: str = ""
+    """Working folder of an emulated job; empty: a folder below runs/."""
+    num_hosts: int = 0
+    """Hosts of an emulated job; 0: the number in the request."""
+    ranks_per_host: int = 1
+    """Ranks of each host of an emulated job."""
+    stand_ins: Mapping[str, Path] = field(default_factory=dict)
+    """Local folders that replace the data sources of an emulated job."""
+
+
+def parse_stand_in(text: str) -> tuple[str, Path]:
+    """Split ``SOURCE=FOLDER``. Raises ConfigError if the folder does not exist."""
+    source, equals, folder = text.rpartition("=")
+    if not equals or not Path(folder).is_dir():
+        raise ConfigError(
+            f"--stand-in {text}: expected SOURCE=FOLDER with an existing folder of this machine"
+        )
+    return source, Path(folder)
+
+
+def run_job(options: LaunchOptions) -> int:
+    """Launch a job and return the exit code. Raises InvalidJob or another ConfigError."""
+    return {
+        "local": _run_local,
+        "slurm": _run_slurm,
+        "kubernetes": _run_kubernetes,
+        "sagemaker": _run_sagemaker,
+        "emulate": _run_emulated,
+    }[options.job.place](options)
+
+
+def _run_local(options: LaunchOptions) -> int:
+    job = options.job
+    problems = [
+        Problem(
+            f"job.inputs.{name}",
+            f"local jobs do not fetch {given.source} inputs",
+            "give the data as path",
+        )
+        for name, given in job.inputs.items()
+        if given.source != "path"
+    ]
+    if job.nodes > 1:
+        cause = f"{job.nodes}, but a local job runs on one machine"
+        problems.append(Problem("job.nodes", cause, "set it to 1, or choose another job.place"))
+    raise_if_invalid(problems)
+    tokens = token_input(job, options.config)
+    settings = [*([f"data.path={tokens.folder}"] if tokens else []), *options.settings]
+    if job.ranks_per_node:
+        settings.append(f"run.nproc={job.ranks_per_node}")
+    changes = [part for setting in settings for part in ("--set", setting)]
+    command = [sys.executable, "-m", "nearlinear.cli", "train", options.file, *changes]
+    if options.dry_run:
+        print(" ".join(command))
+        return 0
+    return subprocess.call(command, env=os.environ | job.environment)
+
+
+def _run_slurm(options: LaunchOptions) -> int:
+    job, config = options.job, options.config
+    raise_if_invalid([*slurm.check_slurm_job(job), *check_parallel_layout(job, config.parallel)])
+    folders = [config.run.folder, config.checkpoint.folder]
+    file = str(Path(options.file).resolve())
+    script = slurm.render_script(job, file, options.settings, folders, list(config.data.sources))
+    return _submit_with(["sbatch"], script, options.dry_run)
+
+
+def _run_kubernetes(options: LaunchOptions) -> int:
+    job, config = options.job, options.config
+    raise_if_invalid(
+        [*kubernetes.check_kubernetes_job(job), *check_parallel_layout(job, config.parallel)]
+    )
+    manifest = kubernetes.render_manifest(job, config, timestamped_name(job.name))
+    return _submit_with(["kubectl", "apply", "-f", "-"], manifest, options.dry_run)
+
+
+def _run_sagemaker(options: LaunchOptions) -> int:
+    request = build_request(options.job, options.config)
+    if options.dry_run:
+        print(json.dumps(request, indent=2))
+        return 0
+    from .sagemaker import jobs
+
+    return jobs.submit_job(options.job, request)
+
+
+def _run_emulated(options: LaunchOptions) -> int:
+    request = build_request(options.job, options.config)
+    if options.dry_run:
+        print(json.dumps(request, indent=2))
+        return 0
+    folder = Path(options.folder or f"runs/{request['TrainingJobName']}")
+    return emulate.run_emulated(
+        request, folder, options.stand_ins, options.num_hosts, options.ranks_per_host
+    )
+
+
+def _submit_with(command: list[str], text: str, dry_run: bool) -> int:
+    """Pipe ``text`` to ``command``, or print it in a dry run."""
+    if dry_run:
+        print(text, end="")
+        return 0
+    if shutil.which(command[0]) is None:
+        raise ConfigError(
+            f"{command[0]} is not installed on this machine. Run with --dry-run, and pass the "
+            f"output to {shlex.join(command)} on a machine that has it"
+        )
+    return subprocess.run(command, input=text, text=True).returncode

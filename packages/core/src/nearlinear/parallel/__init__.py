@@ -1,1 +1,0 @@
-"""One module per technique; each stands on the mesh and none knows the training loop."""

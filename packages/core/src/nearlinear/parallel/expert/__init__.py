@@ -1,6 +1,0 @@
-"""Expert parallelism: a mixture's experts divided among ranks, tokens sent to them and back."""
-
-from ...moe import MoEConfig
-from .transform import apply, parallel_experts
-
-__all__ = ["MoEConfig", "apply", "parallel_experts"]

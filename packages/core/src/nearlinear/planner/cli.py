@@ -1,0 +1,242 @@
+"""Command ``nearlinear plan``: predict a config on machines that need not be available."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ..config.train import TrainConfig
+    from .result import PlanResult
+
+EXAMPLES = """\
+examples:
+  nearlinear plan run.toml --cluster p4d.24xlarge:32             time, rates, memory, bottleneck
+  nearlinear plan run.toml --cluster p5.48xlarge:16 --tokens 300e9    days and cost of 300 billion
+  nearlinear plan run.toml --cluster p4d.24xlarge:32 --explain   each setting and its alternatives
+  nearlinear plan run.toml --cluster p4d.24xlarge:32 --search    the fastest layouts that fit
+  nearlinear plan run.toml --cluster p4d.24xlarge:32 --search --explain --write best.toml
+  nearlinear plan run.toml --cluster p4d.24xlarge:2 --scale      up to 16,384 GPUs, simulated
+  nearlinear plan run.toml --cluster p4d.24xlarge:32 --dry-run   memory, from a real step
+  nearlinear plan run.toml --cluster h100:4 --figure step.png --json step.json
+  nearlinear plan --validate --figure validation.png             error against published runs
+"""
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """Options of ``nearlinear plan``."""
+
+    cluster: str = ""
+    tokens: float = 0.0
+    straggler: float | None = None
+    price_per_hour: float | None = None
+    json: str = ""
+    """File for all numbers (.json)."""
+    explain: bool = False
+    search: bool = False
+    write: str = ""
+    """File for the config of the fastest layout (.toml)."""
+    scale: bool = False
+    dry_run: bool = False
+    validate: bool = False
+    figure: str = ""
+    """File for the timeline, or for predicted against published times (.png)."""
+
+
+def add_commands(
+    commands: Any, load: Callable[[argparse.Namespace], TrainConfig]
+) -> list[argparse.ArgumentParser]:
+    """Add ``plan``, and its deprecated alias ``advise``, to the commands of ``nearlinear``.
+
+    ``load`` returns the config of the parsed options.
+    """
+    plan = commands.add_parser(
+        "plan",
+        help="predict memory, speed and cost of a config, without a cluster",
+        description="Predict a training step on machines that need not be available: time by "
+        "stream, tokens per second, MFU, memory, days, cost and the bottleneck. Nothing is "
+        "allocated. Nodes: p3dn, p4d, p4de, p5, p5e, p5en, p6-b200 by their EC2 names, and "
+        "a100-40gb, a100-80gb, h100, h200, b200; or a file of nearlinear tune --machine.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    _add_arguments(plan)
+    add = plan.add_argument
+    add(
+        "--explain",
+        "--why",
+        action="store_true",
+        dest="explain",
+        help="compare each setting with its alternatives; with --search, of the fastest layout",
+    )
+    add("--search", action="store_true", help="rank layouts of the same global batch")
+    add("--scale", action="store_true", help="predict scaling up to 16,384 GPUs")
+    add(
+        "--dry-run",
+        action="store_true",
+        help="measure memory in a step of the real code on fake tensors (about a minute)",
+    )
+    add("--validate", action="store_true", help="print the error against published runs")
+    add("--figure", default="", metavar="FILE", help="draw the timeline or validation (.png)")
+    plan.set_defaults(run=lambda options, arguments: _plan(options, load))
+    advise = commands.add_parser(
+        "advise",
+        help="deprecated: use plan --search --explain",
+        description="Deprecated alias of nearlinear plan --search --explain.",
+    )
+    _add_arguments(advise)
+    advise.set_defaults(
+        run=lambda options, arguments: _plan(options, load),
+        explain=True,
+        search=True,
+        scale=False,
+        dry_run=False,
+        validate=False,
+        figure="",
+    )
+    return [plan, advise]
+
+
+def _add_arguments(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument
+    add("--cluster", default="", metavar="NODE:N", help="node type and number; or FILE.toml:N")
+    add("--tokens", type=float, default=0.0, metavar="N", help="tokens to train on")
+    add("--straggler", type=float, metavar="X",
+        help="standard deviation of a rank's time over its mean; default: as fitted")  # fmt: skip
+    add("--price-per-hour", type=float, metavar="X", help="price of one node, USD")
+    add("--json", default="", metavar="FILE", help="write all numbers (.json)")
+    add("--write", default="", metavar="FILE", help="write the fastest layout's config (.toml)")
+
+
+def _plan(options: argparse.Namespace, load: Callable[[argparse.Namespace], TrainConfig]) -> int:
+    values = {each.name: getattr(options, each.name) for each in fields(PlanOptions)}
+    return run_plan(load(options), PlanOptions(**values), options.config or "")
+
+
+def run_plan(config: TrainConfig, options: PlanOptions, source: str = "") -> int:
+    """Print the plan of ``config``, read from the file ``source``.
+
+    Raises ConfigError and NearlinearError.
+    """
+    from ..errors import ConfigError
+    from ..output_file import check_output_file
+    from .api import plan
+
+    check_output_file("--figure", options.figure, ".png")
+    check_output_file("--json", options.json, ".json")
+    check_output_file("--write", options.write, ".toml", source)
+    if options.write and not options.search:
+        raise ConfigError("--write needs --search: it writes the config of the fastest layout")
+    if options.validate:
+        return _validate(options)
+    result = plan(
+        config,
+        options.cluster,
+        tokens=options.tokens,
+        straggler=options.straggler,
+        usd_per_hour=options.price_per_hour,
+    )
+    print(result)
+    numbers = result.as_dict()
+    try:
+        _print_details(result, options, numbers)
+    finally:  # keep the numbers, also if a search finds nothing
+        _write_json(options.json, numbers)
+    if options.figure:
+        _draw(lambda plots: plots.save_step_streams(result.step, options.figure))
+    return 0
+
+
+def _print_details(result: PlanResult, options: PlanOptions, numbers: dict[str, Any]) -> None:
+    """Print the optional parts, and add them to ``numbers``."""
+    if not result.fits:
+        from .explain import suggest_fit
+
+        print(suggest_fit(result))
+    if options.dry_run:
+        from .dry_run import measure
+
+        measured = measure(result.config, result.cluster.world)
+        print(f"\nmeasured in a step of the real code on fake tensors:\n{measured}")
+        numbers["dry_run"] = measured.as_dict()
+    explained = result
+    if options.search:
+        explained = _search(result, options, numbers)
+    if options.explain:
+        from .explain import explain, format_explanations
+
+        found = explain(explained)
+        print("\n" + format_explanations(found, explained))
+        numbers["explain"] = [each.as_dict() for each in found]
+    if options.scale:
+        from .scaling import format_scaling, scaling_curve
+
+        points = scaling_curve(result.config, result.cluster, reference=result)
+        print("\n" + format_scaling(points))
+        numbers["scaling"] = [vars(point) for point in points]
+
+
+def _search(result: PlanResult, options: PlanOptions, numbers: dict[str, Any]) -> PlanResult:
+    """Print the fastest layouts, write the best config, and return its plan."""
+    import dataclasses
+
+    from ..config import schema
+    from ..output_file import write_output_file
+    from .api import plan
+    from .search import format_candidates, search
+
+    candidates = search(result.config, result.cluster, reference=result)
+    print("\n" + format_candidates(candidates, result.cluster))
+    numbers["search"] = [
+        {"seconds": each.seconds, "memory_bytes": each.memory, **each.changes}
+        for each in candidates
+    ]
+    best = candidates[0].config
+    if options.cluster:  # so that the file plans for the same cluster
+        place = dataclasses.replace(best.plan, cluster=options.cluster)
+        best = dataclasses.replace(best, plan=place)
+    write_output_file(options.write, schema.to_toml(best))
+    return plan(
+        best,
+        result.cluster,
+        tokens=result.tokens,
+        vocabulary=result.work.shape.vocabulary,
+        straggler=options.straggler,
+        usd_per_hour=options.price_per_hour,
+    )
+
+
+def _validate(options: PlanOptions) -> int:
+    from .validate import validate
+
+    found = validate()
+    print(found)
+    _write_json(options.json, found.as_dict())
+    if options.figure:
+        _draw(lambda plots: plots.save_predicted_against_published(found, options.figure))
+    return 0
+
+
+def _write_json(path: str, numbers: dict[str, Any]) -> None:
+    from ..output_file import write_output_file
+
+    write_output_file(path, json.dumps(numbers, indent=1) + "\n")
+
+
+def _draw(save: Callable[[Any], Any]) -> None:
+    from ..errors import ConfigError, NearlinearError
+
+    try:
+        from .. import plots
+
+        print(f"drew {save(plots)}")
+    except ModuleNotFoundError as error:
+        raise NearlinearError(
+            f'{error.name} is required for figures. Run pip install "nearlinear[notebooks]".'
+        ) from None
+    except OSError as error:
+        raise ConfigError(f"the figure cannot be written ({error.strerror})") from None

@@ -1,0 +1,1 @@
+"""Published training runs that the time model is fitted to and validated against."""

@@ -1,0 +1,161 @@
+"""Published training runs as workloads on clusters, with their measured step times.
+
+Tables in ``planner/data``: ``llm_foundry.csv`` (MosaicML's benchmarks of MPT), ``vtrain.csv``
+(vTrain's measurements of Megatron-LM, arXiv:2312.12391) and ``framework_posts.csv`` (posts by AWS,
+torchtitan, fms-fsdp and ZeRO++, and a paper; the column ``source`` names each). A row that is not a
+step of a known model on known machines, or that repeats a run in another unit, is skipped with a
+reason.
+"""
+
+import csv
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...distributed.mesh import Mesh
+from ..cluster import Cluster
+from ..workload import Workload
+from . import blog_posts
+from .models import MEGATRON_SETTINGS, MEGATRON_VOCABULARY, gpt, mpt, published_cluster
+
+DATA = Path(__file__).parents[1] / "data"
+
+
+@dataclass(frozen=True)
+class PublishedRow:
+    """A row of a table."""
+
+    file: str
+    line: int
+    """Line in the file; line 1 names the columns."""
+    source: str
+    values: dict[str, str]
+
+
+@dataclass(frozen=True)
+class PublishedRun:
+    """A row that can be modelled."""
+
+    row: PublishedRow
+    work: Workload
+    cluster: Cluster
+    seconds: float
+    """Published seconds per step."""
+
+    @property
+    def source(self) -> str:
+        return self.row.source
+
+    @property
+    def title(self) -> str:
+        values = self.row.values
+        return values.get("model") or f"GPT {values['Parameters (billion)']}B"
+
+
+@dataclass(frozen=True)
+class SkippedRow:
+    """A row that cannot be modelled."""
+
+    row: PublishedRow
+    reason: str
+
+
+RunValues = tuple[Workload, Cluster, float]
+"""Workload, cluster and published seconds per step."""
+
+
+def published_runs() -> list[PublishedRun]:
+    """Return the rows that are modelled."""
+    return [each for each in all_rows() if isinstance(each, PublishedRun)]
+
+
+def skipped_rows() -> list[SkippedRow]:
+    """Return the rows that are not modelled."""
+    return [each for each in all_rows() if isinstance(each, SkippedRow)]
+
+
+def all_rows() -> list[PublishedRun | SkippedRow]:
+    """Return every row of every table, in order."""
+    readers = {
+        "llm_foundry.csv": (_foundry_source, _foundry),
+        "vtrain.csv": (lambda values: "vTrain, Megatron-LM", _vtrain),
+        "framework_posts.csv": (blog_posts.source_name, blog_posts.read_row),
+    }
+    return [each for file, (source, read) in readers.items() for each in _read(file, source, read)]
+
+
+def held_out_runs() -> list[PublishedRun]:
+    """Return the runs of ``held_out.csv`` (MPT on H100), which no constant is fitted to."""
+    rows = _read("held_out.csv", _foundry_source, _foundry)
+    return [row for row in rows if isinstance(row, PublishedRun)]
+
+
+def _read(file: str, source: Callable, read: Callable) -> Iterator[PublishedRun | SkippedRow]:
+    with open(DATA / file, encoding="utf-8", newline="") as lines:
+        for line, values in enumerate(csv.DictReader(lines), start=2):
+            row = PublishedRow(file, line, source(values), values)
+            found = read(values)
+            yield SkippedRow(row, found) if isinstance(found, str) else PublishedRun(row, *found)
+
+
+FOUNDRY_GPU = {"a100_40gb": "A100-40GB", "a100_80gb": "A100-80GB", "h100_80gb": "H100-80GB"}
+FOUNDRY_GBPS = {"a100": 1600, "h100": 3200}
+
+
+def _foundry_source(values: dict[str, str]) -> str:
+    return f"llm-foundry, {FOUNDRY_GPU[values['gpu']]}"
+
+
+def _foundry(values: dict[str, str]) -> RunValues:
+    """FSDP with flash attention; PURE reduces gradients in bfloat16, DEFAULT in float32."""
+    sequence, gpus = int(values["seq_len"]), int(values["gpus"])
+    work = Workload(
+        shape=mpt(values["model"], sequence),
+        sequence=sequence,
+        micro_batch=int(values["micro_bs"]),
+        micro_batches=int(values["grad_accum"]),
+        mesh=Mesh(shard=gpus, ranks_per_node=8),
+        recompute="block" if values["act_ckpt"] == "True" else "none",
+        reduce_bytes=2.0 if values["mp_mode"] == "PURE" else 4.0,
+        fp8=values["precision"] == "amp_fp8",
+    )
+    cluster = published_cluster(
+        FOUNDRY_GPU[values["gpu"]], gpus, 8, FOUNDRY_GBPS[values["gpu"][:4]]
+    )
+    return work, cluster, work.step_tokens / gpus / float(values["tokens_s_gpu"])
+
+
+def _vtrain(values: dict[str, str]) -> RunValues | str:
+    """Megatron-LM with full recomputation on 80 GB A100s, four 200 Gbit/s adapters per node."""
+    sequence, gpus = int(values["sequence length"]), int(values["# GPUs"])
+    data = int(values["data parallelism"])
+    micro_batch, batch = int(values["micro batch"]), int(values["global batch"])
+    mesh = Mesh(
+        pipeline=int(values["pipeline parallelism"]),
+        replicate=data,
+        tensor=int(values["tensor parallelism"]),
+        ranks_per_node=8,
+    )
+    if mesh.world != gpus:
+        return f"its parallel degrees give {mesh.world} ranks, not {gpus}"
+    shape = gpt(
+        int(values["# layers"]),
+        int(values["hidden size"]),
+        int(values["attention heads"]),
+        MEGATRON_VOCABULARY,
+        sequence,
+    )
+    work = Workload(
+        shape=shape,
+        sequence=sequence,
+        micro_batch=micro_batch,
+        micro_batches=batch // (data * micro_batch),
+        mesh=mesh,
+        recompute="block",
+        **MEGATRON_SETTINGS,
+    )
+    return (
+        work,
+        published_cluster("A100-80GB", gpus, 8, 800),
+        float(values["iteration time (ms)"]) / 1e3,
+    )

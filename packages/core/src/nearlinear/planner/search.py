@@ -1,0 +1,384 @@
+"""Search for the fastest layout of a config that fits in memory, with the same global batch.
+
+`search` tries every layout that divides the ranks; a larger micro-batch means fewer of them.
+`explain` compares each setting of a config with its alternatives, in the order of a checklist;
+`suggest_fit` finds the cheapest change that makes a config fit. All three evaluate configs with
+`evaluate`, so their numbers are those of `api.plan`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from ..config.train import TrainConfig
+from ..errors import ConfigError
+from ..text_table import format_table
+from .cluster import Cluster
+from .fitted_constants import constants_for
+from .memory import estimate, vocabulary_of
+from .memory.report import GIB
+from .model_shape import model_shape
+from .result import PlanResult
+from .step_time import step_time
+from .workload import Workload, workload_from_config
+
+MAX_MICRO_BATCH = 64  # sequences
+TENSOR = (1, 2, 4, 8)
+PIPELINE = (1, 2, 4, 8, 16)
+CONTEXT = (1, 2, 4, 8)
+MIN_PIPELINE_ROUNDS = 2  # micro-batches per stage; with fewer, the bubble exceeds a third
+LONG = 16384  # tokens per sequence from which context parallelism is tried
+
+
+class ActivationSettings(NamedTuple):
+    """Checkpointing and offloading of activations."""
+
+    checkpoint: str
+    offload: bool = False
+    horizon: int = 0
+    """``activation_loading_horizon``; 0 leaves it unchanged."""
+
+
+ACTIVATION_SETTINGS = (
+    ActivationSettings(""),
+    ActivationSettings("selective"),
+    ActivationSettings("each"),
+    ActivationSettings("each", True, 4),
+    ActivationSettings("each", True, 2),
+    ActivationSettings("each", True, 1),
+)
+"""Tried in this order: the fastest first, the least memory last."""
+
+
+@dataclass(frozen=True)
+class ParallelDegrees:
+    """Division of the ranks of a cluster."""
+
+    sharing: int
+    """Ranks that share one copy of the model states."""
+    tensor: int
+    context: int
+    pipeline: int
+    expert: int
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A config and its predicted time and memory."""
+
+    config: TrainConfig
+    seconds: float
+    """Seconds per step; NaN if it was not computed."""
+    memory: float
+    """Bytes per GPU."""
+
+    @property
+    def changes(self) -> dict[str, Any]:
+        """Values of all keys that a search sets."""
+        parallel, batch = self.config.parallel, self.config.batch
+        return {
+            "parallel.hybrid_shard_degree": parallel.hybrid_shard_degree,
+            "parallel.tensor_parallel_degree": parallel.tensor_parallel_degree,
+            "parallel.context_parallel_degree": parallel.context_parallel_degree,
+            "parallel.pipeline_parallel_degree": parallel.pipeline_parallel_degree,
+            "parallel.expert_parallel_degree": parallel.expert_parallel_degree,
+            "parallel.microbatches": parallel.microbatches,
+            "batch.micro_batch_size": batch.micro_batch_size,
+            "batch.accumulation": batch.accumulation,
+            "batch.sequences": batch.sequences,
+            "activations.checkpoint": self.config.activations.checkpoint,
+            "activations.offload": self.config.activations.offload,
+            "parallel.activation_loading_horizon": parallel.activation_loading_horizon,
+        }
+
+
+def search(
+    config: TrainConfig, cluster: Cluster, most: int = 10, reference: PlanResult | None = None
+) -> list[Candidate]:
+    """Return the ``most`` fastest layouts that fit, fastest first.
+
+    Computing a step time is cheaper than a memory estimate, so memory is estimated in order of
+    step time until enough layouts fit.
+
+    Args:
+        config: Model and global batch to keep.
+        cluster: Cluster to divide.
+        most: Number of layouts to return.
+        reference: A plan whose vocabulary and constants also apply here.
+
+    Raises ConfigError if no layout fits.
+    """
+    has = cluster.gpu.memory_gib * GIB
+    fitting: dict[tuple[ParallelDegrees, int], Candidate] = {}
+    too_large: dict[tuple, int] = {}  # smallest micro-batch that does not fit
+    least = math.inf
+    for layout, seconds in _layouts_by_time(config, cluster, reference):
+        batch, activations = (layout.degrees, layout.size), (layout.degrees, layout.activations)
+        if batch in fitting or layout.size >= too_large.get(activations, math.inf):
+            continue
+        memory = _memory(layout.config, cluster, reference)
+        if memory <= has:
+            fitting[batch] = Candidate(layout.config, seconds, memory)
+        else:
+            too_large[activations] = layout.size
+            least = min(least, memory)
+        if len(fitting) == most:
+            break
+    if not fitting:
+        smallest = f"; the smallest needs {least / GIB:.1f} GiB per GPU" if least < math.inf else ""
+        raise ConfigError(
+            f"no layout of this model and batch fits in the {cluster.gpu.memory_gib:.1f} GiB of a "
+            f"{cluster.gpu.name}{smallest}. Use more nodes, or a smaller batch."
+        )
+    return sorted(fitting.values(), key=lambda each: (each.seconds, each.memory))
+
+
+def evaluate(
+    config: TrainConfig,
+    cluster: Cluster,
+    most: float = math.inf,
+    reference: PlanResult | None = None,
+) -> Candidate:
+    """Predict memory of ``config`` and, if that is at most ``most`` bytes, its step time.
+
+    ``reference``: a plan whose vocabulary and constants also apply here. Raises ConfigError for
+    configs that the trainer rejects.
+    """
+    work = _workload(config, cluster, reference)
+    memory = _memory(config, cluster, reference)
+    seconds = _seconds(work, cluster, reference) if memory <= most else math.nan
+    return Candidate(config, seconds, memory)
+
+
+@dataclass(frozen=True)
+class _Layout:
+    degrees: ParallelDegrees
+    size: int
+    """Sequences per micro-batch."""
+    activations: ActivationSettings
+    config: TrainConfig
+
+
+def _layouts_by_time(
+    config: TrainConfig, cluster: Cluster, reference: PlanResult | None
+) -> list[tuple[_Layout, float]]:
+    """Return every layout that the trainer accepts with its step time, fastest first."""
+    found = []
+    sequences = global_batch(config, cluster)
+    for degrees in parallel_degrees(config, cluster):
+        for size, micro_batches in _batches(degrees, sequences, cluster):
+            for activations in ACTIVATION_SETTINGS:
+                candidate = with_layout(config, degrees, size, micro_batches, activations)
+                try:
+                    work = _workload(candidate, cluster, reference)
+                    seconds = _seconds(work, cluster, reference)
+                except ConfigError:
+                    continue
+                found.append((_Layout(degrees, size, activations, candidate), seconds))
+    return sorted(found, key=lambda each: each[1])
+
+
+def _workload(config: TrainConfig, cluster: Cluster, reference: PlanResult | None) -> Workload:
+    """Return the workload. Raises ConfigError for configs that the trainer rejects."""
+    words = _vocabulary(config, reference)
+    return workload_from_config(config, cluster.world, cluster.node.gpus, words, cluster.gpu.is_cpu)
+
+
+def _seconds(work: Workload, cluster: Cluster, reference: PlanResult | None) -> float:
+    constants = reference.constants if reference else constants_for(cluster.node)
+    return step_time(work, cluster, constants).seconds
+
+
+def _memory(config: TrainConfig, cluster: Cluster, reference: PlanResult | None) -> float:
+    return estimate(config, cluster.world, vocabulary=_vocabulary(config, reference)).total
+
+
+def _vocabulary(config: TrainConfig, reference: PlanResult | None) -> int:
+    return reference.work.shape.vocabulary if reference else vocabulary_of(config)
+
+
+def parallel_degrees(config: TrainConfig, cluster: Cluster) -> Iterator[ParallelDegrees]:
+    """Yield the divisions of the ranks of ``cluster`` to try."""
+    shape = model_shape(config.model)
+    contexts = CONTEXT if config.sequence_length >= LONG else (1,)
+    experts = [d for d in range(1, shape.experts + 1) if shape.experts % d == 0]
+    for tensor in TENSOR:
+        for pipeline in PIPELINE:
+            if tensor > cluster.node.gpus or cluster.world % (tensor * pipeline):
+                continue
+            data = cluster.world // (tensor * pipeline)
+            for context in contexts:
+                for sharing in _shard_degrees(data, context):
+                    for expert in experts:
+                        if sharing % expert == 0:
+                            yield ParallelDegrees(sharing, tensor, context, pipeline, expert)
+
+
+def global_batch(config: TrainConfig, cluster: Cluster) -> int:
+    """Return the sequences per step over all ranks."""
+    batch = config.batch
+    if batch.sequences:
+        return batch.sequences
+    degrees = config.parallel.degrees(cluster.world)
+    readers = degrees["replicate"] * degrees["shard"]
+    return batch.micro_batch_size * batch.accumulation * readers
+
+
+def _shard_degrees(data: int, context: int) -> list[int]:
+    """Return the shard degrees to try: powers of two, and all data ranks."""
+    found = {2**power for power in range(data.bit_length()) if data % 2**power == 0} | {data}
+    return sorted(degree for degree in found if degree % context == 0)
+
+
+def _batches(
+    degrees: ParallelDegrees, sequences: int, cluster: Cluster
+) -> Iterator[tuple[int, int]]:
+    """Yield micro-batch size and number of micro-batches per data rank, smallest size first."""
+    readers = cluster.world // (degrees.tensor * degrees.pipeline * degrees.context)
+    for size in micro_batch_sizes(sequences, readers):
+        count = sequences // (readers * size)
+        if degrees.pipeline == 1 or count >= MIN_PIPELINE_ROUNDS * degrees.pipeline:
+            yield size, count
+
+
+def micro_batch_sizes(sequences: int, readers: int) -> list[int]:
+    """Return the sizes that divide each reader's share of ``sequences``, smallest first."""
+    mine, rest = divmod(sequences, readers)
+    return [] if rest else [n for n in range(1, min(mine, MAX_MICRO_BATCH) + 1) if mine % n == 0]
+
+
+def with_layout(
+    config: TrainConfig,
+    degrees: ParallelDegrees,
+    size: int,
+    micro_batches: int,
+    activations: ActivationSettings,
+) -> TrainConfig:
+    """Return ``config`` with another layout.
+
+    Args:
+        config: The config to change.
+        degrees: Division of the ranks.
+        size: Sequences per micro-batch.
+        micro_batches: Micro-batches per step and data rank.
+        activations: Checkpointing and offloading.
+    """
+    pipelined = degrees.pipeline > 1
+    horizon = activations.horizon or config.parallel.activation_loading_horizon
+    parallel = dataclasses.replace(
+        config.parallel,
+        hybrid_shard_degree=degrees.sharing,
+        tensor_parallel_degree=degrees.tensor,
+        context_parallel_degree=degrees.context,
+        pipeline_parallel_degree=degrees.pipeline,
+        expert_parallel_degree=degrees.expert,
+        microbatches=micro_batches if pipelined else 1,
+        activation_loading_horizon=horizon,
+    )
+    batch = dataclasses.replace(
+        config.batch,
+        micro_batch_size=size * micro_batches if pipelined else size,
+        accumulation=1 if pipelined else micro_batches,
+        sequences=0,
+    )
+    kept = dataclasses.replace(
+        config.activations, checkpoint=activations.checkpoint, offload=activations.offload
+    )
+    return dataclasses.replace(config, parallel=parallel, batch=batch, activations=kept)
+
+
+@dataclass(frozen=True)
+class LayoutSettings:
+    """Layout of a config, as compared setting by setting in `explain`."""
+
+    sharing: int
+    tensor: int
+    context: int
+    pipeline: int
+    micro_batch: int
+    """Sequences per micro-batch."""
+    checkpoint: str
+    offload: bool
+
+    @classmethod
+    def of(cls, config: TrainConfig, cluster: Cluster) -> LayoutSettings:
+        parallel = config.parallel
+        degrees = parallel.degrees(cluster.world)
+        parts = parallel.microbatches if parallel.pipeline_parallel_degree > 1 else 1
+        return cls(
+            degrees["shard"] * degrees["context"],
+            degrees["tensor"],
+            degrees["context"],
+            degrees["pipeline"],
+            config.batch.micro_batch_size // parts,
+            config.activations.checkpoint,
+            config.activations.offload,
+        )
+
+    def apply(self, config: TrainConfig, cluster: Cluster) -> TrainConfig | None:
+        """Return ``config`` with these settings and its own batch; None if they do not divide it.
+
+        Tensor and pipeline ranks are taken from the data ranks, which then read more micro-batches.
+        """
+        sequences = global_batch(config, cluster)
+        model = self.tensor * self.pipeline
+        if cluster.world % model:
+            return None
+        data = cluster.world // model
+        sharing = min(self.sharing, data)
+        readers = data // self.context
+        count = sequences // (readers * self.micro_batch) if readers else 0
+        if not count or count * readers * self.micro_batch != sequences:
+            return None
+        if data % sharing or sharing % self.context:
+            return None
+        if self.pipeline > 1 and count < self.pipeline:
+            return None
+        degrees = ParallelDegrees(
+            sharing,
+            self.tensor,
+            self.context,
+            self.pipeline,
+            config.parallel.expert_parallel_degree,
+        )
+        activations = ActivationSettings(self.checkpoint, self.offload)
+        found = with_layout(config, degrees, self.micro_batch, count, activations)
+        if config.batch.sequences and self.pipeline == 1:  # keep a fixed batch fixed
+            batch = dataclasses.replace(
+                found.batch, accumulation=1, sequences=config.batch.sequences
+            )
+            found = dataclasses.replace(found, batch=batch)
+        return found
+
+
+def format_candidates(found: list[Candidate], cluster: Cluster) -> str:
+    """Format layouts as a table."""
+    names = ("shard", "tensor", "context", "pipeline", "expert", "micro-batch", "micro-batches",
+             "checkpoint", "offload")  # fmt: skip
+    rows: list[tuple[str, ...]] = [("seconds per step", *names, "GiB per GPU")]
+    for each in found:
+        parallel, batch = each.config.parallel, each.config.batch
+        pipelined = parallel.pipeline_parallel_degree > 1
+        count = parallel.microbatches if pipelined else batch.accumulation
+        horizon = f"horizon {parallel.activation_loading_horizon}"
+        rows.append(
+            (
+                f"{each.seconds:.2f}",
+                str(parallel.hybrid_shard_degree),
+                str(parallel.tensor_parallel_degree),
+                str(parallel.context_parallel_degree),
+                str(parallel.pipeline_parallel_degree),
+                str(parallel.expert_parallel_degree),
+                str(batch.micro_batch_size // (count if pipelined else 1)),
+                str(count),
+                each.config.activations.checkpoint or "none",
+                horizon if each.config.activations.offload else "no",
+                f"{each.memory / GIB:.1f}",
+            )
+        )
+    head = f"fastest layouts of the same batch that fit on {cluster.nodes} x {cluster.node.name}:"
+    return "\n".join([head, *format_table(rows)])

@@ -1,0 +1,146 @@
+"""Cross entropy of logits that are split over tensor ranks (vocabulary) or context ranks (tokens).
+
+Source: Megatron-LM (Shoeybi et al. 2019, section 3). For every token, each tensor rank computes the
+maximum and the sum of exponentials over its part of the vocabulary, and the target's logit if it
+has it. Ranks exchange these three numbers instead of logits. Context ranks have different tokens of
+one sequence and sum their losses.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn import functional
+
+from .._torch.c10d_compat import all_gather
+from ..distributed.runtime import Runtime
+from ..fsdp.accumulate import IGNORED_LABEL
+
+
+class CausalLoss:
+    """``loss_function`` of a Hugging Face causal model on tensor or context ranks."""
+
+    def __init__(
+        self,
+        tensor: dist.ProcessGroup | None = None,
+        first: int = 0,
+        context: dist.ProcessGroup | None = None,
+    ):
+        """``first``: id of this rank's first logit."""
+        self.tensor, self.first, self.context = tensor, first, context
+
+    def __call__(
+        self,
+        logits: torch.Tensor,
+        labels: torch.Tensor,
+        vocab_size: int | None = None,
+        num_items_in_batch=None,
+        ignore_index: int = IGNORED_LABEL,
+        shift_labels: torch.Tensor | None = None,
+        **unused,
+    ) -> torch.Tensor:
+        """Return the mean cross entropy in nats over the targets.
+
+        With context ranks the mean is over the whole sequence, on all of them. The gradient is that
+        of this rank's tokens times the number of context ranks, since sharding averages over them.
+
+        Args:
+            logits: (B, S, this rank's part of V).
+            labels: (B, S), shifted here.
+            shift_labels: (B, S), shifted already; replaces ``labels``.
+            num_items_in_batch: Replaces the number of targets.
+        """
+        if shift_labels is None:
+            shift_labels = functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        targets = shift_labels.reshape(-1).to(logits.device)
+        counted = targets != ignore_index
+        unknown = None if vocab_size is None else out_of_vocabulary(targets, vocab_size, counted)
+        losses = _TokenLosses.apply(
+            logits.reshape(-1, logits.shape[-1]), targets, counted, self.first, self.tensor
+        )
+        if unknown is not None:
+            losses = losses.masked_fill(unknown, torch.nan)
+        total, count = losses.sum(), counted.sum()
+        if self.context is not None:
+            total, count = _ContextSum.apply(total, count, self.context)
+        return total / (count if num_items_in_batch is None else num_items_in_batch)
+
+
+def out_of_vocabulary(
+    ids: torch.Tensor, size: int, counted: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return a mask of the counted ``ids`` that are outside of a vocabulary of ``size``.
+
+    Raises IndexError for such ids on the CPU, as PyTorch does. On accelerators the check would wait
+    for the device, so the caller turns their results into NaN.
+    """
+    unknown = (ids < 0) | (ids >= size)
+    unknown = unknown if counted is None else unknown & counted
+    if ids.device.type == "cpu" and bool(unknown.any()):
+        raise IndexError(
+            f"token id {ids[unknown][0].item()} is not in the vocabulary, which has ids 0 to "
+            f"{size - 1}. Use the model's own tokenizer, or call model.resize_token_embeddings."
+        )
+    return unknown
+
+
+def install_loss(model: Any, now: Runtime, first: int = 0) -> None:
+    """Set the loss function of ``model`` if it has tensor or context ranks.
+
+    ``first``: id of this rank's first logit.
+    """
+    tensor = now.group("tensor") if now.mesh.tensor > 1 else None
+    context = now.group("context") if now.mesh.context > 1 else None
+    if tensor is not None or context is not None:
+        model.loss_function = CausalLoss(tensor, first, context)
+
+
+class _TokenLosses(torch.autograd.Function):
+    """Cross entropy (N,) in float32 of logits (N, V of this rank); 0 for ignored tokens."""
+
+    @staticmethod
+    def forward(ctx, logits, targets, counted, first, group):
+        x, here = logits.float(), targets - first
+        is_local = counted & (here >= 0) & (here < x.shape[-1])
+        here = here.where(is_local, 0).unsqueeze(-1)
+        highest = x.amax(-1)
+        total = (x - highest.unsqueeze(-1)).exp_().sum(-1)
+        target = x.gather(-1, here).squeeze(-1).where(is_local, 0.0)
+        if group is not None:
+            known = torch.stack([highest, total, target])
+            everyones = known.new_empty(group.size(), *known.shape)
+            all_gather(everyones.view(-1), known.view(-1), group=group)
+            highests, totals, targets_logits = everyones.unbind(1)
+            highest = highests.amax(0)
+            total = (totals * (highests - highest).exp()).sum(0)
+            target = targets_logits.sum(0)
+        log_total = highest + total.log()
+        ctx.save_for_backward(logits, here, is_local, counted, log_total)
+        return (log_total - target).where(counted, 0.0)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        logits, here, is_local, counted, log_total = ctx.saved_tensors
+        found = (logits.float() - log_total.unsqueeze(-1)).exp_()
+        found.scatter_add_(-1, here, -is_local.unsqueeze(-1).to(found.dtype))
+        found *= gradient.where(counted, 0.0).unsqueeze(-1)
+        return found.to(logits.dtype), None, None, None, None
+
+
+class _ContextSum(torch.autograd.Function):
+    """Sums of a loss and a count over ``group``; see `CausalLoss` for the gradient."""
+
+    @staticmethod
+    def forward(ctx, total, count, group):
+        ctx.ranks = group.size()
+        both = torch.stack([total.double(), count.double()])
+        dist.all_reduce(both, group=group)
+        total, count = both[0].to(total.dtype), both[1].to(count.dtype)
+        ctx.mark_non_differentiable(count)
+        return total, count
+
+    @staticmethod
+    def backward(ctx, gradient, _):
+        return gradient * ctx.ranks, None, None

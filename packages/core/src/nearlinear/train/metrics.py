@@ -1,0 +1,254 @@
+"""Report a run's metrics from rank 0: text lines, ``metrics.jsonl``, and TensorBoard events.
+
+A text line is ``step=12 loss=6.0312 lr=3.00e-04 ...``. `METRIC_PATTERNS` are regular expressions
+that read it back, in the form of CloudWatch metric definitions. On a terminal a progress bar stands
+below the lines; elsewhere (papermill, CI, CloudWatch) only lines are printed. All outputs are
+flushed at every step, so that a running job can be watched.
+
+This module imports no torch: the command line reads the files with it.
+"""
+
+import json
+import logging
+import math
+import os
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ..memory.report import MemoryReport
+
+log = logging.getLogger(__name__)
+
+METRIC_FORMATS = {
+    "step": "d",
+    "loss": ".4f",
+    "lr": ".2e",
+    "grad_norm": ".3f",
+    "tokens_per_s": ".0f",
+    "tflops_per_gpu": ".4g",
+    "mfu": ".3f",
+    "mem_gib": ".2f",
+    "loss_scale": ".4g",
+    "skipped": ".0f",
+    "eval_loss": ".4f",
+}
+"""Format of each metric in a text line, in this order."""
+
+METRIC_PATTERNS = {name: rf"(?:^|\s){name}=(\S+)" for name in METRIC_FORMATS}
+
+METRICS_FILE = "metrics.jsonl"
+"""In a run folder: one JSON object per reported step."""
+
+ABOUT_FILE = "about.json"
+"""In a run folder: its last step, the tokens per step, and the host of every rank."""
+
+MEMORY_FILE = "memory.json"
+"""In a run folder: the memory of a step in bytes, by part."""
+
+INTRODUCTION_PATTERN = r"(\d+) steps of ([\d,]+) tokens"
+"""Pattern that reads back the line printed by `Reporter.introduce`."""
+
+LEARNING_METRICS = ("loss", "eval_loss", "lr", "grad_norm")
+TENSORBOARD_TAGS = {
+    name: f"{'learning' if name in LEARNING_METRICS else 'machine'}/{name}"
+    for name in METRIC_FORMATS
+    if name != "step"
+}
+"""TensorBoard tags in two groups: TensorBoard expands the first two and collapses all others."""
+
+
+def format_line(metrics: dict[str, Any]) -> str:
+    """Format ``metrics`` as one line of key=value pairs, in the order of `METRIC_FORMATS`."""
+    return " ".join(
+        f"{name}={metrics[name]:{spec}}" for name, spec in METRIC_FORMATS.items() if name in metrics
+    )
+
+
+class Reporter:
+    """Write the metrics of a run on rank 0. On other ranks (``active=False``) nothing happens.
+
+    A resumed run keeps the metrics of the steps up to ``first_step`` and discards later ones.
+    """
+
+    def __init__(self, folder, steps: int, *, active: bool, tensorboard: bool, first_step: int = 0):
+        """
+        Args:
+            folder: Run folder, created if needed.
+            steps: Number of optimizer steps of the whole run, for the progress bar.
+            active: True on rank 0.
+            tensorboard: Write TensorBoard events where tensorboard is installed.
+            first_step: Last step that is done already.
+        """
+        self._jsonl = self._events = self._bar = None
+        self.active = active
+        if not active:
+            return
+        self.folder = Path(folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        _discard_later_rows(self.folder / METRICS_FILE, first_step)
+        self._jsonl = open(self.folder / METRICS_FILE, "a", encoding="utf-8")
+        if tensorboard:
+            self._events = _open_events(self.folder / "tensorboard", first_step)
+        if sys.stdout.isatty():
+            self._bar = _ProgressBar(steps, first_step)
+
+    def introduce(self, last_step: int, tokens_per_step: int, hosts: list[str]) -> None:
+        """Print the extent of the run and write it to ``about.json``.
+
+        Args:
+            last_step: Last step of this run.
+            tokens_per_step: Tokens of one optimizer step.
+            hosts: Host of every rank.
+        """
+        if not self.active:
+            return
+        where = hosts[0] if len(set(hosts)) == 1 else f"{len(set(hosts))} hosts"
+        self.print(
+            f"{last_step} steps of {tokens_per_step:,} tokens by {len(hosts)} ranks on {where}"
+        )
+        about = {"steps": last_step, "tokens_per_step": tokens_per_step, "hosts": hosts}
+        (self.folder / ABOUT_FILE).write_text(json.dumps(about), encoding="utf-8")
+
+    def log_step(self, metrics: dict[str, Any]) -> None:
+        """Write the metrics of one step. Names without a format appear in the JSON lines only."""
+        if not self.active or self._jsonl is None:
+            return
+        self.print(format_line(metrics))
+        row = {"step": 0, "time": round(time.time(), 3)} | _replace_non_finite(metrics)
+        self._jsonl.write(json.dumps(row) + "\n")
+        self._jsonl.flush()
+        if self._events:
+            self._events.write(metrics)
+        if self._bar:
+            self._bar.update(metrics["step"], metrics.get("loss"))
+
+    def log_memory(self, report: "MemoryReport") -> None:
+        """Print the memory of a step by category and write it to ``memory.json``."""
+        if not self.active:
+            return
+        self.print(str(report))
+        text = json.dumps(report.as_dict(), indent=1)
+        (self.folder / MEMORY_FILE).write_text(text, encoding="utf-8")
+
+    def print(self, text: str) -> None:
+        """Print a line, above the progress bar if there is one."""
+        if self._bar:
+            self._bar.print(text)
+        elif self.active:
+            print(text, flush=True)
+
+    def close(self) -> None:
+        """Close all files and the progress bar."""
+        for sink in (self._bar, self._jsonl, self._events):
+            if sink:
+                sink.close()
+
+
+def _discard_later_rows(path: Path, first_step: int) -> None:
+    """Keep the rows of ``path`` up to ``first_step``; the run repeats later steps."""
+    if not first_step or not path.exists():
+        path.write_text("")
+        return
+    kept = [
+        row for row in path.read_text(encoding="utf-8").splitlines() if _is_up_to(row, first_step)
+    ]
+    partial = path.with_suffix(".partial")
+    partial.write_text("".join(f"{row}\n" for row in kept), encoding="utf-8")
+    os.replace(partial, path)
+
+
+def _is_up_to(row: str, last: int) -> bool:
+    try:
+        return json.loads(row)["step"] <= last
+    except (ValueError, KeyError, TypeError):  # an incomplete line of a killed run
+        return False
+
+
+def _replace_non_finite(metrics: dict[str, Any]) -> dict[str, Any]:
+    """Replace numbers that are not finite by None: JSON has no NaN."""
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in metrics.items()
+    }
+
+
+class _ProgressBar:
+    """A progress bar below the printed lines."""
+
+    def __init__(self, steps: int, done: int):
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeRemainingColumn,
+        )
+
+        self.progress = Progress(
+            TextColumn("training"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("loss {task.fields[loss]}"),
+            TimeRemainingColumn(),
+        )
+        self.task = self.progress.add_task("training", total=steps, completed=done, loss="-")
+        self.progress.start()
+
+    def update(self, step: int, loss: float | None) -> None:
+        text = "-" if loss is None else f"{loss:.3f}"
+        self.progress.update(self.task, completed=step, loss=text)
+
+    def print(self, text: str) -> None:
+        self.progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def close(self) -> None:
+        self.progress.stop()
+
+
+def _open_events(folder: Path, first_step: int) -> "_TensorBoardEvents | None":
+    """Open TensorBoard events from ``first_step`` on, or return None without tensorboard."""
+    try:
+        return _TensorBoardEvents(folder, first_step)
+    except ImportError:
+        log.warning(
+            "run.tensorboard = true: tensorboard is not installed, so no events are written; "
+            'pip install "nearlinear[monitor]", or set run.tensorboard = false'
+        )
+        return None
+
+
+class _TensorBoardEvents:
+    """A TensorBoard event file, written with tensorboard's own writer.
+
+    A restart event makes TensorBoard discard earlier events of steps after ``first_step``.
+    """
+
+    def __init__(self, folder: Path, first_step: int):
+        from tensorboard.compat.proto import event_pb2, summary_pb2
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._events: Any = event_pb2  # generated modules: their classes are made at run time
+        self._summaries: Any = summary_pb2
+        self._writer = EventFileWriter(str(folder))
+        session = self._events.SessionLog
+        restart = session(status=session.START)
+        self._add(step=first_step + 1, session_log=restart)
+
+    def write(self, metrics: dict[str, Any]) -> None:
+        """Write and flush the metrics of one step."""
+        values = [
+            self._summaries.Summary.Value(tag=tag, simple_value=metrics[name])
+            for name, tag in TENSORBOARD_TAGS.items()
+            if name in metrics
+        ]
+        self._add(step=metrics["step"], summary=self._summaries.Summary(value=values))
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+    def _add(self, **fields: Any) -> None:
+        self._writer.add_event(self._events.Event(wall_time=time.time(), **fields))

@@ -1,0 +1,60 @@
+"""pyright: no errors in the packages and data_prep, and an error for a misspelled public name."""
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+AREAS = ("packages/core/src", "packages/collectives/src", "data_prep")
+LONGEST_LIST = 40
+
+
+USER_SCRIPT = """\
+import nearlinear as nl
+
+model = nl.shard(nl.plan)  # wrong argument
+nl.accumulat  # misspelled
+reveal_type(nl.process_group("shard"))
+"""
+
+
+@pytest.mark.slow
+def test_pyright_reports_no_errors_but_those_of_a_user(tmp_path):
+    """One run over the sources and over a script that misuses the public API."""
+    script = tmp_path / "user.py"
+    script.write_text(USER_SCRIPT)
+    command = [sys.executable, "-m", "basedpyright", "--level", "error", "--outputjson"]
+    done = subprocess.run(
+        [*command, "--pythonpath", sys.executable, *AREAS, str(script)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.stdout, f"basedpyright did not run: {done.stderr}"
+    report = json.loads(done.stdout)
+    assert report["summary"]["filesAnalyzed"] > 100
+    errors = {area: [] for area in AREAS}
+    of_user = [found for found in report["generalDiagnostics"] if found["file"] == str(script)]
+    rules = {found["range"]["start"]["line"]: found["rule"] for found in of_user if "rule" in found}
+    assert rules == {2: "reportArgumentType", 3: "reportAttributeAccessIssue"}
+    for found in report["generalDiagnostics"]:
+        if found in of_user:
+            continue
+        path = Path(found["file"]).relative_to(ROOT).as_posix()
+        if found["severity"] == "error":
+            area = next(area for area in AREAS if path.startswith(f"{area}/"))
+            line, message = found["range"]["start"]["line"] + 1, found["message"].splitlines()[0]
+            errors[area].append(f"{path}:{line}: {message} ({found.get('rule', 'syntax')})")
+    for area, messages in errors.items():
+        by_file = Counter(message.split(":")[0] for message in messages)
+        worst = "\n".join(f"  {count:4} {path}" for path, count in by_file.most_common(10))
+        listed = "\n".join(messages[:LONGEST_LIST])
+        assert not messages, (
+            f"{area}: {len(messages)} type errors. "
+            f"List them with: basedpyright --level error {area}\n{worst}\n{listed}"
+        )

@@ -1,0 +1,123 @@
+"""Resume on a layout that differs from the saved one, also with fused and tied weights."""
+
+import json
+
+import pytest
+import torch
+
+import nearlinear as nl
+from nearlinear.errors import RankError
+from tests.support import parity
+
+SINGLE_RANK = (1, {})
+SHARDED = (4, {"hybrid_shard_degree": 4})
+TENSOR = (4, {"tensor_parallel_degree": 4})
+TENSOR_AND_SHARD = (8, {"tensor_parallel_degree": 2, "hybrid_shard_degree": 2})
+REPLICATED = (4, {"hybrid_shard_degree": 2})
+SHARDED_OPTIMIZER = (4, {"hybrid_shard_degree": 2, "shard_optimizer_state": True})
+REPLICATED_SHARDED_OPTIMIZER = (4, {"hybrid_shard_degree": 1, "shard_optimizer_state": True})
+TENSOR_SHARDED_OPTIMIZER = (4, {"tensor_parallel_degree": 2, "hybrid_shard_degree": 1}
+              | {"shard_optimizer_state": True, "overlap_communication": False})  # fmt: skip
+
+
+def build(rank, family, config):
+    mesh = nl.init(config)
+    with nl.deferred_init():
+        model = parity.unseeded(family)
+    model = nl.shard(nl.transform(model))
+    return mesh, model, nl.shard_optimizer(parity.adamw(model, 1e-3), model)
+
+
+def train_steps(mesh, rank, model, optimizer, numbers) -> None:
+    for number in numbers:
+        mine = parity.split(parity.rows(number), mesh.data_ranks)[mesh.data_rank(rank)]
+        for batch in nl.accumulate(model, [mine]):
+            model(**batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def train_and_save(rank, family, config, folder):
+    mesh, model, optimizer = build(rank, family, config)
+    train_steps(mesh, rank, model, optimizer, range(2))
+    nl.save(folder, model, optimizer, step=2)
+
+
+def load_and_train(rank, family, config, folder):
+    mesh, model, optimizer = build(rank, family, config)
+    assert nl.load(folder, model, optimizer) == 2
+    train_steps(mesh, rank, model, optimizer, range(2, 4))
+    return parity.whole(model, lambda parameter: parameter.detach())
+
+
+def train_uninterrupted(rank, family, config):
+    mesh, model, optimizer = build(rank, family, config)
+    train_steps(mesh, rank, model, optimizer, range(4))
+    return parity.whole(model, lambda parameter: parameter.detach())
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "mixtral"])
+@pytest.mark.parametrize(
+    ("before", "after"), [(SINGLE_RANK, TENSOR_AND_SHARD), (TENSOR, SHARDED), (SHARDED, TENSOR)]
+)
+def test_resume_on_another_layout_matches_single_rank(family, before, after, tmp_path):
+    (expected,) = nl.spmd.run(train_uninterrupted, 1, args=(family, {}))
+    nl.spmd.run(train_and_save, before[0], args=(family, before[1], str(tmp_path)))
+    for values in nl.spmd.run(load_and_train, after[0], args=(family, after[1], str(tmp_path))):
+        for name, value in expected.items():
+            torch.testing.assert_close(values[name], value, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("family", "before", "after"),
+    [
+        ("gpt2", SHARDED_OPTIMIZER, SINGLE_RANK),
+        ("gpt2", REPLICATED, SHARDED_OPTIMIZER),
+        ("llama", SHARDED_OPTIMIZER, REPLICATED),
+        ("llama", REPLICATED_SHARDED_OPTIMIZER, SHARDED_OPTIMIZER),
+        ("gpt2", TENSOR_SHARDED_OPTIMIZER, REPLICATED_SHARDED_OPTIMIZER),
+    ],
+)
+def test_resume_with_sharded_optimizer_state_matches_single_rank(family, before, after, tmp_path):
+    (expected,) = nl.spmd.run(train_uninterrupted, 1, args=(family, {}))
+    nl.spmd.run(train_and_save, before[0], args=(family, before[1], str(tmp_path)))
+    for values in nl.spmd.run(load_and_train, after[0], args=(family, after[1], str(tmp_path))):
+        for name, value in expected.items():
+            torch.testing.assert_close(values[name], value, rtol=0, atol=1e-5)
+
+
+def test_sharded_optimizer_state_is_written_by_all_ranks_and_resumes_exactly(tmp_path):
+    ranks, config = SHARDED_OPTIMIZER
+    expected = nl.spmd.run(train_uninterrupted, ranks, args=("gpt2", config))[0]
+    nl.spmd.run(train_and_save, ranks, args=("gpt2", config, str(tmp_path)))
+    index = json.loads((tmp_path / "index.json").read_text())
+    entry = index["tensors"]["optimizer/transformer.h.0.attn.c_attn.weight/exp_avg"]
+    assert sorted(entry["pieces"]) == [f"rank-{rank:05d}-of-00004.safetensors" for rank in range(4)]
+    assert {tuple(b["shape"]) for blocks in entry["pieces"].values() for b in blocks} == {(8, 96)}
+    for values in nl.spmd.run(load_and_train, ranks, args=("gpt2", config, str(tmp_path))):
+        for name, value in expected.items():
+            assert torch.equal(values[name], value)
+
+
+def test_fused_projection_is_saved_in_model_layout(tmp_path):
+    nl.spmd.run(train_and_save, 4, args=("gpt2", TENSOR[1], str(tmp_path)))
+    index = json.loads((tmp_path / "index.json").read_text())
+    entry = index["tensors"]["model/transformer.h.0.attn.c_attn.weight"]
+    assert entry["shape"] == [32, 96]
+    blocks = [block for blocks in entry["pieces"].values() for block in blocks]
+    assert sorted(block["offset"][1] for block in blocks) == list(range(0, 96, 8))
+    assert {tuple(block["shape"]) for block in blocks} == {(32, 8)}
+
+
+def test_save_rejects_optimizer_state_of_another_shape_than_its_shard(tmp_path):
+    """Store row statistics of a sharded matrix, as Adafactor does."""
+
+    def work(rank):
+        _, model, _ = build(rank, "llama", {"tensor_parallel_degree": 2})
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        weight = model.get_parameter("model.layers.0.self_attn.q_proj.weight")
+        optimizer.state[weight]["row"] = torch.zeros(3)
+        nl.save(tmp_path, model, optimizer, step=1)
+
+    with pytest.raises(RankError, match="keeps row of model.layers.0.self_attn.q_proj.weight in"):
+        nl.spmd.run(work, 2)

@@ -1,0 +1,72 @@
+"""Figures contain the numbers passed to them."""
+
+import json
+
+import matplotlib
+import pytest
+
+matplotlib.use("Agg")
+
+from matplotlib import pyplot as plt  # noqa: E402
+
+from nearlinear import plots  # noqa: E402
+from nearlinear.checkpoint.tensor_shards import TensorShard  # noqa: E402
+from nearlinear.distributed.mesh import Mesh  # noqa: E402
+
+METRICS = [
+    {"step": 1, "loss": 10.0},
+    {"step": 2, "loss": 8.0, "eval_loss": 8.5},
+    {"step": 3, "loss": 7.0, "eval_loss": 7.5},
+]
+
+
+@pytest.fixture(autouse=True)
+def close_figures():
+    yield
+    plt.close("all")
+
+
+def test_loss_curve_has_both_losses_and_the_guessing_level():
+    ax = plots.loss_curve(METRICS, vocabulary=50257)
+    training, held_out, guessing = ax.lines
+    assert list(training.get_ydata()) == [10.0, 8.0, 7.0]
+    assert list(held_out.get_xdata()) == [2, 3]
+    assert guessing.get_ydata()[0] == pytest.approx(10.825, abs=1e-3)
+
+
+def test_saved_loss_curve_reads_the_metrics_file(tmp_path):
+    lines = (json.dumps(row) + "\n" for row in METRICS)
+    (tmp_path / "metrics.jsonl").write_text("".join(lines))
+    path = plots.save_loss_curve(tmp_path)
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert not plt.get_fignums()
+
+
+def test_document_lengths_mark_the_median():
+    ax = plots.document_lengths([1, 5, 5, 5, 400])
+    assert sum(patch.get_height() for patch in ax.patches) == 5
+    assert ax.lines[0].get_xdata()[0] == 5
+
+
+def test_rank_map_has_a_cell_per_rank_and_a_color_per_shard():
+    ax = plots.rank_map(Mesh(replicate=2, shard=4, ranks_per_node=2))
+    assert len(ax.patches) == 8
+    assert [text.get_text() for text in ax.texts] == [str(rank) for rank in range(8)]
+    colors = [patch.get_facecolor() for patch in ax.patches]
+    assert colors[:4] == colors[4:] and len(set(colors)) == 4
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["replica 0", "replica 1"]
+
+
+def test_figures_draw_on_given_axes():
+    _, axes = plt.subplots()
+    assert plots.rank_map(Mesh(shard=2), axes) is axes
+
+
+def test_slices_are_drawn_at_their_offsets_with_their_ranks():
+    halves = [[TensorShard((0, 0), (4, 3))], [TensorShard((0, 3), (4, 3))]]
+    ax = plots.slices((4, 6), [*halves, *halves], title="two replicas")
+    boxes = {(*patch.get_xy(), patch.get_width(), patch.get_height()) for patch in ax.patches}
+    assert boxes == {(0, 0, 3, 4), (3, 0, 3, 4)}
+    assert {text.get_text() for text in ax.texts} == {"0, 2", "1, 3"}
+    assert len({patch.get_facecolor() for patch in ax.patches}) == 2
+    assert ax.get_title() == "two replicas" and ax.get_ylim() == (4, 0)

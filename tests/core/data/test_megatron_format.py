@@ -1,0 +1,185 @@
+"""Megatron's and nanoGPT's files read as they are, and ours opened by megatron-core."""
+
+import struct
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import nearlinear as nl
+from nearlinear.config import train as train_config
+from nearlinear.data.dataset import TokenDataset
+from nearlinear.data.documents import DocumentIndex, DocumentsByToken
+from nearlinear.data.masking import Masks, make_batch
+from nearlinear.data.split import NoSplit
+from nearlinear.errors import DataError
+from tests.core.data.test_data_dataset import write_dataset
+
+
+def write_pair(path, documents, dtype="<u2"):
+    """As Megatron's IndexedDatasetBuilder: documents are lists of sequences. Returns the stream."""
+    sequences = [np.array(s, dtype=dtype) for document in documents for s in document]
+    lengths = np.array([len(s) for s in sequences], dtype="<i4")
+    size = np.dtype(dtype).itemsize
+    offsets = (np.cumsum(lengths, dtype="<i8") - lengths) * size
+    firsts = np.cumsum([0, *(len(document) for document in documents)]).astype("<i8")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(b"".join(s.tobytes() for s in sequences))
+    code = {"<u2": 8, "<i4": 4, "<i8": 5}[dtype]
+    header = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, code, len(sequences), len(firsts))
+    arrays = [lengths.tobytes(), offsets.astype("<i8").tobytes(), firsts.tobytes()]
+    path.with_suffix(".idx").write_bytes(b"".join([header, *arrays]))
+    return np.concatenate(sequences).astype(np.int64)
+
+
+DOCUMENTS = st.lists(
+    st.lists(st.lists(st.integers(0, 999), min_size=1, max_size=9), min_size=1, max_size=4),
+    min_size=1,
+    max_size=12,
+)
+
+
+def some_lengths_are_those(index, lengths, data):
+    """Of documents that lie one after the other, found by their tokens alone."""
+    first = data.draw(st.integers(0, len(lengths)))
+    end = data.draw(st.integers(first, len(lengths)))
+    start, stop = sum(lengths[:first]), sum(lengths[:end])
+    assert index.lengths(start, stop).tolist() == lengths[first:end]
+
+
+@settings(max_examples=60, deadline=None)
+@given(documents=DOCUMENTS, dtype=st.sampled_from(["<u2", "<i4"]), data=st.data())
+def test_documents_of_several_sequences(tmp_path_factory, documents, dtype, data):
+    path = tmp_path_factory.mktemp("pair") / "text_document.bin"
+    stream = write_pair(path, documents, dtype)
+    index = DocumentIndex(path.with_suffix(".idx"), path.stat().st_size)
+    lengths = [sum(map(len, document)) for document in documents]
+    assert index.lengths().tolist() == lengths
+    begins = (np.cumsum(lengths) - lengths).tolist()
+    start = data.draw(st.integers(0, len(stream) - 1))
+    stop = data.draw(st.integers(start + 1, len(stream)))
+    assert index.inside(start, stop) == [b for b in begins if start < b < stop]
+    some_lengths_are_those(index, lengths, data)
+    tokens = TokenDataset(path, sequence_length=1, vocab_size=1000)
+    assert tokens.windows(np.arange(len(tokens)))[:, 0].tolist() == stream.tolist()
+
+
+@settings(max_examples=60, deadline=None)
+@given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=12), data=st.data())
+def test_documents_that_end_with_a_token(lengths, data):
+    tokens = np.concatenate([[*[5] * (length - 1), 7] for length in lengths]).astype("<u2")
+    found = DocumentsByToken(tokens, 7)
+    assert found.lengths().tolist() == lengths
+    begins = (np.cumsum(lengths) - lengths).tolist()
+    start = data.draw(st.integers(0, len(tokens) - 1))
+    stop = data.draw(st.integers(start + 1, len(tokens)))
+    assert found.inside(start, stop) == [b for b in begins if start < b < stop]
+    some_lengths_are_those(found, lengths, data)
+    assert DocumentsByToken(tokens[:-1], 7).lengths().sum() == len(tokens) - 1
+
+
+def test_names_of_files_and_folders(tmp_path):
+    first = write_pair(tmp_path / "m/a_document.bin", [[[1, 2, 3]], [[4, 5], [6]]])
+    second = write_pair(tmp_path / "m/b_document.bin", [[[7, 8, 9, 10]]])
+    both = np.concatenate([first, second])
+    for path, expected in (
+        (tmp_path / "m", both),
+        (tmp_path / "m/a_document", first),
+        (tmp_path / "m/b_document.bin", second),
+    ):
+        found = TokenDataset(path, sequence_length=2, vocab_size=50)
+        assert found.windows(np.arange(len(found))).ravel().tolist() == expected.tolist()
+    assert (found.manifest.vocab_size, found.manifest.eos_id) == (50, 49)
+    for split in ("train", "val"):
+        np.arange(20, dtype="<u2").tofile(tmp_path / f"{split}.bin")
+        nano = TokenDataset(tmp_path, split, sequence_length=10)
+        assert nano[1].tolist() == list(range(10, 20))
+    assert (nano.manifest.vocab_size, nano.manifest.eos_id) == (50_257, 50_256)
+    with pytest.raises(DataError, match="has no split 'val': put a val.bin beside"):
+        TokenDataset(tmp_path / "m/a_document", "val", sequence_length=2)
+    with pytest.raises(DataError, match="has no tokenizer: set train"):
+        nano.tokenizer()
+
+
+def test_packing_and_masks_of_other_files(tmp_path):
+    write_pair(tmp_path / "x.bin", [[[1, 2], [3]], [[4, 5, 9]], [[6] * 9]])
+    options = {"sequence_length": 8, "vocab_size": 10, "cache": tmp_path / "cache"}
+    found = make_batch(
+        TokenDataset(tmp_path / "x.bin", packing="best_fit", **options),
+        np.arange(2),
+        Masks(documents=True),
+    )
+    assert found["input_ids"].tolist() == [[6] * 8, [1, 2, 3, 4, 5, 9, 6, 9]]
+    assert found["position_ids"].tolist()[1] == [0, 1, 2, 0, 1, 2, 0, 0]
+
+
+def test_what_is_wrong_with_a_pair_is_said(tmp_path):
+    write_pair(tmp_path / "x.bin", [[[1, 2, 3]], [[4]]])
+    index = tmp_path / "x.idx"
+    good = index.read_bytes()
+
+    def refusal():
+        with pytest.raises(DataError) as caught:
+            TokenDataset(tmp_path / "x.bin", sequence_length=2)
+        return str(caught.value)
+
+    for bad in (good[:-8], good[:20], b"", b"X" + good[1:], good + b"\0" * 8):
+        index.write_bytes(bad)
+        assert "x.idx is not a document index" in refusal()
+    index.write_bytes(good)
+    (tmp_path / "x.bin").write_bytes(bytes(10))
+    assert "describes 8 bytes but its .bin file has 10: the files do not" in refusal()
+    write_pair(tmp_path / "x.bin", [[[1, 2, 3]]], "<i8")
+    assert "of uint16 or int32 tokens" in refusal()
+
+
+def test_an_empty_file_is_named(tmp_path):
+    for name in ("a", "b"):
+        np.arange(20, dtype="<u2").tofile(tmp_path / f"{name}.bin")
+    (tmp_path / "b.bin").write_bytes(b"")
+    with pytest.raises(DataError, match="b.bin is empty: copy it again, or remove it"):
+        TokenDataset(tmp_path, sequence_length=4)
+    (tmp_path / "a.bin").unlink()
+    with pytest.raises(NoSplit, match="split 'train' of .* is empty"):
+        TokenDataset(tmp_path, sequence_length=4)
+
+
+def test_a_change_of_the_files_is_another_dataset(tmp_path):
+    write_pair(tmp_path / "x.bin", [[[1, 2, 3, 4]]])
+    before = TokenDataset(tmp_path / "x.bin", sequence_length=2).fingerprint
+    write_pair(tmp_path / "x.bin", [[[1, 2, 3, 5]]])
+    assert TokenDataset(tmp_path / "x.bin", sequence_length=2).fingerprint != before
+
+
+def test_a_channel_of_a_job(tmp_path, monkeypatch):
+    stream = write_dataset(tmp_path / "books", [9] * 8)
+    with pytest.raises(DataError, match="no such channel .*/opt/ml/input/data/my-books is not"):
+        TokenDataset("channel:my-books", sequence_length=8)
+    monkeypatch.setenv("SM_CHANNEL_MY_BOOKS", str(tmp_path / "books"))
+    found = TokenDataset("channel:my-books", sequence_length=8, verify="size")
+    assert found[0].tolist() == stream[:8].tolist()
+
+
+def test_a_run_on_other_files(small_run, tmp_path):
+    ids = np.random.default_rng(0).integers(0, 300, 5000)
+    for split in ("train", "val"):
+        ids.astype("<u2").tofile(tmp_path / f"{split}.bin")
+    small_run["data"] |= {"path": str(tmp_path), "vocab_size": 300, "eos_id": 299}
+    small_run["train"]["sample_tokens"] = 0
+    (result,) = nl.spmd.run(lambda rank: nl.Trainer(train_config.load(small_run)).fit(), 1)
+    assert result.steps == 6 and result.eval_loss < 6
+
+
+def test_megatron_opens_our_shards(tmp_path):
+    indexed = pytest.importorskip("megatron.core.datasets.indexed_dataset")
+    lengths = [30, 5, 1, 17, 64, 2]
+    for vocab_size in (60_000, 70_000):  # in two bytes, and in four
+        folder = tmp_path / str(vocab_size)
+        stream = write_dataset(folder, lengths, shard_tokens=200, vocab_size=vocab_size)
+        theirs = indexed.IndexedDataset(str(folder / "train/shard-00000"))
+        assert len(theirs) == len(lengths)
+        assert theirs.sequence_lengths.tolist() == lengths
+        assert theirs.document_indices.tolist() == list(range(len(lengths) + 1))
+        assert np.concatenate([theirs[i] for i in range(len(theirs))]).tolist() == stream.tolist()
+        assert theirs.get(4, offset=3, length=5).tolist() == stream[56:61].tolist()

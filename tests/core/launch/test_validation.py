@@ -1,0 +1,228 @@
+"""Validation of SageMaker jobs: each problem is reported with its remedy before submission."""
+
+import copy
+
+import pytest
+
+from nearlinear import cli
+from nearlinear.errors import ConfigError
+from nearlinear.launch import spec
+from nearlinear.launch.sagemaker.build_request import render_request
+from nearlinear.launch.sagemaker.launcher_script import RANKS_VARIABLE
+from nearlinear.launch.sagemaker.request_checks import check_against_model, check_rules
+from nearlinear.launch.validation import InvalidJob, Problem, check_parallel_layout
+
+ACCOUNT = "123456789012"
+NAME, FOLDER = "gpt2-30b-20261122031500", "s3://my-bucket/jobs/gpt2-30b"
+RUN = {
+    "model": {"preset": "gpt2-30b"},
+    "parallel": {"sharded_data_parallel_degree": 128, "bf16": True, "offload_activations": True},
+    "job": {
+        "place": "sagemaker",
+        "image": f"{ACCOUNT}.dkr.ecr.us-west-2.amazonaws.com/nearlinear:2.13-cuda13",
+        "instance_type": "ml.p4d.24xlarge",
+        "nodes": 32,
+        "role": f"arn:aws:iam::{ACCOUNT}:role/nearlinear",
+        "source": ".",
+        "inputs": {
+            "train": {"fsx": "fs-0123456789abcdef0", "directory": "/abcdefgh/train"},
+            "val": {"s3": "s3://my-bucket/val"},
+        },
+        "output": "s3://my-bucket/output",
+        "checkpoints": "s3://my-bucket/checkpoints",
+        "subnets": ["subnet-0123456789abcdef0"],
+        "security_groups": ["sg-0123456789abcdef0"],
+        "tags": {"team": "models"},
+        "retries": 2,
+    },
+}
+
+
+def job_and_config(**changes):
+    data = copy.deepcopy(RUN)
+    for path, value in changes.items():
+        table = data
+        *tables, last = path.split("__")
+        for name in tables:
+            table = table[name]
+        table[last] = value
+    return spec.load(data)
+
+
+def find_problems(found: dict, job, config) -> list[Problem]:
+    return [
+        *check_against_model(found),
+        *check_rules(found),
+        *check_parallel_layout(job, config.parallel),
+    ]
+
+
+def good() -> dict:
+    return copy.deepcopy(render_request(*job_and_config(), NAME, FOLDER))
+
+
+def at(found, path):
+    """Return the container of the last part of ``path`` in a request, and that part."""
+    *above, last = path.split("/")
+    for name in above:
+        found = found[int(name)] if isinstance(found, list) else found[name]
+    return found, int(last) if isinstance(found, list) else last
+
+
+def test_published_job_has_no_problems():
+    assert find_problems(good(), *job_and_config()) == []
+
+
+GONE = object()
+MACHINES, SPOT = "ResourceConfig", {"EnableManagedSpotTraining": True}
+STOP = "StoppingCondition"
+SOURCE = "InputDataConfig/0/DataSource/FileSystemDataSource"
+ALGORITHM = "AlgorithmSpecification"
+METRIC = f"{ALGORITHM}/MetricDefinitions/0"
+SEEDED = [
+    # rules of the service's model
+    ({"TrainingJobName": "gpt2_30b"}, "TrainingJobName", "must match"),
+    ({"TrainingJobName": "g" * 80}, "TrainingJobName", "at most 63 characters"),
+    ({"RoleArn": GONE}, "RoleArn", "required"),
+    ({"RoleArn": "arn:aws:iam::42:role/me"}, "RoleArn", "must match"),
+    ({f"{MACHINES}/InstanceType": "ml.p4d.48xlarge"}, "InstanceType", "'ml.p4d.24xlarge'"),
+    ({f"{MACHINES}/InstanceCount": "32"}, "InstanceCount", "expected a number"),
+    ({f"{MACHINES}/KeepAlivePeriodInSeconds": 999_999}, "KeepAlivePeriod", "at most 21600"),
+    ({f"{MACHINES}/VolumeSizeInGb": 500}, "VolumeSizeInGb", "'VolumeSizeInGB'"),
+    ({f"{SOURCE}/FileSystemType": "FSxLustr"}, "FileSystemType", "'FSxLustre'"),
+    ({f"{SOURCE}/FileSystemId": "fs-12"}, "FileSystemId", "at least 11"),
+    ({f"{SOURCE}/FileSystemAccessMode": "read"}, "FileSystemAccessMode", "allowed are rw, ro"),
+    ({"InputDataConfig/1/DataSource/S3DataSource/S3Uri": "my-bucket/val"}, "S3Uri", "must match"),
+    ({"InputDataConfig/1/ChannelName": "my val"}, "ChannelName", "must match"),
+    ({f"{METRIC}/Regex": "(" + "x" * 500 + ")"}, "Regex", "at most 500"),
+    ({"RetryStrategy/MaximumRetryAttempts": 31}, "MaximumRetryAttempts", "at most 30"),
+    ({"OutputDataConfig": GONE}, "OutputDataConfig", "required"),
+    # rules between members
+    ({"VpcConfig": GONE}, "VpcConfig", "security group"),
+    ({"VpcConfig/Subnets": ["sg-0123456789abcdef0"]}, "Subnets", "subnet-0123456789abcdef0"),
+    ({f"{SOURCE}/DirectoryPath": "abcdefgh/train"}, "DirectoryPath", "begin it with /"),
+    ({f"{SOURCE}/DirectoryPath": "/fsx"}, "DirectoryPath", "MOUNT_NAME"),
+    ({"InputDataConfig/1/ChannelName": "code"}, "InputDataConfig", "rename yours"),
+    ({"InputDataConfig/0/InputMode": "FastFile"}, "InputMode", "remove the field"),
+    (SPOT, "MaxWaitTimeInSeconds", "capacity together"),
+    (SPOT | {f"{STOP}/MaxWaitTimeInSeconds": 60}, "MaxWaitTimeInSeconds", "at least 86400"),
+    (
+        SPOT
+        | {f"{STOP}/MaxWaitTimeInSeconds": 90_000, f"{MACHINES}/KeepAlivePeriodInSeconds": 600},
+        "KeepAlivePeriodInSeconds",
+        "remove this field or disable spot",
+    ),
+    (
+        SPOT | {f"{STOP}/MaxWaitTimeInSeconds": 90_000, "CheckpointConfig": GONE},
+        "CheckpointConfig",
+        "folder in S3",
+    ),
+    ({f"{STOP}/MaxWaitTimeInSeconds": 90_000}, "MaxWaitTimeInSeconds", "enable spot"),
+    ({f"{STOP}/MaxRuntimeInSeconds": 90 * 86_400}, "MaxRuntimeInSeconds", "at most 2419200"),
+    ({f"{ALGORITHM}/AlgorithmName": "mine"}, "TrainingImage", "only"),
+    ({f"{METRIC}/Regex": "loss=(\\S+"}, "Regex", "correct it"),
+    ({f"{METRIC}/Regex": "loss=\\S+"}, "Regex", "around the number"),
+    ({f"{METRIC}/Name": "loss"}, "MetricDefinitions", "rename one"),
+    ({f"{MACHINES}/InstanceType": "ml.p3.16xlarge"}, "InstanceType", "one with EFA"),
+    ({"Tags/0/Key": "aws:team"}, "Tags", "rename it"),
+    ({"CheckpointConfig/LocalPath": "/opt/ml/model/c"}, "LocalPath", "/opt/ml/checkpoints"),
+]
+
+
+@pytest.mark.parametrize(("changes", "where", "fix"), SEEDED)
+def test_problem_names_field_and_remedy(changes, where, fix):
+    found = good()
+    for path, value in changes.items():
+        holder, last = at(found, path)
+        if value is GONE:
+            del holder[last]
+        else:
+            holder[last] = value
+    named = find_problems(found, *job_and_config())
+    assert named and all(where in problem.field for problem in named), named
+    assert any(fix in problem.remedy for problem in named), named
+
+
+ONE_RANK = {"job__nodes": 1, "parallel__sharded_data_parallel_degree": 1}
+
+
+@pytest.mark.parametrize(
+    ("changes", "where", "fix"),
+    [
+        ({"parallel__sharded_data_parallel_degree": 96}, "parallel", "32 x 8 ranks"),
+        ({"job__ranks_per_node": 4}, "ranks_per_node", "remove the key"),
+        ({"job__ranks_per_node": 16}, "ranks_per_node", "at most 8"),
+        ({"job__accelerators": 4}, "job.accelerators", "remove the key"),
+        ({"job__instance_type": "ml.p2.16xlarge", **ONE_RANK}, "ranks_per_node", "set it"),
+        (
+            {"parallel__sharded_data_parallel_degree": 12, "job__nodes": 3},
+            "hybrid_shard_degree",
+            "a multiple or a divisor of 8",
+        ),
+    ],
+)
+def test_parallel_layout_must_fit_the_machines(changes, where, fix):
+    job, config = job_and_config(**changes)
+    (problem,) = find_problems(render_request(job, config, NAME, FOLDER), job, config)
+    assert where in problem.field and fix in problem.remedy
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"job__inputs__train": {}}, "one of path, s3, fsx, efs, claim; this one has none"),
+        ({"job__inputs__train__s3": "s3://a/b"}, "this one has s3 and fsx"),
+        ({"job__inputs__train__directory": "abc"}, "mount name first"),
+        ({"job__inputs__train__mode": "Fast"}, "did you mean 'FastFile'"),
+        ({"job__nodes": 0}, "job.nodes = 0: must be at least 1"),
+        ({"job__max_hours": 0}, "job.max_hours = 0.0: must be more than 0"),
+        ({"job__instance_types": "ml.p4d.24xlarge"}, "did you mean 'instance_type'"),
+        ({"job__tags__team": 3}, "job.tags.team = 3: expected a text"),
+    ],
+)
+def test_job_spec_rejects_inconsistent_values(changes, words):
+    with pytest.raises(ConfigError, match=words):
+        job_and_config(**changes)
+
+
+@pytest.mark.parametrize(
+    ("data", "fix"),
+    [
+        ({"path": "channel:books"}, "add it as job.inputs.books"),
+        ({"sources": {"channel:train": 1, "channel:books": 1}}, "job.inputs.books"),
+        ({"sources": {"channel:val": 1}}, 'as "channel:train" = 0.5, or remove the input'),
+        ({"sources": {"channel:train": 3, "channel:val": 1, "s3://bucket/tokens": 1}}, None),
+    ],
+)
+def test_data_sources_must_be_existing_channels(data, fix):
+    job, config = job_and_config(data=data)
+    found = find_problems(render_request(job, config, NAME, FOLDER), job, config)
+    assert [fix in problem.remedy for problem in found] == ([True] if fix else []), found
+
+
+def test_missing_required_keys_are_reported_as_job_keys(tmp_path, capsys):
+    path = tmp_path / "run.toml"
+    path.write_text('[job]\nplace = "sagemaker"\nrole = "arn:aws:iam::123456789012:role/me"\n')
+    assert cli.main(["launch", str(path), "--dry-run"]) == 2
+    said = capsys.readouterr().err
+    assert "job.image: is missing" in said and 'output = "s3://' in said
+    assert "job.role" not in said
+
+
+def test_unknown_instance_type_gets_the_ranks_variable():
+    asked = {"instance_type": "ml.p9.48xlarge", "accelerators": 16}
+    job, config = job_and_config(**{f"job__{key}": value for key, value in asked.items()})
+    found = render_request(job, config, NAME, FOLDER)
+    assert found["Environment"][RANKS_VARIABLE] == "16" == str(job.local_world_size)
+
+
+def test_own_machine_uses_its_number_of_accelerators():
+    job, config = job_and_config(job__instance_type="dgx", job__accelerators=8)
+    assert job.world_size == 256 and check_parallel_layout(job, config.parallel) == []
+
+
+def test_invalid_job_reports_all_problems_at_once():
+    found = good() | {"TrainingJobName": "gpt2_30b", "RoleArn": "me"}
+    error = InvalidJob(find_problems(found, *job_and_config()))
+    assert "TrainingJobName: 'gpt2_30b'" in str(error) and "RoleArn: " in str(error)
+    assert "nothing was sent" in str(error)
