@@ -1,9 +1,10 @@
 """Settings of the test suite: offline model hubs, one core per process, no hypothesis deadline,
-slow tests first, and a skip reason for GPU tests.
+slow tests first, the end of each test's job, and a skip reason for GPU tests.
 """
 
 import itertools
 import os
+import sys
 
 import hypothesis
 import pytest
@@ -16,6 +17,17 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 hypothesis.settings.register_profile("any machine", deadline=None)  # no test asserts on time
 hypothesis.settings.load_profile("any machine")
+
+
+@pytest.fixture(autouse=True)
+def end_of_job():
+    """End the job of one rank that a trainer or a failed command leaves in this process.
+
+    Otherwise the next test of the same worker would start inside it.
+    """
+    yield
+    if "nearlinear.distributed.runtime" in sys.modules:
+        sys.modules["nearlinear.distributed.runtime"].shutdown()
 
 
 def pytest_collection_modifyitems(items):

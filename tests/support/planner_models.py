@@ -1,10 +1,6 @@
 """Small models for memory estimates, and the relative error of an estimate."""
 
-import pytest
-import torch.distributed as dist
-
 from nearlinear.config.train import load
-from nearlinear.distributed import runtime
 
 WORDS = 256  # small, so that blocks need more memory than the loss
 GPT2 = ("gpt2-small", {"n_embd": 256, "n_head": 8, "n_layer": 5})
@@ -51,11 +47,3 @@ def config(model, checkpoint="", micro_batch=4, accumulation=1, bf16=True, **par
 
 def off(plan, found: int) -> float:
     return abs(plan.peak / found - 1)
-
-
-@pytest.fixture(autouse=True)
-def outside_of_jobs():
-    """Leave a job that another test may have left initialized."""
-    runtime.shutdown()
-    if dist.is_initialized():
-        dist.destroy_process_group()

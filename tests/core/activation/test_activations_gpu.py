@@ -13,8 +13,6 @@ pytestmark = pytest.mark.gpu
 @pytest.fixture(autouse=True)
 def job():
     nl.init({})
-    yield
-    nl.shutdown()
 
 
 def on_gpu(strategy=None, horizon=None, family="llama"):

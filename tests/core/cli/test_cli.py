@@ -10,15 +10,7 @@ import pytest
 
 from nearlinear import cli
 from nearlinear.config.parallel import schema
-from nearlinear.distributed import runtime
 from tests.support.command_line import nearlinear, write
-
-
-@pytest.fixture(autouse=True)
-def leave_the_group():
-    """Shut down the runtime that a failed command may leave in this process."""
-    yield
-    runtime.shutdown()
 
 
 def refusal(capsys, *arguments):

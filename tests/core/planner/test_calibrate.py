@@ -381,11 +381,9 @@ def test_measured_node_may_lack_links(tmp_path):
 
 @pytest.fixture
 def quickly(monkeypatch):
-    """Use measurements too short for exact rates, and shut the process group down."""
+    """Use measurements too short for exact rates."""
     monkeypatch.setattr(timing, "CHUNK_SECONDS", 1e-3)
     monkeypatch.setitem(rates.EDGES, "cpu", (16, 32))
-    yield
-    runtime.shutdown()
 
 
 @pytest.mark.parametrize(
@@ -449,10 +447,7 @@ def test_gpu_measurement(tmp_path):
 
     path = tmp_path / "here.toml"
     flags = ["--set", "run.nproc=1", "--rounds", "2"]
-    try:
-        assert cli.main(["tune", "--machine", str(path), *flags]) == 0
-    finally:
-        runtime.shutdown()
+    assert cli.main(["tune", "--machine", str(path), *flags]) == 0
     node = read_measured_node(path)
     properties = torch.cuda.get_device_properties(0)
     assert node.gpu.memory_gib == properties.total_memory / 2**30

@@ -23,7 +23,7 @@ from nearlinear.train.model import build_model
 from nearlinear.train.optimizer import build_optimizer
 from nearlinear.train.parallelize import parallelize
 from tests.support.allocations import step_of
-from tests.support.planner_models import (  # noqa: F401
+from tests.support.planner_models import (
     GPT2,
     LLAMA,
     MIXTRAL,
@@ -31,7 +31,6 @@ from tests.support.planner_models import (  # noqa: F401
     WORDS,
     config,
     off,
-    outside_of_jobs,
 )
 from tests.support.processes import in_turn
 

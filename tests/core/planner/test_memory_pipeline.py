@@ -9,7 +9,7 @@ from nearlinear.distributed import runtime
 from nearlinear.errors import ConfigError
 from nearlinear.pipeline_parallel.schedules import SCHEDULES
 from nearlinear.planner import dry_run, memory
-from tests.support.planner_models import GPT2, LLAMA, MIXTRAL, config, off, outside_of_jobs  # noqa: F401
+from tests.support.planner_models import GPT2, LLAMA, MIXTRAL, config, off
 
 MOST_OFF = 0.05
 PIPE = {"pipeline_parallel_degree": 2, "microbatches": 4}

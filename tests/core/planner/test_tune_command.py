@@ -25,13 +25,6 @@ PICKED = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def leave_the_group():
-    """Leave the job of one rank that a failed command may have initialized."""
-    yield
-    runtime.shutdown()
-
-
 @pytest.mark.parametrize(
     ("flags", "words"),
     [

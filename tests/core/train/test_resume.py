@@ -18,13 +18,6 @@ from nearlinear.errors import CheckpointError
 from tests.support.command_line import end_after, write
 
 
-@pytest.fixture(autouse=True)
-def job_of_this_process():
-    """Shut down the runtime of trainers in this process."""
-    yield
-    runtime.shutdown()
-
-
 def start(config: Path, *settings: str, **options) -> subprocess.Popen:
     changes = [word for setting in settings for word in ("--set", setting)]
     return subprocess.Popen(
