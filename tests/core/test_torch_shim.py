@@ -10,12 +10,10 @@ from tests.support import tiny
 def test_thread_group_has_the_counted_collectives():
     group, *_ = _torch.thread_group_base()
     for name in ("allreduce", "broadcast", "exception_handle", "reset"):
-        assert hasattr(group, name), (
-            f"torch {torch.__version__} moved {name}: update _torch/groups.py"
-        )
+        assert hasattr(group, name), f"torch {torch.__version__} moved {name}: update _torch.py"
     gathers = {"all_gather_single", "_allgather_base"} & set(vars(group))
     scatters = {"reduce_scatter_single", "_reduce_scatter_base"} & set(vars(group))
-    assert gathers and scatters, f"torch {torch.__version__} renamed collectives: update _torch"
+    assert gathers and scatters, f"torch {torch.__version__} renamed collectives: update _torch.py"
 
 
 def test_map_tensors_maps_model_outputs():

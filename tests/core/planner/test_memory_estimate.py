@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 import nearlinear as nl
 from ci.planner_validation.memory import CASES, MAX_ERROR
-from nearlinear._torch.c10d_compat import all_gather, reduce_scatter
+from nearlinear._torch import all_gather, reduce_scatter
 from nearlinear.config.schema import to_toml
 from nearlinear.config.train import TrainConfig, load
 from nearlinear.errors import ConfigError, NearlinearError

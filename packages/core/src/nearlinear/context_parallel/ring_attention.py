@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from .._torch.c10d_compat import all_gather, reduce_scatter
+from .._torch import all_gather, reduce_scatter
 from . import batch, kernels
 from .kernels import Dropout, Mask
 

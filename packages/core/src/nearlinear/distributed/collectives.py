@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from .._torch.c10d_compat import all_gather, reduce_scatter
+from .._torch import all_gather, reduce_scatter
 from .mesh import Mesh
 
 log = logging.getLogger(__name__)

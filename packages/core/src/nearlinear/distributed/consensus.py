@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .._torch import c10d_compat
+from .._torch import all_gather
 from ..errors import CheckpointError, NearlinearError
 from . import runtime
 
@@ -36,7 +36,7 @@ def all_gather_ints(
     """
     mine = torch.tensor(list(values), dtype=torch.int64, device=device)
     gathered = mine.new_empty(dist.get_world_size(group) * len(mine))
-    c10d_compat.all_gather(gathered, mine, group=group)
+    all_gather(gathered, mine, group=group)
     return gathered.view(-1, len(mine)).tolist()
 
 
@@ -48,7 +48,7 @@ def all_gather_json(value: Any) -> list[Any]:
     text.extend(b" " * (longest - len(text)))  # JSON ignores trailing white space
     mine = torch.frombuffer(text, dtype=torch.uint8).to(device)
     gathered = torch.empty(dist.get_world_size() * longest, dtype=torch.uint8, device=device)
-    c10d_compat.all_gather(gathered, mine)
+    all_gather(gathered, mine)
     return [json.loads(part.numpy().tobytes()) for part in gathered.cpu().split(longest)]
 
 

@@ -23,7 +23,6 @@ _COMMUNICATION = (
     f"{_TORCH}/distributed/",
     f"{_TORCH}/testing/_internal/distributed/",  # base of the thread backend
     *_THREAD_BACKEND,
-    f"{_NEARLINEAR}/_torch/c10d_compat.py",
     f"{_NEARLINEAR}/distributed/collectives.py",
     f"{_NEARLINEAR}/distributed/comm_thread.py",
     f"{_NEARLINEAR}/activation/",

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
-from .._torch.c10d_compat import all_gather
+from .._torch import all_gather
 from ..distributed.collectives import (
     all_gather_detached,
     all_gather_rows,

@@ -27,7 +27,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
 from .. import _torch
-from .._torch.c10d_compat import all_gather
+from .._torch import all_gather
 from ..distributed.collectives import ReduceScatter
 from ..distributed.comm_thread import CommThread
 from ..distributed.runtime import Runtime

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from .. import _torch
-from .._torch.c10d_compat import all_gather
+from .._torch import all_gather
 from ..distributed.collectives import Allocator, Hierarchy, ReduceScatter
 from ..distributed.comm_thread import CommThread, CommWork
 from .all_gather_codec import AllGatherCodec, is_compressed

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
-from .._torch.c10d_compat import all_gather
+from .._torch import all_gather
 from ..distributed.runtime import Runtime
 from ..fsdp.accumulate import IGNORED_LABEL
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
-from .._torch.c10d_compat import all_gather
+from .._torch import all_gather
 from ..distributed.collectives import all_gather_rows, reduce_scatter_rows
 from ..distributed.runtime import Runtime
 from ..fsdp.model_state import PartialGradients, ShardingExtension, parameter_state

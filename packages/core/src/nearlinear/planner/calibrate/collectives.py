@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from ..._torch.c10d_compat import all_gather, reduce_scatter
+from ..._torch import all_gather, reduce_scatter
 from ...distributed.collectives import ReduceScatter
 from ...distributed.comm_thread import CommThread
 from ...distributed.mesh import Mesh

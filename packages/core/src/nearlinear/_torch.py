@@ -1,6 +1,9 @@
-"""Private names on the path of a training step: FSDP2 units, autograd, and trees of tensors.
+"""The only module that uses private names of torch, each with the versions it was checked on.
 
-Each function names the torch versions it was checked on.
+Everything else in nearlinear uses torch's documented API. When a torch release moves a name, an
+import here fails, tests/core/test_torch_shim.py names it, and only this module changes. On the
+CPU torch 2.8 is the oldest supported release: FSDP2 of 2.6 does not run there, and FSDP2 of 2.7
+not with replicas.
 """
 
 from __future__ import annotations
@@ -10,9 +13,19 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch._subclasses import fake_tensor
+from torch.distributed import distributed_c10d
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef as WeakStorage  # noqa: F401  2.8.0, 2.13.0
 from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: F401  sees every operator; 2.8.0, 2.13.0
+
+# torch 2.13 deprecates the old names, which are the only ones before it.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def map_tensors(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
@@ -215,3 +228,164 @@ def _groups_of(module: nn.Module | FSDPModule) -> list[Any]:
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """Return an identifier of the storage of ``tensor``.
+
+    It is unique while the storage, or a `WeakStorage` of it, is alive, and survives resizing.
+    2.8.0, 2.13.0.
+    """
+    return tensor.untyped_storage()._cdata
+
+
+def local_block(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the shape and the offset of a DTensor's block on this rank. 2.8.0, 2.13.0."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    return compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )
+
+
+@contextlib.contextmanager
+def instead_of_truncated_normal(function: Callable) -> Iterator[None]:
+    """Replace ``torch.nn.init.trunc_normal_``, under any name it was imported by, by ``function``.
+
+    ``function`` receives the original as its first argument. 2.8.0, 2.13.0.
+    """
+    original = torch.nn.init._no_grad_trunc_normal_
+
+    def instead(*args, **kwargs):
+        return function(original, *args, **kwargs)
+
+    torch.nn.init._no_grad_trunc_normal_ = instead
+    try:
+        yield
+    finally:
+        torch.nn.init._no_grad_trunc_normal_ = original
+
+
+def thread_group_base() -> tuple[type, Callable[[], None], Callable[[], None], Callable[[], bool]]:
+    """Return the process group class whose ranks are threads, and functions to manage it.
+
+    Returns (group class, install(), uninstall(), ending()). ``ending()`` returns whether a rank
+    failed. Checked on torch 2.8.0 and 2.13.0.
+    """
+    from torch._C._distributed_c10d import (
+        _set_thread_isolation_mode,  # pyright: ignore[reportAttributeAccessIssue] not in the stub
+    )
+    from torch.testing._internal.distributed import multi_threaded_pg as threaded
+
+    def install() -> None:
+        _set_thread_isolation_mode(True)
+        threaded._install_threaded_pg()
+
+    def uninstall() -> None:
+        threaded._uninstall_threaded_pg()
+        if threaded._ctx_manager is not None:  # older releases leave autograd single-threaded
+            threaded._ctx_manager.__exit__(None, None, None)
+            threaded._ctx_manager = None
+        _set_thread_isolation_mode(False)
+
+    group = threaded.ProcessLocalGroup
+    return group, install, uninstall, group._terminate.is_set
+
+
+def job_store() -> dist.Store:
+    """Return the store through which this job's ranks found each other. 2.8.0, 2.13.0."""
+    return distributed_c10d._get_default_store()
+
+
+def name_of_group(group: dist.ProcessGroup) -> str:
+    """Return torch's name of the process group ``group``. 2.8.0, 2.13.0."""
+    return distributed_c10d._world.pg_names[group]
+
+
+def has_flash_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Return whether a flash kernel takes q (B, H, Q, D) and k, v (B, K, S, D), H a multiple of K.
+
+    On the CPU any floating dtype; on CUDA half precision, from the Ampere generation on.
+    """
+    if not q.shape[-1] == k.shape[-1] == v.shape[-1]:
+        return False
+    if q.device.type == "cpu":
+        return q.dtype in (torch.float32, torch.bfloat16, torch.float16)
+    halves = q.dtype in (torch.bfloat16, torch.float16)
+    fits = halves and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
+    return q.device.type == "cuda" and fits and torch.cuda.get_device_capability(q.device) >= (8, 0)
+
+
+def flash_attention(q, k, v, causal: bool, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return one block's output (B, H, Q, D) in q's dtype, and lse (B, H, Q) in float32.
+
+    Checked on torch 2.13.0; on CUDA its declared shapes only.
+    """
+    if q.device.type == "cpu":
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        return kernel(q, k, v, 0.0, causal, scale=scale)
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention
+    out, lse, *_ = kernel(q, k, v, 0.0, causal, scale=scale)
+    return out, lse
+
+
+def flash_attention_backward(grad, q, k, v, out, lse, causal: bool, scale: float):
+    """Return the gradients of q, k and v.
+
+    ``out`` and ``lse`` may be those of a softmax over more keys than ``k``. Checked as
+    `flash_attention`.
+    """
+    if q.device.type == "cpu":
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        return kernel(grad, q, k, v, out, lse, 0.0, causal, scale=scale)
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_backward
+    no_dropout = torch.empty(2, dtype=torch.uint64, device=q.device)  # the generator's state
+    return kernel(
+        *(grad.contiguous(), q, k, v, out.contiguous(), lse.contiguous()),
+        *(None, None, q.shape[2], k.shape[2], 0.0, causal, no_dropout, no_dropout),
+        scale=scale,
+    )
+
+
+def fake_tensors() -> fake_tensor.FakeTensorMode:
+    """Return a mode in which new tensors have no memory; real tensors may take part. 2.13.0."""
+    return fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def is_fake(tensor: object) -> bool:
+    """Return whether ``tensor`` has no memory. 2.13.0."""
+    return isinstance(tensor, fake_tensor.FakeTensor)
+
+
+def unset_fake():
+    """Return a context in which operators run for real inside `fake_tensors`. 2.13.0."""
+    return fake_tensor.unset_fake_temporarily()
+
+
+def forget_layouts() -> None:
+    """Clear the sharding caches of DTensor, which confuse meshes of successive jobs. 2.13.0.
+
+    A cached mesh over the same ranks keeps process groups that no longer exist.
+    """
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _clear_sharding_prop_cache()
+
+
+@contextlib.contextmanager
+def watching_resizes(see: Callable[[int, int], None]) -> Iterator[None]:
+    """Call ``see(storage, bytes)`` before Python code resizes a storage. 2.13.0.
+
+    ``storage`` is the identifier that `storage_of` returns.
+    """
+    original = torch.UntypedStorage.resize_
+
+    def resize_(storage, size):
+        see(storage._cdata, size)
+        return original(storage, size)
+
+    torch.UntypedStorage.resize_ = resize_  # pyright: ignore[reportAttributeAccessIssue] parameter names
+    try:
+        yield
+    finally:
+        torch.UntypedStorage.resize_ = original
