@@ -15,9 +15,9 @@ from torch import nn
 
 import nearlinear as nl
 from nearlinear import _torch
-from nearlinear.checkpoint import async_writer, index, retention, safetensors_file, staging
+from nearlinear.checkpoint import async_writer, index, retention, safetensors_file
+from nearlinear.checkpoint.async_writer import StagedCopy, StagingBuffers
 from nearlinear.checkpoint.safetensors_file import DTYPES, tensor_bytes
-from nearlinear.checkpoint.staging import StagingBuffers
 from nearlinear.distributed import consensus, runtime
 from nearlinear.errors import CheckpointError, RankError
 from nearlinear.train import checkpoint_manager
@@ -96,13 +96,13 @@ class CallCounter(nn.Module):
 
 
 def test_overlap_blocks_only_the_optimizer_step_until_the_copy(monkeypatch, tmp_path):
-    may_copy, copy = threading.Event(), staging.StagedCopy.complete
+    may_copy, copy = threading.Event(), StagedCopy.complete
 
     def wait_and_copy(self):
         assert may_copy.wait(60)
         return copy(self)
 
-    monkeypatch.setattr(staging.StagedCopy, "complete", wait_and_copy)
+    monkeypatch.setattr(StagedCopy, "complete", wait_and_copy)
 
     def work(rank):
         nl.init({})
