@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -84,7 +85,7 @@ class Mesh:
     def shape(self) -> tuple[int, ...]:
         return tuple(getattr(self, axis) for axis in AXES)
 
-    @property
+    @cached_property
     def world(self) -> int:
         return math.prod(self.shape)
 
