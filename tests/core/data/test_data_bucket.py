@@ -1,4 +1,4 @@
-"""Token shards in a bucket: what is fetched, that it is checked, and a cache that ranks share."""
+"""Token shards in an S3 bucket: fetched ranges, block checksums and the shared cache."""
 
 import errno
 import logging
@@ -21,21 +21,21 @@ from tests.support import bucket
 
 pytest.importorskip("moto.server")
 
-BLOCK = 1024  # bytes, in place of 4 MiB
+BLOCK = 1024  # bytes, instead of 4 MiB
 AT = "s3://my-bucket/tokens"
 
 
 @pytest.fixture
-def door(aws_services, monkeypatch):
+def s3_proxy(aws_services, monkeypatch):
     logging.getLogger("werkzeug").setLevel(logging.CRITICAL)
-    with bucket.opened() as (door, address):
+    with bucket.opened() as (s3_proxy, address):
         monkeypatch.setenv("AWS_ENDPOINT_URL", address)
-        yield door
+        yield s3_proxy
 
 
 @pytest.fixture
 def local(tmp_path, aws_services, monkeypatch):
-    """8 KiB of tokens in three shards, here and in the bucket."""
+    """8 KiB of tokens in three shards, in a local folder and in the bucket."""
     for module in (checksums, bucket_module):
         monkeypatch.setattr(module, "BLOCK_BYTES", BLOCK)
     folder = tmp_path / "tokens"
@@ -59,29 +59,29 @@ def remote(tmp_path, **options):
     return TokenDataset(AT, sequence_length=100, **{"cache": tmp_path / "cache"} | options)
 
 
-def ranges(door):
-    return [(c.key, c.range) for c in door.calls if c.range]
+def ranges(s3_proxy):
+    return [(c.key, c.range) for c in s3_proxy.calls if c.range]
 
 
-def test_windows_are_those_of_the_folder(local, door, tmp_path):
+def test_windows_equal_the_local_folder(local, s3_proxy, tmp_path):
     found = remote(tmp_path)
     assert (len(found), found.fingerprint) == (len(local), local.fingerprint)
-    assert not ranges(door), "nothing is fetched that is not read"
+    assert not ranges(s3_proxy), "nothing is fetched that is not read"
     order = np.random.default_rng(1).permutation(len(local))
     one = order[:1]
     assert np.array_equal(found.windows(one), local.windows(one))
-    assert len(ranges(door)) <= 3
+    assert len(ranges(s3_proxy)) <= 3
     assert np.array_equal(found.windows(order), local.windows(order))
     blocks = sum(len(shard.blocks) for shard in local.source.shards)
-    assert 6 < len(ranges(door)) == len(set(ranges(door))) <= blocks
-    before = len(ranges(door))
+    assert 6 < len(ranges(s3_proxy)) == len(set(ranges(s3_proxy))) <= blocks
+    before = len(ranges(s3_proxy))
     again = remote(tmp_path, verify="full")
     assert np.array_equal(again.windows(order), local.windows(order))
-    assert len(ranges(door)) == before, "what has come once is read from the cache"
+    assert len(ranges(s3_proxy)) == before, "what has come once is read from the cache"
 
 
 @pytest.mark.parametrize("packing", ["concat", "best_fit"])
-def test_documents_too(local, door, tmp_path, packing):
+def test_batches_with_document_masks_equal_the_local_folder(local, s3_proxy, tmp_path, packing):
     here = TokenDataset(
         local.path, sequence_length=100, verify="size", packing=packing, cache=tmp_path / "other"
     )
@@ -96,7 +96,7 @@ def test_documents_too(local, door, tmp_path, packing):
             assert all(np.array_equal(mine[name], its[name]) for name in mine)
 
 
-def test_ranks_fetch_a_block_once(local, door, tmp_path):
+def test_concurrent_ranks_fetch_each_block_once(local, s3_proxy, tmp_path):
     everything, found = np.arange(len(local)), []
     datasets = [remote(tmp_path) for _ in range(6)]
     threads = [
@@ -107,10 +107,10 @@ def test_ranks_fetch_a_block_once(local, door, tmp_path):
     for thread in threads:
         thread.join()
     assert len(found) == 6 and all(np.array_equal(f, local.windows(everything)) for f in found)
-    assert len(ranges(door)) == len(set(ranges(door)))
+    assert len(ranges(s3_proxy)) == len(set(ranges(s3_proxy)))
 
 
-def test_what_is_altered_is_refused_by_name(local, aws_services, door, tmp_path):
+def test_altered_block_is_rejected_by_name(local, aws_services, s3_proxy, tmp_path):
     body = bytearray((local.path / "train/shard-00001.bin").read_bytes())
     body[BLOCK + 7] ^= 16
     aws_services["s3"].put_object(
@@ -125,19 +125,19 @@ def test_what_is_altered_is_refused_by_name(local, aws_services, door, tmp_path)
     assert len(whole) <= 2, "a block that is not right is not kept"
 
 
-def test_a_damaged_cache_is_mended(local, door, tmp_path):
+def test_damaged_cached_blocks_are_fetched_again(local, s3_proxy, tmp_path):
     everything = np.arange(len(local))
     remote(tmp_path).windows(everything)
     blocks = sorted((tmp_path / "cache").rglob("*.block"))
     blocks[0].write_bytes(b"")
     blocks[1].write_bytes(blocks[1].read_bytes()[:-2])
     blocks[2].write_bytes(bytes(len(blocks[2].read_bytes())))
-    before = len(ranges(door))
+    before = len(ranges(s3_proxy))
     assert np.array_equal(remote(tmp_path).windows(everything), local.windows(everything))
-    assert len(ranges(door)) == before + 3
+    assert len(ranges(s3_proxy)) == before + 3
 
 
-def test_the_cache_keeps_to_its_limit_and_drops_the_oldest(local, door, tmp_path):
+def test_cache_stays_within_its_limit_and_evicts_the_oldest_block(local, s3_proxy, tmp_path):
     found = remote(tmp_path, cache_gib=3 * BLOCK / 2**30)
     for window in [*range(len(local)), *range(len(local))]:
         assert np.array_equal(found.windows([window]), local.windows([window]))
@@ -153,7 +153,7 @@ def test_the_cache_keeps_to_its_limit_and_drops_the_oldest(local, door, tmp_path
     assert last.exists(), "the block used last stays"
 
 
-def test_faults_say_what_to_do(local, aws_services, door, tmp_path):
+def test_errors_name_cause_and_remedy(local, aws_services, s3_proxy, tmp_path):
     s3 = aws_services["s3"]
     with pytest.raises(
         DataError, match="s3://my-bucket/none/index.json does not exist: give a pre"
@@ -173,7 +173,9 @@ def test_faults_say_what_to_do(local, aws_services, door, tmp_path):
         remote(tmp_path)
 
 
-def test_a_run_reads_from_a_bucket(small_run, token_folder, aws_services, door, tmp_path):
+def test_training_from_a_bucket_equals_training_from_a_folder(
+    small_run, token_folder, aws_services, s3_proxy, tmp_path
+):
     upload(aws_services["s3"], token_folder)
     here = nl.spmd.run(lambda rank: nl.Trainer(train_config.load(small_run)).fit(), 1)[0]
     small_run["data"] |= {"path": AT, "cache": str(tmp_path / "cache"), "read_ahead": 1}
@@ -187,9 +189,10 @@ def test_a_run_reads_from_a_bucket(small_run, token_folder, aws_services, door, 
 
 
 def small_disk(monkeypatch, folder, room, fault):
-    """Have the disk of `folder` say `fault` to each new file while more bytes than that are there.
+    """Make `os.replace` raise `fault` while the files in `folder` exceed `room` bytes.
 
-    Returns what it said no to.
+    Returns:
+        The list of refused target paths, extended on each refusal.
     """
     refused, whole = [], os.replace
 
@@ -204,7 +207,9 @@ def small_disk(monkeypatch, folder, room, fault):
 
 
 @pytest.mark.parametrize("fault", [errno.ENOSPC, errno.EDQUOT])
-def test_a_full_disk_is_gone_without(local, door, tmp_path, monkeypatch, caplog, fault):
+def test_reads_continue_when_the_cache_disk_is_full(
+    local, s3_proxy, tmp_path, monkeypatch, caplog, fault
+):
     refused = small_disk(monkeypatch, tmp_path / "cache", 4 * BLOCK, fault)
     found, ever = remote(tmp_path), set()
     for window in [*range(len(local)), *range(len(local))]:
@@ -217,7 +222,7 @@ def test_a_full_disk_is_gone_without(local, door, tmp_path, monkeypatch, caplog,
     assert not list((tmp_path / "cache").rglob("*.partial"))
 
 
-def test_a_disk_without_room_for_a_lock_is_gone_without(local, door, tmp_path, monkeypatch):
+def test_reads_continue_when_a_lock_file_does_not_fit(local, s3_proxy, tmp_path, monkeypatch):
     whole = os.open
 
     def full(path, *arguments):
@@ -234,7 +239,7 @@ def test_a_disk_without_room_for_a_lock_is_gone_without(local, door, tmp_path, m
 
 
 @pytest.mark.parametrize("limit", [0, 3 * BLOCK])
-def test_what_a_killed_process_left_is_dropped(local, door, tmp_path, limit):
+def test_partial_files_of_a_killed_process_are_removed(local, s3_proxy, tmp_path, limit):
     folder = tmp_path / "cache/blocks/of-another-shard"
     folder.mkdir(parents=True)
     left, under_way = folder / ".7.block.f00.partial", folder / ".8.block.ba5.partial"
@@ -249,7 +254,7 @@ def test_what_a_killed_process_left_is_dropped(local, door, tmp_path, limit):
     assert under_way.exists() and not left.exists()
 
 
-def test_a_damaged_copy_of_an_index_is_mended(local, door, tmp_path):
+def test_damaged_cached_index_is_replaced(local, s3_proxy, tmp_path):
     remote(tmp_path, packing="best_fit")
     copies = sorted((tmp_path / "cache/indexes").glob("*.idx"))
     assert copies

@@ -20,7 +20,10 @@ from nearlinear.errors import DataError
 
 
 def write_dataset(folder, lengths, shard_tokens=50, vocab_size=60_000):
-    """Documents of the given lengths, EOS counted; tokens count 1, 2, 3, ... Returns the stream."""
+    """Write documents of the given lengths, EOS included, and return the token stream.
+
+    The token at stream position p is p + 1, except for EOS (0).
+    """
     folder.mkdir(parents=True, exist_ok=True)
     writer = ShardWriter(folder, "train", vocab_size=vocab_size, eos_id=0,
                          shard_tokens=shard_tokens)  # fmt: skip
@@ -70,7 +73,7 @@ def test_windows_are_slices_of_the_stream(
 def folder(tmp_path):
     write_dataset(tmp_path / "d", [30] * 8)
     path = tmp_path / "d"
-    # The tokenizer's real hash, so that a full check passes.
+    # The real hash of the tokenizer, so that a full check passes.
     import dataclasses
     import hashlib
 
@@ -80,7 +83,7 @@ def folder(tmp_path):
     return path
 
 
-def test_indices_outside_are_refused(folder):
+def test_out_of_range_index_raises(folder):
     tokens = TokenDataset(folder, sequence_length=50)
     for index in (len(tokens), -len(tokens) - 1):
         with pytest.raises(IndexError):
@@ -111,7 +114,7 @@ def test_errors_name_cause_and_remedy(folder, tmp_path):
 
 
 @pytest.mark.parametrize("mode", ["auto", "full"])
-def test_altered_shard_is_refused(folder, mode):
+def test_altered_shard_is_rejected(folder, mode):
     path = folder / "train/shard-00003.bin"
     raw = bytearray(path.read_bytes())
     raw[11] ^= 4
@@ -121,7 +124,7 @@ def test_altered_shard_is_refused(folder, mode):
         TokenDataset(folder, sequence_length=8, verify=mode)
 
 
-def test_large_splits_are_checked_by_size_with_one_line(folder, monkeypatch, caplog):
+def test_large_splits_are_checked_by_size_and_log_one_line(folder, monkeypatch, caplog):
     monkeypatch.setattr(dataset_module, "_FULL_CHECK_BYTES", 100)
     with caplog.at_level(logging.INFO, "nearlinear.data"):
         for _ in range(3):
@@ -132,7 +135,7 @@ def test_large_splits_are_checked_by_size_with_one_line(folder, monkeypatch, cap
         TokenDataset(folder, sequence_length=8)
 
 
-def test_eight_threads_check_the_files_once(folder, monkeypatch):
+def test_concurrent_threads_verify_the_files_once(folder, monkeypatch):
     calls, results = [], []
     real = dataset_module.verify
     monkeypatch.setattr(
@@ -165,7 +168,7 @@ def test_reading_shards_does_not_import_torch():
 
 
 def sparse_dataset(folder, shards, tokens, documents):
-    """Shards of holes, and indexes of them that hold their first and last documents only."""
+    """Write shards as sparse files, with indexes that hold only the first and last documents."""
     (folder / "train").mkdir(parents=True)
     parts = []
     for number in range(shards):
@@ -189,8 +192,10 @@ def sparse_dataset(folder, shards, tokens, documents):
 
 @pytest.mark.parametrize("position", [0, 10**12])
 @pytest.mark.parametrize("masks", [Masks(), Masks(documents=True)])
-def test_ten_billion_tokens_open_without_being_read(tmp_path, monkeypatch, position, masks):
-    """A start touches the shards of the first batch alone, wherever it is in the data."""
+def test_opening_ten_billion_tokens_maps_only_shards_of_the_first_batch(
+    tmp_path, monkeypatch, position, masks
+):
+    """Opening a dataset and reading one batch maps only the shards of that batch."""
     sparse_dataset(tmp_path / "d", shards=100, tokens=10**8, documents=10**5)
     mapped, real = [], np.memmap
     monkeypatch.setattr(
@@ -205,4 +210,4 @@ def test_ten_billion_tokens_open_without_being_read(tmp_path, monkeypatch, posit
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert 1 <= len(mapped) <= 4 * (1 + masks.documents)
-    assert peak < 2**22  # of 20 GB of tokens and 200 MB of indexes
+    assert peak < 2**22  # the data has 20 GB of tokens and 200 MB of indexes

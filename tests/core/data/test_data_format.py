@@ -18,7 +18,7 @@ DOCUMENTS = [[5, 6, 7], [8], [9, 10, 11, 12], [1, 2, 3], [4]]
 
 
 def write_dataset(folder, documents=DOCUMENTS, vocab_size=100, shard_tokens=6, **identity):
-    """A whole dataset of integer documents in split train, one document in val."""
+    """Write a dataset with integer documents in split train and one document in split val."""
     import hashlib
 
     splits = {}
@@ -38,7 +38,7 @@ def write_dataset(folder, documents=DOCUMENTS, vocab_size=100, shard_tokens=6, *
 
 
 def parse_index(raw):
-    """A Megatron .idx read by its published layout, independently of our code."""
+    """Parse a Megatron .idx file from its published layout, independently of nearlinear."""
     assert raw[:9] == b"MMIDIDX\x00\x00"
     version, code, sequences, documents = struct.unpack_from("<QBQQ", raw, 9)
     at, out = 34, [version, code]
@@ -54,7 +54,7 @@ def parse_index(raw):
     [(256, "uint16"), (50_257, "uint16"), (65_536, "uint16"), (65_537, "uint32"),
      (128_256, "uint32")],
 )  # fmt: skip
-def test_the_narrowest_dtype_that_holds_the_largest_id(tmp_path, vocab_size, name):
+def test_dtype_is_the_narrowest_for_the_largest_id(tmp_path, vocab_size, name):
     assert dtype_for(vocab_size).name == name
     write_dataset(tmp_path, [[1, vocab_size - 1]], vocab_size)
     raw = (tmp_path / "train/shard-00000.bin").read_bytes()
@@ -63,7 +63,7 @@ def test_the_narrowest_dtype_that_holds_the_largest_id(tmp_path, vocab_size, nam
     assert json.loads((tmp_path / "index.json").read_text())["dtype"] == name
 
 
-def test_a_document_too_long_for_an_index_is_refused(tmp_path):
+def test_document_longer_than_int32_is_rejected(tmp_path):
     most = 2**31 - 1
     raw = format.encode_index(np.array([most, 1]), np.dtype("<u2"))
     assert parse_index(raw)[2:4] == [[most, 1], [0, 2 * most]]
@@ -99,7 +99,7 @@ def test_shards_roll_over_between_documents(tmp_path):
     documents=st.lists(st.lists(st.integers(1, 99), max_size=30), min_size=1, max_size=20),
     shard_tokens=st.integers(1, 60),
 )
-def test_the_stream_is_every_document_and_its_eos(tmp_path_factory, documents, shard_tokens):
+def test_stream_contains_every_document_followed_by_eos(tmp_path_factory, documents, shard_tokens):
     folder = write_dataset(tmp_path_factory.mktemp("d"), documents, shard_tokens=shard_tokens)
     manifest = verify(folder)
     stream = [np.fromfile(folder / s.file, "<u2") for s in manifest.splits["train"]]
@@ -108,7 +108,7 @@ def test_the_stream_is_every_document_and_its_eos(tmp_path_factory, documents, s
     assert manifest.total("tokens") == sum(len(ids) + 1 for ids in documents) + 3
 
 
-def test_ids_outside_the_vocabulary_are_refused(tmp_path):
+def test_out_of_vocabulary_ids_are_rejected(tmp_path):
     writer = ShardWriter(tmp_path, "train", vocab_size=100, eos_id=0)
     with pytest.raises(DataError, match="token id 100 .* 100 entries"):
         writer.add([1, 100])
@@ -126,7 +126,7 @@ FILES = [
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_every_flipped_bit_is_named(tmp_path, name):
+def test_every_flipped_bit_is_reported(tmp_path, name):
     path = write_dataset(tmp_path) / name
     good = path.read_bytes()
     for position in range(len(good)):
@@ -143,11 +143,11 @@ def test_every_flipped_bit_is_named(tmp_path, name):
 
 
 def without_crcs(manifest):
-    """The shards but for what only helps to name a flipped bit."""
+    """Return the shards without their CRCs, which only help to locate a flipped bit."""
     return [replace(p, crcs=()) for shards in manifest.splits.values() for p in shards]
 
 
-def test_no_flipped_byte_of_the_manifest_changes_the_data(tmp_path):
+def test_flipped_manifest_bits_are_detected_or_harmless(tmp_path):
     path = write_dataset(tmp_path, source={"name": "x"}, settings={"seed": 1}) / "index.json"
     good, manifest = path.read_bytes(), verify(tmp_path)
     harmless = 0
@@ -162,12 +162,12 @@ def test_no_flipped_byte_of_the_manifest_changes_the_data(tmp_path):
         harmless += 1
         assert found.fingerprint == manifest.fingerprint
         assert (without_crcs(found), found.eos_id) == (without_crcs(manifest), manifest.eos_id)
-    assert harmless < len(good) / 3  # totals, names and white space
+    assert harmless < len(good) / 3  # flips in totals, names and white space do no harm
 
 
 @pytest.mark.parametrize("name", FILES[:4])
 @pytest.mark.parametrize("full", [True, False])
-def test_missing_truncated_and_longer_files_are_named(tmp_path, name, full):
+def test_missing_truncated_and_oversized_files_are_reported(tmp_path, name, full):
     path = write_dataset(tmp_path) / name
     good = path.read_bytes()
     for damage, word in ((good[:-1], "truncated"), (b"", "truncated"), (good + b"x", "too long")):
@@ -181,7 +181,7 @@ def test_missing_truncated_and_longer_files_are_named(tmp_path, name, full):
 
 @settings(max_examples=40, deadline=None)
 @given(st.binary(min_size=1, max_size=70_000), st.data())
-def test_a_flipped_bit_is_found_by_its_crc(block, data):
+def test_crc_locates_a_flipped_bit(block, data):
     sums = Checksums()
     sums.update(block)
     sums = sums.finish()
@@ -194,7 +194,7 @@ def test_a_flipped_bit_is_found_by_its_crc(block, data):
     assert flipped_bit(block, sums["crcs"][0], sums["blocks"][0]) is None
 
 
-def test_blocks_are_named_by_number_and_place(tmp_path):
+def test_damaged_block_is_reported_with_number_and_byte_range(tmp_path):
     size = 5 * format.BLOCK_BYTES // 4
     documents = np.random.default_rng(0).integers(1, 99, (3, size // 2), dtype="<u2")
     write_dataset(tmp_path, documents, shard_tokens=10**9)
@@ -215,7 +215,7 @@ def test_blocks_are_named_by_number_and_place(tmp_path):
         verify(tmp_path)
 
 
-def test_documents_added_together_are_the_same_shards(tmp_path):
+def test_extend_and_add_write_the_same_shards(tmp_path):
     rng = np.random.default_rng(1)
     lengths = rng.integers(1, 20, 50)
     tokens = rng.integers(1, 99, lengths.sum())
@@ -231,7 +231,7 @@ def test_documents_added_together_are_the_same_shards(tmp_path):
     assert shards == two.close() and len(shards) > 10
 
 
-def test_swapped_shards_are_named(tmp_path):
+def test_swapped_shards_are_reported(tmp_path):
     write_dataset(tmp_path, [[1, 2], [3, 4]], shard_tokens=3)
     one, two = tmp_path / "train/shard-00000.bin", tmp_path / "train/shard-00001.bin"
     raw = one.read_bytes()
@@ -242,7 +242,7 @@ def test_swapped_shards_are_named(tmp_path):
         verify(tmp_path)
 
 
-def test_foreign_files_are_named(tmp_path):
+def test_files_of_another_dataset_are_reported(tmp_path):
     write_dataset(tmp_path, [[1, 2, 3], [4], [5] * 60, [6] * 5], shard_tokens=1000)
     index = tmp_path / "train/shard-00000.idx"
     good = index.read_bytes()
@@ -265,7 +265,7 @@ def test_foreign_files_are_named(tmp_path):
         verify(tmp_path)
 
 
-def test_index_of_other_lengths_disagrees(tmp_path):
+def test_index_with_wrong_document_lengths_is_reported(tmp_path):
     write_dataset(tmp_path, [[1, 2], [3]], shard_tokens=100)
     path = tmp_path / "train/shard-00000.idx"
     raw = bytearray(path.read_bytes())
@@ -277,7 +277,7 @@ def test_index_of_other_lengths_disagrees(tmp_path):
         verify(tmp_path)
 
 
-def test_verify_can_be_limited_to_a_split(tmp_path):
+def test_verify_checks_only_the_given_splits(tmp_path):
     write_dataset(tmp_path)
     (tmp_path / "val/shard-00000.bin").unlink()
     verify(tmp_path, splits=("train",))
@@ -285,7 +285,7 @@ def test_verify_can_be_limited_to_a_split(tmp_path):
         verify(tmp_path, splits=("val",))
 
 
-def test_nothing_but_the_manifest_makes_a_dataset(tmp_path):
+def test_dataset_without_manifest_is_rejected(tmp_path):
     write_dataset(tmp_path)
     assert not list(tmp_path.glob("*.tmp"))
     (tmp_path / "index.json").rename(tmp_path / "index.json.tmp")
@@ -293,7 +293,7 @@ def test_nothing_but_the_manifest_makes_a_dataset(tmp_path):
         verify(tmp_path)
 
 
-def test_manifest_errors_say_what_to_do(tmp_path):
+def test_manifest_errors_name_cause_and_remedy(tmp_path):
     with pytest.raises(DataError, match="no token shards at .*nowhere: .*python -m data_prep"):
         Manifest.read(tmp_path / "nowhere")
     path = write_dataset(tmp_path) / "index.json"
@@ -311,7 +311,7 @@ def test_manifest_errors_say_what_to_do(tmp_path):
             Manifest.read(tmp_path)
 
 
-def test_fingerprint_is_identity_without_provenance(tmp_path):
+def test_fingerprint_ignores_provenance(tmp_path):
     def fingerprint(name, documents=DOCUMENTS, **identity):
         (tmp_path / name).mkdir()
         return Manifest.read(write_dataset(tmp_path / name, documents, **identity)).fingerprint
@@ -322,7 +322,7 @@ def test_fingerprint_is_identity_without_provenance(tmp_path):
     assert one == two != fingerprint("c", [[1]])
 
 
-def test_round_trip(tmp_path):
+def test_manifest_round_trips(tmp_path):
     write_dataset(tmp_path, settings={"seed": 3}, source={"name": "é"}, libraries={"numpy": "2"})
     manifest = Manifest.read(tmp_path)
     assert (manifest.vocab_size, manifest.eos_id) == (100, 0)

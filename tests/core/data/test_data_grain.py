@@ -1,4 +1,4 @@
-"""The contract with Grain: its elastic iterator over our windows is one order at any size."""
+"""Grain compatibility: ElasticIterator yields one order of windows for any number of ranks."""
 
 import json
 
@@ -12,7 +12,7 @@ from tests.core.data.test_data_packing import folder as folder  # a fixture
 from tests.core.data.test_data_packing import opened
 
 grain = pytest.importorskip("grain")
-from grain.experimental import ElasticIterator  # noqa: E402 - where there is Grain
+from grain.experimental import ElasticIterator  # noqa: E402 - only if Grain is installed
 
 GLOBAL_BATCH = 24
 
@@ -22,7 +22,7 @@ def source(tmp_path_factory):
     return GrainSource(write_dataset(tmp_path_factory.mktemp("grain")))
 
 
-def members(source, ranks, state=None):
+def elastic_iterators(source, ranks, state=None):
     windows = grain.MapDataset.source(source).shuffle(seed=5).repeat()
     reading = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
     made = [
@@ -37,7 +37,7 @@ def members(source, ranks, state=None):
 
 
 def take(iterators, steps):
-    """The windows of each step over all ranks, sorted: Grain deals them out by turns."""
+    """Return the sorted windows of each step over all ranks: Grain interleaves the ranks."""
     found = []
     for _ in range(steps):
         rows = [row for each in iterators for row in next(each)["input_ids"][:, 0] - 1]
@@ -45,7 +45,7 @@ def take(iterators, steps):
     return found
 
 
-def test_grain_knows_it_as_a_source_of_batches(source):
+def test_source_implements_the_grain_batched_read_protocol(source):
     from grain._src.python.dataset import base
 
     assert isinstance(source, grain.sources.RandomAccessDataSource)
@@ -53,7 +53,7 @@ def test_grain_knows_it_as_a_source_of_batches(source):
     assert len(source) == WINDOWS
 
 
-def test_elements_are_rows_of_batches(folder):
+def test_elements_equal_rows_of_a_batch(folder):
     dataset, masks = opened(folder, packing="best_fit"), Masks(documents=True, eos=True)
     source = GrainSource(dataset, masks)
     expected = make_batch(dataset, np.arange(len(dataset)), masks)
@@ -63,14 +63,14 @@ def test_elements_are_rows_of_batches(folder):
         assert all(np.array_equal(found[name], expected[name][index]) for name in found)
 
 
-def test_one_order_through_changes_of_ranks(source):
-    expected = take(members(source, 1), 12)
+def test_order_is_independent_of_the_number_of_ranks(source):
+    expected = take(elastic_iterators(source, 1), 12)
     assert sorted(sum(expected[:4], []))[:3] == [0, 1, 2], "windows come from everywhere"
     for ranks in (2, 3, 4, 8, 24):
-        assert take(members(source, ranks), 3) == expected[:3]
+        assert take(elastic_iterators(source, ranks), 3) == expected[:3]
     found, state = [], None
     for ranks, steps in ((4, 3), (3, 4), (8, 5)):
-        iterators = members(source, ranks, state)
+        iterators = elastic_iterators(source, ranks, state)
         found += take(iterators, steps)
         states = [iterator.get_state() for iterator in iterators]
         state = states[0]

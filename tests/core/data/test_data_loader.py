@@ -16,7 +16,7 @@ STEP = st.tuples(st.integers(1, 5), st.integers(1, 4), st.integers(1, 6))  # B, 
 
 
 def write_dataset(folder, windows=WINDOWS, length=LENGTH):
-    """Window i is [i + 1, i + 1, ..., EOS], so a row's first token names its window."""
+    """Write windows [i + 1, i + 1, ..., EOS]: the first token of a row identifies window i."""
     writer = ShardWriter(folder, "train", vocab_size=70_000, eos_id=0, shard_tokens=50)
     for window in range(windows):
         writer.add([window + 1] * (length - 1))
@@ -40,7 +40,7 @@ def loaders(dataset, step, seed=0):
 
 
 def take(ranks, steps):
-    """The windows of `steps` steps in global sample order, from the batches of all ranks."""
+    """Return the windows of `steps` steps in global sample order, from all ranks."""
     order = []
     for _ in range(steps):
         batches = [next(loader) for loader in ranks]
@@ -49,7 +49,7 @@ def take(ranks, steps):
     return order
 
 
-def test_shapes_and_labels(dataset):
+def test_batches_have_equal_inputs_and_independent_labels(dataset):
     step = next(Loader(dataset, 3, micro_batches=2))
     assert len(step) == 2
     for batch in step:
@@ -65,20 +65,18 @@ def test_shapes_and_labels(dataset):
 
 @settings(max_examples=40, deadline=None)
 @given(step=STEP, seed=st.integers(0, 2**40))
-def test_ranks_are_disjoint_and_an_epoch_covers_everything(dataset, step, seed):
+def test_epoch_covers_every_window_once_across_ranks(dataset, step, seed):
     size, micro, ranks = step
     per_step = size * micro * ranks
     order = take(loaders(dataset, step, seed), -(-2 * WINDOWS // per_step))
     assert sorted(order[:WINDOWS]) == list(range(WINDOWS))
     assert sorted(order[WINDOWS : 2 * WINDOWS]) == list(range(WINDOWS))
-    assert order[:WINDOWS] != order[WINDOWS : 2 * WINDOWS]  # every epoch is shuffled anew
+    assert order[:WINDOWS] != order[WINDOWS : 2 * WINDOWS]  # each epoch has its own order
 
 
 @settings(max_examples=40, deadline=None)
 @given(before=STEP, after=STEP, steps=st.integers(0, 12), seed=st.integers(0, 99))
-def test_resume_on_another_number_of_ranks_goes_on_where_it_stopped(
-    dataset, before, after, steps, seed
-):
+def test_resume_on_another_number_of_ranks_continues_the_order(dataset, before, after, steps, seed):
     first = loaders(dataset, before, seed)
     done = take(first, steps)
     states = [json.loads(json.dumps(loader.state_dict())) for loader in first]
@@ -94,7 +92,7 @@ def test_resume_on_another_number_of_ranks_goes_on_where_it_stopped(
 
 
 @pytest.mark.parametrize("split", [(12, 1, 1), (6, 1, 2), (1, 3, 4), (2, 2, 3), (1, 1, 12)])
-def test_a_step_is_the_same_set_on_any_number_of_ranks(dataset, split):
+def test_step_order_is_independent_of_the_number_of_ranks(dataset, split):
     reference, ranks = Loader(dataset, 4, 3, seed=5), loaders(dataset, split, 5)
     for _ in range(20):
         expected = [row for batch in next(reference) for row in rows(batch)]
@@ -102,7 +100,7 @@ def test_a_step_is_the_same_set_on_any_number_of_ranks(dataset, split):
         assert {loader.batch_id for loader in ranks} == {reference.batch_id}
 
 
-def test_batch_id_names_the_step(dataset):
+def test_batch_id_identifies_the_step(dataset):
     loader = Loader(dataset, 4)
     with pytest.raises(DataError, match="call next"):
         _ = loader.batch_id
@@ -117,13 +115,13 @@ def test_batch_id_names_the_step(dataset):
     assert other.batch_id not in ids
 
 
-def test_a_step_larger_than_the_dataset_spans_epochs(dataset):
+def test_step_larger_than_the_dataset_spans_epochs(dataset):
     (batch,) = next(Loader(dataset, 3 * WINDOWS))
     counts = np.bincount(rows(batch), minlength=WINDOWS)
     assert (counts == 3).all()
 
 
-def test_state_of_other_data_is_refused(dataset, tmp_path):
+def test_state_of_another_data_order_is_rejected(dataset, tmp_path):
     loader = Loader(dataset, 2, seed=3)
     next(loader)
     state = loader.state_dict()
@@ -143,7 +141,7 @@ def test_state_of_other_data_is_refused(dataset, tmp_path):
     with pytest.raises(DataError, match=r"of the tokenizer llama \(sha256 123456789012\), and .*"
                                         r" is of the tokenizer t \(sha256 0\)"):  # fmt: skip
         loader.load_state_dict(state | of_another)
-    del state["tokenizer"]  # as older versions wrote it
+    del state["tokenizer"]  # older versions did not write the tokenizer
     loader.load_state_dict(state)
 
 
@@ -152,14 +150,14 @@ def test_state_of_other_data_is_refused(dataset, tmp_path):
     [({"micro_batch_size": 0}, "micro_batch_size is 0"), ({"micro_batches": 0}, "micro_batches is"),
      ({"data_rank": 2, "data_ranks": 2}, "data_rank is 2 of 2"), ({"data_rank": -1}, "data_rank")],
 )  # fmt: skip
-def test_impossible_arguments_are_refused(dataset, options, match):
+def test_invalid_arguments_are_rejected(dataset, options, match):
     with pytest.raises(DataError, match=match):
         Loader(dataset, **{"micro_batch_size": 1, **options})
 
 
 @settings(max_examples=40, deadline=None)
 @given(size=st.integers(1, 40), ranks=st.integers(1, 8), limit=st.none() | st.integers(1, 120))
-def test_evaluation_sees_every_window_once_in_equal_batches(dataset, size, ranks, limit):
+def test_evaluation_covers_every_window_once_in_equal_batches(dataset, size, ranks, limit):
     by_rank = [list(evaluation_batches(dataset, size, r, ranks, limit)) for r in range(ranks)]
     assert len({len(batches) for batches in by_rank}) == 1
     seen, padding = [], 0

@@ -1,4 +1,4 @@
-"""Documents into sequences, whole or in pieces: what is kept, where it lies, who sees whom."""
+"""Document packing: token retention, window layout, document masks and the cached plan."""
 
 import errno
 import fcntl
@@ -28,8 +28,12 @@ from tests.support import parity
 SIZES = st.lists(st.integers(1, 40), min_size=1, max_size=40)
 
 
-def best_fit_one_by_one(sizes, capacity):
-    """The rule as it is told: the largest first, each where the least room is that takes it."""
+def reference_best_fit(sizes, capacity):
+    """Pack items largest first, each into the bin with the least sufficient room.
+
+    Returns:
+        The number of bins and their sorted remaining room.
+    """
     rooms, found = [], {}
     for item in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
         fitting = [room for room in rooms if room >= sizes[item]]
@@ -43,17 +47,17 @@ def best_fit_one_by_one(sizes, capacity):
 
 @settings(max_examples=200, deadline=None)
 @given(sizes=SIZES, capacity=st.integers(40, 90))
-def test_best_fit_is_best_fit(sizes, capacity):
+def test_best_fit_matches_a_sequential_reference(sizes, capacity):
     bins = packing.best_fit(np.array(sizes), capacity)
     used = np.bincount(bins, sizes)
-    count, rooms = best_fit_one_by_one(sizes, capacity)
+    count, rooms = reference_best_fit(sizes, capacity)
     assert len(used) == count and (used <= capacity).all()
     assert sorted((capacity - used).astype(int).tolist()) == rooms
 
 
 @pytest.mark.parametrize("length", [512, 1024, 2048, 4096, 8192])
-def test_nothing_is_thrown_away(length):
-    """Lengths as of web pages: mean 1,050, median 700, a tail to 100,000 and more."""
+def test_best_fit_and_concat_retain_nearly_all_tokens(length):
+    """Use a log-normal length distribution like that of web pages: mean 1,050, median 700."""
     lengths = 1 + np.random.default_rng(0).lognormal(6.55, 0.9, 20_000).astype(np.int64)
     kept = packing.packing_efficiency(lengths, length)
     assert kept["best_fit"].share > 0.9999 and kept["best_fit"].filled > 0.995
@@ -66,7 +70,7 @@ def test_nothing_is_thrown_away(length):
 
 
 def places(rows):
-    """Row and column of where documents begin."""
+    """Return the row and column of each document start."""
     return np.stack(np.divmod(rows.begins, rows.tokens.shape[1]), axis=1).tolist()
 
 
@@ -83,7 +87,9 @@ def filled_of(rows):
     way=st.sampled_from(packing.PACKINGS),
     data=st.data(),
 )
-def test_windows_hold_whole_documents(tmp_path_factory, lengths, shard_tokens, length, way, data):
+def test_windows_hold_contiguous_pieces_of_documents(
+    tmp_path_factory, lengths, shard_tokens, length, way, data
+):
     folder = tmp_path_factory.mktemp("packed")
     stream = write_dataset(folder / "d", lengths, shard_tokens)
     options = {"sequence_length": length, "verify": "size", "cache": folder / "cache"}
@@ -93,7 +99,7 @@ def test_windows_hold_whole_documents(tmp_path_factory, lengths, shard_tokens, l
     everything = np.arange(len(tokens))
     found = tokens.rows(everything, documents=True)
     windows, filled = found.tokens, filled_of(found)
-    # Tokens count up through the stream, so a document's pieces are found where its tokens are.
+    # A token's value gives its stream position, so each piece identifies its document.
     ends = np.cumsum(lengths)
     seen = {}
     for row, column in places(found):
@@ -112,10 +118,10 @@ def test_windows_hold_whole_documents(tmp_path_factory, lengths, shard_tokens, l
                 assert np.array_equal(piece, stream[start : start + len(piece)])
                 assert start + len(piece) <= ends[document]
                 begins = ends[document] - lengths[document]
-                if way != "concat":  # cut only where it is longer than a window
+                if way != "concat":  # documents are cut only if longer than a window
                     assert (start - begins) % length == 0
                     assert len(piece) == min(length, ends[document] - start)
-            else:  # the last token of a document alone
+            else:  # a piece that holds only the EOS of a document
                 assert len(piece) == 1
             got += piece.tolist()
         if way == "one_document":
@@ -124,7 +130,8 @@ def test_windows_hold_whole_documents(tmp_path_factory, lengths, shard_tokens, l
         assert got == stream[: len(tokens) * length].tolist()
     else:
         assert sorted(t for t in got if t) == [t for t in stream.tolist() if t]
-        alone = sum(count % length == 1 for count in lengths)  # of these only the end can be lost
+        # Documents of n * length + 1 tokens can lose their last token.
+        alone = sum(count % length == 1 for count in lengths)
         assert len(stream) - alone <= len(got) <= len(stream)
         assert (filled > 1).all()
     chosen = data.draw(st.lists(st.integers(0, max(0, len(tokens) - 1)), max_size=9))
@@ -149,7 +156,9 @@ def opened(folder, **options):
     )
 
 
-def test_eight_ranks_make_a_plan_once_and_mend_a_damaged_one(folder, tmp_path, monkeypatch):
+def test_concurrent_ranks_compute_the_plan_once_and_repair_damaged_files(
+    folder, tmp_path, monkeypatch
+):
     made = []
     for step in ("sequences", "pieces"):
         real = getattr(packing, step)
@@ -178,7 +187,7 @@ def test_eight_ranks_make_a_plan_once_and_mend_a_damaged_one(folder, tmp_path, m
     assert read[-1] == read[0] and len(made) == 2 * (shards + 2)
 
 
-def test_a_plan_that_the_disk_has_no_room_for_is_in_memory(folder, tmp_path, monkeypatch, caplog):
+def test_plan_stays_in_memory_when_the_cache_disk_is_full(folder, tmp_path, monkeypatch, caplog):
     usual = opened(folder, packing="best_fit")
     expected = usual.windows(np.arange(len(usual)))
 
@@ -197,14 +206,14 @@ def test_a_plan_that_the_disk_has_no_room_for_is_in_memory(folder, tmp_path, mon
     length=st.integers(1, 60),
     way=st.sampled_from(["best_fit", "one_document"]),
 )
-def test_sequences_and_what_they_keep_are_counted_without_making_them(lengths, length, way):
+def test_sequence_and_token_counts_equal_the_packed_pieces(lengths, length, way):
     _, tokens, firsts = packing.pieces(lengths, length, way)
     assert packing.sequences(lengths, length, way) == len(firsts)
     kept = packing.packing_efficiency(lengths, length)[way]
     assert (kept.tokens, kept.sequences) == (tokens.sum(), len(firsts))
 
 
-def test_groups_of_documents_are_packed_by_themselves(folder, tmp_path, monkeypatch):
+def test_document_groups_are_packed_independently(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(plan, "GROUP", 5)
     small = opened(folder, packing="best_fit", cache=tmp_path)
     found = small.windows(np.arange(len(small)))
@@ -213,7 +222,7 @@ def test_groups_of_documents_are_packed_by_themselves(folder, tmp_path, monkeypa
     assert len(small) >= len(whole)
 
 
-def test_a_batch_hides_what_it_is_told_to(folder):
+def test_batch_masks_padding_eos_and_document_starts(folder):
     dataset = opened(folder, packing="best_fit")
     windows = np.arange(len(dataset))
     plain = make_batch(dataset, windows, Masks())
@@ -238,7 +247,7 @@ def test_a_batch_hides_what_it_is_told_to(folder):
 
 @pytest.mark.parametrize("family", ["gpt2", "gpt_neox", "llama", "mistral", "mixtral"])
 @pytest.mark.parametrize("way", ["concat", "best_fit"])
-def test_masked_documents_are_as_if_alone(tmp_path, family, way):
+def test_document_mask_equals_separate_forward_passes(tmp_path, family, way):
     lengths = np.random.default_rng(0).integers(2, 14, 60)
     write_dataset(tmp_path / "d", lengths.tolist(), 300, vocab_size=60_000)
     dataset = opened(tmp_path, packing=way, cache=tmp_path / "cache")
@@ -269,7 +278,7 @@ def test_masked_documents_are_as_if_alone(tmp_path, family, way):
         assert (unmasked - logits).abs().max() > 1e-2, "hiding documents must matter"
 
 
-def test_evaluation_and_training_see_the_same_rows(folder):
+def test_evaluation_and_training_batches_have_the_same_rows(folder):
     dataset = opened(folder, packing="one_document")
     masks = Masks(documents=True)
     (found,) = evaluation_batches(dataset, len(dataset) + 3, masks=masks)
@@ -279,13 +288,13 @@ def test_evaluation_and_training_see_the_same_rows(folder):
     assert (found["labels"][len(dataset) :] == -100).all()
 
 
-def test_documents_too_short_to_train_on_are_refused(tmp_path):
+def test_dataset_of_single_token_documents_is_rejected(tmp_path):
     write_dataset(tmp_path / "d", [1])
     with pytest.raises(DataError, match="no document of two tokens"):
         opened(tmp_path, packing="best_fit", cache=tmp_path)
 
 
-def test_another_packing_is_refused_on_resume(folder, monkeypatch):
+def test_resume_with_another_packing_is_rejected(folder, monkeypatch):
     state = Loader(opened(folder, packing="best_fit"), 2).state_dict()
     state = json.loads(json.dumps(state))
     Loader(opened(folder, packing="best_fit"), 2).load_state_dict(state)
@@ -294,7 +303,8 @@ def test_another_packing_is_refused_on_resume(folder, monkeypatch):
     before = {name: value for name, value in Loader(opened(folder), 2).state_dict().items()}
     assert "packing" not in before, "states of the default are as they were"
     del state["packing_plan"]
-    Loader(opened(folder, packing="best_fit"), 2).load_state_dict(state)  # of before it was told
+    # States of older versions have no packing_plan.
+    Loader(opened(folder, packing="best_fit"), 2).load_state_dict(state)
     monkeypatch.setattr(data_state, "VERSION", plan.VERSION + 1)
     Loader(opened(folder), 2).load_state_dict(before)
     with pytest.raises(DataError, match="packing_plan was 2 and is 3; use .* the nearlinear of"):
@@ -324,7 +334,7 @@ def losses(rank, config):
     ],
     ids=lambda layout: next(iter(layout)),
 )
-def test_every_layout_trains_on_masked_documents_alike(small_run, layout):
+def test_document_masks_give_the_same_loss_in_every_layout(small_run, layout):
     small_run["data"] |= {
         "sequence_length": 128,
         "document_mask": True,
@@ -342,7 +352,7 @@ def test_every_layout_trains_on_masked_documents_alike(small_run, layout):
     assert abs(unmasked[1] / alone[1] - 1) > 1e-3, "hiding documents must matter"
 
 
-def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch):
+def test_file_system_without_locks_is_reported(tmp_path, monkeypatch):
     def none_left(number, operation):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 

@@ -1,4 +1,4 @@
-"""What the loader's order asks of a file system, and that another order loses nothing."""
+"""Block-shuffled loader order: epoch coverage, resume, read-ahead and file-system reads."""
 
 import json
 import os
@@ -18,11 +18,14 @@ from nearlinear.data.sampler import BlockOrder
 from nearlinear.errors import ConfigError, DataError
 from nearlinear.train.data import block_shuffle
 
-LENGTH = 2048  # tokens of a window: 4 KiB
+LENGTH = 2048  # tokens per window: 4 KiB
 
 
 def make_dataset(folder: Path, mib: list[float], length: int = LENGTH, fill=False) -> TokenDataset:
-    """Shards of so many MiB and 37 tokens; without ``fill`` they are holes, which take no disk."""
+    """Write shards of the given sizes in MiB, plus 37 tokens each.
+
+    Without ``fill`` the shards are sparse files, which use no disk space.
+    """
     (folder / "train").mkdir(parents=True)
     shards, dtype = [], np.dtype("<u2")
     for number, size in enumerate(mib):
@@ -43,24 +46,24 @@ def make_dataset(folder: Path, mib: list[float], length: int = LENGTH, fill=Fals
 
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory):
-    """130 MiB: 33 blocks of 4 MiB, in files that end where they please."""
+    """130 MiB in three files whose sizes are not multiples of the 4 MiB block size."""
     return make_dataset(tmp_path_factory.mktemp("reads") / "tokens", [48, 30.5, 51.2])
 
 
-# The order.
+# Block order.
 
-PARTS = st.lists(st.integers(1, 9), min_size=1, max_size=30)  # sizes of blocks
+PARTS = st.lists(st.integers(1, 9), min_size=1, max_size=30)  # block sizes
 
 
 @settings(max_examples=150, deadline=None)
 @given(sizes=PARTS, group=st.integers(1, 12), seed=st.integers(0, 2**40), epoch=st.integers(0, 3))
-def test_an_epoch_has_every_window_once(sizes, group, seed, epoch):
+def test_block_order_epoch_has_every_window_once(sizes, group, seed, epoch):
     n = sum(sizes)
     order = BlockOrder(np.cumsum([0, *sizes[:-1]]), n, group, lambda *words: hash((seed, *words)))
     places = order.places(np.arange(epoch * n, (epoch + 1) * n))
     assert (places[:, 0] == epoch).all()
     assert sorted(order.windows(places)) == list(range(n))
-    # Alone as in company, and whatever was asked before.
+    # A place depends neither on the other samples of a call nor on earlier calls.
     again = (
         order.places(np.arange((epoch + 5) * n, (epoch + 6) * n))[:1],
         order.places(np.array([epoch * n + n // 2])),
@@ -70,8 +73,8 @@ def test_an_epoch_has_every_window_once(sizes, group, seed, epoch):
 
 @settings(max_examples=100, deadline=None)
 @given(sizes=PARTS, group=st.integers(1, 12))
-def test_a_group_is_dealt_in_turns(sizes, group):
-    """Groups follow each other, and within one no block is more than a turn behind another."""
+def test_group_interleaves_its_blocks_evenly(sizes, group):
+    """Groups are sequential. Within a group, unfinished blocks differ by at most one window."""
     n, starts = sum(sizes), np.cumsum([0, *sizes[:-1]])
     order = BlockOrder(starts, n, group, lambda *words: hash(words))
     blocks = order.places(np.arange(n))[:, 1]
@@ -96,8 +99,8 @@ def test_a_group_is_dealt_in_turns(sizes, group):
         done = position
 
 
-def test_the_order_is_pinned_so_that_old_runs_resume():
-    """Numbers of the day on which it was made: whoever changes them gives it another format."""
+def test_block_order_is_stable_across_versions():
+    """A change of the pinned order requires a new state format."""
     order = BlockOrder(np.array([0, 4, 8]), 11, 2, lambda *words: sum(words) + 7)
     assert order.windows(order.places(np.arange(11))).tolist() == PINNED[0]
     assert order.windows(order.places(np.arange(11, 22))).tolist() == PINNED[1]
@@ -106,19 +109,20 @@ def test_the_order_is_pinned_so_that_old_runs_resume():
 PINNED = [[0, 5, 1, 6, 2, 7, 3, 4, 10, 8, 9], [10, 7, 9, 4, 8, 5, 6, 1, 2, 3, 0]]
 
 
-def test_blocks_have_orders_of_their_own():
+def test_each_block_has_an_independent_order():
     size = 500
     order = BlockOrder(np.arange(0, 4 * size, size), 4 * size, 4, lambda *words: hash(words))
     places = order.places(np.arange(4 * size))
     windows = order.windows(places)
     inner = [windows[places[:, 1] == block] - block * size for block in range(4)]
     for one, other in ((0, 1), (1, 2), (2, 3)):
-        assert (inner[one] == inner[other]).sum() < 12  # a random pair agrees about once
+        # Two random orders agree at about one position.
+        assert (inner[one] == inner[other]).sum() < 12
     again = order.windows(order.places(np.arange(4 * size, 8 * size)))
     assert (again == windows).sum() < 12
 
 
-def test_blocks_are_aligned_in_their_files(dataset):
+def test_blocks_are_aligned_to_file_offsets(dataset):
     starts = dataset.block_starts(4 * UNIT)
     where = dataset.extents(starts)
     begins = where[np.searchsorted(where[:, 0], [0, 1, 2])]
@@ -127,12 +131,12 @@ def test_blocks_are_aligned_in_their_files(dataset):
         previous = offset // (4 * UNIT) * (4 * UNIT)
         # No window begins between the block's edge and its first window.
         assert offset - previous < 2 * LENGTH, (shard, offset)
-    assert len(starts) == 12 + 1 + 8 + 13  # the first file's 37 odd tokens begin a 13th
+    assert len(starts) == 12 + 1 + 8 + 13  # the first file's 37 extra tokens begin a 13th
     assert starts[0] == 0 and (np.diff(starts) > 0).all()
 
 
-def test_extents_name_the_bytes_of_windows(dataset):
-    crossing = 48 * UNIT // 2 // LENGTH  # begins in the first file's last 37 tokens
+def test_extents_are_the_byte_ranges_of_windows(dataset):
+    crossing = 48 * UNIT // 2 // LENGTH  # begins in the last 37 tokens of the first file
     (one, two) = dataset.extents([crossing])
     assert one.tolist() == [0, 48 * UNIT, 48 * UNIT + 74] and two.tolist() == [1, 0, 4096 - 74]
     everything = dataset.extents(np.array([0]), np.array([len(dataset)]))
@@ -140,7 +144,7 @@ def test_extents_name_the_bytes_of_windows(dataset):
     assert (everything[:, 2] - everything[:, 1]).sum() == len(dataset) * 2 * LENGTH
 
 
-# The loader in that order.
+# Loader with block order.
 
 SMALL = BlockShuffle(1, 4)
 STEP = st.tuples(st.integers(1, 5), st.integers(1, 4), st.integers(1, 6))  # B, M, ranks
@@ -148,7 +152,7 @@ STEP = st.tuples(st.integers(1, 5), st.integers(1, 4), st.integers(1, 6))  # B, 
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
-    """12 blocks of 1 MiB, in windows of 64 KiB: small numbers of everything."""
+    """12 blocks of 1 MiB in windows of 64 KiB."""
     folder = tmp_path_factory.mktemp("small") / "tokens"
     found = make_dataset(folder, [5.2, 2.3, 3.1], length=32_768, fill=True)
     assert len(found.block_starts(UNIT)) == 12 and len(found) == 169
@@ -162,7 +166,7 @@ def ranks_of(dataset, step, seed=0, **options):
 
 
 def seen(loaders, steps) -> list[set[int]]:
-    """The windows of each step, over all ranks; a step never has one twice within an epoch."""
+    """Return the windows of each step over all ranks."""
     found = []
     for _ in range(steps):
         for loader in loaders:
@@ -178,7 +182,7 @@ def rows(loader) -> list[bytes]:
 
 @settings(max_examples=15, deadline=None)
 @given(step=STEP, seed=st.integers(0, 2**40))
-def test_a_step_is_the_same_set_on_any_number_of_ranks(small, step, seed):
+def test_step_has_the_same_windows_on_any_number_of_ranks(small, step, seed):
     size, micro, ranks = step
     one = Loader(small, size * micro * ranks, 1, 0, 1, seed, blocks=SMALL)
     many = ranks_of(small, step, seed)
@@ -190,12 +194,12 @@ def test_a_step_is_the_same_set_on_any_number_of_ranks(small, step, seed):
 
 @settings(max_examples=15, deadline=None)
 @given(before=STEP, after=STEP, steps=st.integers(0, 12), seed=st.integers(0, 99))
-def test_resume_on_another_number_of_ranks_repeats_and_misses_nothing(
+def test_resume_on_another_number_of_ranks_continues_the_block_order(
     small, before, after, steps, seed
 ):
     first = ranks_of(small, before, seed)
     for loader in first:
-        loader._next_sample = steps * loader.samples_per_step  # as after so many steps
+        loader._next_sample = steps * loader.samples_per_step  # the position after `steps` steps
     state = json.loads(json.dumps(first[-1].state_dict()))
     second = ranks_of(small, after, seed)
     for loader in second:
@@ -206,7 +210,7 @@ def test_resume_on_another_number_of_ranks_repeats_and_misses_nothing(
     assert sorted(taken) == sorted(rows(reference))
 
 
-def test_an_epoch_covers_everything_and_the_next_is_another(small):
+def test_epoch_covers_every_window_and_the_next_epoch_differs(small):
     loaders, windows = ranks_of(small, (2, 1, 2)), len(small)
     order = np.concatenate(seen(loaders, -(-2 * windows // 4)))
     assert sorted(order[:windows]) == list(range(windows))
@@ -214,7 +218,7 @@ def test_an_epoch_covers_everything_and_the_next_is_another(small):
     assert (order[:windows] != order[windows : 2 * windows]).any()
 
 
-def test_a_state_of_another_order_is_refused(small):
+def test_state_of_another_order_is_rejected(small):
     plain, blocks = Loader(small, 2), Loader(small, 2, blocks=SMALL)
     assert plain.state_dict()["format"] == 1 and "shuffle_blocks" not in plain.state_dict()
     with pytest.raises(DataError, match="shuffle_block_mib was 1 and is 0"):
@@ -223,12 +227,12 @@ def test_a_state_of_another_order_is_refused(small):
         blocks.load_state_dict(plain.state_dict())
     with pytest.raises(DataError, match="shuffle_blocks was 4 and is 5"):
         Loader(small, 2, blocks=BlockShuffle(1, 5)).load_state_dict(blocks.state_dict())
-    with pytest.raises(DataError, match="format 1"):  # as an older nearlinear would have read it
+    with pytest.raises(DataError, match="format 1"):  # the format of states without block order
         blocks.load_state_dict(blocks.state_dict() | {"format": 1})
 
 
 @pytest.mark.parametrize("blocks", [None, SMALL])
-def test_reading_ahead_changes_nothing(small, blocks):
+def test_read_ahead_yields_the_same_batches(small, blocks):
     usual = Loader(small, 3, 2, 1, 2, blocks=blocks)
     ahead = Loader(small, 3, 2, 1, 2, blocks=blocks, read_ahead=3)
     state = None
@@ -237,11 +241,11 @@ def test_reading_ahead_changes_nothing(small, blocks):
         state = ahead.state_dict() if step == 5 else state
     ahead.load_state_dict(state)
     usual.load_state_dict(state)
-    assert not ahead._pending  # what was read ahead of another position
+    assert not ahead._pending  # reads ahead of the previous position are dropped
     assert rows(ahead) == rows(usual)
 
 
-def test_what_is_read_ahead_is_there_before_it_is_asked_for(small):
+def test_read_ahead_windows_are_buffered_before_use(small):
     counts = small.count_reads()
     loader = Loader(small, 2, blocks=SMALL, read_ahead=5)
     try:
@@ -260,8 +264,8 @@ def test_what_is_read_ahead_is_there_before_it_is_asked_for(small):
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="names of open files, of Linux")
 @pytest.mark.parametrize("read_ahead", [0, 2])
-def test_every_block_is_really_read_once(small, monkeypatch, read_ahead):
-    """Not in the model: calls of the system."""
+def test_system_calls_read_each_block_once(small, monkeypatch, read_ahead):
+    """Count the `preadv` calls of the loader instead of modelled reads."""
     calls, real = [], os.preadv
 
     def preadv(file, buffers, offset):
@@ -270,19 +274,19 @@ def test_every_block_is_really_read_once(small, monkeypatch, read_ahead):
 
     monkeypatch.setattr("nearlinear.data.read_ahead.os.preadv", preadv)
     loader = Loader(small, 13, blocks=SMALL, read_ahead=read_ahead)
-    for _ in range(13 - read_ahead):  # 13 x 13 windows are an epoch
+    for _ in range(13 - read_ahead):  # one epoch is 13 x 13 windows
         next(loader)
     for _, reading in loader._pending.values():
         reading.result()
     assert sum(size for *_, size in calls) == len(small) * 65_536
-    assert len(calls) <= 12 + 2  # one for each block, one more where it goes on in the next file
+    assert len(calls) <= 12 + 2  # one per block, one more for a block that spans two files
     ends: dict[str, int] = {}
     for name, start, size in sorted(calls):
-        assert start >= ends.get(name, 0)  # no byte twice
+        assert start >= ends.get(name, 0)  # no byte is read twice
         ends[name] = start + size
 
 
-def test_a_file_that_cannot_be_read_is_named(tmp_path):
+def test_unreadable_file_is_reported(tmp_path):
     found = make_dataset(tmp_path / "tokens", [2, 2], fill=True)
     loader = Loader(found, 2, blocks=SMALL, read_ahead=1)
     for path in found.files:
@@ -300,12 +304,12 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path):
         ({"read_ahead": -1}, "read_ahead is -1"),
     ],
 )
-def test_impossible_options_are_refused(small, options, words):
+def test_invalid_options_are_rejected(small, options, words):
     with pytest.raises(DataError, match=words):
         Loader(small, 2, **options)
 
 
-def test_the_config_chooses_the_order():
+def test_config_selects_the_block_order():
     config = train_config.load({}, ["data.shuffle_block_mib=8", "data.shuffle_blocks=16"])
     assert block_shuffle(config.data) == BlockShuffle(8, 16)
     assert block_shuffle(train_config.load({}).data) is None
@@ -313,28 +317,28 @@ def test_the_config_chooses_the_order():
         train_config.load({}, ["data.shuffle_blocks=0"])
 
 
-# The counters.
+# Read counters.
 
 
-def test_a_fault_brings_a_unit_and_a_call_what_it_names():
+def test_page_fault_fetches_a_unit_and_explicit_read_fetches_its_range():
     reads = ReadCounters([10 * UNIT], memory=4 * UNIT)
     reads.faults(np.array([[0, 5000, 9000]]))
     assert (reads.used, reads.requests, reads.rpcs, reads.fetched) == (4000, 1, 1, UNIT)
-    reads.faults(np.array([[0, 9000, 13_000]]))  # there already
+    reads.faults(np.array([[0, 9000, 13_000]]))  # already cached
     assert (reads.used, reads.requests, reads.fetched) == (8000, 1, UNIT)
-    reads.faults(np.array([[0, UNIT - 1, UNIT + 1]]))  # two units, one of them there
+    reads.faults(np.array([[0, UNIT - 1, UNIT + 1]]))  # two units, one of them cached
     assert (reads.requests, reads.rpcs, reads.seeks, reads.fetched) == (2, 3, 2, 2 * UNIT)
-    reads.explicit(np.array([[0, 2 * UNIT, 3 * UNIT + 1]]))  # goes on where the last one ended
+    reads.explicit(np.array([[0, 2 * UNIT, 3 * UNIT + 1]]))  # continues the previous read
     assert (reads.requests, reads.rpcs, reads.seeks) == (3, 5, 2)
     assert reads.fetched == 3 * UNIT + PAGE
-    reads.explicit(np.array([[0, 6 * UNIT, 9 * UNIT]]))  # 4 MiB are remembered: 0 is forgotten
+    reads.explicit(np.array([[0, 6 * UNIT, 9 * UNIT]]))  # the cache holds 4 MiB: evicts unit 0
     reads.clear()
     reads.faults(np.array([[0, 5000, 9000], [0, 8 * UNIT, 8 * UNIT + 5]]))
     assert (reads.requests, reads.fetched) == (1, UNIT)
 
 
 def epoch_reads(dataset, ranks: int, **options) -> list[ReadCounters]:
-    """Counters of one epoch for ranks that remember 32 MiB each, less than a file."""
+    """Return the read counters of one epoch, for ranks with a 32 MiB cache each."""
     found = []
     for rank in range(ranks):
         reads = dataset.count_reads(memory=32 * UNIT)
@@ -346,11 +350,11 @@ def epoch_reads(dataset, ranks: int, **options) -> list[ReadCounters]:
     return found
 
 
-def test_reads_of_the_usual_order_are_small_and_wasteful(dataset):
+def test_default_order_reads_are_small_and_amplified(dataset):
     (reads,) = epoch_reads(dataset, 1)
     windows = len(dataset) // 64 * 64
     assert reads.used == windows * 2 * LENGTH
-    # Of 130 units 32 are remembered, so three of four windows bring a unit of their own.
+    # The cache holds 32 of 130 units, so three of four windows fetch a unit.
     assert 0.70 * windows < reads.requests < 0.82 * windows
     assert reads.seeks > 0.95 * reads.requests
     assert 170 < reads.amplification < 210
@@ -359,35 +363,39 @@ def test_reads_of_the_usual_order_are_small_and_wasteful(dataset):
 @pytest.mark.parametrize(
     ("ranks", "blocks", "most"), [(1, BlockShuffle(4, 4), 1.01), (4, BlockShuffle(2, 16), 1.4)]
 )
-def test_reads_in_blocks_are_large_and_bring_each_byte_once(dataset, ranks, blocks, most):
-    """With four ranks nearly once: blocks at the ends of files are short, and upset the shares."""
+def test_block_order_reads_are_large_and_rarely_repeated(dataset, ranks, blocks, most):
+    """Short blocks at file ends misalign the shares of four ranks: some bytes are refetched."""
     every = epoch_reads(dataset, ranks, blocks=blocks)
     fetched, used = sum(r.fetched for r in every), sum(r.used for r in every)
     assert used == len(dataset) // 64 * 64 * 2 * LENGTH
     assert 1 <= fetched / used < most
     assert min(r.bytes_per_seek for r in every) > 0.9 * blocks.block_mib * UNIT
-    # A block begins a little behind an edge between units, so its end is a small RPC of its own.
+    # A block begins slightly after a unit boundary, so its end is a separate small RPC.
     assert min(r.bytes_per_rpc for r in every) > 0.9 * UNIT * blocks.block_mib / (
         blocks.block_mib + 1
     )
 
 
-def test_ranks_share_whole_blocks_where_these_are_equal(tmp_path):
+def test_ranks_read_whole_blocks_of_equal_size_once(tmp_path):
     equal = make_dataset(tmp_path / "tokens", [64])
-    equal.tokens = 64 * UNIT // 2  # without the odd end
+    equal.tokens = 64 * UNIT // 2  # without the 37 extra tokens
     every = epoch_reads(equal, 4, blocks=BlockShuffle(4, 8))
     assert sum(r.fetched for r in every) == sum(r.used for r in every) == 64 * UNIT
-    assert sum(r.requests for r in every) <= 16  # fewer where neighbours are in one group
+    assert sum(r.requests for r in every) <= 16  # fewer if adjacent blocks are in one group
 
 
 def kernel_reads() -> int:
-    """Bytes that the kernel has read from disks for this process."""
+    """Return the number of bytes that the kernel read from disk for this process."""
     lines = Path("/proc/self/io").read_text().splitlines()
     return int(dict(line.split(": ") for line in lines)["read_bytes"])
 
 
 def half_an_epoch(folder: Path, **options) -> tuple[int, ReadCounters]:
-    """What the kernel has read for it, with nothing in its cache before, and what is counted."""
+    """Read half an epoch with a cold page cache.
+
+    Returns:
+        The number of bytes read by the kernel, and the modelled read counters.
+    """
     for path in folder.glob("train/*.bin"):
         with open(path, "rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -400,8 +408,8 @@ def half_an_epoch(folder: Path, **options) -> tuple[int, ReadCounters]:
 
 
 @pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="the kernel does not tell its reads")
-def test_the_kernel_counts_the_same(tmp_path):
-    """Here, without Lustre, a fault brings less than 1 MiB; what a call brings is the same."""
+def test_read_counters_match_kernel_statistics(tmp_path):
+    """Explicit reads match. Without Lustre, a page fault fetches less than 1 MiB."""
     make_dataset(tmp_path / "tokens", [16], fill=True)
     found, blocks = half_an_epoch(tmp_path / "tokens", blocks=BlockShuffle(1, 8))
     if found == 0:

@@ -1,4 +1,4 @@
-"""Megatron's and nanoGPT's files read as they are, and ours opened by megatron-core."""
+"""Megatron and nanoGPT dataset files read in place, and shards opened by megatron-core."""
 
 import struct
 
@@ -18,7 +18,10 @@ from tests.core.data.test_data_dataset import write_dataset
 
 
 def write_pair(path, documents, dtype="<u2"):
-    """As Megatron's IndexedDatasetBuilder: documents are lists of sequences. Returns the stream."""
+    """Write a .bin/.idx pair like Megatron's IndexedDatasetBuilder and return the token stream.
+
+    Each document is a list of sequences.
+    """
     sequences = [np.array(s, dtype=dtype) for document in documents for s in document]
     lengths = np.array([len(s) for s in sequences], dtype="<i4")
     size = np.dtype(dtype).itemsize
@@ -40,8 +43,8 @@ DOCUMENTS = st.lists(
 )
 
 
-def some_lengths_are_those(index, lengths, data):
-    """Of documents that lie one after the other, found by their tokens alone."""
+def check_lengths_of_a_token_range(index, lengths, data):
+    """Check the lengths of consecutive documents, looked up by their token range."""
     first = data.draw(st.integers(0, len(lengths)))
     end = data.draw(st.integers(first, len(lengths)))
     start, stop = sum(lengths[:first]), sum(lengths[:end])
@@ -50,7 +53,7 @@ def some_lengths_are_those(index, lengths, data):
 
 @settings(max_examples=60, deadline=None)
 @given(documents=DOCUMENTS, dtype=st.sampled_from(["<u2", "<i4"]), data=st.data())
-def test_documents_of_several_sequences(tmp_path_factory, documents, dtype, data):
+def test_index_combines_sequences_into_documents(tmp_path_factory, documents, dtype, data):
     path = tmp_path_factory.mktemp("pair") / "text_document.bin"
     stream = write_pair(path, documents, dtype)
     index = DocumentIndex(path.with_suffix(".idx"), path.stat().st_size)
@@ -60,14 +63,14 @@ def test_documents_of_several_sequences(tmp_path_factory, documents, dtype, data
     start = data.draw(st.integers(0, len(stream) - 1))
     stop = data.draw(st.integers(start + 1, len(stream)))
     assert index.inside(start, stop) == [b for b in begins if start < b < stop]
-    some_lengths_are_those(index, lengths, data)
+    check_lengths_of_a_token_range(index, lengths, data)
     tokens = TokenDataset(path, sequence_length=1, vocab_size=1000)
     assert tokens.windows(np.arange(len(tokens)))[:, 0].tolist() == stream.tolist()
 
 
 @settings(max_examples=60, deadline=None)
 @given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=12), data=st.data())
-def test_documents_that_end_with_a_token(lengths, data):
+def test_documents_are_delimited_by_the_end_token(lengths, data):
     tokens = np.concatenate([[*[5] * (length - 1), 7] for length in lengths]).astype("<u2")
     found = DocumentsByToken(tokens, 7)
     assert found.lengths().tolist() == lengths
@@ -75,11 +78,11 @@ def test_documents_that_end_with_a_token(lengths, data):
     start = data.draw(st.integers(0, len(tokens) - 1))
     stop = data.draw(st.integers(start + 1, len(tokens)))
     assert found.inside(start, stop) == [b for b in begins if start < b < stop]
-    some_lengths_are_those(found, lengths, data)
+    check_lengths_of_a_token_range(found, lengths, data)
     assert DocumentsByToken(tokens[:-1], 7).lengths().sum() == len(tokens) - 1
 
 
-def test_names_of_files_and_folders(tmp_path):
+def test_paths_of_files_prefixes_and_folders_are_accepted(tmp_path):
     first = write_pair(tmp_path / "m/a_document.bin", [[[1, 2, 3]], [[4, 5], [6]]])
     second = write_pair(tmp_path / "m/b_document.bin", [[[7, 8, 9, 10]]])
     both = np.concatenate([first, second])
@@ -102,7 +105,7 @@ def test_names_of_files_and_folders(tmp_path):
         nano.tokenizer()
 
 
-def test_packing_and_masks_of_other_files(tmp_path):
+def test_megatron_pair_supports_packing_and_masks(tmp_path):
     write_pair(tmp_path / "x.bin", [[[1, 2], [3]], [[4, 5, 9]], [[6] * 9]])
     options = {"sequence_length": 8, "vocab_size": 10, "cache": tmp_path / "cache"}
     found = make_batch(
@@ -114,7 +117,7 @@ def test_packing_and_masks_of_other_files(tmp_path):
     assert found["position_ids"].tolist()[1] == [0, 1, 2, 0, 1, 2, 0, 0]
 
 
-def test_what_is_wrong_with_a_pair_is_said(tmp_path):
+def test_damaged_pair_is_reported_with_its_cause(tmp_path):
     write_pair(tmp_path / "x.bin", [[[1, 2, 3]], [[4]]])
     index = tmp_path / "x.idx"
     good = index.read_bytes()
@@ -134,7 +137,7 @@ def test_what_is_wrong_with_a_pair_is_said(tmp_path):
     assert "of uint16 or int32 tokens" in refusal()
 
 
-def test_an_empty_file_is_named(tmp_path):
+def test_empty_file_is_reported(tmp_path):
     for name in ("a", "b"):
         np.arange(20, dtype="<u2").tofile(tmp_path / f"{name}.bin")
     (tmp_path / "b.bin").write_bytes(b"")
@@ -145,14 +148,14 @@ def test_an_empty_file_is_named(tmp_path):
         TokenDataset(tmp_path, sequence_length=4)
 
 
-def test_a_change_of_the_files_is_another_dataset(tmp_path):
+def test_changed_file_changes_the_fingerprint(tmp_path):
     write_pair(tmp_path / "x.bin", [[[1, 2, 3, 4]]])
     before = TokenDataset(tmp_path / "x.bin", sequence_length=2).fingerprint
     write_pair(tmp_path / "x.bin", [[[1, 2, 3, 5]]])
     assert TokenDataset(tmp_path / "x.bin", sequence_length=2).fingerprint != before
 
 
-def test_a_channel_of_a_job(tmp_path, monkeypatch):
+def test_channel_path_resolves_to_the_input_folder(tmp_path, monkeypatch):
     stream = write_dataset(tmp_path / "books", [9] * 8)
     with pytest.raises(DataError, match="no such channel .*/opt/ml/input/data/my-books is not"):
         TokenDataset("channel:my-books", sequence_length=8)
@@ -161,7 +164,7 @@ def test_a_channel_of_a_job(tmp_path, monkeypatch):
     assert found[0].tolist() == stream[:8].tolist()
 
 
-def test_a_run_on_other_files(small_run, tmp_path):
+def test_training_runs_on_nanogpt_files(small_run, tmp_path):
     ids = np.random.default_rng(0).integers(0, 300, 5000)
     for split in ("train", "val"):
         ids.astype("<u2").tofile(tmp_path / f"{split}.bin")
@@ -171,10 +174,10 @@ def test_a_run_on_other_files(small_run, tmp_path):
     assert result.steps == 6 and result.eval_loss < 6
 
 
-def test_megatron_opens_our_shards(tmp_path):
+def test_megatron_core_opens_nearlinear_shards(tmp_path):
     indexed = pytest.importorskip("megatron.core.datasets.indexed_dataset")
     lengths = [30, 5, 1, 17, 64, 2]
-    for vocab_size in (60_000, 70_000):  # in two bytes, and in four
+    for vocab_size in (60_000, 70_000):  # two-byte and four-byte tokens
         folder = tmp_path / str(vocab_size)
         stream = write_dataset(folder, lengths, shard_tokens=200, vocab_size=vocab_size)
         theirs = indexed.IndexedDataset(str(folder / "train/shard-00000"))

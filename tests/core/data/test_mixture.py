@@ -1,4 +1,4 @@
-"""Several datasets in exact proportions, in one order however many ranks there are."""
+"""Mixture of datasets: exact proportions and one order for any number of ranks."""
 
 import json
 from fractions import Fraction
@@ -26,7 +26,7 @@ RANKS = (1, 2, 3, 4, 8, 24)
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory):
-    """Three datasets; a row's first token names its window within its source."""
+    """Three datasets. The first token of a row identifies its window within its source."""
     folder = tmp_path_factory.mktemp("mixture")
     return [write_dataset(folder / str(i), count) for i, count in enumerate(WINDOWS)]
 
@@ -37,7 +37,7 @@ def mixture(sources, weights=(0.5, 0.2, 0.3)):
 
 @settings(max_examples=100, deadline=None)
 @given(weights=st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=7), start=st.integers(0, 10**12))
-def test_every_prefix_has_its_share(weights, start):
+def test_every_prefix_has_the_requested_proportions(weights, start):
     found = Proportions(weights)
     assert sum(found.parts) == found.period <= PERIOD
     for part, weight in zip(found.parts, weights, strict=True):
@@ -56,13 +56,13 @@ def test_every_prefix_has_its_share(weights, start):
 def test_decimal_weights_are_exact():
     assert Proportions([0.7, 0.2, 0.1]).parts == [7, 2, 1]
     assert Proportions([3, 1]).parts == [3, 1]
-    assert Proportions([1e-9, 1.0]).parts == [1, PERIOD - 1]  # nobody goes without
+    assert Proportions([1e-9, 1.0]).parts == [1, PERIOD - 1]  # every source gets at least one part
     for bad in ([0.5, 0], [1, -1], [float("nan")], [True, "1"]):
         with pytest.raises(DataError, match="number above 0"):
             Proportions(bad)
 
 
-def test_weights_that_are_rounded_are_told(caplog):
+def test_rounded_weights_are_logged(caplog):
     for exact in ([1, 2], [0.3, 0.7], [1 / 4096, 4095 / 4096]):
         Proportions(exact)
     assert not caplog.text
@@ -76,7 +76,7 @@ def loaders(dataset, ranks, per_step=24):
     return [Loader(dataset, per_step // ranks, 1, r, ranks, seed=3) for r in range(ranks)]
 
 
-def test_the_order_is_one_at_any_number_of_ranks(sources):
+def test_mixture_order_is_independent_of_the_number_of_ranks(sources):
     expected = take(loaders(mixture(sources), 1), 20)
     for ranks in RANKS[1:]:
         members = loaders(mixture(sources), ranks)
@@ -86,8 +86,8 @@ def test_the_order_is_one_at_any_number_of_ranks(sources):
     assert list(members[0].epochs.values()) == [c / n for c, n in zip(counts, WINDOWS, strict=True)]
 
 
-def test_ranks_may_change_in_the_middle_of_an_epoch(sources):
-    """4, then 3, then 8 ranks, with steps of other sizes."""
+def test_number_of_ranks_may_change_within_an_epoch(sources):
+    """Use 4, 3 and 8 ranks in turn, with different step sizes."""
     expected = take(loaders(mixture(sources), 1, 1), 4 * 6 + 3 * 5 * 2 + 8 * 7)
     done, state = [], None
     for ranks, size, steps in ((4, 2, 3), (3, 5, 2), (8, 1, 7)):
@@ -103,7 +103,7 @@ def test_ranks_may_change_in_the_middle_of_an_epoch(sources):
     assert done == expected[: len(done)]
 
 
-def test_a_source_is_read_whole_before_it_is_read_again(sources):
+def test_each_source_completes_an_epoch_before_repeating(sources):
     dataset = mixture(sources)
     order = Loader(dataset, 1, 1, 0, 1, seed=3)
     windows = order._windows(0, 3 * sum(WINDOWS))
@@ -116,7 +116,7 @@ def test_a_source_is_read_whole_before_it_is_read_again(sources):
         assert len(its) > count and its[:count].tolist() != list(range(count))
 
 
-def test_another_blend_is_refused_with_what_differs(sources):
+def test_state_of_another_mixture_is_rejected_with_the_difference(sources):
     state = Loader(mixture(sources), 2).state_dict()
     Loader(mixture(sources), 2).load_state_dict(json.loads(json.dumps(state)))
     with pytest.raises(
@@ -131,7 +131,7 @@ def test_another_blend_is_refused_with_what_differs(sources):
         Loader(sources[0], 2).load_state_dict(state)
 
 
-def test_what_cannot_be_blended_is_refused(sources, tmp_path):
+def test_incompatible_datasets_are_rejected(sources, tmp_path):
     other = nl.TokenDataset(sources[1].path, sequence_length=8, verify="size")
     with pytest.raises(DataError, match="their sequence length differs .4 and 8"):
         Mixture({sources[0]: 1, other: 1})
@@ -141,7 +141,7 @@ def test_what_cannot_be_blended_is_refused(sources, tmp_path):
         Loader(mixture(sources), 1, blocks=BlockShuffle())
 
 
-def test_rows_of_a_blend_are_its_sources_rows(tmp_path):
+def test_mixture_rows_equal_source_rows(tmp_path):
     for name, lengths in (("a", [9, 3, 21, 5, 16, 2]), ("b", [7, 7, 12, 30, 4])):
         write_documents(tmp_path / name / "d", lengths * 4, shard_tokens=150)
     parts = [
@@ -158,13 +158,13 @@ def test_rows_of_a_blend_are_its_sources_rows(tmp_path):
     assert torch.equal(evaluated["labels"], torch.cat([part["labels"] for part in expected]))
 
 
-def test_reading_ahead_changes_nothing(sources):
+def test_read_ahead_yields_the_same_batches(sources):
     plain, ahead = (Loader(mixture(sources), 5, read_ahead=n) for n in (0, 2))
     for _ in range(9):
         assert [rows(b) for b in next(plain)] == [rows(b) for b in next(ahead)]
 
 
-def test_a_run_on_sources(small_run, token_folder, tmp_path):
+def test_training_on_a_mixture_reports_epochs_per_source(small_run, token_folder, tmp_path):
     import shutil
 
     shutil.copytree(token_folder, tmp_path / "copy")

@@ -55,7 +55,7 @@ class RankFailure(NearlinearError):
         self.dead_rank = dead_rank
         """Rank of the dead process, or None. Its in-flight checkpoint files stay incomplete."""
         # A lost rank may come back after a restart; a rank that raised an error would raise again.
-        self.exit_code = 128 + signal.SIGTERM if restart else 1
+        self.exit_code: int = 128 + signal.SIGTERM if restart else 1
 
 
 class RankError(NearlinearError, RuntimeError):

@@ -6,6 +6,8 @@ compute in parts.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -23,7 +25,7 @@ from .tensor_parallel.parallelize import apply_tensor_parallel
 
 def transform(
     model: nn.Module,
-    config: MoEConfig | dict | None = None,
+    config: MoEConfig | dict[str, Any] | None = None,
     *,
     load_state_dict_from_rank0: bool = False,
     cp_comm_type: str | None = None,

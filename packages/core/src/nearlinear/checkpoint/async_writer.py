@@ -134,10 +134,10 @@ class PendingSave:
     """
 
     def __init__(self, place: StoragePath, write: Callable[[PendingSave], None]):
-        self.folder = place.path_or_url
+        self.folder: str | Path = place.path_or_url
         self.error = ""
         """Reason why the save failed, or ""."""
-        self.error_raised = False
+        self.error_raised: bool = False
         """True once `wait` has raised the error."""
         self._deadline: float | None = None
         self._dead_rank: int | None = None

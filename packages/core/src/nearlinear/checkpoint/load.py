@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Set
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,12 +28,12 @@ HASHED_SHARE = 0.1
 
 
 def load(
-    folder,
+    folder: str | os.PathLike[str],
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
-    loader=None,
-    scheduler=None,
-    **others,
+    loader: Any = None,
+    scheduler: Any = None,
+    **others: Any,
 ) -> int:
     """Load the state in ``folder`` in place; return the step after which it was saved.
 

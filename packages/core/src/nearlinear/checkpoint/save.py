@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,16 +20,16 @@ RESERVED = {metadata.KEY, "optimizer", "loss_scaler"}
 
 
 def save(
-    folder,
+    folder: str | os.PathLike[str],
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
-    loader=None,
-    scheduler=None,
+    loader: Any = None,
+    scheduler: Any = None,
     *,
     step: int = 0,
     wait: bool = False,
     overlap: bool = False,
-    **others,
+    **others: Any,
 ) -> PendingSave:
     """Write the state needed to resume training after ``step`` into ``folder``.
 

@@ -44,7 +44,7 @@ class MoEConfig:
     moe_z_loss_coeff: float = 0.0
     """factor of the router z-loss, added with any load balancing [0.001]"""
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff"):
             if (getattr(self, name) or 0.0) < 0:
                 raise ConfigError(f"{name} = {getattr(self, name)}: must be 0 or more")

@@ -126,7 +126,7 @@ class ParallelConfig:
     allow_empty_shards: bool = False
     """accepted for SMP compatibility; has no effect"""
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         at_least_one = (
             "tensor_parallel_degree context_parallel_degree expert_parallel_degree "
             "pipeline_parallel_degree microbatches activation_loading_horizon scale_window "

@@ -6,7 +6,7 @@ GPT-NeoX: Black et al. 2022. Mistral 7B and Mixtral 8x7B: Jiang et al. 2023 and 
 Dropout is off, as usual in pre-training today. Imports neither torch nor transformers.
 """
 
-from typing import TypedDict
+from typing import Any, TypedDict
 
 from ..errors import ConfigError
 from .schema import unknown_key
@@ -19,7 +19,7 @@ class Architecture(TypedDict):
     """``model_type`` in transformers."""
     context: int
     """Longest sequence in tokens."""
-    shape: dict
+    shape: dict[str, Any]
     """Arguments of the family's config."""
 
 

@@ -66,6 +66,8 @@ def unknown_key(key, where: str, known) -> ConfigError:
 
 def coerce(value: typing.Any, kind: typing.Any, key: str) -> typing.Any:
     """Convert ``value`` to type ``kind``; ConfigError with the allowed values if impossible."""
+    if kind is typing.Any:
+        return value
     origin, options = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
         if value is None and type(None) in options:
@@ -94,8 +96,8 @@ def coerce(value: typing.Any, kind: typing.Any, key: str) -> typing.Any:
     if kind is dict or origin is dict:
         if not isinstance(value, typing.Mapping):
             raise ConfigError(f"{key} = {value!r}: expected a table of keys and values")
-        of = options[1] if options else None
-        return {k: coerce(v, of, f"{key}.{k}") if of else v for k, v in value.items()}
+        of = options[1] if options else typing.Any
+        return {k: coerce(v, of, f"{key}.{k}") for k, v in value.items()}
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if kind is int and isinstance(value, float) and value.is_integer():

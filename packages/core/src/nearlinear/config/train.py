@@ -32,7 +32,7 @@ class ModelConfig:
     gpt-neox-tiny, gpt-neox-20b, mistral-7b, mixtral-tiny, mixtral-8x7b"""
     context: int = 0
     """longest sequence of the model in tokens; 0 = the preset's"""
-    overrides: dict = field(default_factory=dict)
+    overrides: dict[str, Any] = field(default_factory=dict)
     """keys of the Hugging Face model config to change, e.g. n_layer = 2"""
     init_from: str = ""
     """Hugging Face folder (config.json, safetensors) to start from instead of a preset; empty =
@@ -115,7 +115,7 @@ class DataConfig:
     resume: str = ""
     """data_state.json of an earlier run: continue with the batches it has not seen"""
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.path and self.sources:
             raise ConfigError(
                 f"data.path = {self.path} and data.sources are both set: remove one of them"
@@ -155,7 +155,7 @@ class BatchConfig:
     """sequences per optimizer step over all ranks, which determines accumulation, so that a run can
     continue on another number of ranks; 0 = set by accumulation"""
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.sequences and self.accumulation != 1:
             raise ConfigError(
                 f"batch.sequences = {self.sequences} and batch.accumulation = {self.accumulation}: "
@@ -187,7 +187,7 @@ class ActivationsConfig:
     """keep the saved activations of blocks in host memory; see
     parallel.activation_loading_horizon"""
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.checkpoint:
             parse_strategy(self.checkpoint)
 
@@ -293,7 +293,7 @@ class PlanConfig:
 
     cluster: str = ""
     """node type and count, e.g. p4d.24xlarge:32; or machine.toml:2, written by tune --machine"""
-    machine: dict = field(default_factory=dict)
+    machine: dict[str, Any] = field(default_factory=dict)
     """tables of such a file, instead of it; cluster then refers to its node by name"""
 
 
@@ -320,7 +320,7 @@ class TrainConfig:
     run: RunConfig = field(default_factory=RunConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.model.init_from and self.model.preset != ModelConfig.preset:
             raise ConfigError(
                 f"model.preset = {self.model.preset!r} and model.init_from = "

@@ -7,18 +7,23 @@ to each other unless the `Loader` masks them.
 """
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from ..config.train import Packing
 from ..errors import DataError
 from .cache import cache_folder
 from .documents import MOST_OPEN, TokenStream
+from .format import Manifest
 from .lustre_read_model import ReadCounters
 from .open import open_split
 from .packing import PACKINGS, PackingPlan
+from .split import ShardSource
 
 
 @dataclass(frozen=True)
@@ -80,11 +85,14 @@ class TokenDataset:
             raise DataError(f"sequence_length is {sequence_length}: give at least 1")
         options = {"cache": cache, "cache_gib": cache_gib, "vocab_size": vocab_size,
                    "eos_id": eos_id}  # fmt: skip
-        self.source = open_split(path, split, verify, **options)
-        self.path, self.split, self.manifest = self.source.path, split, self.source.manifest
-        self.sequence_length, self.packing = sequence_length, packing
-        self.tokens = self.manifest.total("tokens", split)
-        self.files = self.source.files
+        self.source: ShardSource = open_split(path, split, verify, **options)
+        self.path: Path | str = self.source.path
+        self.split: str = split
+        self.manifest: Manifest = self.source.manifest
+        self.sequence_length: int = sequence_length
+        self.packing: str = packing
+        self.tokens: int = self.manifest.total("tokens", split)
+        self.files: Sequence[Path | str] = self.source.files
         """Token files of the shards in stream order."""
         self._options = options | {"packing": packing}
         self.reads: ReadCounters | None = None
@@ -132,11 +140,11 @@ class TokenDataset:
             raise IndexError(f"window {index} of {len(self)}")
         return self.windows([index % len(self)])[0]
 
-    def windows(self, indices) -> np.ndarray:
+    def windows(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
         """Return the windows `indices` [N] in the given order, int64 [N, L]."""
         return self.rows(indices).tokens
 
-    def rows(self, indices, documents: bool = False) -> WindowRows:
+    def rows(self, indices: Sequence[int] | np.ndarray, documents: bool = False) -> WindowRows:
         """Return the windows `indices` [N] in order, with document starts if `documents`."""
         pieces, shape = self._pieces(indices), (len(indices), self.sequence_length)
         extents = self._bytes(pieces)
@@ -170,12 +178,12 @@ class TokenDataset:
         """Download byte ranges of the files to this node, see `ShardSource.prefetch`."""
         return self.source.prefetch(extents)
 
-    def count_reads(self, **options) -> ReadCounters:
+    def count_reads(self, **options: Any) -> ReadCounters:
         """Start counting file system requests. Returns the counters, see `ReadCounters`."""
         self.reads = ReadCounters(self.shard_bytes, **options)
         return self.reads
 
-    def extents(self, first, end=None) -> np.ndarray:
+    def extents(self, first: ArrayLike, end: np.ndarray | None = None) -> np.ndarray:
         """Return byte ranges of windows [first, end): int64 [pieces, 3] of shard, first byte, end.
 
         `first` and `end` are arrays of equal length. Without `end`, each range is a single window.
@@ -218,7 +226,7 @@ class TokenDataset:
         """Return tokens per document in stream order, including EOS, int64 [documents]."""
         return np.concatenate([self.source.documents(n).lengths() for n in range(len(self.files))])
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[Any, ...]:
         # Reopen instead of pickling mapped memory. The files were checked when first opened.
         return _open, (self.path, self.split, self.sequence_length, self._options)
 

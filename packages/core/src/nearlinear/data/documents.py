@@ -113,7 +113,8 @@ class DocumentIndex:
                 f"{path} is not a document index of uint16 or int32 tokens (MMIDIDX version 1): "
                 "write it again with Megatron's preprocess_data.py or python -m data_prep"
             )
-        self.dtype, self.documents = _DTYPES[code], documents - 1
+        self.dtype: np.dtype = _DTYPES[code]
+        self.documents: int = documents - 1
         lengths, offsets = INDEX_HEADER.size + 4 * sequences, 8 * sequences
         self._lengths = raw[INDEX_HEADER.size : lengths].view("<i4")
         self._offsets = raw[lengths : lengths + offsets].view("<i8")
@@ -122,7 +123,7 @@ class DocumentIndex:
         self._begins = _as_sequence(self._offsets)
         if not self._plain:
             self._begins = _Begins(self._begins, _as_sequence(self._firsts))
-        self.tokens = bytes_ // self.dtype.itemsize
+        self.tokens: int = bytes_ // self.dtype.itemsize
         end = 0
         if sequences:
             end = int(self._offsets[-1]) + int(self._lengths[-1]) * self.dtype.itemsize

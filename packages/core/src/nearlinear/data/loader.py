@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import zip_longest
+from typing import Any
 
 import numpy as np
 import torch
@@ -183,11 +184,16 @@ class Loader:
         if data_rank is None or data_ranks is None:
             data_rank, data_ranks = runtime.data_place()
         _require_rank(data_rank, data_ranks)
-        self.dataset, self.seed = dataset, seed
-        self.micro_batch_size, self.micro_batches = micro_batch_size, micro_batches
-        self.data_rank, self.data_ranks = data_rank, data_ranks
-        self.blocks, self.read_ahead, self.masks = blocks, read_ahead, masks
-        self.order = _block_order(dataset, blocks, seed) if blocks else None
+        self.dataset: TokenDataset | Mixture = dataset
+        self.seed: int = seed
+        self.micro_batch_size: int = micro_batch_size
+        self.micro_batches: int = micro_batches
+        self.data_rank: int = data_rank
+        self.data_ranks: int = data_ranks
+        self.blocks: BlockShuffle | None = blocks
+        self.read_ahead: int = read_ahead
+        self.masks: Masks = masks
+        self.order: BlockOrder | None = _block_order(dataset, blocks, seed) if blocks else None
         every = self.order or _sample_order(dataset, seed)
         # Wraps a partial function, not a method, so that deleting a loader releases its mappings.
         self._chunk = functools.lru_cache(_CHUNKS)(functools.partial(_chunk, every))
@@ -268,11 +274,11 @@ class Loader:
             return self.dataset.epochs(self._next_sample)
         return {str(self.dataset.path): self._next_sample / len(self.dataset)}
 
-    def state_dict(self) -> dict:
+    def state_dict(self) -> dict[str, Any]:
         """Return the position as a small JSON-serializable dict, equal on all ranks."""
         return loader_state(self.dataset, self.seed, self.blocks, self._next_sample)
 
-    def load_state_dict(self, saved: dict) -> None:
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Resume at the position of `saved`, with any number of ranks and micro-batches.
 
         Raises:

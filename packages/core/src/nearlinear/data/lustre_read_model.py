@@ -43,7 +43,7 @@ class ReadCounters:
     _head: tuple[int, int] = (-1, -1)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self._brought = [np.full(-(-size // PAGE), _NEVER) for size in self.sizes]
 
     @property

@@ -12,14 +12,17 @@ import hashlib
 import json
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from ..errors import DataError
 from .dataset import TokenDataset, WindowRows
+from .format import Manifest
+from .lustre_read_model import ReadCounters
 
 logger = logging.getLogger("nearlinear.data")
 
@@ -42,10 +45,11 @@ class Mixture:
     """
 
     def __init__(self, sources: Mapping[TokenDataset, float]):
-        self.sources, self.weights = list(sources), list(sources.values())
+        self.sources: list[TokenDataset] = list(sources)
+        self.weights: list[float] = list(sources.values())
         if not self.sources:
             raise DataError("a mixture of no datasets: give at least one")
-        self.proportions = Proportions(self.weights)
+        self.proportions: Proportions = Proportions(self.weights)
         first = self.sources[0]
         for other in self.sources[1:]:
             for attribute, expected, found in (
@@ -61,12 +65,15 @@ class Mixture:
                         f"{first.path} and {other.path} cannot be mixed: their {attribute} differs "
                         f"({expected} and {found}); prepare both with the same settings"
                     )
-        self.manifest, self.path, self.split = first.manifest, first.path, first.split
-        self.sequence_length, self.packing = first.sequence_length, first.packing
-        self.reads = None
-        self.tokens = sum(source.tokens for source in self.sources)
+        self.manifest: Manifest = first.manifest
+        self.path: Path | str = first.path
+        self.split: str = first.split
+        self.sequence_length: int = first.sequence_length
+        self.packing: str = first.packing
+        self.reads: ReadCounters | None = None
+        self.tokens: int = sum(source.tokens for source in self.sources)
         ends = np.cumsum([len(source) for source in self.sources])
-        self.offsets = ends - [len(source) for source in self.sources]
+        self.offsets: np.ndarray = ends - [len(source) for source in self.sources]
         """Offset of each source in the window numbering of the mixture."""
         self._length = int(ends[-1])
 
@@ -95,14 +102,14 @@ class Mixture:
         """Token files of all sources."""
         return [file for source in self.sources for file in source.files]
 
-    def describe(self) -> list[dict]:
+    def describe(self) -> list[dict[str, Any]]:
         """Return path, fingerprint and share of each source."""
         return [
             {"path": str(source.path), "dataset": source.fingerprint, "share": share}
             for source, share in zip(self.sources, self.proportions.shares, strict=True)
         ]
 
-    def rows(self, indices, documents: bool = False) -> WindowRows:
+    def rows(self, indices: Sequence[int] | np.ndarray, documents: bool = False) -> WindowRows:
         """Return windows like `TokenDataset.rows`. Windows are numbered source after source."""
         indices, length = np.asarray(indices, dtype=np.int64), self.sequence_length
         tokens = np.empty((len(indices), length), dtype=np.int64)
@@ -118,7 +125,7 @@ class Mixture:
         filled = None if self.packing == "concat" else filled
         return WindowRows(tokens, filled, np.sort(np.concatenate(begins)) if documents else None)
 
-    def extents(self, first, end) -> np.ndarray:
+    def extents(self, first: np.ndarray, end: np.ndarray) -> np.ndarray:
         """Return byte ranges like `TokenDataset.extents`. Files are numbered as in `files`."""
         ranges = [np.arange(*pair) for pair in zip(first, end, strict=True)]
         indices = np.concatenate([np.empty(0, dtype=np.int64), *ranges])
@@ -170,13 +177,13 @@ class Proportions:
         DataError: If a weight is not a positive number.
     """
 
-    def __init__(self, weights):
+    def __init__(self, weights: Sequence[float]):
         exact = [Fraction(str(weight)) for weight in weights if _positive(weight)]
         if len(exact) != len(weights):
             raise DataError(f"weights are {weights}: every weight must be a number above 0")
-        self.parts = _integer_parts(exact)
-        self.period = sum(self.parts)
-        self.shares = [part / self.period for part in self.parts]
+        self.parts: list[int] = _integer_parts(exact)
+        self.period: int = sum(self.parts)
+        self.shares: list[float] = [part / self.period for part in self.parts]
         _warn_rounded(exact, self.parts)
         table = assign_slots(self.parts)
         counts = np.zeros((len(table) + 1, len(self.parts)), dtype=np.int64)

@@ -11,12 +11,13 @@ import logging
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from ..errors import DataError
 from .documents import DocumentIndex, DocumentsByToken
-from .format import Manifest, verify
+from .format import Manifest, Shard, verify
 
 
 class NoSplit(DataError):
@@ -32,14 +33,16 @@ class ShardSource(abc.ABC):
     def __init__(
         self, path: Path | str, split: str, manifest: Manifest, dtype: np.dtype | None = None
     ):
-        self.path, self.split, self.manifest = path, split, manifest
-        self.dtype = dtype or manifest.dtype
+        self.path: Path | str = path
+        self.split: str = split
+        self.manifest: Manifest = manifest
+        self.dtype: np.dtype[Any] = dtype or manifest.dtype
         """Dtype of the tokens in the files."""
         if split not in manifest.splits:
             raise NoSplit(
                 f"{path} has no split {split!r}: it has {', '.join(sorted(manifest.splits))}"
             )
-        self.shards = manifest.splits[split]
+        self.shards: tuple[Shard, ...] = manifest.splits[split]
         if not manifest.total("tokens", split):
             raise NoSplit(
                 f"split {split!r} of {path} is empty: prepare the data again with more text or a "

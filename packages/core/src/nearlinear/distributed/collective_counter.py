@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import Counter
+from typing import Any
 
 import torch
 
@@ -44,7 +45,8 @@ class count_collectives:  # noqa: N801 (a context manager, named as the verb it 
     """
 
     def __init__(self):
-        self.calls, self.bytes = Counter(), Counter()
+        self.calls: Counter[str] = Counter()
+        self.bytes: Counter[str] = Counter()
         self._pending = []
         self._mode = _Operators(self)
 
@@ -53,7 +55,7 @@ class count_collectives:  # noqa: N801 (a context manager, named as the verb it 
         self._mode.__enter__()
         return self
 
-    def __exit__(self, *error):
+    def __exit__(self, *error: Any) -> None:
         self._mode.__exit__(*error)
         _stack().remove(self)
         for done in self._pending:

@@ -61,9 +61,12 @@ class Operation:
     """Current operation of this rank, written by its main thread and read by its watchdog."""
 
     def __init__(self):
-        self.name, self.detail, self.patience = "start of the run", "", 1.0
-        self.index = self.progress = 0
-        self.since = time.monotonic()
+        self.name: str = "start of the run"
+        self.detail: str = ""
+        self.patience: float = 1.0
+        self.index: int = 0
+        self.progress: int = 0
+        self.since: float = time.monotonic()
 
     def begin(self, name: str, patience: float = 1.0) -> None:
         """Start the next operation. All ranks start the same operations in the same order."""

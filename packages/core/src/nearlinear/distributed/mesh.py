@@ -12,11 +12,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..config.parallel import ParallelConfig
 from ..errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 AXES = ("pipeline", "replicate", "shard", "context", "tensor")
 
@@ -64,7 +68,7 @@ class Mesh:
         )
 
     @classmethod
-    def from_device_mesh(cls, device_mesh, ranks_per_node: int = 0) -> Mesh:
+    def from_device_mesh(cls, device_mesh: DeviceMesh, ranks_per_node: int = 0) -> Mesh:
         """Return the mesh of a torch ``DeviceMesh`` ("shard",) or ("replicate", "shard")."""
         names = device_mesh.mesh_dim_names
         if names not in (("shard",), ("replicate", "shard")):
@@ -170,7 +174,7 @@ class Mesh:
         """Largest number of nodes of any group of ``axis``; 1 means no traffic between nodes."""
         return max(len({self.node(rank) for rank in group}) for group in self.groups(axis))
 
-    def device_mesh(self, device_type: str):
+    def device_mesh(self, device_type: str) -> DeviceMesh:
         """Create the torch ``DeviceMesh`` that FSDP2 shards over.
 
         Its axes are pipeline, replicate, shard and tensor. Axes of size one are left out, except
@@ -180,7 +184,7 @@ class Mesh:
         grid = self._of_experts(self.sharing, 1).squeeze(3)
         return _device_mesh(device_type, grid, ("pipeline", "replicate", "shard", "tensor"))
 
-    def expert_mesh(self, device_type: str):
+    def expert_mesh(self, device_type: str) -> DeviceMesh:
         """Create the `device_mesh` for expert states, sharded over ``expert_sharing`` ranks."""
         grid = self._of_experts(self.expert_sharing, self.expert)
         names = ("pipeline", "replicate", "shard", "expert", "tensor")
@@ -212,7 +216,7 @@ _ROWS_SHOWN = 16
 _WIDTH_SHOWN = 80
 
 
-def _device_mesh(device_type: str, grid: np.ndarray, names: tuple[str, ...]):
+def _device_mesh(device_type: str, grid: np.ndarray, names: tuple[str, ...]) -> DeviceMesh:
     """Create a DeviceMesh from ``grid`` without axes of size one, except for shard."""
     import torch
     from torch.distributed.device_mesh import DeviceMesh

@@ -12,7 +12,7 @@ import os
 import socket
 import threading
 from dataclasses import dataclass, field
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -115,7 +115,7 @@ _of_process: Runtime | None = None
 
 
 def init(
-    config: ParallelConfig | dict | str | os.PathLike | None = None,
+    config: ParallelConfig | dict[str, Any] | str | os.PathLike[str] | None = None,
     *,
     ranks_per_node: int | None = None,
 ) -> Mesh:

@@ -15,6 +15,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch.distributed as dist
 
@@ -74,10 +75,10 @@ class Watchdog:
     """Context manager returned by `watch_ranks`."""
 
     def __init__(self, timeout: float, on_fault: Callable[[Fault, bool], str] | None, setting: str):
-        self.operation = Operation()
+        self.operation: Operation = Operation()
         self.fault: Fault | None = None
         """The fault that ends the run."""
-        self.outcome = ""
+        self.outcome: str = ""
         """Text returned by ``on_fault``."""
         self._timeout, self._on_fault, self._setting = timeout, on_fault, setting
         self._interval = min(HEARTBEAT_INTERVAL, timeout / 8)
@@ -125,7 +126,7 @@ class Watchdog:
             self._thread.start()
         return self
 
-    def __exit__(self, kind, error: BaseException | None, trace) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         try:
             if error is not None and not getattr(error, "everywhere", False):
                 self._end_with(error)

@@ -30,12 +30,12 @@ class LossScaler:
     """
 
     def __init__(self, config: ParallelConfig):
-        self.config = config
-        self.loss_scale = config.init_scale
+        self.config: ParallelConfig = config
+        self.loss_scale: float = config.init_scale
         """Current scale."""
-        self.overflow = False
+        self.overflow: bool = False
         """True if the last step was dropped. A learning rate scheduler should not step either."""
-        self.skipped = 0
+        self.skipped: int = 0
         """Number of dropped steps."""
         self._shifts_left = config.delayed_shift
         self._good_steps = 0

@@ -182,7 +182,7 @@ class ReplicaSlice:
     elements: int = field(init=False)
     """Elements of the largest slice of the shard; each replica sends as many."""
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self.ranks, self.rank = self.mesh.size(1), self.mesh.get_local_rank(1)
         self.dim = _dim_to_slice(self.padded_shape, self.ranks)
         self.elements = max(part.numel() for part in self.parts(local_tensor(self.shard.data)))

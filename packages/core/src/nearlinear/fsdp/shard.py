@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+from typing import Any
 
 import torch
 from torch import nn
@@ -56,7 +57,7 @@ def shard(
     model: nn.Module,
     *,
     mesh: DeviceMesh | None = None,
-    config: ParallelConfig | dict | str | os.PathLike | None = None,
+    config: ParallelConfig | dict[str, Any] | str | os.PathLike[str] | None = None,
     blocks: list[nn.Module] | None = None,
     precision: str | None = None,
     reshard_after_forward: bool | None = None,

@@ -46,7 +46,7 @@ class JobInput:
     writable: bool = False
     """file systems only: mount with write access"""
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         given = [name for name in SOURCES if getattr(self, name)]
         if len(given) != 1:
             found = " and ".join(given) or "none"
@@ -135,7 +135,7 @@ class JobSpec:
     namespace: str = "default"
     """Kubernetes namespace"""
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name, least in (("nodes", 1), ("volume_gb", 1)):
             if getattr(self, name) < least:
                 raise ConfigError(f"job.{name} = {getattr(self, name)}: must be at least {least}")

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -46,11 +47,14 @@ class memory_report:  # noqa: N801 (a context manager that reads as a verb)
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer):
-        self.model, self.optimizer = model, optimizer
-        self.roots = fsdp_roots(model)
+        self.model: nn.Module = model
+        self.optimizer: torch.optim.Optimizer = optimizer
+        self.roots: list[nn.Module] = fsdp_roots(model)
         if not all(isinstance(root, FSDPModule) for root in self.roots):
             raise NearlinearError("nl.memory_report needs a model sharded by nl.shard")
-        self.units = [unit for root in self.roots for unit in root.modules() if _is_unit(unit)]
+        self.units: list[nn.Module] = [
+            unit for root in self.roots for unit in root.modules() if _is_unit(unit)
+        ]
         self.report: MemoryReport | None = None
         self._saved = SavedTensors(self._saved_kind)
         self._kind = "activations"
@@ -80,7 +84,7 @@ class memory_report:  # noqa: N801 (a context manager that reads as a verb)
         observe_kept_tensors(self.model, self._saved.observe)
         return self
 
-    def __exit__(self, kind, error, trace) -> None:
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         observe_kept_tensors(self.model, None)
         self._saved.__exit__(kind, error, trace)
         for handle in self._handles:

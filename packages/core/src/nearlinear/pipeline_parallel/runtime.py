@@ -126,7 +126,7 @@ class PipelineRuntime:
     _built_for: tuple = ()
     _torch_schedules: dict[int, Any] = field(default_factory=dict)  # by number of micro-batches
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self._check_batch = BatchCheck(self.runtime, "pipeline")
 
     def __str__(self) -> str:

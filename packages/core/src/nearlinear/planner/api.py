@@ -4,6 +4,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from ..config import train as train_config
 from ..config.schema import coerce
@@ -19,7 +20,7 @@ from .workload import workload_from_config
 
 
 def plan(
-    config: TrainConfig | dict | str | Path | None,
+    config: TrainConfig | dict[str, Any] | str | Path | None,
     cluster: Cluster | str = "",
     *,
     tokens: float = 0.0,

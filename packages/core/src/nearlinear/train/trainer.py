@@ -20,15 +20,21 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from ..checkpoint.hf.importing import import_hf
 from ..config import schema
 from ..config.train import TrainConfig, load
+from ..data.dataset import TokenDataset
+from ..data.loader import Loader
+from ..data.mixture import Mixture
 from ..distributed import runtime
-from ..distributed.watchdog import watch_ranks
+from ..distributed.mesh import Mesh
+from ..distributed.watchdog import Watchdog, watch_ranks
 from ..errors import ConfigError, Interrupted
 from ..fsdp.accumulate import accumulate, count_targets
 from ..fsdp.clip_grad import clip_grad_norm_
+from ..fsdp.loss_scaler import LossScaler
 from ..fsdp.model_state import model_state
 from ..memory.measure import memory_report
 from ..memory.report import MemoryReport
@@ -104,21 +110,22 @@ class Trainer:
         self.config = config
 
         # mesh
-        self.mesh = runtime.init(config.parallel)
+        self.mesh: Mesh = runtime.init(config.parallel)
         now = runtime.current()
-        self.rank, self.device = now.rank, now.device
+        self.rank: int = now.rank
+        self.device: torch.device = now.device
         torch.manual_seed(config.parallel.random_seed + self.rank)  # dropout
 
         timeout, setting = config.train.rank_timeout, "train.rank_timeout"
         with watch_ranks(timeout, setting=setting) as watch:
             # data
             watch.at("opening the data", STARTUP_PATIENCE)
-            self.dataset = preflight.open_dataset(config, "train", verified)
-            self.held_out = None
+            self.dataset: TokenDataset | Mixture = preflight.open_dataset(config, "train", verified)
+            self.held_out: TokenDataset | Mixture | None = None
             if config.train.eval_sequences:
                 self.held_out = preflight.open_dataset(config, "val", verified)
-            self.loader = build_loader(config, self.dataset)
-            self.tokens_per_step = self.loader.samples_per_step * config.sequence_length
+            self.loader: Loader = build_loader(config, self.dataset)
+            self.tokens_per_step: int = self.loader.samples_per_step * config.sequence_length
             data_state = preflight.read_data_state(config)
             if data_state:
                 self.loader.load_state_dict(data_state["loader"])
@@ -128,16 +135,17 @@ class Trainer:
             model = build_model(config.model, self.dataset.manifest.vocab_size)
             if config.data.document_mask:
                 check_document_mask(model)
-            self.num_parameters = sum(p.numel() for p in model.parameters())
-            self.flops_per_token = flops_per_token(model, config.sequence_length)
+            self.num_parameters: int = sum(p.numel() for p in model.parameters())
+            self.flops_per_token: float = flops_per_token(model, config.sequence_length)
 
             # parallelize
+            self.model: nn.Module
             self.model, blocks = parallelize(model, config)
 
             # optimizer
-            self.optimizer = build_optimizer(self.model, config.optimizer)
-            self.scaler = model_state(self.model).loss_scaler  # None unless in float16
-            self.bad_steps = BadStepDetector(
+            self.optimizer: torch.optim.Optimizer = build_optimizer(self.model, config.optimizer)
+            self.scaler: LossScaler | None = model_state(self.model).loss_scaler
+            self.bad_steps: BadStepDetector = BadStepDetector(
                 config.train.bad_steps_in_a_row, config.train.spike_factor
             )
 
@@ -152,14 +160,16 @@ class Trainer:
             resumed = self.checkpoints.resume() if self.checkpoints else 0
             if config.model.init_from and not resumed:
                 import_hf(config.model.init_from, self.model)
-            self.first_step = self.done = resumed or (data_state["step"] if data_state else 0)
-            self.stop_signal, self.stopping = StopSignal(), False
+            self.first_step: int = resumed or (data_state["step"] if data_state else 0)
+            self.done: int = self.first_step
+            self.stop_signal: StopSignal = StopSignal()
+            self.stopping: bool = False
 
             # metrics
             precision = config.parallel.precision
-            self.peak_tflops = config.run.peak_tflops or peak_tflops(self.device, precision)
+            self.peak_tflops: float = config.run.peak_tflops or peak_tflops(self.device, precision)
             self.memory: MemoryReport | None = None  # measured in the first update
-            self.reporter = Reporter(
+            self.reporter: Reporter = Reporter(
                 config.run.folder,
                 config.train.steps,
                 active=self.rank == 0,
@@ -172,7 +182,7 @@ class Trainer:
             if self.checkpoints and config.checkpoint.emergency:
                 emergency = EmergencyCheckpoint(self.checkpoints)
             on_fault = emergency.save if emergency else None
-            self.watch = watch_ranks(timeout, on_fault, setting=setting)
+            self.watch: Watchdog = watch_ranks(timeout, on_fault, setting=setting)
             self.callbacks: tuple[Callback, ...] = (
                 WatchdogCallback(self.watch, self.model, blocks, self.first_step + 1),
                 *((emergency,) if emergency else ()),

@@ -9,6 +9,7 @@ import hashlib
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -28,18 +29,18 @@ class Manifest:
 
     vocab_size: int
     eos_id: int
-    tokenizer: dict  # name, file, sha256
+    tokenizer: dict[str, Any]  # name, file, sha256
     splits: dict[str, tuple[Shard, ...]]
-    settings: dict = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
     """Settings of the preparation. Later runs into the same folder must use the same settings."""
-    source: dict = field(default_factory=dict)
+    source: dict[str, Any] = field(default_factory=dict)
     """Name, description and versions of the text source."""
-    libraries: dict = field(default_factory=dict)
+    libraries: dict[str, Any] = field(default_factory=dict)
     """Versions of the libraries used by the preparation."""
-    plan: dict = field(default_factory=dict)
+    plan: dict[str, Any] = field(default_factory=dict)
     """`inputs`: path, bytes, kept documents and kept tokens of each input file. `splits`, in order:
     input, start, end, number of documents read, xxh3_64 of the hashes of their texts."""
-    statistics: dict = field(default_factory=dict)
+    statistics: dict[str, Any] = field(default_factory=dict)
     """Documents, tokens, text bytes, duplicates, length histogram, tokens kept by each packing."""
 
     @property
@@ -62,7 +63,7 @@ class Manifest:
         return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
     @property
-    def tokenizer_id(self) -> dict:
+    def tokenizer_id(self) -> dict[str, Any]:
         """Tokenizer that produced the token ids: its name and the sha256 of its file."""
         return {name: self.tokenizer[name] for name in ("name", "sha256")}
 

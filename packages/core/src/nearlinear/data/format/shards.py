@@ -10,7 +10,7 @@ import re
 import struct
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -80,7 +80,7 @@ class Shard:
     """CRC-32 of the same blocks, 8 hex digits. They locate a flipped bit."""
 
     @classmethod
-    def parse(cls, fields: dict) -> "Shard":
+    def parse(cls, fields: dict[str, Any]) -> "Shard":
         """Create a shard from a JSON object. Raises KeyError, TypeError or ValueError."""
         blocks, crcs = tuple(fields["blocks"]), tuple(fields["crcs"])
         if not all(map(_HEX.fullmatch, (*blocks, *crcs))):
