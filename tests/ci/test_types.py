@@ -1,5 +1,6 @@
-"""pyright: no errors in the packages and data_prep, and an error for a misspelled public name."""
+"""pyright: no errors, an error for a misspelled public name, and declared types of all of them."""
 
+import ast
 import json
 import subprocess
 import sys
@@ -20,6 +21,38 @@ model = nl.shard(nl.plan)  # wrong argument
 nl.accumulat  # misspelled
 reveal_type(nl.process_group("shard"))
 """
+
+
+def public_names() -> set[str]:
+    """Return where the names of ``nearlinear.__init__`` are defined, as in fsdp.shard.shard."""
+    for node in ast.parse((ROOT / AREAS[0] / "nearlinear/__init__.py").read_text()).body:
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            imports = [each for each in node.body if isinstance(each, ast.ImportFrom)]
+            return {f"nearlinear.{each.module}.{each.names[0].name}" for each in imports}
+    raise AssertionError("nearlinear/__init__.py has no static exports")
+
+
+@pytest.mark.slow
+def test_types_of_public_names_are_declared():
+    """No parameter, result or attribute of a public name is left for a type checker to infer."""
+    done = subprocess.run(
+        [sys.executable, "-m", "basedpyright", "--verifytypes", "nearlinear", "--ignoreexternal",
+         "--outputjson", "--pythonpath", sys.executable],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )  # fmt: skip
+    assert done.stdout, f"basedpyright did not run: {done.stderr}"
+    names, checked, messages = public_names(), 0, []
+    for symbol in json.loads(done.stdout)["typeCompleteness"]["symbols"]:
+        if any(symbol["name"] == name or symbol["name"].startswith(f"{name}.") for name in names):
+            checked += 1
+            if not symbol["isTypeKnown"] or symbol["isTypeAmbiguous"]:
+                reasons = "; ".join(each["message"] for each in symbol["diagnostics"])
+                messages.append(f"{symbol['name']}: {reasons or 'see the types it refers to'}")
+    assert checked > len(names) > 30
+    assert not messages, "\n".join(messages)
 
 
 @pytest.mark.slow

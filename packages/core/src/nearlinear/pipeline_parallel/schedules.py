@@ -9,6 +9,7 @@ only to build a schedule, so that the planner can use it without torch.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from ..errors import ConfigError
 
@@ -76,7 +77,7 @@ class PipelineSchedule:
         """Return the stages on the rank with pipeline coordinate ``rank``."""
         return [stage for stage in range(self.stages) if self.rank_of(stage) == rank]
 
-    def build(self, stages: list, micro_batches: int):
+    def build(self, stages: list[Any], micro_batches: int) -> Any:
         """Return torch's schedule of ``stages``. The last stage returns the loss."""
         from torch.distributed import pipelining
 

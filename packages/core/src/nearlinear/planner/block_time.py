@@ -9,7 +9,7 @@ from ..distributed.backend import HOST_MEMORY_BACKEND
 from .cluster import Cluster
 from .compute_time import ComputeTimes
 from .fitted_constants import FittedConstants
-from .network_time import RankGroup, network_for, rank_group
+from .network_time import DataSheetNetwork, MeasuredNetwork, RankGroup, network_for, rank_group
 from .workload import StageLayout, Workload
 
 FLOAT = 4  # bytes
@@ -41,9 +41,13 @@ class BlockTimes:
     """Durations of ``work`` on ``cluster``, in seconds."""
 
     def __init__(self, work: Workload, cluster: Cluster, constants: FittedConstants):
-        self.work, self.constants, self.cluster = work, constants, cluster
-        self.compute = ComputeTimes(work, cluster.gpu, constants)
-        self.network = network_for(cluster.node, constants, work)
+        self.work: Workload = work
+        self.constants: FittedConstants = constants
+        self.cluster: Cluster = cluster
+        self.compute: ComputeTimes = ComputeTimes(work, cluster.gpu, constants)
+        self.network: DataSheetNetwork | MeasuredNetwork = network_for(
+            cluster.node, constants, work
+        )
         mesh = work.mesh
         self.shard_group: RankGroup = rank_group(mesh, "shard", "context")
         self.replica_group: RankGroup = rank_group(mesh, "replicate")

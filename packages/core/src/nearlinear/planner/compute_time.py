@@ -63,21 +63,25 @@ class ComputeTimes:
     """Compute times of ``work`` on ``gpu``, in seconds."""
 
     def __init__(self, work: Workload, gpu: Accelerator, constants: FittedConstants):
-        self.work, self.gpu, self.constants = work, gpu, constants
-        self.memory_rate = gpu.hbm_gb_s * 1e9 * constants.memory_share
+        self.work: Workload = work
+        self.gpu: Accelerator = gpu
+        self.constants: FittedConstants = constants
+        self.memory_rate: float = gpu.hbm_gb_s * 1e9 * constants.memory_share
         self.bytes = 4 if work.precision == "fp32" else HALF_BYTES
-        self.rate = gpu.best_product(work.precision) * constants.matmul_share
+        self.rate: float = gpu.best_product(work.precision) * constants.matmul_share
         self.block_rate = self.rate
         if work.fp8:
-            self.block_rate = gpu.best_product("fp8") * constants.matmul_share
+            self.block_rate: float = gpu.best_product("fp8") * constants.matmul_share
         sizes = gpu.products.get(work.precision)
-        self.measured_rates = MeasuredMatmulRates(sizes) if sizes else None
+        self.measured_rates: MeasuredMatmulRates | None = (
+            MeasuredMatmulRates(sizes) if sizes else None
+        )
         mesh, shape = work.mesh, work.shape
-        self.rows = work.tokens
-        self.heads = shape.heads / mesh.tensor
-        self.kv_width = shape.kv_width / mesh.tensor
-        self.width = shape.width / mesh.tensor
-        self.inner = shape.inner / mesh.tensor
+        self.rows: int = work.tokens
+        self.heads: float = shape.heads / mesh.tensor
+        self.kv_width: float = shape.kv_width / mesh.tensor
+        self.width: float = shape.width / mesh.tensor
+        self.inner: float = shape.inner / mesh.tensor
 
     def matmul(self, m: float, k: float, n: float, rate: float = 0.0, count: float = 1.0) -> float:
         """Seconds of ``count`` matrix products [m, k] x [k, n]."""

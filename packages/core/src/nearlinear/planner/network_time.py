@@ -87,10 +87,10 @@ class DataSheetNetwork:
 
     def __init__(self, node: Node, constants: FittedConstants):
         self.constants = constants
-        self.intra_node = node.gpu.link_gb_s * 1e9 * constants.link_share
-        self.inter_node = node.network * constants.network_share
-        self.per_gpu = self.inter_node / node.gpus
-        self.host = node.gpu.host_gb_s * 1e9 * constants.link_share
+        self.intra_node: float = node.gpu.link_gb_s * 1e9 * constants.link_share
+        self.inter_node: float = node.network * constants.network_share
+        self.per_gpu: float = self.inter_node / node.gpus
+        self.host: float = node.gpu.host_gb_s * 1e9 * constants.link_share
 
     def all_gather(
         self, size: float, group: RankGroup, direct: bool = False, hierarchical: bool = False
@@ -185,10 +185,10 @@ class MeasuredNetwork:
 
     def __init__(self, node: Node, backend: str, exchanged: bool):
         """Select the rows of ``backend``; ``exchanged``: reduce-scatter by exchanging parts."""
-        self.name = node.name
-        self.host = node.gpu.host_gb_s * 1e9
-        self.rows = _of_backend(backend, node.collectives)
-        self.contention = _of_backend(backend, node.contention)
+        self.name: str = node.name
+        self.host: float = node.gpu.host_gb_s * 1e9
+        self.rows: list[MeasuredCollective] = _of_backend(backend, node.collectives)
+        self.contention: list[MeasuredContention] = _of_backend(backend, node.contention)
         kinds = {row.kind for row in self.rows}
         self.reduce_scatter_kind = EXCHANGE if exchanged and EXCHANGE in kinds else REDUCE_SCATTER
 

@@ -17,6 +17,7 @@ from ..checkpoint.async_writer import PendingSave
 from ..checkpoint.load import load
 from ..config.train import CheckpointConfig
 from ..distributed.consensus import raise_on_all_ranks
+from ..storage import StoragePath
 
 
 class CheckpointManager:
@@ -36,12 +37,15 @@ class CheckpointManager:
             optimizer: Its optimizer.
             others: Further objects with ``state_dict`` and ``load_state_dict``, by name.
         """
-        self.config, self.model, self.optimizer, self.others = config, model, optimizer, others
-        self.folder = storage.as_path(config.folder)
+        self.config: CheckpointConfig = config
+        self.model: nn.Module = model
+        self.optimizer: torch.optim.Optimizer = optimizer
+        self.others: dict[str, Any] = others
+        self.folder: StoragePath = storage.as_path(config.folder)
         self.saved = 0
         """Step of the newest checkpoint, which may still be in progress; 0: there is none."""
         self.saving: PendingSave | None = None
-        self.interval_elapsed = False
+        self.interval_elapsed: bool = False
         """`clock_elapsed` of any rank, as agreed in the newest step."""
         self._since = time.monotonic()
 
@@ -90,7 +94,7 @@ class CheckpointManager:
                 overlap=True,  # only the steps of the trainer change the state
                 **self.others,
             )
-            self.saved = step
+            self.saved: int = step
         self.interval_elapsed, self._since = False, time.monotonic()
         if not self.config.asynchronous:
             self.finish()
@@ -133,4 +137,4 @@ class StopSignal:
             self._previous = None
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        self.received = True
+        self.received: bool = True

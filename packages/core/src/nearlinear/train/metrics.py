@@ -73,7 +73,15 @@ class Reporter:
     A resumed run keeps the metrics of the steps up to ``first_step`` and discards later ones.
     """
 
-    def __init__(self, folder, steps: int, *, active: bool, tensorboard: bool, first_step: int = 0):
+    def __init__(
+        self,
+        folder: str | Path,
+        steps: int,
+        *,
+        active: bool,
+        tensorboard: bool,
+        first_step: int = 0,
+    ):
         """
         Args:
             folder: Run folder, created if needed.
@@ -86,7 +94,7 @@ class Reporter:
         self.active = active
         if not active:
             return
-        self.folder = Path(folder)
+        self.folder: Path = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         _discard_later_rows(self.folder / METRICS_FILE, first_step)
         self._jsonl = open(self.folder / METRICS_FILE, "a", encoding="utf-8")

@@ -103,9 +103,9 @@ class PeakTracker:
         self.now: Counter[str] = Counter()
         self.moment = ""
         """Description of the current moment."""
-        self.peak = 0
+        self.peak: int = 0
         self.at_peak: CategoryBytes = {}
-        self.moment_of_peak = ""
+        self.moment_of_peak: str = ""
 
     def add(self, category: str, size: int) -> None:
         """Allocate ``size`` bytes, or free them if negative."""

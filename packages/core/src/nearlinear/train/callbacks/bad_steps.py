@@ -39,9 +39,12 @@ class BadStepDetector(Callback):
             spike_factor: Skip steps whose gradient norm exceeds this multiple of the median of
                 recent norms. 0 skips only non-finite steps.
         """
-        self.max_consecutive, self.spike_factor = max_consecutive, spike_factor
-        self.skipped = self.consecutive = 0
-        """Skipped steps: in total, and since the last step that was not skipped."""
+        self.max_consecutive: int = max_consecutive
+        self.spike_factor: float = spike_factor
+        self.skipped: int = 0
+        """Skipped steps."""
+        self.consecutive: int = 0
+        """Skipped steps since the last step that was not skipped."""
         self.norms: deque[float] = deque(maxlen=NORM_WINDOW)
 
     def on_gradients_ready(self, step: TrainStep) -> None:
