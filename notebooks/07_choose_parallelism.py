@@ -47,8 +47,8 @@ from IPython.display import Markdown
 
 import ci
 import nearlinear as nl
-from nearlinear.planner import scaling, search, validate
-from nearlinear.planner.cluster_spec import parse_cluster
+from nearlinear.planner import api, search, validate
+from nearlinear.planner.api import parse_cluster
 from nearlinear.planner.explain import three_billion_rule
 from nearlinear.plots import GRID, INK, MUTED, PALETTE, predicted_against_published
 
@@ -498,7 +498,7 @@ for color, degree in zip(PALETTE, (0, 128, 64), strict=False):
     if degree:
         changed = with_(llama, parallel__hybrid_shard_degree=degree)
         start = nl.plan(changed, "p4d.24xlarge:16")
-        points = scaling.scaling_curve(start.config, start.cluster)
+        points = api.scaling_curve(start.config, start.cluster)
         gpus, rates = zip(*[(p.gpus, p.tokens_per_second_per_gpu) for p in points], strict=True)
     else:  # all GPUs of the cluster
         gpus = [8 * nodes for nodes in everywhere]

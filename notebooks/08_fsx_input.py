@@ -51,7 +51,7 @@ from nearlinear import cli, plots
 from nearlinear.data.format import Manifest, Shard, encode_index
 from nearlinear.data.loader import BlockShuffle
 from nearlinear.launch import spec
-from nearlinear.launch.fsx import access_checks, hydrate, lustre, requests, service, throughput
+from nearlinear.launch.fsx import access_checks, hydrate, lustre, service, throughput
 from nearlinear.launch.sagemaker.request_checks import check_against_model, check_rules
 
 assert scale in ("ci", "laptop", "aws"), f"scale = {scale!r}: use ci, laptop or aws"
@@ -128,7 +128,7 @@ for deployment, per_tib, colour in (
     ("SCRATCH_2", 200, plots.PALETTE[1]), ("PERSISTENT_2", 125, "#93c5fd"),
     ("PERSISTENT_2", 1000, plots.PALETTE[0]),
 ):  # fmt: skip
-    rates = [requests.total_throughput(int(gib), per_tib) / 1000 for gib in sizes]
+    rates = [service.total_throughput(int(gib), per_tib) / 1000 for gib in sizes]
     ax.plot(sizes / 1000, rates, "o-", color=colour, label=f"{deployment}, {per_tib} MB/s per TiB")
 ax.set(xscale="log", yscale="log", xlabel="TiB", ylabel="GB/s", title="throughput bought")
 ax.set_xticks(sizes / 1000, [f"{s / 1000:g}" for s in sizes])
@@ -151,7 +151,7 @@ assert scale == "aws" or service.list_file_systems() == []
 # printed with a remedy.
 
 # %%
-wrong = requests.FileSystemRequest(
+wrong = service.FileSystemRequest(
     subnet, deployment="PERSISTENT_2", capacity_gib=3600, mb_per_tib=99
 )
 for problem in wrong.find_problems():

@@ -8,9 +8,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from nearlinear.checkpoint import retention
-from nearlinear.checkpoint.diff import compare_checkpoints
-from nearlinear.checkpoint.verify import find_faults
+from nearlinear.checkpoint import save
+from nearlinear.checkpoint.verify import compare_checkpoints, find_faults
 
 from .ranks import RankProcesses
 
@@ -79,7 +78,7 @@ def run_with_kills(
     rng, faulty, killed, starts = random.Random(options.seed), [], 0, 0
     checkpoints, log = Path(config["checkpoint"]["folder"]), folder / "disturbed.log"
     while True:
-        before = max(retention.steps(checkpoints), default=0)
+        before = max(save.steps(checkpoints), default=0)
         ranks, starts = RankProcesses(options.ranks, config, log), starts + 1
         if killed < options.kills:
             ranks.wait_for_exit(rng.uniform(0, latest))
@@ -89,7 +88,7 @@ def run_with_kills(
         waited = ranks.join()
         killed += ranks.killed
         found = [fault for path in finished_checkpoints(checkpoints) for fault in find_faults(path)]
-        after = max(retention.steps(checkpoints), default=0)
+        after = max(save.steps(checkpoints), default=0)
         if after < before:
             found.append(f"start {starts}: checkpoint {before} was lost")
         faulty += found
@@ -106,7 +105,7 @@ def finished_checkpoints(folder: Path) -> list[Path]:
 
 def latest_checkpoint(config: dict) -> Path:
     folder = Path(config["checkpoint"]["folder"])
-    return retention.step_folder(folder, max(retention.steps(folder)))
+    return save.step_folder(folder, max(save.steps(folder)))
 
 
 def run_config(options, data, folder: Path) -> dict:

@@ -17,7 +17,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from nearlinear.config.presets import get_preset
+from nearlinear.config.architecture import get_preset
 from nearlinear.config.schema import to_toml
 from nearlinear.config.train import TrainConfig, load
 from nearlinear.planner import memory

@@ -40,8 +40,8 @@ from ci.planner_validation.cases import (
 )
 from nearlinear.config.parallel import schema
 from nearlinear.errors import ConfigError
+from nearlinear.planner.api import read_measured_node
 from nearlinear.planner.cluster import Node
-from nearlinear.planner.cluster_spec import read_measured_node
 
 MODULE = "ci.planner_validation.step_time"
 LOCK = Path(tempfile.gettempdir()) / "nearlinear-timed.lock"

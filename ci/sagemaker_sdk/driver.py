@@ -11,11 +11,7 @@ from pathlib import Path
 
 from ci.sagemaker_sdk import jobs
 from nearlinear.launch.sagemaker import aws, emulate
-from nearlinear.launch.sagemaker.launcher_script import (
-    CODE_CHANNEL,
-    CONTAINER_ROOT,
-    DRIVER_CHANNEL,
-)
+from nearlinear.launch.sagemaker.container import CODE_CHANNEL, CONTAINER_ROOT, DRIVER_CHANNEL
 from nearlinear.launch.sagemaker.model_trainer import COMMAND
 
 HOST = "algo-1"

@@ -12,7 +12,7 @@ import nearlinear
 
 SOURCE = Path(nearlinear.__file__).parent
 LAYERS = {
-    "base": ("_torch", "errors", "output_file", "storage", "text_table"),
+    "base": ("_torch", "errors", "output", "storage"),
     "settings": ("config", "hardware"),
     "ranks": ("distributed", "spmd"),
     "sharding": ("fsdp",),

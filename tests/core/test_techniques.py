@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import nearlinear as nl
-from nearlinear.checkpoint.tensor_shards import TensorShard, local_tensor_shards
+from nearlinear.checkpoint.index import TensorShard, local_tensor_shards
 from nearlinear.distributed import runtime
 from tests.support import activations, parity
 

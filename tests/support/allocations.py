@@ -6,9 +6,8 @@ import torch
 
 import nearlinear as nl
 from nearlinear.fsdp.model_state import local_tensor
-from nearlinear.train.model import build_model
+from nearlinear.train.model import build_model, parallelize
 from nearlinear.train.optimizer import build_optimizer
-from nearlinear.train.parallelize import parallelize
 
 STEPS = 5
 

@@ -15,7 +15,7 @@ from torch import nn
 
 import nearlinear as nl
 from nearlinear import _torch
-from nearlinear.checkpoint import async_writer, index, retention, safetensors_file
+from nearlinear.checkpoint import async_writer, index, safetensors_file, save
 from nearlinear.checkpoint.async_writer import StagedCopy, StagingBuffers
 from nearlinear.checkpoint.safetensors_file import DTYPES, tensor_bytes
 from nearlinear.distributed import consensus, runtime
@@ -240,11 +240,11 @@ def test_latest_file_names_the_newest_checkpoint(tmp_path):
     def work(rank):
         model, optimizer = build_and_train(rank)
         for step in range(1, 5):
-            retention.save_and_prune(tmp_path, 2, step, model, optimizer)
+            save.save_and_prune(tmp_path, 2, step, model, optimizer)
 
     nl.spmd.run(work, 2)
-    assert (tmp_path / retention.LATEST).read_text() == "step-00000004\n"
-    assert retention.steps(tmp_path) == [3, 4]
+    assert (tmp_path / save.LATEST).read_text() == "step-00000004\n"
+    assert save.steps(tmp_path) == [3, 4]
 
 
 def test_store_keeps_only_the_keys_of_the_last_save(tmp_path):
@@ -359,7 +359,7 @@ def test_run_ends_with_the_error_of_a_failed_write(monkeypatch, small_run, tmp_p
 
     with pytest.raises(RankError, match="cannot write .*step-00000004.*No space left"):
         nl.spmd.run(work, 2)
-    assert retention.steps(tmp_path / "kept") == [2]
+    assert save.steps(tmp_path / "kept") == [2]
 
 
 def test_every_minutes_saves_on_all_ranks_after_the_same_step(monkeypatch, small_run, tmp_path):
@@ -369,5 +369,5 @@ def test_every_minutes_saves_on_all_ranks_after_the_same_step(monkeypatch, small
     small_run["checkpoint"] = {"folder": str(tmp_path / "kept"), "every_minutes": 1.0, "keep": 9}
     small_run["train"] |= {"steps": 9, "eval_sequences": 0, "sample_tokens": 0}
     nl.spmd.run(lambda rank: nl.Trainer(small_run).fit().steps, 2)
-    saved = retention.steps(tmp_path / "kept")
+    saved = save.steps(tmp_path / "kept")
     assert len(saved) >= 3 and saved[-1] == 9 and 1 not in saved

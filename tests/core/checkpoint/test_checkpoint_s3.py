@@ -15,7 +15,7 @@ from safetensors.torch import load as load_bytes
 
 import nearlinear as nl
 from nearlinear import cli, storage
-from nearlinear.checkpoint import index, retention
+from nearlinear.checkpoint import index, save
 from nearlinear.config.parallel import schema
 from nearlinear.config.train import TrainConfig
 from nearlinear.distributed import runtime
@@ -106,8 +106,8 @@ def save_and_prune_steps(rank, folder, last=3):
     mesh, model, updates = build(2, "gpt2")
     for step in range(1, last + 1):
         train_steps(mesh, model, updates, rank, [step])
-        retention.save_and_prune(folder, 2, step, model, updates)
-    return str(retention.latest(folder))
+        save.save_and_prune(folder, 2, step, model, updates)
+    return str(save.latest(folder))
 
 
 def test_retention_keeps_newest_and_deletes_unfinished_checkpoints(s3_proxy, aws_services):
@@ -116,7 +116,7 @@ def test_retention_keeps_newest_and_deletes_unfinished_checkpoints(s3_proxy, aws
     client.create_multipart_upload(Bucket="my-bucket", Key="runs/tiny/step-00000000/rank-00001")
     client.put_object(Bucket="my-bucket", Key="runs/tiny-2/step-00000000/mine", Body=b"other")
     assert set(run_on(2, save_and_prune_steps, RUN)) == {f"{RUN}/step-00000003"}
-    assert retention.steps(RUN) == [2, 3]
+    assert save.steps(RUN) == [2, 3]
     there = objects(aws_services)
     assert there["runs/tiny/latest"] == b"step-00000003\n"
     folders = {key.rpartition("/")[0] for key in there}
@@ -140,14 +140,14 @@ def test_save_removes_incomplete_uploads_of_a_killed_rank(s3_proxy, aws_services
 def save_with_failing_second_step(rank, folder, error):
     """Save twice; return the error of the second save and the latest checkpoint."""
     mesh, model, updates = build(2, "gpt2")
-    retention.save_and_prune(folder, 2, 1, model, updates).wait()
+    save.save_and_prune(folder, 2, 1, model, updates).wait()
     if rank == 0:
         error()
     # The collectives of a step keep the other rank from saving before error() has run.
     train_steps(mesh, model, updates, rank, [1])
     with pytest.raises(CheckpointError) as caught:
-        retention.save_and_prune(folder, 2, 2, model, updates).wait()
-    return str(caught.value), str(retention.latest(folder))
+        save.save_and_prune(folder, 2, 2, model, updates).wait()
+    return str(caught.value), str(save.latest(folder))
 
 
 def fail_second_step(name: str, answer, part: bool = False):
@@ -187,7 +187,7 @@ def test_failed_save_keeps_the_previous_checkpoint(s3_proxy, aws_services, refus
     assert re.search(pattern, message), message
     assert "earlier checkpoints are unchanged" in message
     assert objects(aws_services, "runs/tiny/step-00000001/") == before
-    assert not incomplete_uploads(aws_services) and retention.steps(RUN) == [1]
+    assert not incomplete_uploads(aws_services) and save.steps(RUN) == [1]
 
 
 @pytest.fixture
@@ -250,7 +250,7 @@ def test_latest_raises_instead_of_falling_back_without_permission(s3_proxy):
     denied = (403, "AccessDenied")
     s3_proxy.refuse = lambda call: denied if "step-00000002/index" in call.key else None
     with pytest.raises(RankError, match="s3:GetObject") as caught:
-        run_on(2, lambda rank: nl.init({}) and retention.latest(RUN))
+        run_on(2, lambda rank: nl.init({}) and save.latest(RUN))
     assert isinstance(caught.value.__cause__, CheckpointError)
 
 
@@ -290,7 +290,7 @@ def test_resume_from_s3_is_bit_identical(s3_proxy, small_run, tmp_path):
 
     uninterrupted = train(str(tmp_path / "uninterrupted"))
     train(RUN, stop_after=3)
-    assert retention.steps(RUN) == [2, 3]
+    assert save.steps(RUN) == [2, 3]
     resumed = train(RUN)
     assert (resumed.steps, resumed.loss) == (uninterrupted.steps, uninterrupted.loss)
     on_disk = tmp_path / "uninterrupted" / "step-00000006"
@@ -340,7 +340,7 @@ def test_access_errors_name_the_remedy_before_and_during_a_run(
     with pytest.raises(ConfigError, match=f"checkpoint.folder = .*{pattern}"):
         preflight.check_run(schema.build(TrainConfig, small_run), 1)
     with pytest.raises(CheckpointError, match=pattern):
-        retention.steps(folder)
+        save.steps(folder)
     with pytest.raises(RankError, match=pattern):
         run_on(2, save_and_train, folder, 2, "gpt2")
 
@@ -360,10 +360,10 @@ def test_steps_raises_if_folder_cannot_be_listed(tmp_path, monkeypatch):
     def denied(path):
         raise PermissionError(13, "Permission denied")
 
-    assert retention.steps(tmp_path / "nowhere") == []
+    assert save.steps(tmp_path / "nowhere") == []
     monkeypatch.setattr(Path, "iterdir", denied)
     with pytest.raises(CheckpointError, match="cannot be listed .*fix its permissions"):
-        retention.steps(tmp_path)
+        save.steps(tmp_path)
 
 
 def test_run_folder_on_s3_raises(small_run):

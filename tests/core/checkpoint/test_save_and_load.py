@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 import nearlinear as nl
-from nearlinear.checkpoint import index, reader, retention, safetensors_file
+from nearlinear.checkpoint import index, reader, safetensors_file, save
 from nearlinear.errors import CheckpointError, RankError
 from nearlinear.storage.local import LocalPath
 from tests.support import tiny
@@ -216,24 +216,24 @@ def save_and_prune_steps(rank, folder):
     mesh, model, updates = build(2, "gpt2")
     for step in (1, 2, 3):
         train_steps(mesh, model, updates, rank, [step])
-        retention.save_and_prune(folder, 2, step, model, updates)
-    newest = retention.latest(folder)
+        save.save_and_prune(folder, 2, step, model, updates)
+    newest = save.latest(folder)
     return newest.name
 
 
 def test_retention_keeps_newest_and_deletes_unfinished_checkpoints(tmp_path):
     (tmp_path / "step-00000000").mkdir()
     assert set(run_on(2, save_and_prune_steps, str(tmp_path))) == {"step-00000003"}
-    assert retention.steps(tmp_path) == [2, 3]
-    there = [retention.LATEST, "step-00000002", "step-00000003"]
+    assert save.steps(tmp_path) == [2, 3]
+    there = [save.LATEST, "step-00000002", "step-00000003"]
     assert sorted(path.name for path in tmp_path.iterdir()) == there
 
 
 def saves_twice(rank, folder):
     _, model, _ = build(2, "gpt2")
-    retention.save_and_prune(folder, 2, 1, model)
+    save.save_and_prune(folder, 2, 1, model)
     try:
-        retention.save_and_prune(folder, 2, 2, model).wait()
+        save.save_and_prune(folder, 2, 2, model).wait()
     except CheckpointError as error:
         return str(error)
 
@@ -250,4 +250,4 @@ def test_full_disk_raises_on_all_ranks_and_keeps_older_checkpoints(tmp_path, mon
     message = run_on(2, saves_twice, str(tmp_path))
     assert message[0] == message[1] and "rank 1 cannot write" in message[0]
     assert "No space left on device" in message[0]
-    assert retention.steps(tmp_path) == [1]
+    assert save.steps(tmp_path) == [1]

@@ -5,8 +5,7 @@ import math
 
 import pytest
 
-from nearlinear.cli.watch.alarms import find_alarms, find_stragglers
-from nearlinear.cli.watch.history import History, parse_row
+from nearlinear.cli.watch.history import History, find_alarms, find_stragglers, parse_row
 from nearlinear.train.metrics import format_line
 from tests.support.runs import ROW, history, ranks_at
 

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from nearlinear.cli.watch import screen
 from nearlinear.cli.watch.history import History
-from nearlinear.text_table import format_duration, format_rate
+from nearlinear.output import format_duration, format_rate
 from tests.support.runs import ROW, history, ranks_at
 
 FLOATS = st.floats(allow_nan=True, allow_infinity=True)

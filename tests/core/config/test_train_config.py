@@ -6,8 +6,14 @@ import tomllib
 import pytest
 
 from nearlinear.config import train as train_config
+from nearlinear.config.architecture import (
+    CONFIG_CLASSES,
+    CONTEXT_KEY,
+    LAYERS_KEY,
+    PRESETS,
+    get_preset,
+)
 from nearlinear.config.parallel import LAUNCHER_VARIABLE, schema
-from nearlinear.config.presets import CONFIG_CLASSES, CONTEXT_KEY, LAYERS_KEY, PRESETS, get_preset
 from nearlinear.config.train import TrainConfig
 from nearlinear.errors import ConfigError
 

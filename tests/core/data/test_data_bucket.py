@@ -12,7 +12,8 @@ import nearlinear as nl
 from nearlinear.config import train as train_config
 from nearlinear.data import bucket as bucket_module
 from nearlinear.data.dataset import TokenDataset
-from nearlinear.data.format import ShardWriter, checksums
+from nearlinear.data.format import ShardWriter
+from nearlinear.data.format import shards as shards_module
 from nearlinear.data.format.manifest import Manifest
 from nearlinear.data.loader import BlockShuffle, Loader
 from nearlinear.data.masking import Masks
@@ -36,7 +37,7 @@ def s3_proxy(aws_services, monkeypatch):
 @pytest.fixture
 def local(tmp_path, aws_services, monkeypatch):
     """8 KiB of tokens in three shards, in a local folder and in the bucket."""
-    for module in (checksums, bucket_module):
+    for module in (shards_module, bucket_module):
         monkeypatch.setattr(module, "BLOCK_BYTES", BLOCK)
     folder = tmp_path / "tokens"
     writer = ShardWriter(folder, "train", vocab_size=60_000, eos_id=0, shard_tokens=1500)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from nearlinear.data import format
 from nearlinear.data.format import Checksums, Manifest, ShardWriter, dtype_for, verify
-from nearlinear.data.format.checksums import flipped_bit
+from nearlinear.data.format.shards import flipped_bit
 from nearlinear.errors import DataError
 
 DOCUMENTS = [[5, 6, 7], [8], [9, 10, 11, 12], [1, 2, 3], [4]]

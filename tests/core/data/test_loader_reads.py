@@ -10,10 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nearlinear.config import train as train_config
-from nearlinear.data.dataset import TokenDataset
+from nearlinear.data.dataset import PAGE, UNIT, ReadCounters, TokenDataset
 from nearlinear.data.format import Manifest, Shard, encode_index
 from nearlinear.data.loader import BlockShuffle, Loader
-from nearlinear.data.lustre_read_model import PAGE, UNIT, ReadCounters
 from nearlinear.data.sampler import BlockOrder
 from nearlinear.errors import ConfigError, DataError
 from nearlinear.train.data import block_shuffle

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import nearlinear as nl
-from nearlinear.checkpoint import retention
+from nearlinear.checkpoint import save
 from nearlinear.config import train as train_config
 from nearlinear.errors import ConfigError
 from nearlinear.train import preflight
@@ -73,7 +73,7 @@ def test_run_continues_with_same_samples_and_losses_after_node_loss(small_run, t
     try:
         nodes += [Node(port, config, tmp_path / "log-0", has_rendezvous=True)]
         nodes += [Node(port, config, tmp_path / "log-1")]
-        wait_until(lambda: retention.steps(tmp_path / "kept"), *nodes)
+        wait_until(lambda: save.steps(tmp_path / "kept"), *nodes)
         nodes[1].die()
         wait_until(lambda: not nodes[0].running, nodes[0])
     finally:

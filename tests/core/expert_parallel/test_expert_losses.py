@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import nearlinear as nl
-from nearlinear.expert_parallel.router import load_balancing_loss, z_loss
+from nearlinear.expert_parallel.routing import load_balancing_loss, z_loss
 from tests.support import mixtures, parity, tiny
 
 EP = "expert_parallel_degree"

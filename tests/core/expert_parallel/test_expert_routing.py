@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 import nearlinear as nl
 from nearlinear.distributed import runtime
-from nearlinear.expert_parallel.router import TokenShuffle, balanced, sinkhorn
+from nearlinear.expert_parallel.routing import TokenShuffle, balanced, sinkhorn
 from tests.support import mixtures, tiny
 
 EP = "expert_parallel_degree"

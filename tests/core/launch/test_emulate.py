@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from nearlinear.checkpoint import retention
+from nearlinear.checkpoint import save
 from nearlinear.errors import ConfigError
 from nearlinear.launch import local, spec
 from nearlinear.launch.sagemaker import container, emulate
@@ -95,10 +95,10 @@ def test_interrupted_job_resumes_from_copied_checkpoints(small_run, token_folder
     metrics = tmp_path / "first" / "algo-1" / "output" / "data" / "metrics.jsonl"
     said = end_after(running, metrics, 3)
     assert running.returncode == 128 + signal.SIGTERM, said
-    [done] = retention.steps(kept_folder)
+    [done] = save.steps(kept_folder)
     hosts = [tmp_path / "first" / f"algo-{number}" / "checkpoints" for number in (1, 2)]
     assert not any(
-        retention.steps(host) for host in hosts
+        save.steps(host) for host in hosts
     )  # each host has half of the shards: only S3 has all
 
     resumed = launched("second", f"train.steps={done + 2}")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from nearlinear.launch.fsx.requests import FileSystemRequest, LinkRequest
+from nearlinear.launch.fsx.service import FileSystemRequest, LinkRequest
 from nearlinear.launch.sagemaker.request_checks import check_against_model
 
 pytest.importorskip("boto3")

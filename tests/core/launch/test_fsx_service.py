@@ -14,7 +14,7 @@ from nearlinear.errors import ConfigError, NearlinearError
 from nearlinear.launch import spec
 from nearlinear.launch.fsx import access_checks, service
 from nearlinear.launch.fsx.access_checks import check_file_system_access
-from nearlinear.launch.fsx.requests import FileSystemRequest, LinkRequest
+from nearlinear.launch.fsx.service import FileSystemRequest, LinkRequest
 from nearlinear.launch.sagemaker import aws as sessions
 from nearlinear.launch.sagemaker import policies
 from tests.core.launch.test_validation import RUN

@@ -8,9 +8,9 @@ from nearlinear import cli
 from nearlinear.errors import ConfigError
 from nearlinear.launch import spec
 from nearlinear.launch.sagemaker.build_request import render_request
-from nearlinear.launch.sagemaker.launcher_script import RANKS_VARIABLE
+from nearlinear.launch.sagemaker.container import RANKS_VARIABLE
 from nearlinear.launch.sagemaker.request_checks import check_against_model, check_rules
-from nearlinear.launch.validation import InvalidJob, Problem, check_parallel_layout
+from nearlinear.launch.spec import InvalidJob, Problem, check_parallel_layout
 
 ACCOUNT = "123456789012"
 NAME, FOLDER = "gpt2-30b-20261122031500", "s3://my-bucket/jobs/gpt2-30b"

@@ -12,7 +12,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import nearlinear as nl
 from nearlinear import plots
 from nearlinear.config import train as train_config
-from nearlinear.memory.measure import SavedTensors, communication_bytes
+from nearlinear.memory import SavedTensors, communication_bytes
 from tests.support import parity
 from tests.support.live_storages import LiveStorages
 

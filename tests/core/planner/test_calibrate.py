@@ -13,9 +13,10 @@ from nearlinear.config import train as train_config
 from nearlinear.distributed import runtime
 from nearlinear.errors import ConfigError
 from nearlinear.planner import api
-from nearlinear.planner.calibrate import rates, timing
+from nearlinear.planner.api import parse_cluster, read_measured_node
+from nearlinear.planner.calibrate import rates
 from nearlinear.planner.calibrate.collectives import split_cost
-from nearlinear.planner.calibrate.machine import measure_node, node_to_toml
+from nearlinear.planner.calibrate.command import measure_node, node_to_toml
 from nearlinear.planner.cluster import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -28,7 +29,6 @@ from nearlinear.planner.cluster import (
     MeasuredContention,
     Node,
 )
-from nearlinear.planner.cluster_spec import parse_cluster, read_measured_node
 from nearlinear.planner.compute_time import MeasuredMatmulRates
 from nearlinear.planner.fitted_constants import constants_for, load_constants
 from nearlinear.planner.network_time import MeasuredNetwork, RankGroup
@@ -382,7 +382,7 @@ def test_measured_node_may_lack_links(tmp_path):
 @pytest.fixture
 def quickly(monkeypatch):
     """Use measurements too short for exact rates."""
-    monkeypatch.setattr(timing, "CHUNK_SECONDS", 1e-3)
+    monkeypatch.setattr(rates, "CHUNK_SECONDS", 1e-3)
     monkeypatch.setitem(rates.EDGES, "cpu", (16, 32))
 
 
@@ -418,7 +418,7 @@ def test_one_rank_measures_a_machine_for_the_planner(tmp_path, capsys, quickly):
 
 def on_two_nodes(rank):
     os.environ["LOCAL_WORLD_SIZE"] = "2"
-    timing.CHUNK_SECONDS, rates.EDGES["cpu"] = 1e-3, (16, 32)
+    rates.CHUNK_SECONDS, rates.EDGES["cpu"] = 1e-3, (16, 32)
     nl.init({})
     return measure_node(runtime.current(), "here", 1)
 

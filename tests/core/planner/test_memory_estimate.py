@@ -18,10 +18,9 @@ from nearlinear.config.train import TrainConfig, load
 from nearlinear.errors import ConfigError, NearlinearError
 from nearlinear.planner import dry_run, memory
 from nearlinear.planner.dry_run.__main__ import main
-from nearlinear.planner.dry_run.process_group import BACKEND
-from nearlinear.train.model import build_model
+from nearlinear.planner.dry_run.step import BACKEND
+from nearlinear.train.model import build_model, parallelize
 from nearlinear.train.optimizer import build_optimizer
-from nearlinear.train.parallelize import parallelize
 from tests.support.allocations import step_of
 from tests.support.planner_models import (
     GPT2,

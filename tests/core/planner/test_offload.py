@@ -6,12 +6,12 @@ import pytest
 
 from nearlinear.config import train as train_config
 from nearlinear.distributed.mesh import Mesh
+from nearlinear.pipeline_parallel.schedules import BACKWARD, FORWARD, INPUTS, WEIGHTS
 from nearlinear.planner import memory
-from nearlinear.planner.cluster_spec import parse_cluster
+from nearlinear.planner.api import parse_cluster
 from nearlinear.planner.fitted_constants import load_constants
 from nearlinear.planner.memory.report import MemoryEstimate
 from nearlinear.planner.model_shape import ModelShape
-from nearlinear.planner.pipeline_order import BACKWARD, FORWARD, INPUTS, WEIGHTS
 from nearlinear.planner.pipeline_time import PipelineTimes
 from nearlinear.planner.step_time import step_time
 from nearlinear.planner.timeline import StepTime

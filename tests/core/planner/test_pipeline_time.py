@@ -8,12 +8,19 @@ from torch.distributed.pipelining import schedules as theirs
 from nearlinear.config import train as train_config
 from nearlinear.distributed.mesh import Mesh
 from nearlinear.errors import ConfigError
-from nearlinear.pipeline_parallel.schedules import SCHEDULES, PipelineSchedule
+from nearlinear.pipeline_parallel.schedules import (
+    BACKWARD,
+    FORWARD,
+    INPUTS,
+    SCHEDULES,
+    WEIGHTS,
+    PipelineSchedule,
+    pass_orders,
+)
+from nearlinear.planner.api import parse_cluster
 from nearlinear.planner.block_time import BlockTimes
-from nearlinear.planner.cluster_spec import parse_cluster
 from nearlinear.planner.fitted_constants import load_constants
 from nearlinear.planner.model_shape import ModelShape
-from nearlinear.planner.pipeline_order import BACKWARD, FORWARD, INPUTS, WEIGHTS, pass_orders
 from nearlinear.planner.pipeline_time import PipelineTimes, simulate, task_graph
 from nearlinear.planner.step_time import step_time
 from nearlinear.planner.timeline import StepTime

@@ -14,12 +14,11 @@ from nearlinear.config import train as train_config
 from nearlinear.config.train import ModelConfig
 from nearlinear.errors import ConfigError
 from nearlinear.hardware import find_instance_type, load_table, peak_tflops
-from nearlinear.planner import scaling
+from nearlinear.planner import api
+from nearlinear.planner.api import parse_cluster
 from nearlinear.planner.cluster import find_accelerator, find_node
-from nearlinear.planner.cluster_spec import parse_cluster
 from nearlinear.planner.model_shape import model_shape
 from nearlinear.planner.workload import workload_from_config
-from nearlinear.train import flops
 from nearlinear.train.model import build_model
 
 TABLE = load_table()
@@ -89,7 +88,7 @@ def test_model_shape_matches_the_built_model(preset):
     found, model = model_shape(config, 512), build_model(config, 512)
     matrices = sum(p.numel() for p in model.parameters() if p.dim() >= 2)
     assert found.parameters == matrices
-    assert found.flops_per_token(64) == pytest.approx(flops.flops_per_token(model, 64), rel=1e-3)
+    assert found.flops_per_token(64) == pytest.approx(model.flops_per_token(model, 64), rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -201,7 +200,7 @@ def test_plan_that_does_not_fit_suggests_a_change(capsys, tmp_path):
 
 def test_scaling_curve_reaches_16384_gpus():
     config = train_config.load(GPT2_30B, environment={})
-    points = scaling.scaling_curve(config, parse_cluster("p4d.24xlarge:16"))
+    points = api.scaling_curve(config, parse_cluster("p4d.24xlarge:16"))
     assert [point.gpus for point in points] == [128 * 2**n for n in range(8)]
     assert points[0].efficiency == 1.0
     rates = [point.tokens_per_second_per_gpu for point in points]

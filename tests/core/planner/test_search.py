@@ -8,8 +8,8 @@ import nearlinear as nl
 from nearlinear.cli import main
 from nearlinear.config import train as train_config
 from nearlinear.errors import ConfigError
-from nearlinear.planner import api, scaling, search
-from nearlinear.planner.cluster_spec import parse_cluster
+from nearlinear.planner import api, search
+from nearlinear.planner.api import parse_cluster
 from nearlinear.planner.explain import suggest_fit
 from nearlinear.planner.result import extrapolations
 
@@ -190,7 +190,7 @@ def test_reference_plan_applies_to_search_and_scaling(few):
     for plan in (plain, slow):
         again = search.evaluate(plan.config, plan.cluster, reference=plan)
         assert (again.seconds, again.memory) == (plan.seconds, plan.memory)
-        first = scaling.scaling_curve(plan.config, plan.cluster, most=128, reference=plan)[0]
+        first = api.scaling_curve(plan.config, plan.cluster, most=128, reference=plan)[0]
         assert first.tokens_per_second_per_gpu == pytest.approx(plan.tokens_per_second_per_gpu)
     found = [
         search.search(plan.config, plan.cluster, 1, reference=plan)[0] for plan in (plain, slow)
@@ -200,14 +200,14 @@ def test_reference_plan_applies_to_search_and_scaling(few):
 
 def test_scaling_curve_is_limited():
     with pytest.raises(ConfigError, match="16,384"):
-        scaling.scaling_curve(loaded(GPT2), parse_cluster("p4d.24xlarge:4096"))
+        api.scaling_curve(loaded(GPT2), parse_cluster("p4d.24xlarge:4096"))
 
 
 def test_replicas_scale_better_than_full_sharding():
     """The claim of MiCS (Zhang et al. 2022), extrapolated to 16,384 GPUs."""
     cluster = parse_cluster("p4d.24xlarge:16")
     small = ("batch.micro_batch_size=2",)
-    mics = scaling.scaling_curve(loaded(GPT2, *small), cluster)
+    mics = api.scaling_curve(loaded(GPT2, *small), cluster)
     assert mics[-1].gpus == 16384
     assert mics[-1].efficiency > 0.95
     flat = []

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from nearlinear.config import train as train_config
 from nearlinear.distributed.mesh import Mesh
 from nearlinear.planner import step_time as step_time_module
+from nearlinear.planner.api import parse_cluster
 from nearlinear.planner.block_time import BlockTimes
 from nearlinear.planner.cluster import Cluster, find_node
-from nearlinear.planner.cluster_spec import parse_cluster
 from nearlinear.planner.fitted_constants import FittedConstants, load_constants
 from nearlinear.planner.memory import block_ops
 from nearlinear.planner.memory.op_trace import OpTrace, TracedTensor

@@ -11,7 +11,7 @@ from nearlinear.config import train as train_config
 from nearlinear.distributed import runtime
 from nearlinear.distributed.mesh import Mesh
 from nearlinear.errors import ConfigError
-from nearlinear.planner.calibrate import rates, timing
+from nearlinear.planner.calibrate import rates
 from nearlinear.planner.cluster import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from tests.support.command_line import nearlinear, write
 
@@ -60,7 +60,7 @@ def test_tune_help_has_examples():
 @pytest.fixture
 def quick(monkeypatch):
     """Measurements too short for exact rates."""
-    monkeypatch.setattr(timing, "CHUNK_SECONDS", 1e-3)
+    monkeypatch.setattr(rates, "CHUNK_SECONDS", 1e-3)
     monkeypatch.setitem(rates.EDGES, "cpu", (16, 32))
 
 
@@ -103,10 +103,10 @@ def test_a_backend_that_one_rank_cannot_load_is_skipped(monkeypatch):
     def candidates(rank):
         mesh = nl.init()
         assert mesh == Mesh(shard=2)
-        return timing.candidate_backends("gloo", runtime.current().device)
+        return rates.candidate_backends("gloo", runtime.current().device)
 
     def missing(name):
         raise ConfigError("not installed")
 
-    monkeypatch.setattr(timing.backends, "register_backend", missing)
+    monkeypatch.setattr(rates.backends, "register_backend", missing)
     assert nl.spmd.run(candidates, 2) == [["gloo"]] * 2

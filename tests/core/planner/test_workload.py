@@ -7,8 +7,8 @@ import pytest
 from nearlinear.config import train as train_config
 from nearlinear.errors import ConfigError
 from nearlinear.planner import search
+from nearlinear.planner.api import parse_cluster
 from nearlinear.planner.cluster import find_accelerator
-from nearlinear.planner.cluster_spec import parse_cluster
 from nearlinear.planner.fitted_constants import load_constants
 from nearlinear.planner.memory.pipeline import stages_of
 from nearlinear.planner.memory.rank import RankModel

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 import nearlinear as nl
 from ci.fault_injection.ranks import RankProcesses, train
-from nearlinear.checkpoint import retention, safetensors_file
+from nearlinear.checkpoint import safetensors_file, save
 from nearlinear.checkpoint.verify import find_faults
 from nearlinear.distributed import watchdog
 from nearlinear.errors import RankError
@@ -18,7 +18,7 @@ from nearlinear.train.callbacks import emergency_checkpoint
 
 def values(folder: Path, step: int) -> dict[tuple[str, str], torch.Tensor]:
     """Return every block of a checkpoint by file and name."""
-    paths = sorted(retention.step_folder(folder, step).glob("*.safetensors"))
+    paths = sorted(save.step_folder(folder, step).glob("*.safetensors"))
     return {(p.name, name): value for p in paths for name, value in load_file(p).items()}
 
 
@@ -114,9 +114,9 @@ def test_resume_after_a_fault_equals_an_uninterrupted_run(config, tmp_path, spot
     error = run_with_fault(config, spot, fault_in)
     folder = Path(config["checkpoint"]["folder"])
     assert isinstance(error, OutOfLuck)
-    where = retention.step_folder(folder, 3)
+    where = save.step_folder(folder, 3)
     assert error.__notes__ == [f"the state after step 3 is saved in {where}"]
-    assert retention.steps(folder) == [2, 3], "older checkpoints are kept despite checkpoint.keep"
+    assert save.steps(folder) == [2, 3], "older checkpoints are kept despite checkpoint.keep"
     assert (folder / "latest").read_text() == "step-00000003\n" and not list(find_faults(where))
     assert nl.spmd.run(go_on, 4, args=(config,)) == [3] * 4
     assert equal(folder, tmp_path / "straight", 6)
@@ -138,7 +138,7 @@ def test_other_ranks_name_the_failed_rank_and_the_checkpoint(config):
     for text in said.values():
         assert "rank 1 (host" in text and 'step 4, loading a batch": OutOfLuck: this batch' in text
         assert text.endswith("the state after step 3 is saved in " + str(
-            retention.step_folder(Path(config["checkpoint"]["folder"]), 3)))  # fmt: skip
+            save.step_folder(Path(config["checkpoint"]["folder"]), 3)))  # fmt: skip
 
 
 def test_hanging_rank_takes_part_in_the_checkpoint(config):
@@ -155,7 +155,7 @@ def test_hanging_rank_takes_part_in_the_checkpoint(config):
 
     with pytest.raises(RankError, match="rank 1 .* stuck in .step 4, loading.* after step 3 is"):
         nl.spmd.run(work, 4)
-    assert retention.steps(Path(config["checkpoint"]["folder"])) == [2, 3]
+    assert save.steps(Path(config["checkpoint"]["folder"])) == [2, 3]
 
 
 def test_single_rank_saves_after_its_own_error(config):
@@ -176,13 +176,13 @@ def test_partial_update_is_not_saved(config):
     error = run_with_fault(config, in_update, 4)
     [note] = error.__notes__
     assert note == "the state could not be saved: rank 1 is inside of the optimizer's update"
-    assert retention.steps(Path(config["checkpoint"]["folder"])) == [2]
+    assert save.steps(Path(config["checkpoint"]["folder"])) == [2]
 
 
 def test_fault_before_the_first_step_saves_nothing(config):
     error = run_with_fault(config, in_loader, 1)
     assert "has not finished a step" in error.__notes__[0]
-    assert retention.steps(Path(config["checkpoint"]["folder"])) == []
+    assert save.steps(Path(config["checkpoint"]["folder"])) == []
 
 
 def test_full_disk_keeps_the_older_checkpoint(config, monkeypatch):
@@ -197,7 +197,7 @@ def test_full_disk_keeps_the_older_checkpoint(config, monkeypatch):
     error = run_with_fault(config, in_loader, 4)
     assert "could not be saved: rank 2 cannot write" in error.__notes__[0]
     assert "No space left on device" in error.__notes__[0]
-    assert retention.steps(Path(config["checkpoint"]["folder"])) == [2]
+    assert save.steps(Path(config["checkpoint"]["folder"])) == [2]
 
 
 def test_unresponsive_rank_ends_the_wait(config, monkeypatch):
@@ -218,12 +218,12 @@ def test_emergency_checkpoint_can_be_disabled(config):
     config["checkpoint"] |= {"emergency": False, "asynchronous": False}
     error = run_with_fault(config, in_loader, 4)
     assert not hasattr(error, "__notes__")
-    assert retention.steps(Path(config["checkpoint"]["folder"])) == [2]
+    assert save.steps(Path(config["checkpoint"]["folder"])) == [2]
 
 
 def fails_once(rank: int, config: dict) -> None:
     """Fail in step 4, unless the checkpoint of step 3 exists."""
-    there = retention.step_folder(Path(config["checkpoint"]["folder"]), 3).exists()
+    there = save.step_folder(Path(config["checkpoint"]["folder"]), 3).exists()
     faulty(rank, config, in_loader, 0 if there else 4, out_of_luck)
     nl.shutdown()
 

@@ -8,8 +8,7 @@ import torch
 import nearlinear as nl
 from nearlinear import hardware
 from nearlinear.config.train import ModelConfig
-from nearlinear.train.flops import flops_per_token, peak_tflops
-from nearlinear.train.model import build_model
+from nearlinear.train.model import build_model, flops_per_token, peak_tflops
 
 
 def test_flops_of_the_published_30b_model():

@@ -14,7 +14,7 @@ from nearlinear.config import train as train_config
 from nearlinear.distributed import collective_counter, thread_backend
 from nearlinear.distributed.collective_counter import count_collectives
 from nearlinear.train import trainer as trainer_module
-from nearlinear.train.callbacks import TrainStep, rank_timing
+from nearlinear.train.callbacks import TrainStep, rank_monitor
 from nearlinear.train.metrics import METRIC_PATTERNS
 
 SLOW = 2
@@ -84,7 +84,7 @@ def test_only_the_slow_rank_shows_the_delay(small_run, where, overlap, monkeypat
         clock.advance(WAIT)
         collective_counter.report(*collective)
 
-    monkeypatch.setattr(rank_timing, "time", clock)
+    monkeypatch.setattr(rank_monitor, "time", clock)
     monkeypatch.setattr(thread_backend, "report", report)
     settings = [f"parallel.overlap_communication={overlap}", "parallel.hybrid_shard_degree=2"]
     settings += ["parallel.sdp_max_live_parameters=0", "model.overrides.n_layer=3"]  # many gathers
@@ -121,11 +121,11 @@ def test_logged_steps_have_metrics_of_every_rank(small_run):
     assert [row["step"] for row in found] == [2, 3, 4, 6]  # 3: evaluated
     for row in found:
         assert ("step_seconds" in row) == (row["step"] % 2 == 0)
-        for name in rank_timing.RANK_METRICS if "step_seconds" in row else ():
+        for name in rank_monitor.RANK_METRICS if "step_seconds" in row else ():
             assert len(row[name]) == 4 and min(row[name]) >= 0
     last = found[-1]
     assert last["mem_gib_by_rank"][0] == pytest.approx(last["mem_gib"], rel=0.1)
-    assert not set(rank_timing.RANK_METRICS) & set(METRIC_PATTERNS)
+    assert not set(rank_monitor.RANK_METRICS) & set(METRIC_PATTERNS)
 
 
 def test_about_file_lists_the_hosts(small_run, monkeypatch):
@@ -154,7 +154,7 @@ def test_rank_timing_adds_no_collective(small_run):
 
     (silent, few), (reported, more) = nl.spmd.run(count, 4)[0]
     assert reported == silent
-    assert more - few == 4 * len(rank_timing.RANK_METRICS) * 8  # bytes
+    assert more - few == 4 * len(rank_monitor.RANK_METRICS) * 8  # bytes
 
 
 def test_sum_and_gather_uses_one_all_reduce():
@@ -192,15 +192,15 @@ LOGGED = TrainStep(number=1, updates=0, logged=True)
 def seconds(timing):
     """Return the step, load and compute seconds of ``timing``."""
     metrics = timing.rank_metrics(LOGGED)
-    return tuple(metrics[name] for name in rank_timing.RANK_METRICS[:3])
+    return tuple(metrics[name] for name in rank_monitor.RANK_METRICS[:3])
 
 
 @pytest.fixture
 def ticking(monkeypatch):
     """Return such a block, and the callback that times it, in a logged step."""
     block = Ticking()
-    monkeypatch.setattr(rank_timing, "time", block)
-    timing = rank_timing.RankTiming([block], torch.device("cpu"))
+    monkeypatch.setattr(rank_monitor, "time", block)
+    timing = rank_monitor.RankTiming([block], torch.device("cpu"))
     timing.on_step_begin(LOGGED)
     timing.on_data_loaded(LOGGED)
     return block, timing

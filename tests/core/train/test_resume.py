@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 import nearlinear as nl
 from data_prep import prepare, sources
-from nearlinear.checkpoint import retention
+from nearlinear.checkpoint import save
 from nearlinear.distributed import runtime
 from nearlinear.errors import CheckpointError
 from tests.support.command_line import end_after, write
@@ -31,7 +31,7 @@ def final_values(folder: Path, step: int) -> dict:
     """Return every block of a checkpoint by file and name."""
     return {
         (path.name, name): value
-        for path in sorted(retention.step_folder(folder, step).glob("*.safetensors"))
+        for path in sorted(save.step_folder(folder, step).glob("*.safetensors"))
         for name, value in load_file(path).items()
     }
 
@@ -46,7 +46,7 @@ def test_resumed_run_is_bitwise_equal_to_an_uninterrupted_one(small_run, tmp_pat
 
     straight = train("straight")
     train("broken", stop_after=3)
-    assert retention.steps(tmp_path / "broken") == [2, 3]
+    assert save.steps(tmp_path / "broken") == [2, 3]
     resumed = train("broken")
     assert (resumed.steps, resumed.loss) == (straight.steps, straight.loss)
     one, other = (final_values(tmp_path / name, 6) for name in ("straight", "broken"))
@@ -160,7 +160,7 @@ def test_sigterm_saves_and_the_same_command_resumes(small_run, tmp_path, ranks):
     metrics = Path(small_run["run"]["folder"], "metrics.jsonl")
     said = end_after(running, metrics, 3)
     assert running.returncode == 128 + signal.SIGTERM, said
-    [done] = retention.steps(tmp_path / "kept")
+    [done] = save.steps(tmp_path / "kept")
     assert done >= 3 and "stopped" in said
     again = start(config, f"train.steps={done + 2}")
     out, err = again.communicate(timeout=120)

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from .fsdp.loss_scaler import loss_scaler as loss_scaler
     from .fsdp.optimizer_state import shard_optimizer as shard_optimizer
     from .fsdp.shard import shard as shard
-    from .memory.measure import memory_report as memory_report
+    from .memory import memory_report as memory_report
     from .pipeline_parallel.api import pipeline as pipeline
     from .planner.api import plan as plan
     from .train.trainer import Trainer as Trainer

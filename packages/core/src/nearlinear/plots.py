@@ -66,7 +66,7 @@ def memory(report: dict[str, Any], ax: Axes | None = None) -> Axes:
         report: Contents of ``memory.json``, or ``report.as_dict()`` of `nearlinear.memory_report`.
         ax: Axes to draw on. Bars show this rank, vertical lines the maximum over all ranks.
     """
-    from .memory.report import PARTS
+    from .memory import PARTS
 
     rows = [(name, report["mine"][key], report["most"][key])
             for key, name in PARTS.items() if key in report["mine"]]  # fmt: skip

@@ -4,9 +4,187 @@
 in a notebook cell) or, with ``processes=True``, as processes over gloo, as on a cluster. Threads
 share one random generator and one address space: build models inside ``with one_at_a_time():`` or
 with `nearlinear.deferred_init`, which takes the same lock.
+
+Processes are slower to start than threads and run exactly the code of a cluster. They are children
+of one fresh interpreter (`distributed.rank_worker`) instead of this process, since a fork of a
+process that has used its thread pools can hang. When one rank fails, the others are stopped.
 """
 
-from .distributed.local_ranks import one_at_a_time, run
-from .errors import RankError
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from .errors import ConfigError, NearlinearError, RankError
 
 __all__ = ["RankError", "one_at_a_time", "run"]
+
+
+_model_lock = threading.RLock()
+
+
+def run(
+    fn: Callable[..., Any],
+    ranks: int = 4,
+    *,
+    args: tuple | list = (),
+    processes: bool = False,
+    backend: str = "gloo",
+    timeout: float = 300.0,
+) -> list[Any]:
+    """Call ``fn(rank, *args)`` on every rank and return the results in rank order.
+
+    The default process group exists inside ``fn``: ``torch.distributed`` and all of nearlinear work
+    as on a cluster.
+
+    Args:
+        fn: Function of (rank, *args).
+        ranks: Number of ranks.
+        args: Further arguments of ``fn``, the same on every rank.
+        processes: Run the ranks as processes over ``backend`` instead of threads. ``fn``, ``args``
+            and the results are then pickled: a function defined in a notebook needs the package
+            ``cloudpickle``.
+        backend: Backend of ranks that are processes.
+        timeout: Seconds for the whole call.
+
+    Raises:
+        RankError: A rank failed; it carries the traceback of the first one. The other ranks are
+            stopped, threads at their next collective.
+    """
+    if not isinstance(ranks, int) or ranks < 1:
+        raise ConfigError(f"spmd.run(ranks={ranks!r}): expected an integer of at least 1")
+    if not callable(fn):
+        raise ConfigError(f"spmd.run needs a function of (rank, *args), not {type(fn).__name__}")
+    if processes:
+        return run_processes(fn, ranks, tuple(args), timeout, backend)
+    from .distributed.thread_backend import run_threads
+
+    return run_threads(fn, ranks, tuple(args), timeout)
+
+
+@contextmanager
+def one_at_a_time(seed: int | None = None) -> Iterator[None]:
+    """Admit one rank at a time: a lock for code that draws random numbers on ranks as threads.
+
+    Call no collectives inside (`nearlinear.shard` is one): they would wait for the ranks outside.
+
+    Args:
+        seed: If given, seeds the generator for this block and restores its state afterwards, so
+            that every rank builds the same model.
+    """
+    import torch
+
+    with _model_lock:
+        if seed is None:
+            yield
+            return
+        gpus = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+        with torch.random.fork_rng(devices=gpus):
+            torch.manual_seed(seed)
+            yield
+
+
+def run_processes(fn, ranks: int, args: tuple, timeout: float, backend: str) -> list[Any]:
+    """Run ``fn`` on ranks that are processes, see `run`."""
+    payload = _pickle(fn, args)
+    with tempfile.TemporaryDirectory(prefix="nearlinear-spmd-") as name:
+        folder = Path(name)
+        (folder / "call").write_bytes(payload)
+        codes = _run_session(folder, ranks, timeout, backend)
+        output = [(folder / f"output-{rank}").read_text(errors="replace") for rank in range(ranks)]
+        for text in output:
+            sys.stdout.write(text)
+        _raise_first_failure(codes, output, folder, timeout)
+        return [pickle.loads((folder / f"result-{rank}").read_bytes()) for rank in range(ranks)]
+
+
+def _pickle(fn, args: tuple) -> bytes:
+    try:
+        import cloudpickle
+    except ImportError:
+        if getattr(fn, "__module__", None) == "__main__":
+            raise NearlinearError(
+                "spmd.run(processes=True) cannot send a function defined in a notebook or script. "
+                "Install cloudpickle with pip install cloudpickle, or move the function to a "
+                "module."
+            ) from None
+        return pickle.dumps((fn, args))
+    return cloudpickle.dumps((fn, args))
+
+
+def _run_session(folder: Path, ranks: int, timeout: float, backend: str) -> list[int | None]:
+    """Start all ranks in a new process session and wait for them.
+
+    Returns:
+        The exit code of each rank; None for ranks that had to be killed at the timeout.
+    """
+    threads = max(1, (os.cpu_count() or 1) // ranks)
+    environment = {
+        "OMP_NUM_THREADS": str(threads),
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+    }
+    command = [sys.executable, "-m", "nearlinear.distributed.rank_worker"]
+    command += [str(folder), str(os.getpid()), backend, str(timeout), *_imported_models()]
+    for rank in range(ranks):
+        (folder / f"output-{rank}").touch()
+    with open(folder / "output", "wb") as output:
+        starter = subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,  # so that all ranks can be killed with it
+        )
+    try:
+        starter.wait()
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(starter.pid, signal.SIGKILL)
+        starter.wait()
+    if not (folder / "codes").exists():
+        said = (folder / "output").read_text(errors="replace")
+        code = starter.returncode
+        raise NearlinearError(
+            f"the process that starts the ranks ended with code {code}: {said[-2000:]}"
+        )
+    return json.loads((folder / "codes").read_text())
+
+
+def _imported_models() -> list[str]:
+    """List transformers' model modules that this process has imported; the ranks need them too."""
+    return [name for name in sys.modules if name.startswith("transformers.models.")]
+
+
+def _raise_first_failure(
+    codes: list[int | None], output: list[str], folder: Path, timeout: float
+) -> None:
+    """Raise RankError for the first failure: a signal, an exception, an exit code, a timeout."""
+    ranks = len(codes)
+    for rank, code in enumerate(codes):
+        if code is not None and code < 0:
+            message = f"its process was killed by signal {-code}"
+            raise RankError(rank, ranks, message, output[rank][-2000:])
+    failures = sorted(folder.glob("failure-*"), key=lambda path: path.stat().st_mtime_ns)
+    if failures:
+        summary, _, text = failures[0].read_text().partition("\n")
+        raise RankError(int(failures[0].name.removeprefix("failure-")), ranks, summary, text)
+    for rank, code in enumerate(codes):
+        if code:
+            message = f"its process ended with code {code}"
+            raise RankError(rank, ranks, message, output[rank][-2000:])
+    if None in codes:
+        raise RankError(codes.index(None), ranks, f"it did not finish within {timeout:g} s")

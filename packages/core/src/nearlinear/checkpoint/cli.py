@@ -164,7 +164,7 @@ def _verify(options: argparse.Namespace, arguments) -> int:
 
 
 def _diff(options: argparse.Namespace, arguments) -> int:
-    from .diff import compare_checkpoints
+    from .verify import compare_checkpoints
 
     done = 0
 

@@ -18,8 +18,8 @@ from ..fsdp.model_state import model_state
 from ..storage import StoragePath
 from ..storage.threads import map_concurrent
 from . import async_writer, index, reader, state
+from .index import TensorShard, local_tensor_shards
 from .state import StateTensor
-from .tensor_shards import TensorShard, local_tensor_shards
 
 CONCURRENT_FILES = 2
 """Files read at the same time, each hashed while its tensors are copied."""

@@ -19,7 +19,7 @@ from .. import storage
 from ..errors import CheckpointError
 from ..storage import StoragePath
 from . import index, safetensors_file
-from .tensor_shards import TensorShard
+from .index import TensorShard
 
 READ = 2**20
 """Bytes per read: they stay in the processor's cache until they are hashed."""

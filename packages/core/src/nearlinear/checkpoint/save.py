@@ -1,20 +1,186 @@
-"""Write a checkpoint: every shard of every tensor once, and then the index."""
+"""Write a checkpoint: every shard of every tensor once, and then the index.
+
+The plan of a save assigns shards to ranks, and all ranks agree on it. A plan is valid as long as
+the state's tensors keep their memory, from the first step of the optimizer on; their values may
+change. The checkpoints of a run lie in one folder: `latest` finds the newest complete one, and
+`save_and_prune` deletes old ones.
+"""
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Callable
+import re
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from .. import storage
+from ..distributed.consensus import all_gather_json, raise_on_all_ranks
 from ..errors import CheckpointError
-from ..storage import StoragePath
-from . import async_writer, index, metadata
-from .async_writer import PendingSave
-from .save_plan import collect_values, make_save_plan
+from ..fsdp.model_state import model_state
+from ..storage import StoragePath, StorageUnreachable
+from . import async_writer, index, metadata, state
+from .async_writer import PendingSave, RankWriter, file_name
+from .index import Index, TensorShard, assign_writers, local_tensor_shards
+from .state import StateTensor
+
+ShardMemory = dict[str, dict[TensorShard, torch.Tensor]]
+"""Shards of this rank with their memory, by tensor name."""
+
+
+def local_memory(tensors: dict[str, StateTensor]) -> ShardMemory:
+    """Return the shards of ``tensors`` on this rank, and their memory."""
+    return {name: local_tensor_shards(each.tensor, each.splits) for name, each in tensors.items()}
+
+
+def describe_shards(tensors: dict[str, StateTensor], memory: ShardMemory) -> dict:
+    """Return a JSON-serializable description of `local_memory`: dtypes, shapes, and shards."""
+    return {
+        name: {
+            "dtype": str(each.tensor.dtype).removeprefix("torch."),
+            "shape": each.shape,
+            "blocks": [(p.offset, p.shape, values.nbytes) for p, values in memory[name].items()],
+        }
+        for name, each in tensors.items()
+    }
+
+
+def iterate_shards(described: dict) -> Iterator[tuple[str, TensorShard, int]]:
+    """Yield name, shard, and bytes of each shard in the result of `describe_shards`."""
+    for name, entry in described.items():
+        for offset, shape, size in entry["blocks"]:
+            yield name, TensorShard(tuple(offset), tuple(shape)), size
+
+
+@dataclass(frozen=True)
+class SavePlan:
+    """Shards that each rank writes. Using a plan needs no collective."""
+
+    writer: RankWriter
+    name: str
+    """Unique name of the plan, equal on all ranks."""
+    described: Sequence[dict]
+    """Result of `describe_shards` of each rank."""
+    assigned: Sequence[dict[str, list[TensorShard]]]
+    """Shards that each rank writes, by tensor name."""
+    memory: dict[str, torch.Tensor]
+    """Memory of the shards that this rank writes, by key in its file."""
+    deferrable: frozenset[str]
+    """Keys of the shards that a forward and backward pass does not change."""
+    values: dict
+    """State of model and optimizer other than tensors."""
+
+    def start(
+        self,
+        folder: StoragePath,
+        step: int,
+        values: dict,
+        on_complete: Callable[[], None],
+        replaced: Mapping[str, torch.Tensor] | None = None,
+        changed_by: torch.optim.Optimizer | None = None,
+    ) -> PendingSave:
+        """Start writing the current state on every rank.
+
+        Args:
+            folder: Folder of the checkpoint.
+            step: Step number stored in the index.
+            values: Values to store in addition to those of the plan.
+            on_complete: Called on the first rank of every node once the checkpoint is complete.
+            replaced: Tensors to write instead of entries of ``memory``, by key.
+            changed_by: Optimizer whose step waits for deferred copies. Without it, all copies are
+                complete when this returns.
+        """
+        memory = {key: (replaced or {}).get(key, tensor) for key, tensor in self.memory.items()}
+
+        def make_index(files: list[index.FileEntry | None]) -> Index:
+            return self._index(step, files, self.values | values)
+
+        return async_writer.start(
+            self.writer,
+            folder,
+            f"{self.name}/{step}",
+            memory,
+            make_index,
+            on_complete,
+            changed_by,
+            self.deferrable if changed_by is not None else frozenset(),
+        )
+
+    def _index(self, step: int, files: list[index.FileEntry | None], values: dict) -> Index:
+        """Return the index, equal on every rank."""
+        world = len(self.described)
+        tensors: dict[str, index.TensorEntry] = {}
+        for rank, written in enumerate(self.assigned):
+            for name, shards in written.items():
+                entry = self.described[rank][name]
+                tensor = index.TensorEntry(entry["dtype"], tuple(entry["shape"]), {})
+                tensors.setdefault(name, tensor).pieces[file_name(rank, world)] = shards
+        present = {file_name(rank, world): file for rank, file in enumerate(files) if file}
+        return Index(step, world, tensors, present, values)
+
+
+def make_save_plan(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> SavePlan:
+    """Plan saves of the state in its current memory. A collective call."""
+    now = state.job_runtime(model)
+    tensors = dict(state.prefixed_model_tensors(model))
+    values: dict = {metadata.KEY: metadata.describe_run(model)}
+    settings = None
+    if optimizer is not None:
+        tensors |= state.optimizer_tensors(optimizer, model)
+        settings = values["optimizer"] = state.optimizer_settings(optimizer, model)
+    tensors |= state.random_state(now.rank, now.device)
+    local = local_memory(tensors)
+    staged = now.mesh.pipeline > 1
+    own = [uuid.uuid4().hex, describe_shards(tensors, local), settings if staged else None]
+    names, described, stage_settings = zip(*all_gather_json(own), strict=True)
+    if settings is not None and staged:
+        values["optimizer"] = state.merge_optimizer_settings(list(stage_settings))
+    assigned = [
+        _group_by_name(shards)
+        for shards in assign_writers([list(iterate_shards(each)) for each in described])
+    ]
+    parameters = {f"{state.MODEL}/{name}" for name in state.parameter_names(model).values()}
+    memory, deferrable = {}, set()
+    for name, shards in assigned[now.rank].items():
+        for number, shard in enumerate(shards):
+            key = index.shard_key(name, number)
+            memory[key] = local[name][shard]
+            if name in parameters or name.startswith(f"{state.OPTIMIZER}/"):
+                deferrable.add(key)
+    writer = async_writer.of_this_rank()
+    return SavePlan(writer, names[0], described, assigned, memory, frozenset(deferrable), values)
+
+
+def collect_values(model: nn.Module, others: Mapping) -> dict:
+    """Return the ``state_dict()`` of ``others`` and of the loss scaler. Raises CheckpointError."""
+    parts = {**others, "loss_scaler": model_state(model).loss_scaler}
+    return {
+        name: _to_json(name, part.state_dict()) for name, part in parts.items() if part is not None
+    }
+
+
+def _to_json(name: str, values: dict) -> dict:
+    """Return a copy of ``values`` as JSON represents it. Raises CheckpointError."""
+    try:
+        return json.loads(json.dumps(values))
+    except TypeError as error:
+        raise CheckpointError(
+            f"{name}.state_dict() is not JSON-serializable: {error}; return numbers, strings, "
+            "lists and dicts only"
+        ) from None
+
+
+def _group_by_name(assigned: set[tuple[str, TensorShard]]) -> dict[str, list[TensorShard]]:
+    found: dict[str, list[TensorShard]] = {}
+    for name, shard in sorted(assigned):
+        found.setdefault(name, []).append(shard)
+    return found
+
 
 RESERVED = {metadata.KEY, "optimizer", "loss_scaler"}
 
@@ -87,3 +253,76 @@ def delete_checkpoint(folder: StoragePath) -> None:
     """Delete a checkpoint, its index first: a partly deleted folder never looks complete."""
     (folder / index.NAME).remove()
     folder.rmtree()
+
+
+LATEST = "latest"
+_NAME = re.compile(r"step-(\d+)")
+
+
+def step_folder(folder, step: int):
+    """Return the folder of the checkpoint after ``step``: a path of the type of ``folder``."""
+    return folder / f"step-{step:08d}"
+
+
+def steps(folder) -> list[int]:
+    """Return the steps with a complete checkpoint in ``folder``, judged by file names and sizes."""
+    folders = _step_folders(storage.as_path(folder))
+    return sorted(step for step, place in folders.items() if _is_complete(place))
+
+
+def _step_folders(folder: StoragePath) -> dict[int, StoragePath]:
+    """Return the folder of every step, complete or not."""
+    named = {place: _NAME.fullmatch(place.name) for place in folder.subfolders()}
+    return {int(match[1]): place for place, match in named.items() if match}
+
+
+def _is_complete(place: StoragePath) -> bool:
+    try:
+        return not index.find_missing_file(place, index.read(place))
+    except StorageUnreachable:  # unknown: resuming from an older checkpoint would lose steps
+        raise
+    except CheckpointError:
+        return False
+
+
+def latest(folder) -> StoragePath | None:
+    """Return the newest checkpoint that is complete on all ranks, or None. A collective call.
+
+    Raises CheckpointError on all ranks if one of them cannot list the folder.
+    """
+    async_writer.finish()
+    local: list[int] = []
+    with raise_on_all_ranks():
+        folder = storage.as_path(folder)
+        local = steps(folder)
+    seen = all_gather_json(local)
+    common = set(seen[0]).intersection(*seen[1:])
+    return step_folder(folder, max(common)) if common else None
+
+
+def save_and_prune(
+    folder, newest: int, step: int, model: nn.Module, optimizer=None, *, overlap=False, **others
+) -> PendingSave:
+    """Save the state after ``step`` in ``folder``, and keep the ``newest`` checkpoints there."""
+    folder = storage.as_path(folder)
+
+    def on_complete() -> None:
+        write_latest(folder, step)
+        for path in _superseded(folder, newest, step):
+            delete_checkpoint(path)
+
+    return start_save(
+        step_folder(folder, step), step, model, optimizer, others, on_complete, overlap
+    )
+
+
+def write_latest(folder: StoragePath, step: int) -> None:
+    """Write the name of the newest checkpoint to the file ``latest``, for people and scripts."""
+    (folder / LATEST).put(f"{step_folder(folder, step).name}\n".encode())
+
+
+def _superseded(folder: StoragePath, newest: int, step: int) -> list[StoragePath]:
+    """Return checkpoints older than the ``newest`` ones, and unfinished ones before ``step``."""
+    present = {known: place for known, place in _step_folders(folder).items() if known <= step}
+    spared = sorted(known for known, place in present.items() if _is_complete(place))[-newest:]
+    return [place for known, place in present.items() if known < step and known not in spared]

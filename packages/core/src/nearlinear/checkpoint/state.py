@@ -19,8 +19,7 @@ from ..fsdp.model_state import (
     parameter_state,
     runtime_of,
 )
-from .index import TensorEntry
-from .tensor_shards import TensorShard, local_tensor_shards
+from .index import TensorEntry, TensorShard, local_tensor_shards
 
 MODEL, OPTIMIZER, RANDOM = "model", "optimizer", "random"
 _WRAPPER = "_checkpoint_wrapped_module."  # inserted into names by activation checkpointing

@@ -17,7 +17,7 @@ from ..checkpoint import cli as checkpoint_cli
 from ..errors import NearlinearError
 from ..launch import cli as launch_cli
 from ..planner import cli as plan_cli
-from . import train, tune
+from . import train
 from .watch import command as watch
 
 
@@ -66,8 +66,8 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"nearlinear {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="command", required=True)
-    train.add_command(commands)
-    tune.add_command(commands)
+    train.add_train(commands)
+    train.add_tune(commands)
     for command in plan_cli.add_commands(commands, train.load_config):
         train.add_config_arguments(command)
     launch_cli.add_commands(commands)

@@ -1,4 +1,4 @@
-"""``nearlinear train``: check the config, start or join the ranks, train, and draw the curves."""
+"""``nearlinear train`` and ``tune``: check the config, start or join the ranks, and run on them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from ..config.train import TrainConfig
     from ..train.trainer import TrainResult
 
-EXAMPLES = """\
+TRAIN_EXAMPLES = """\
 examples:
   nearlinear train run.toml                            train as the file says
   nearlinear train run.toml --nproc 4                  4 ranks on this machine
@@ -23,14 +23,14 @@ examples:
 """
 
 
-def add_command(commands: argparse._SubParsersAction) -> None:
+def add_train(commands: argparse._SubParsersAction) -> None:
     """Add ``train`` to the subcommands of ``nearlinear``."""
     train = commands.add_parser(
         "train",
         help="train a model from a config file",
         description="Train a model. Start the ranks on this machine, or join the ranks started by "
         "torchrun (also on SageMaker) or by Slurm's srun.",
-        epilog=EXAMPLES,
+        epilog=TRAIN_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     train.add_argument("--print-config", action="store_true", help="print the config and exit")
@@ -146,3 +146,66 @@ def _print_result(config: TrainConfig, result: TrainResult) -> None:
             print(f"memory: {plots.save_memory(folder)}")
     except ImportError:
         print('loss curve: not drawn, matplotlib is missing; pip install "nearlinear[notebooks]"')
+
+
+TUNE_EXAMPLES = """\
+examples:
+  nearlinear tune run.toml                             measure, and explain the settings chosen
+  nearlinear tune run.toml --nproc 4 --write tuned.toml    also write the tuned config
+  nearlinear tune run.toml --memory 8 --json tuned.json    for 8 GiB per rank; write all numbers
+  torchrun --nnodes 32 --nproc-per-node 8 -m nearlinear.cli tune run.toml --write tuned.toml
+  nearlinear train tuned.toml
+  torchrun --nnodes 2 --nproc-per-node 8 -m nearlinear.cli tune --machine here.toml
+  nearlinear plan run.toml --cluster here.toml:32      plan for 32 of the measured nodes
+"""
+
+
+def add_tune(commands: argparse._SubParsersAction) -> None:
+    """Add ``tune`` to the subcommands of ``nearlinear``."""
+    tune = commands.add_parser(
+        "tune",
+        help="measure the links of a job and choose its communication settings",
+        description="Measure compute, memory and collectives on the ranks and links of the job, "
+        "and let the planner choose hybrid_shard_degree, communication_backend, "
+        "hierarchical_all_gather, prefetch_depth, sdp_max_live_parameters and "
+        "sdp_reduce_bucket_size. No training takes place. Ranks are started or joined as by "
+        "train.",
+        epilog=TUNE_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    tune.add_argument("--rounds", type=int, default=5, metavar="N", help="timed rounds (5)")
+    tune.add_argument(
+        "--memory",
+        type=float,
+        default=0.0,
+        metavar="GIB",
+        help="memory per rank in GiB; default: the free memory",
+    )
+    tune.add_argument("--write", default="", metavar="FILE", help="write the tuned config (.toml)")
+    tune.add_argument("--json", default="", metavar="FILE", help="write all numbers (.json)")
+    tune.add_argument(
+        "--machine",
+        default="",
+        metavar="FILE",
+        help="measure the machine itself, for nearlinear plan --cluster FILE:NODES (.toml)",
+    )
+    add_config_arguments(tune)
+    add_nproc_argument(tune)
+    tune.set_defaults(run=_tune)
+
+
+def _tune(options: argparse.Namespace, arguments: list[str]) -> int:
+    from ..planner.calibrate import command
+
+    config = load_config(options)
+    tune_options = command.TuneOptions(
+        options.rounds, options.memory, options.write, options.json, options.machine,
+        options.config or "",
+    )  # fmt: skip
+
+    def check(world: int, ranks_per_node: int) -> None:
+        command.check_tune(config, tune_options, world, ranks_per_node)
+
+    return run_on_ranks(
+        options, arguments, config, check, lambda: command.run_tune(config, tune_options)
+    )

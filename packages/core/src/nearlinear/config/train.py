@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..errors import ConfigError
-from . import hf_folder, schema
+from . import architecture, schema
 from . import parallel as parallel_config
 from .activation_strategy import parse_strategy
+from .architecture import Architecture, context_key, get_preset
 from .moe import MoEConfig
 from .parallel import ParallelConfig
-from .presets import Architecture, context_key, get_preset
 from .schema import coerce
 
 Packing = Literal["concat", "best_fit", "one_document"]
@@ -42,7 +42,7 @@ class ModelConfig:
     def architecture(self) -> Architecture:
         """The architecture of the preset, or of the folder to start from."""
         if self.init_from:
-            return hf_folder.read_architecture(self.init_from)
+            return architecture.read_architecture(self.init_from)
         return get_preset(self.preset)
 
     @property

@@ -3,14 +3,14 @@
 - `format`: token shards, their manifest and their verification.
 - `open`, `split`, `bucket`, `megatron_format`: sources of token shards, local and remote.
 - `documents`, `cache`: access to tokens and documents, and the node-local cache.
-- `dataset`, `packing`, `mixture`: windows of fixed length, packing of documents, weighted mixtures.
+- `dataset`, `packing`, `mixture`: windows of fixed length and a model of their file system load,
+  packing of documents, weighted mixtures.
 - `sampler`, `loader`, `masking`: sample order, batches of a data rank with resumable state, labels
-  and positions.
-- `read_ahead`, `lustre_read_model`: prefetching, and a model of its file system load.
-- `grain`: adapter for Grain pipelines.
+  and positions, and an adapter for Grain pipelines.
+- `read_ahead`: prefetching.
 
-Names are imported on first use. Only `loader`, `masking`, `read_ahead` and `grain` need torch, so
-data preparation does not import it.
+Names are imported on first use. Only `loader` and `masking` need torch, so data preparation does
+not import it.
 """
 
 from importlib import import_module
@@ -22,7 +22,7 @@ _PUBLIC = {
     "TokenDataset": "dataset",
     "Mixture": "mixture",
     "packing_efficiency": "packing",
-    "GrainSource": "grain",
+    "GrainSource": "masking",
     "permute": "sampler",
     "Masks": "masking",
     "cu_seqlens": "masking",

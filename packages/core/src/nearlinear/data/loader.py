@@ -25,8 +25,7 @@ import torch
 
 from ..distributed import runtime
 from ..errors import DataError
-from .dataset import TokenDataset
-from .lustre_read_model import UNIT
+from .dataset import UNIT, TokenDataset
 from .masking import IGNORED_LABEL, NO_MASKS, Masks, make_batch
 from .mixture import Mixture
 from .packing import VERSION

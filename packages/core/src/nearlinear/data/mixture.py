@@ -20,9 +20,8 @@ from typing import Any
 import numpy as np
 
 from ..errors import DataError
-from .dataset import TokenDataset, WindowRows
+from .dataset import ReadCounters, TokenDataset, WindowRows
 from .format import Manifest
-from .lustre_read_model import ReadCounters
 
 logger = logging.getLogger("nearlinear.data")
 

@@ -20,7 +20,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from . import process_exit
-from .backend import register_backend
+from .runtime import register_backend
 
 PRELOADED = ["torch.distributed.fsdp", "torch.distributed.tensor"]
 EXIT_GRACE = 3.0  # seconds for the other ranks to notice a dead one themselves

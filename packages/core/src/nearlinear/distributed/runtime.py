@@ -3,11 +3,12 @@
 Under torchrun, and therefore on SageMaker (``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK`` in the
 environment), `init` joins those ranks. Inside `nl.spmd.run` it uses the existing ranks. Any other
 Python process becomes a job of one rank. There is one runtime per process, or per thread if ranks
-are threads.
+are threads. Collectives run on torch's backends, or on nearlinear-collectives in host memory.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 import socket
 import threading
@@ -21,9 +22,38 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..config import parallel
 from ..config.parallel import ParallelConfig
 from ..errors import ConfigError, NearlinearError
-from . import backend, process_exit
+from . import process_exit
 from .mesh import AXES, AXIS_GROUPS, Mesh
 from .thread_backend import BACKEND as THREAD_BACKEND
+
+HOST_MEMORY_BACKEND = "nearlinear"
+
+
+def register_backend(backend: str) -> str:
+    """Register ``backend`` with torch.distributed if it is nearlinear-collectives; return it.
+
+    Raises:
+        ConfigError: nearlinear-collectives is not installed or cannot be loaded.
+    """
+    if HOST_MEMORY_BACKEND in backend:
+        try:
+            importlib.import_module("nearlinear_collectives")
+        except ImportError as error:
+            raise ConfigError(
+                f"communication_backend = {backend!r} needs the package nearlinear-collectives "
+                f"({error}). Install it with pip install nearlinear-collectives, or set "
+                "communication_backend = 'gloo'."
+            ) from None
+    return backend
+
+
+def backend_for_device(setting: str, device_type: str) -> str:
+    """Resolve the config key ``communication_backend`` for ranks on ``device_type``."""
+    if setting == "auto":
+        return "nccl" if device_type == "cuda" else "gloo"
+    if setting == HOST_MEMORY_BACKEND and device_type == "cuda":
+        return f"cpu:{HOST_MEMORY_BACKEND},cuda:nccl"
+    return setting
 
 
 class CommThreadSet(Protocol):
@@ -140,7 +170,7 @@ def init(
     settings = parallel.load(config)
     device = _device()
     if not dist.is_initialized():
-        _join(backend.backend_for_device(settings.communication_backend, device.type))
+        _join(backend_for_device(settings.communication_backend, device.type))
     if ranks_per_node is None:
         ranks_per_node = parallel.whole_number("LOCAL_WORLD_SIZE", 0)
     mesh = Mesh.from_config(settings, dist.get_world_size(), ranks_per_node)
@@ -277,7 +307,7 @@ def _device() -> torch.device:
 
 
 def _join(backend_name: str) -> None:
-    backend_name = backend.register_backend(backend_name)
+    backend_name = register_backend(backend_name)
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         dist.init_process_group(backend_name, store=dist.HashStore(), rank=0, world_size=1)
         return

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from .. import _torch
 from ..errors import NearlinearError
-from . import process_exit, runtime, stack_trace, thread_backend
+from . import diagnosis, process_exit, runtime, thread_backend
 from .diagnosis import Limits, dead, diagnose, never_started
 from .heartbeat import STORE_ERRORS, Fault, Heartbeat, HeartbeatChannel, Operation, pid_namespace
 
@@ -142,7 +142,7 @@ class Watchdog:
         if not (isinstance(error, Exception) or stopped):
             return
         in_communication = isinstance(error, dist.DistError) or (
-            not isinstance(error, NearlinearError) and stack_trace.failed_in_communication(error)
+            not isinstance(error, NearlinearError) and diagnosis.failed_in_communication(error)
         )
         if self._thread is not None and (in_communication or stopped):
             self._collective_failed = True
@@ -228,7 +228,7 @@ class Watchdog:
             time.sleep(0.05)
 
     def _send_heartbeat(self) -> None:
-        in_collective, source_line = stack_trace.of_thread(self._watched_thread)
+        in_collective, source_line = diagnosis.describe_thread(self._watched_thread)
         current, now = self.operation, time.monotonic()
         self._sequence += 1
         heartbeat = Heartbeat(

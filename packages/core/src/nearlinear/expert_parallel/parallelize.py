@@ -23,8 +23,13 @@ from ..config.parallel import divisors
 from ..distributed.runtime import Runtime
 from ..errors import ConfigError
 from ..fsdp.model_state import ShardingExtension, model_state, split_evenly
-from .dispatch import ParallelExperts, install_parallel_experts
-from .router import RouterLosses, TokenShuffle, install_assignment
+from .routing import (
+    ParallelExperts,
+    RouterLosses,
+    TokenShuffle,
+    install_assignment,
+    install_parallel_experts,
+)
 
 KEY = "expert_parallel_degree"
 UPGRADE = "pip install -U transformers"

@@ -28,9 +28,9 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from .._torch import TorchDispatchMode, instead_of_truncated_normal
 from ..distributed import runtime as runtimes
 from ..distributed.consensus import all_gather_ints
-from ..distributed.local_ranks import one_at_a_time
 from ..distributed.runtime import Runtime
 from ..errors import ConfigError, NearlinearError
+from ..spmd import one_at_a_time
 from .model_state import full_shape, model_state, parameter_state
 
 _SMALL = 1 << 16

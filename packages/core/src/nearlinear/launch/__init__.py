@@ -1,4 +1,4 @@
 """Launch training jobs: on this machine, SageMaker, Slurm or Kubernetes.
 
-`spec` describes a job, `validation` reports problems before submission, and `run_job` submits it.
+`spec` describes a job and reports problems before submission; `run_job` submits it.
 """

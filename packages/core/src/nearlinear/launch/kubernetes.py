@@ -22,8 +22,15 @@ from ..errors import ConfigError
 from ..hardware import find_instance_type
 from ..storage import is_remote
 from .local import SHUTDOWN_TIMEOUT
-from .spec import TERMINATION_NOTICE, JobInput, JobSpec, token_input
-from .validation import Problem, check_environment, check_sagemaker_only_keys
+from .spec import (
+    TERMINATION_NOTICE,
+    JobInput,
+    JobSpec,
+    Problem,
+    check_environment,
+    check_sagemaker_only_keys,
+    token_input,
+)
 
 CONFIG_FOLDER, DATA_FOLDER = "/etc/nearlinear", "/data"
 CONFIG_FILE = "run.toml"

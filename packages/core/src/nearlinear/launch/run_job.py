@@ -21,8 +21,7 @@ from ..errors import ConfigError
 from . import kubernetes, slurm
 from .sagemaker import emulate
 from .sagemaker.build_request import build_request, timestamped_name
-from .spec import JobSpec, token_input
-from .validation import Problem, check_parallel_layout, raise_if_invalid
+from .spec import JobSpec, Problem, check_parallel_layout, raise_if_invalid, token_input
 
 
 @dataclass(frozen=True)

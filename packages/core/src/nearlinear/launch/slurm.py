@@ -12,8 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
 
 from ..errors import ConfigError
-from .spec import TERMINATION_NOTICE, JobSpec
-from .validation import Problem, check_environment, check_sagemaker_only_keys
+from .spec import TERMINATION_NOTICE, JobSpec, Problem, check_environment, check_sagemaker_only_keys
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 

@@ -123,7 +123,7 @@ def run_plan(config: TrainConfig, options: PlanOptions, source: str = "") -> int
     Raises ConfigError and NearlinearError.
     """
     from ..errors import ConfigError
-    from ..output_file import check_output_file
+    from ..output import check_output_file
     from .api import plan
 
     check_output_file("--figure", options.figure, ".png")
@@ -173,7 +173,7 @@ def _print_details(result: PlanResult, options: PlanOptions, numbers: dict[str, 
         print("\n" + format_explanations(found, explained))
         numbers["explain"] = [each.as_dict() for each in found]
     if options.scale:
-        from .scaling import format_scaling, scaling_curve
+        from .api import format_scaling, scaling_curve
 
         points = scaling_curve(result.config, result.cluster, reference=result)
         print("\n" + format_scaling(points))
@@ -185,7 +185,7 @@ def _search(result: PlanResult, options: PlanOptions, numbers: dict[str, Any]) -
     import dataclasses
 
     from ..config import schema
-    from ..output_file import write_output_file
+    from ..output import write_output_file
     from .api import plan
     from .search import format_candidates, search
 
@@ -222,7 +222,7 @@ def _validate(options: PlanOptions) -> int:
 
 
 def _write_json(path: str, numbers: dict[str, Any]) -> None:
-    from ..output_file import write_output_file
+    from ..output import write_output_file
 
     write_output_file(path, json.dumps(numbers, indent=1) + "\n")
 

@@ -1,7 +1,7 @@
 """Accelerators, nodes and clusters: data-sheet rates and measurements.
 
 Nodes come from the table `nearlinear.hardware`, or from a file that ``nearlinear tune --machine``
-wrote: see `cluster_spec`. A GPU with a lowered power limit runs at a lower clock: dynamic power
+wrote: see `parse_cluster`. A GPU with a lowered power limit runs at a lower clock: dynamic power
 grows with the cube of the clock, because voltage follows it (Hennessy and Patterson, Computer
 Architecture, 1.5).
 """

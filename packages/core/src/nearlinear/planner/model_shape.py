@@ -6,7 +6,7 @@ No model is built, and neither torch nor transformers is imported.
 from dataclasses import dataclass
 from typing import Any
 
-from ..config.presets import context_key, layers_key
+from ..config.architecture import context_key, layers_key
 from ..config.schema import coerce
 from ..config.train import ModelConfig
 from ..errors import ConfigError

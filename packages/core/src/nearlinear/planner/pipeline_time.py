@@ -12,17 +12,17 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
-from ..pipeline_parallel.schedules import PipelineSchedule
-from .block_time import BlockTimes, ComputeSegment
-from .pipeline_order import (
+from ..pipeline_parallel.schedules import (
     BACKWARD,
     FORWARD,
     INPUTS,
     WEIGHTS,
+    PipelineSchedule,
     StagePass,
     pass_orders,
     round_size,
 )
+from .block_time import BlockTimes, ComputeSegment
 from .timeline import (
     ALL_GATHER,
     ALL_REDUCE,

@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import Any
 
 from ..config.train import TrainConfig
-from ..text_table import format_duration, format_rate, format_table
+from ..output import format_duration, format_rate, format_table
 from .cluster import Cluster
 from .fitted_constants import FittedConstants, fit_errors
 from .memory import MemoryEstimate

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from itertools import combinations
 from typing import Any
 
-from ..text_table import format_table
+from ..output import format_table
 from .fitted_constants import FittedConstants, leave_one_out_constants, load_constants
 from .published.runs import (
     PublishedRun,

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from .. import storage
-from ..checkpoint import index, retention
+from ..checkpoint import index, save
 from ..checkpoint.async_writer import PendingSave
 from ..checkpoint.load import load
 from ..config.train import CheckpointConfig
@@ -51,7 +51,7 @@ class CheckpointManager:
 
     def resume(self) -> int:
         """Load the newest checkpoint and return its step, or 0. A collective call."""
-        newest = retention.latest(self.folder) if self.config.resume else None
+        newest = save.latest(self.folder) if self.config.resume else None
         if newest is not None:
             known = {}
             with raise_on_all_ranks():
@@ -85,7 +85,7 @@ class CheckpointManager:
     def save(self, step: int) -> None:
         """Start to save the run after ``step``, unless it is saved. A collective call."""
         if step != self.saved:
-            self.saving = retention.save_and_prune(
+            self.saving = save.save_and_prune(
                 self.folder,
                 self.config.keep,
                 step,
@@ -106,7 +106,7 @@ class CheckpointManager:
         """
         if self.saving is not None:
             self.saving.wait()
-        return retention.step_folder(self.folder, self.saved) if self.saved else None
+        return save.step_folder(self.folder, self.saved) if self.saved else None
 
     def abandon(self, error: BaseException) -> None:
         """Stop waiting for other ranks soon, because this rank has failed with ``error``."""

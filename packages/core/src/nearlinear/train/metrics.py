@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ..memory.report import MemoryReport
+    from ..memory import MemoryReport
 
 log = logging.getLogger(__name__)
 

@@ -1,20 +1,38 @@
-"""Build a Hugging Face model from a preset or a config.json, on the meta device.
+"""Build a Hugging Face model on the meta device, and apply the parallelism of a config to it.
 
-`nearlinear.shard` initializes its parameters, or `nearlinear.import_hf` loads them.
+`nearlinear.shard` initializes the parameters of the model, or `nearlinear.import_hf` loads them.
+
+Model FLOPS follow PaLM (Chowdhery et al. 2022, appendix B): 6 per matrix parameter and token for
+forward and backward, plus 12 * layers * width * sequence for attention. Recomputation is not
+counted. GPU peaks are dense datasheet numbers; the peak of a CPU is measured with a matrix product.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from .. import hardware
+from ..activation.api import checkpoint_activations, offload_activations
 from ..checkpoint.hf import meta_model
-from ..config.presets import context_key
+from ..config.architecture import context_key
+from ..config.moe import MoEConfig
 from ..config.train import ModelConfig, TrainConfig
 from ..data.format import Manifest
 from ..errors import ConfigError, DataError
+from ..fsdp.compile import compile_blocks
 from ..fsdp.deferred_init import deferred_init
+from ..fsdp.float8 import convert_to_fp8
+from ..fsdp.model_state import find_blocks
+from ..fsdp.shard import COMPUTE_DTYPES, shard
+from ..pipeline_parallel.api import Pipelined, pipeline
+from ..transforms import transform
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -90,3 +108,75 @@ def describe(config: TrainConfig, rows: Callable[[str], int]) -> tuple[dict, Pat
     described = meta_model.config_dict(model)
     assert described is not None  # a class of transformers
     return described, tokenizer if has_tokenizer else None
+
+
+def parallelize(model: nn.Module, config: TrainConfig) -> tuple[nn.Module, list[nn.Module]]:
+    """Return this rank's part of ``model``, and the blocks in it.
+
+    The order is: tensor, context and expert parallelism, fp8, compilation, pipeline stages,
+    sharding, activation checkpointing, activation offloading.
+    """
+    model = transform(model, None if config.moe == MoEConfig() else config.moe)
+    if config.parallel.fp8:
+        model = convert_to_fp8(model)
+    if config.train.compile_blocks:
+        model = compile_blocks(model)
+    if config.parallel.pipeline_parallel_degree > 1:
+        model = shard(pipeline(model))
+        assert isinstance(model, Pipelined)
+        blocks = model.blocks()
+    else:
+        blocks = find_blocks(model)
+        model = shard(model, blocks=blocks)
+    if config.activations.checkpoint:
+        checkpoint_activations(model, config.activations.checkpoint)
+    if config.activations.offload:
+        offload_activations(model)
+    return model, blocks
+
+
+def flops_per_token(model: PreTrainedModel, sequence_length: int) -> float:
+    """Return the model FLOPS of forward and backward per token of a sequence."""
+    config: Any = model.config
+    head: Any = model.get_output_embeddings()
+    tables = {id(model.get_input_embeddings().weight)}
+    tables -= {id(head.weight)}  # tied: the head's matrix
+    matrices = sum(
+        p.numel() * (_active_expert_share(config) if ".experts." in name else 1)
+        for name, p in model.named_parameters()
+        if p.dim() >= 2 and id(p) not in tables
+    )
+    positions = getattr(getattr(model, "transformer", None), "wpe", None)
+    if positions is not None:
+        matrices -= positions.weight.numel()
+    attention = 12 * config.num_hidden_layers * config.hidden_size * sequence_length
+    return 6.0 * matrices + attention
+
+
+def _active_expert_share(config) -> float:
+    """Return the share of a mixture's experts that compute for each token."""
+    return config.num_experts_per_tok / config.num_local_experts
+
+
+def peak_tflops(device: torch.device, precision: str) -> float:
+    """Return the peak TFLOPS of one rank: known for GPUs, measured on a CPU; NaN if unknown.
+
+    On a CPU all ranks measure at the same time, so that shared cores are counted once. A collective
+    call there.
+    """
+    if device.type == "cuda":
+        peak = hardware.peak_tflops(torch.cuda.get_device_name(device), precision)
+        return float("nan") if peak is None else peak
+    return _measure_tflops(COMPUTE_DTYPES[precision])
+
+
+def _measure_tflops(dtype: torch.dtype, size: int = 512, seconds: float = 0.3) -> float:
+    """Return the rate of a square matrix product over ``seconds``, on all ranks at once."""
+    matrix = torch.full((size, size), 0.5, dtype=dtype)
+    matrix @ matrix
+    dist.barrier()
+    products, start = 0, time.perf_counter()
+    while (elapsed := time.perf_counter() - start) < seconds:
+        matrix @ matrix
+        products += 1
+    return 2 * size**3 * products / elapsed / 1e12

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from .. import storage
-from ..config import hf_folder
+from ..config import architecture
+from ..config.architecture import layers_key
 from ..config.parallel import ParallelConfig, divisors
-from ..config.presets import layers_key
 from ..config.schema import coerce
 from ..config.train import TrainConfig
 from ..data.dataset import TokenDataset
@@ -170,7 +170,7 @@ def open_dataset(config: TrainConfig, split: str, verified: bool = False) -> Tok
         dataset = open_folder(config.data.path)
     needed = dataset.manifest.vocab_size
     if config.model.init_from:
-        hf_folder.check_vocabulary(config.model.init_from, config.data.folder, needed)
+        architecture.check_vocabulary(config.model.init_from, config.data.folder, needed)
     override = config.model.overrides.get("vocab_size", needed)
     vocabulary = coerce(override, int, "model.overrides.vocab_size")
     if vocabulary < needed:

@@ -36,23 +36,19 @@ from ..fsdp.accumulate import accumulate, count_targets
 from ..fsdp.clip_grad import clip_grad_norm_
 from ..fsdp.loss_scaler import LossScaler
 from ..fsdp.model_state import model_state
-from ..memory.measure import memory_report
-from ..memory.report import MemoryReport
+from ..memory import MemoryReport, memory_report
 from ..pipeline_parallel.api import Pipelined
 from . import preflight
 from .callbacks import Callback, TrainStep
 from .callbacks.bad_steps import BadStepDetector
 from .callbacks.emergency_checkpoint import EmergencyCheckpoint
-from .callbacks.rank_timing import RankTiming, peak_memory
-from .callbacks.watchdog import WatchdogCallback
+from .callbacks.rank_monitor import RankTiming, WatchdogCallback, peak_memory
 from .checkpoint_manager import CheckpointManager, StopSignal
 from .data import build_loader, check_document_mask, write_data_state
 from .evaluate import generate, held_out_loss
-from .flops import flops_per_token, peak_tflops
 from .metrics import Reporter
-from .model import build_model
+from .model import build_model, flops_per_token, parallelize, peak_tflops
 from .optimizer import build_optimizer, learning_rate, set_learning_rate
-from .parallelize import parallelize
 
 STARTUP_PATIENCE = 12.0
 """Multiple of ``train.rank_timeout`` for each part of the set-up: large checkpoints take long."""

@@ -11,11 +11,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from ...config.hf_folder import weight_files
+from ...config.architecture import weight_files
 from ...distributed.consensus import raise_on_all_ranks
 from ...errors import CheckpointError, join_faults
 from .. import state
-from ..tensor_shards import TensorShard, local_tensor_shards
+from ..index import TensorShard, local_tensor_shards
 from . import meta_model
 from .naming import HFTensor, hf_tensors, toggle_prefix
 

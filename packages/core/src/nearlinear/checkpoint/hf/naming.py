@@ -21,7 +21,7 @@ from torch import nn
 
 from ...errors import CheckpointError
 from .. import state
-from ..tensor_shards import TensorShard
+from ..index import TensorShard
 
 
 @dataclass(frozen=True)

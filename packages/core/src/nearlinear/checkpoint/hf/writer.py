@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...config.hf_folder import CONFIG, INDEX, WEIGHTS
+from ...config.architecture import CONFIG, INDEX, WEIGHTS
 from ...errors import CheckpointError
 from ...storage.local import sync_directory
 from ..safetensors_file import SafetensorsWriter, file_order

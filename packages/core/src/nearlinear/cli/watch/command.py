@@ -19,8 +19,7 @@ from typing import Any, NoReturn
 
 from ...errors import ConfigError
 from ...train.metrics import ABOUT_FILE, METRICS_FILE, format_line
-from .alarms import find_alarms, find_stragglers
-from .history import FollowedFile, FollowedPipe, History
+from .history import FollowedFile, FollowedPipe, History, find_alarms, find_stragglers
 
 POLL_SECONDS = 0.5
 PIPE = "-"

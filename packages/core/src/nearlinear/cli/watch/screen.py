@@ -14,9 +14,8 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ...text_table import format_duration, format_number, format_rate
-from .alarms import find_alarms, find_stragglers
-from .history import History
+from ...output import format_duration, format_number, format_rate
+from .history import History, find_alarms, find_stragglers
 
 LABEL_WIDTH = 12
 NUMBER_WIDTH = 9

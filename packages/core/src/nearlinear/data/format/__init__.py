@@ -10,18 +10,26 @@ is not a dataset. The package needs only numpy and xxhash.
 `index.json`, and `verify` compares a folder with its manifest.
 """
 
-from .checksums import BLOCK_BYTES, Checksums
-from .manifest import FORMAT_NAME, FORMAT_VERSION, MANIFEST_FILE, TOKENIZER_FILE, Manifest
+from .manifest import (
+    FORMAT_NAME,
+    FORMAT_VERSION,
+    MANIFEST_FILE,
+    TOKENIZER_FILE,
+    Manifest,
+    verify,
+    verify_shard,
+)
 from .shards import (
+    BLOCK_BYTES,
     DEFAULT_SHARD_TOKENS,
     SPLITS,
+    Checksums,
     Shard,
     ShardWriter,
     dtype_for,
     encode_index,
     read_index,
 )
-from .verify import verify, verify_shard
 
 __all__ = [
     "BLOCK_BYTES",

@@ -13,11 +13,9 @@ from typing import Any
 
 from ...errors import ConfigError
 from ..sagemaker.aws import create_client, translate_errors
-from ..spec import JobInput, JobSpec
-from ..validation import Problem
+from ..spec import JobInput, JobSpec, Problem
 from . import service
-from .requests import LUSTRE_PORTS
-from .service import FileSystemInfo
+from .service import LUSTRE_PORTS, FileSystemInfo
 
 _PORTS_TEXT = "988 and 1018-1023"
 

@@ -8,10 +8,10 @@ import sys
 
 from ...errors import ConfigError
 from .. import spec
-from ..validation import raise_if_invalid
+from ..spec import raise_if_invalid
 from . import service
 from .access_checks import check_file_system_access
-from .requests import S3_EVENTS, FileSystemRequest, LinkRequest
+from .service import S3_EVENTS, FileSystemRequest, LinkRequest
 
 
 def create(options: argparse.Namespace) -> int:

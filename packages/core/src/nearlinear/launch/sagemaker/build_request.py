@@ -14,9 +14,8 @@ from typing import Any
 
 from ...config.train import TrainConfig
 from ...train.metrics import METRIC_PATTERNS
-from ..spec import JobInput, JobSpec
-from ..validation import Problem, check_parallel_layout, raise_if_invalid
-from .launcher_script import (
+from ..spec import JobInput, JobSpec, Problem, check_parallel_layout, raise_if_invalid
+from .container import (
     CODE_CHANNEL,
     DRIVER_CHANNEL,
     RANKS_VARIABLE,

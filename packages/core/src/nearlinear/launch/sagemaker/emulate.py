@@ -24,7 +24,7 @@ from typing import Any
 
 from ...errors import ConfigError
 from ..spec import TERMINATION_NOTICE
-from .launcher_script import CONTAINER_ROOT, DRIVER_CHANNEL, RANKS_VARIABLE, write_script
+from .container import CONTAINER_ROOT, DRIVER_CHANNEL, RANKS_VARIABLE, write_script
 
 _COPY_INTERVAL = 0.5  # seconds
 

@@ -15,13 +15,7 @@ from typing import Any
 from ...errors import ConfigError
 from ..spec import JobSpec
 from .aws import AWSError, bucket_and_key, create_client, translate_errors
-from .launcher_script import (
-    CODE_CHANNEL,
-    DRIVER_CHANNEL,
-    OWN_CHANNELS,
-    SCRIPT_NAME,
-    write_script,
-)
+from .container import CODE_CHANNEL, DRIVER_CHANNEL, OWN_CHANNELS, SCRIPT_NAME, write_script
 
 IGNORED_NAMES = {"__pycache__", ".git", ".venv", ".ipynb_checkpoints", "node_modules"}
 MAX_CODE_SIZE = 200 * 2**20  # bytes; larger folders contain data

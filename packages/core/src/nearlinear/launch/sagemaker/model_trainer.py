@@ -20,8 +20,8 @@ from ...config.train import TrainConfig
 from ...errors import ConfigError
 from ..spec import JobInput, JobSpec
 from . import aws, build_request
+from .container import decode_hyperparameter
 from .jobs import IGNORED_NAMES
-from .launcher_script import decode_hyperparameter
 
 COMMAND = "python -m nearlinear.launch.sagemaker.container"
 REQUIREMENTS = "requirements.txt"

@@ -22,8 +22,8 @@ from typing import Any
 from ...data.open import CHANNEL
 from ...errors import ConfigError
 from ...hardware import find_instance_type
-from ..validation import Problem
-from .launcher_script import OWN_CHANNELS, decode_hyperparameter
+from ..spec import Problem
+from .container import OWN_CHANNELS, decode_hyperparameter
 
 _MAX_LISTED_NAMES = 20
 _NUMBERS = ("integer", "long", "float", "double")

@@ -29,7 +29,7 @@ from ..cluster import (
     MeasuredContention,
 )
 from ..network_time import RankGroup, rank_group
-from .timing import allocate_buffer, open_groups, repeat, seconds_per_call, slowest_medians
+from .rates import allocate_buffer, open_groups, repeat, seconds_per_call, slowest_medians
 
 log = logging.getLogger(__name__)
 

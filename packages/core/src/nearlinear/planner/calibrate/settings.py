@@ -16,7 +16,7 @@ from typing import Any
 from ...config.train import TrainConfig
 from ...distributed.mesh import Mesh
 from ...errors import ConfigError
-from ...text_table import format_table
+from ...output import format_table
 from ..cluster import Cluster
 from ..fitted_constants import constants_for
 from ..memory import estimate

@@ -1,6 +1,6 @@
 """Memory of pipeline ranks: stages, micro-batches in flight, gradients until the end of a step.
 
-A rank runs the passes of its stages in the order of its schedule (`pipeline_order`). FSDP2 keeps a
+A rank runs the passes of its stages in the order of its schedule (`pass_orders`). FSDP2 keeps a
 stage's parameters gathered from its first backward pass on, and accumulates unsharded float32
 gradients until all micro-batches are done: only then are they reduced. Every micro-batch has its
 own receive buffers for hidden states and for their gradients.
@@ -17,8 +17,15 @@ from functools import cache, partial
 
 from ...fsdp.prefetch import stage_stays_gathered
 from ...pipeline_parallel import partition
-from ...pipeline_parallel.schedules import PipelineSchedule, find_schedule
-from ..pipeline_order import FORWARD, INPUTS, WEIGHTS, StagePass, pass_orders
+from ...pipeline_parallel.schedules import (
+    FORWARD,
+    INPUTS,
+    WEIGHTS,
+    PipelineSchedule,
+    StagePass,
+    find_schedule,
+    pass_orders,
+)
 from .rank import (
     REDUCED_BYTES,
     Dims,

@@ -16,7 +16,7 @@ from ...distributed.mesh import Mesh
 from ..cluster import Cluster
 from ..workload import Workload
 from . import blog_posts
-from .models import MEGATRON_SETTINGS, MEGATRON_VOCABULARY, gpt, mpt, published_cluster
+from .blog_posts import MEGATRON_SETTINGS, MEGATRON_VOCABULARY, gpt, mpt, published_cluster
 
 DATA = Path(__file__).parents[1] / "data"
 

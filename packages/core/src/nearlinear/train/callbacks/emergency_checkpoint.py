@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from ...checkpoint import index, retention, state
-from ...checkpoint.save_plan import SavePlan, collect_values, make_save_plan
+from ...checkpoint import index, save, state
+from ...checkpoint.save import SavePlan, collect_values, make_save_plan
 from ...distributed import runtime
 from ...distributed.consensus import RankUnreachable, StoreBarrier
 from ...distributed.heartbeat import Fault
@@ -133,7 +133,7 @@ class EmergencyCheckpoint(Callback):
             writer.newest.abandon(seconds=WRITE_TIMEOUT)
         with contextlib.suppress(CheckpointError):  # failure of an earlier step, already reported
             writer.finish()
-        folder = retention.step_folder(self.checkpoints.folder, step)
+        folder = save.step_folder(self.checkpoints.folder, step)
         end = time.monotonic() + ANSWER_TIMEOUT + WRITE_TIMEOUT  # others may wait for their files
 
         def keep_waiting(rank: int) -> bool:
@@ -153,7 +153,7 @@ class EmergencyCheckpoint(Callback):
                 folder,
                 step,
                 boundary.values | {"optimizer": self._optimizer_settings(planned, boundary)},
-                lambda: retention.write_latest(self.checkpoints.folder, step),
+                lambda: save.write_latest(self.checkpoints.folder, step),
                 boundary.random,
             )
         started.abandon(seconds=WRITE_TIMEOUT)

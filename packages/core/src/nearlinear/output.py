@@ -1,6 +1,12 @@
-"""Plain-text tables, rates and durations for reports on a terminal or in a log."""
+"""Output of commands: plain-text tables, rates and durations, and files named by flags."""
+
+from __future__ import annotations
 
 import math
+import os
+from pathlib import Path
+
+from .errors import ConfigError
 
 
 def format_table(rows: list[tuple], left: tuple[int, ...] = (0,)) -> list[str]:
@@ -45,3 +51,37 @@ def format_duration(seconds: float) -> str:
         if whole >= size:
             return f"{whole // size} {unit} {whole % size // smaller_size:02d} {smaller_unit}"
     return f"{whole} s"
+
+
+def check_output_file(flag: str, path: str, suffix: str, source: str = "") -> None:
+    """Raise ConfigError if ``path`` cannot be written.
+
+    Args:
+        flag: Command-line flag that named the file, for messages.
+        path: File to write. An empty path is accepted and means no file.
+        suffix: Required suffix of the file name, such as ".json".
+        source: Config file of the command, which must not be overwritten.
+    """
+    if not path:
+        return
+    file = Path(path)
+    if file.suffix != suffix:
+        raise ConfigError(f"{flag} {path}: the file name must end in {suffix}")
+    if source and file.resolve() == Path(source).resolve():
+        raise ConfigError(f"{flag} {path} is the config file itself: choose another file")
+    if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise ConfigError(f"{flag} {path} cannot be written: choose a file in a writable folder")
+
+
+def write_output_file(path: str, text: str) -> None:
+    """Write ``text`` to ``path`` and print the path. An empty path means no file.
+
+    Raises ConfigError if the file cannot be written.
+    """
+    if not path:
+        return
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written ({error.strerror})") from None
+    print(f"wrote {path}", flush=True)

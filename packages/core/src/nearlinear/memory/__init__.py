@@ -1,1 +1,0 @@
-"""Measured memory of a training step: see `measure.memory_report`."""
