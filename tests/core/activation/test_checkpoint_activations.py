@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import nearlinear as nl
 from nearlinear.activation.memory_budget import choose_blocks
 from nearlinear.config.activation_strategy import ActivationStrategy, parse_strategy
-from nearlinear.distributed.collective_counter import count_collectives
+from nearlinear.distributed.collectives import count_collectives
 from nearlinear.fsdp.model_state import model_state
 from tests.support import activations, parity
 

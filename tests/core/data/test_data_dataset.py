@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nearlinear.data import split as dataset_module
+from nearlinear.data import source as dataset_module
 from nearlinear.data.dataset import TokenDataset
 from nearlinear.data.format import Manifest, Shard, ShardWriter, encode_index
 from nearlinear.data.loader import Loader

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 import nearlinear as nl
 from nearlinear.config import train as train_config
 from nearlinear.data.dataset import TokenDataset
-from nearlinear.data.documents import DocumentIndex, DocumentsByToken
 from nearlinear.data.masking import Masks, make_batch
-from nearlinear.data.split import NoSplit
+from nearlinear.data.source import DocumentIndex, DocumentsByToken, NoSplit
 from nearlinear.errors import DataError
 from tests.core.data.test_data_dataset import write_dataset
 

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 import nearlinear as nl
-from nearlinear.distributed.collective_counter import count_collectives
+from nearlinear.distributed.collectives import count_collectives
 
 # torch >= 2.13 renamed these functions; the old names warn
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import nearlinear as nl
-from nearlinear.distributed.collective_counter import count_collectives
+from nearlinear.distributed.collectives import count_collectives
 from nearlinear.distributed.comm_thread import CommThread
 
 

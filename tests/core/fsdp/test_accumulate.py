@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import nearlinear as nl
-from nearlinear.distributed.collective_counter import count_collectives
+from nearlinear.distributed.collectives import count_collectives
 from nearlinear.fsdp.accumulate import count_targets
 from tests.support import tiny
 from tests.support.processes import in_turn

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 import nearlinear as nl
 from nearlinear.config.parallel import ALLOWED_VALUES
-from nearlinear.distributed.collective_counter import count_collectives
+from nearlinear.distributed.collectives import count_collectives
 from nearlinear.fsdp import all_gather_codec, overlap
 from nearlinear.fsdp.all_gather_codec import CODECS, FP8_MAX, register_all_gather_codec
 from tests.support import tiny

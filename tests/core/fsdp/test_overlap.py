@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import nearlinear as nl
-from nearlinear.distributed.collective_counter import count_collectives
+from nearlinear.distributed.collectives import count_collectives
 from nearlinear.fsdp import overlap
 from tests.support import tiny
 from tests.support.processes import in_turn

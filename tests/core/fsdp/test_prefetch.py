@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import nearlinear as nl
-from nearlinear.distributed.collective_counter import count_collectives
+from nearlinear.distributed.collectives import count_collectives
 from nearlinear.fsdp.prefetch import num_resident_blocks
 from tests.support import tiny
 

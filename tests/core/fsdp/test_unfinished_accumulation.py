@@ -3,7 +3,7 @@
 import pytest
 
 import nearlinear as nl
-from nearlinear.distributed.collective_counter import count_collectives
+from nearlinear.distributed.collectives import count_collectives
 from tests.support import tiny
 
 

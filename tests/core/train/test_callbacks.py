@@ -5,7 +5,7 @@ import contextlib
 import pytest
 
 import nearlinear as nl
-from nearlinear.distributed.collective_counter import count_collectives
+from nearlinear.distributed.collectives import count_collectives
 from nearlinear.train.callbacks import Callback
 
 

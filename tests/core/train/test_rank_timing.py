@@ -11,8 +11,8 @@ import torch.utils.checkpoint
 
 import nearlinear as nl
 from nearlinear.config import train as train_config
-from nearlinear.distributed import collective_counter, thread_backend
-from nearlinear.distributed.collective_counter import count_collectives
+from nearlinear.distributed import collectives, thread_backend
+from nearlinear.distributed.collectives import count_collectives
 from nearlinear.train import trainer as trainer_module
 from nearlinear.train.callbacks import TrainStep, rank_monitor
 from nearlinear.train.metrics import METRIC_PATTERNS
@@ -82,10 +82,10 @@ def test_only_the_slow_rank_shows_the_delay(small_run, where, overlap, monkeypat
 
     def report(*collective):
         clock.advance(WAIT)
-        collective_counter.report(*collective)
+        collectives.report_collective(*collective)
 
     monkeypatch.setattr(rank_monitor, "time", clock)
-    monkeypatch.setattr(thread_backend, "report", report)
+    monkeypatch.setattr(thread_backend, "report_collective", report)
     settings = [f"parallel.overlap_communication={overlap}", "parallel.hybrid_shard_degree=2"]
     settings += ["parallel.sdp_max_live_parameters=0", "model.overrides.n_layer=3"]  # many gathers
     found = rows(small_run, settings, slow={SLOW: where}, sleep=lambda: clock.advance(DELAY))

@@ -8,7 +8,7 @@ from torch import nn
 
 import nearlinear as nl
 from nearlinear.config.train import OptimizerConfig
-from nearlinear.distributed.collective_counter import count_collectives
+from nearlinear.distributed.collectives import count_collectives
 from nearlinear.train.model import flops_per_token
 from nearlinear.train.optimizer import build_optimizer
 from tests.support import tiny

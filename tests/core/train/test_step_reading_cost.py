@@ -5,34 +5,41 @@ import sys
 from pathlib import Path
 
 import nearlinear as nl
-from nearlinear import train
+
+PACKAGE = Path(nl.__file__).parent
 
 MAX_LINES = 60
-MAX_FILES = 5
+MAX_FILES = 20
+MAX_FILES_OF_TRAINER = 4
+ONLY_WITH_THREADS = {"distributed/thread_backend.py"}
+"""Process group of ranks that are threads; ranks on a cluster are processes."""
 
 
 def test_step_is_one_function_of_at_most_60_lines():
     assert len(inspect.getsource(nl.Trainer.step).splitlines()) <= MAX_LINES
 
 
-def test_step_enters_at_most_five_files_of_train(small_run):
-    folder = Path(train.__file__).parent
+def files_of_a_step(rank: int, config: dict) -> set[str]:
+    """Files of nearlinear that the second step enters on the thread of training."""
+    trainer = nl.Trainer(config)
+    trainer.step()
+    files = set()
 
-    def work(rank):
-        trainer = nl.Trainer(small_run)
-        trainer.step()
-        files = set()
+    def enter(frame, event, argument):
+        if event == "call":
+            files.add(frame.f_code.co_filename)
 
-        def enter(frame, event, argument):
-            if event == "call":
-                files.add(frame.f_code.co_filename)
+    sys.setprofile(enter)
+    trainer.step()
+    sys.setprofile(None)
+    trainer.reporter.close()
+    inside = {Path(file) for file in files if Path(file).is_relative_to(PACKAGE)}
+    return {path.relative_to(PACKAGE).as_posix() for path in inside} - ONLY_WITH_THREADS
 
-        sys.setprofile(enter)
-        trainer.step()
-        sys.setprofile(None)
-        trainer.reporter.close()
-        inside = {Path(file) for file in files if Path(file).is_relative_to(folder)}
-        return {path.relative_to(folder).as_posix() for path in inside}
 
-    for files in nl.spmd.run(work, 2):
-        assert len(files) <= MAX_FILES, sorted(files)
+def test_step_of_two_replicas_and_two_shards_enters_few_files(small_run):
+    config = small_run | {"parallel": {"hybrid_shard_degree": 2}}
+    files = set.union(*nl.spmd.run(files_of_a_step, 4, args=(config,)))
+    assert len(files) <= MAX_FILES, sorted(files)
+    of_trainer = {file for file in files if file.startswith("train/")}
+    assert len(of_trainer) <= MAX_FILES_OF_TRAINER, sorted(of_trainer)

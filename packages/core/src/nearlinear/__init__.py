@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from .data.loader import Loader as Loader
     from .data.masking import Masks as Masks
     from .data.mixture import Mixture as Mixture
-    from .distributed.collective_counter import count_collectives as count_collectives
+    from .distributed.collectives import count_collectives as count_collectives
     from .distributed.mesh import Mesh as Mesh
     from .distributed.runtime import init as init
     from .distributed.runtime import process_group as process_group
@@ -74,7 +74,7 @@ _EXPORTS = {
     "clip_grad_norm_": "fsdp.clip_grad",
     "compile_blocks": "fsdp.compile",
     "convert_to_fp8": "fsdp.float8",
-    "count_collectives": "distributed.collective_counter",
+    "count_collectives": "distributed.collectives",
     "deferred_init": "fsdp.deferred_init",
     "errors": "",
     "export_hf": "checkpoint.hf.export",
@@ -83,7 +83,7 @@ _EXPORTS = {
     "load": "checkpoint.load",
     "local_shards": "checkpoint.state",
     "loss_scaler": "fsdp.loss_scaler",
-    "memory_report": "memory.measure",
+    "memory_report": "memory",
     "offload_activations": "activation.api",
     "pipeline": "pipeline_parallel.api",
     "plan": "planner.api",

@@ -1,8 +1,8 @@
 """Token shards on disk and the resumable loader that feeds them to training.
 
 - `format`: token shards, their manifest and their verification.
-- `open`, `split`, `bucket`, `megatron_format`: sources of token shards, local and remote.
-- `documents`, `cache`: access to tokens and documents, and the node-local cache.
+- `open`, `source`, `bucket`: sources of token shards, local and remote, their tokens and documents.
+- `cache`: the node-local cache.
 - `dataset`, `packing`, `mixture`: windows of fixed length and a model of their file system load,
   packing of documents, weighted mixtures.
 - `sampler`, `loader`, `masking`: sample order, batches of a data rank with resumable state, labels

@@ -18,9 +18,8 @@ import numpy as np
 from .. import storage
 from ..errors import DataError, StorageError
 from .cache import BlockCache, BlockId, locked, write_cached
-from .documents import DocumentIndex
 from .format import BLOCK_BYTES, MANIFEST_FILE, TOKENIZER_FILE, Manifest
-from .split import ShardSource
+from .source import DocumentIndex, ShardSource
 
 AT_ONCE = 8
 """Concurrent block downloads. A single connection does not saturate the network."""

@@ -26,11 +26,10 @@ from numpy.typing import ArrayLike
 from ..config.train import Packing
 from ..errors import DataError
 from .cache import cache_folder
-from .documents import MOST_OPEN, TokenStream
 from .format import Manifest
 from .open import open_split
 from .packing import PACKINGS, PackingPlan
-from .split import ShardSource
+from .source import MOST_OPEN, ShardSource, TokenStream
 
 PAGE = 4096
 UNIT = 2**20

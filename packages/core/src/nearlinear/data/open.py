@@ -15,9 +15,8 @@ import xxhash
 
 from ..errors import DataError
 from .cache import cache_folder
-from .documents import DocumentIndex, DocumentsByToken
 from .format import MANIFEST_FILE, Manifest, Shard
-from .split import LocalShards, NoSplit, ShardSource
+from .source import DocumentIndex, DocumentsByToken, LocalShards, NoSplit, ShardSource
 
 GPT2 = 50_257
 _SAMPLED = 2**20  # bytes hashed at each end of a file

@@ -29,7 +29,7 @@ import numpy as np
 
 from ..config.train import Packing
 from .cache import CacheFull, locked, warn_full, write_cached
-from .documents import MOST_OPEN, DocumentIndex, DocumentsByToken
+from .source import MOST_OPEN, DocumentIndex, DocumentsByToken
 
 PACKINGS = get_args(Packing)
 

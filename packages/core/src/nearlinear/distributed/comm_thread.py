@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import NearlinearError
-from . import collective_counter
+from . import collectives
 
 
 class CommWork(dist.Work):
@@ -31,13 +31,13 @@ class CommWork(dist.Work):
         self._done = threading.Event()
         self.error: BaseException | None = None
 
-    def count_for(self, counters: list[collective_counter.count_collectives]) -> None:
+    def count_for(self, counters: list[collectives.count_collectives]) -> None:
         """Count the collectives of this work in ``counters``, which wait for it when they close."""
         run = self._run
         assert run is not None
 
         def run_counted() -> None:
-            with collective_counter.also_here(counters):
+            with collectives.count_here_too(counters):
                 run()
 
         self._run = run_counted
@@ -115,7 +115,7 @@ class CommThread:
             work.perform()
             work.wait()
             return work
-        counters = collective_counter.open_here()
+        counters = collectives.open_counters()
         if counters:
             work.count_for(counters)
         self._queue.put(work)

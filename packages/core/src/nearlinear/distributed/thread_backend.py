@@ -23,7 +23,7 @@ import torch.distributed as dist
 from .. import _torch
 from ..errors import NearlinearError, RankError
 from . import process_exit
-from .collective_counter import report
+from .collectives import report_collective
 
 BACKEND = "nearlinear_threads"
 _POLL_INTERVAL = 0.05  # seconds between checks for a failure of another rank
@@ -107,12 +107,12 @@ class ThreadGroup(_Base):
 
     def send(self, tensors: list[torch.Tensor], receiver: int, tag: int) -> Transfer:
         (tensor,) = tensors
-        report("send", tensor)
+        report_collective("send", tensor)
         return _mailbox.send((self.pg_name, self.rank(), receiver, tag), tensor)
 
     def recv(self, tensors: list[torch.Tensor], sender: int, tag: int) -> Transfer:
         (tensor,) = tensors
-        report("recv", tensor)
+        report_collective("recv", tensor)
         return _mailbox.receive((self.pg_name, sender, self.rank(), tag), tensor)
 
 
@@ -120,7 +120,7 @@ def _reporting(name: str):
     inner = getattr(_Base, name)
 
     def collective(self, *args, **kwargs):
-        report(name, *args)
+        report_collective(name, *args)
         return inner(self, *args, **kwargs)
 
     collective.__name__ = name

@@ -103,7 +103,7 @@ class ModelShape:
         return self.layers * self.block_parameters + self.root_parameters
 
     def flops_per_token(self, sequence: int) -> float:
-        """Model FLOPs per token, forward and backward, as in `train.flops` (PaLM, appendix B)."""
+        """Model FLOPs per token, forward and backward, as in `train.model` (PaLM, appendix B)."""
         active = self.attention_matrices + self.experts_per_token * self.feed_forward_matrices
         matrices = self.layers * (active + self.router) + self.vocabulary * self.width
         return 6.0 * matrices + 12.0 * self.layers * self.width * sequence

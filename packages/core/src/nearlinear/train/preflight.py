@@ -19,7 +19,7 @@ from ..config.schema import coerce
 from ..config.train import TrainConfig
 from ..data.dataset import TokenDataset
 from ..data.mixture import Mixture
-from ..data.split import NoSplit
+from ..data.source import NoSplit
 from ..distributed.mesh import Mesh
 from ..errors import ConfigError, DataError, StorageError
 

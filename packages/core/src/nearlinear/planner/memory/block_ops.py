@@ -6,7 +6,7 @@ token and head. Checked operator by operator against `planner.dry_run`.
 
 MoE blocks assume that routers choose all experts equally often. Experts are stacked and multiplied
 by one grouped matrix product; with expert parallelism, tokens travel to their experts and back (see
-`expert_parallel.dispatch`).
+`expert_parallel.routing`).
 
 MoE shapes: T tokens, K experts per token, P = T x K pairs, E hidden size, F expert size, N experts.
 """
