@@ -186,7 +186,7 @@ def refusal(action, *arguments, **named) -> str:
     """Return the error message of `action`."""
     try:
         action(*arguments, **named)
-    except nl.DataError as error:
+    except nl.errors.DataError as error:
         return textwrap.fill(str(error).replace(str(work), "work"), 95, break_on_hyphens=False)
     raise AssertionError("it was accepted")
 
@@ -249,13 +249,13 @@ print(magic, f"version {version}:", f"{documents:,} documents,", f"{lengths.sum(
 print(tokenizer.decode(stream[: lengths[0] - 1])[:400])
 
 # %% [markdown]
-# `nl.TokenDataset` returns the same tokens, window by window. Windows cross the boundaries of
+# `nl.data.TokenDataset` returns the same tokens, window by window. Windows cross the boundaries of
 # documents and files. The number of end-of-text tokens equals the number of documents: no document
 # forged one.
 
 # %%
 # NBVAL_CHECK_OUTPUT
-dataset = nl.TokenDataset(out, "train", sequence_length=sequence_length)
+dataset = nl.data.TokenDataset(out, "train", sequence_length=sequence_length)
 whole = stream[: len(dataset) * sequence_length].reshape(-1, sequence_length)
 assert np.array_equal(dataset.windows(np.arange(len(dataset))), whole)
 assert len(stream) == dataset.tokens == index["totals"]["train"]["tokens"]
@@ -298,7 +298,7 @@ window_lengths = [L for L in (128, 256, 512, 1024, 2048, 4096) if 100 * L <= dat
 found = {L: packing_efficiency(lengths, L) for L in window_lengths}
 for L, ways in found.items():
     print(f"L = {L:>4}:", ", ".join(f"{way} {ways[way].share:.2%}" for way in ways))
-    assert ways["concat"].tokens == L * len(nl.TokenDataset(out, sequence_length=L))
+    assert ways["concat"].tokens == L * len(nl.data.TokenDataset(out, sequence_length=L))
     assert dataset.tokens - ways["concat"].tokens < L
     assert ways["best_fit"].share > 0.995
     assert ways["truncate"].tokens == L * np.count_nonzero(lengths - 1 >= L)  # without EOS
@@ -338,8 +338,8 @@ plt.show()
 
 # %% [markdown]
 # Sharing a window has a price: its documents attend to each other, unless the run masks them
-# (`nl.Masks`). The end-of-text token between documents tells the model where a document ends. GPT-3
-# was trained with shared windows (Brown et al. 2020, appendix B).
+# (`nl.data.Masks`). The end-of-text token between documents tells the model where a document ends.
+# GPT-3 was trained with shared windows (Brown et al. 2020, appendix B).
 
 # %% [markdown]
 # ## A common order for all ranks
@@ -353,7 +353,7 @@ plt.show()
 
 
 # %%
-class Watched(nl.TokenDataset):
+class Watched(nl.data.TokenDataset):
     """Dataset that records the last requested windows."""
 
     def rows(self, indices, documents=False):
@@ -368,7 +368,7 @@ def loaders(data_ranks, state=None, samples=global_batch):
     """Return the loaders of `data_ranks` ranks that share `samples` windows per step."""
     size = samples // data_ranks
     made = [
-        nl.Loader(watched, size, data_rank=rank, data_ranks=data_ranks, seed=seed)
+        nl.data.Loader(watched, size, data_rank=rank, data_ranks=data_ranks, seed=seed)
         for rank in range(data_ranks)
     ]
     for loader in made if state else ():
@@ -459,7 +459,7 @@ assert read[: 3 * global_batch] == sum(expected[3:], [])[: len(read)]
 # A state of another order is rejected, because the run would repeat some samples and skip others:
 
 # %%
-other = nl.Loader(dataset, micro_batch_size=global_batch, seed=seed + 1)
+other = nl.data.Loader(dataset, micro_batch_size=global_batch, seed=seed + 1)
 print(refusal(other.load_state_dict, state))
 
 # %% [markdown]
@@ -477,8 +477,8 @@ raw = bytearray(victim.read_bytes())
 raw[len(raw) // 2] ^= 1
 victim.write_bytes(raw)
 
-nl.TokenDataset(copy, sequence_length=sequence_length, verify="size")  # does not detect it
-complaint = refusal(nl.TokenDataset, copy, sequence_length=sequence_length)
+nl.data.TokenDataset(copy, sequence_length=sequence_length, verify="size")  # does not detect it
+complaint = refusal(nl.data.TokenDataset, copy, sequence_length=sequence_length)
 print(complaint)
 assert shards[0]["file"] in complaint
 
@@ -489,7 +489,7 @@ assert shards[0]["file"] in complaint
 
 # %%
 shutil.copy(out / shards[0]["file"], victim)
-mended = nl.TokenDataset(copy, sequence_length=sequence_length, verify="full")
+mended = nl.data.TokenDataset(copy, sequence_length=sequence_length, verify="full")
 assert mended.fingerprint == dataset.fingerprint
 assert np.array_equal(mended.windows(np.arange(len(mended))), whole)
 

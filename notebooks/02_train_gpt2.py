@@ -285,7 +285,7 @@ documents = {"ci": 3000, "laptop": None, "cluster": 3000}[scale]
 manifest = data_prep.prepare(
     data_prep.sources.botocore(), work / "tokens", max_documents=documents, val_fraction=0.05
 )
-dataset = nl.TokenDataset(work / "tokens", sequence_length=128)
+dataset = nl.data.TokenDataset(work / "tokens", sequence_length=128)
 print(dataset)
 plots.document_lengths(dataset.document_lengths())
 plt.show()

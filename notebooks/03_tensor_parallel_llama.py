@@ -368,7 +368,7 @@ for wrong in (
     try:
         nl.Mesh.from_config(nl.ParallelConfig(**wrong), 8)
         raise AssertionError(f"{wrong} was not rejected")
-    except nl.ConfigError as error:
+    except nl.errors.ConfigError as error:
         print(error)
 
 # %% [markdown]

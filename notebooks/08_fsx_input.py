@@ -249,7 +249,7 @@ if folder:
 RANKS, MIB = 4, 2**20
 
 
-def shards(path: Path, mib: list[int], bytes_of=None) -> nl.TokenDataset:
+def shards(path: Path, mib: list[int], bytes_of=None) -> nl.data.TokenDataset:
     """Write token shards of the given MiB, sparse or with the contents of `bytes_of(count)`."""
     (path / "train").mkdir(parents=True)
     made = []
@@ -262,7 +262,7 @@ def shards(path: Path, mib: list[int], bytes_of=None) -> nl.TokenDataset:
         made.append(Shard(name, tokens, 1, each * MIB, "", len(index), ""))
     words = {"name": "none", "file": "", "sha256": ""}
     Manifest(65_536, 0, words, {"train": tuple(made)}).write(path)
-    return nl.TokenDataset(path, sequence_length=2048, verify="size")
+    return nl.data.TokenDataset(path, sequence_length=2048, verify="size")
 
 
 size = {"ci": 64, "laptop": 512, "aws": 512}[scale]
@@ -274,7 +274,7 @@ def epoch(blocks: BlockShuffle | None) -> list[float]:
     counts, steps = [], len(large) // 128
     for rank in range(RANKS):
         counts.append(large.count_reads(memory=size // 2 * MIB))
-        loader = nl.Loader(large, 16, 2, rank, RANKS, blocks=blocks)
+        loader = nl.data.Loader(large, 16, 2, rank, RANKS, blocks=blocks)
         for _ in range(steps):
             next(loader)
     fetched, used = sum(c.fetched for c in counts), sum(c.used for c in counts)
@@ -310,10 +310,10 @@ assert usual[0] > 100 * in_blocks[0] and in_blocks[1] > 700
 # the first two. Here the file system is this machine's disk.
 
 # %%
-some = nl.TokenDataset(folder, sequence_length=128) if scale == "aws" and folder else None
+some = nl.data.TokenDataset(folder, sequence_length=128) if scale == "aws" and folder else None
 some = some or shards(work / "some", [64, 64], np.random.default_rng(0).bytes)
 measured = throughput.measure_file_system(some.files, seconds=2)
-loader = nl.Loader(some, 8, data_rank=0, data_ranks=1, blocks=BlockShuffle(4, 8), read_ahead=2)
+loader = nl.data.Loader(some, 8, data_rank=0, data_ranks=1, blocks=BlockShuffle(4, 8), read_ahead=2)
 found = throughput.measure_loader(loader, seconds=1)
 demand = throughput.TrainingDemand(tokens_per_s=20_000)
 for line in throughput.format_measurements(measured, found, demand):

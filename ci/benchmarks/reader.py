@@ -129,17 +129,17 @@ def write_data(folder: Path, tokens: int, lengths: list[int]) -> None:
         made.save_to_disk(str(folder / f"arrow-{length}"))
 
 
-def dataset(folder: Path, length: int, **options) -> nl.TokenDataset:
+def dataset(folder: Path, length: int, **options) -> nl.data.TokenDataset:
     """Open the shards written by `write_data`."""
-    return nl.TokenDataset(
+    return nl.data.TokenDataset(
         folder / "shards", sequence_length=length, verify="size", cache=folder / "cache", **options
     )
 
 
 def nearlinear(folder: Path, length: int, batch: int, **options) -> Iterator[dict]:
     """Read as `nl.Trainer` does."""
-    masks = nl.Masks(documents=options.pop("document_mask", False))
-    loader = nl.Loader(
+    masks = nl.data.Masks(documents=options.pop("document_mask", False))
+    loader = nl.data.Loader(
         dataset(folder, length, **options), batch, data_rank=0, data_ranks=1, masks=masks
     )
     return (step[0] for step in loader)

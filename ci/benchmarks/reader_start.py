@@ -96,12 +96,14 @@ def start(
     folder: str, length: int, epochs: float, cache: str, packing: str = "concat", mask: bool = False
 ) -> dict:
     """Open the data, resume and read the first batch in this process."""
-    nl.Loader, nl.TokenDataset  # noqa: B018  import before timing
+    nl.data.Loader, nl.data.TokenDataset  # noqa: B018  import before timing
     before, begin, cpu = peak_mib(), time.perf_counter(), time.process_time()
-    dataset = nl.TokenDataset(
+    dataset = nl.data.TokenDataset(
         folder, sequence_length=length, verify="size", packing=packing, cache=cache
     )
-    loader = nl.Loader(dataset, BATCH, data_rank=0, data_ranks=1, masks=nl.Masks(documents=mask))
+    loader = nl.data.Loader(
+        dataset, BATCH, data_rank=0, data_ranks=1, masks=nl.data.Masks(documents=mask)
+    )
     loader.load_state_dict(loader.state_dict() | {"next_sample": int(epochs * len(dataset))})
     (batch,) = next(loader)
     seconds, cpu_seconds = time.perf_counter() - begin, time.process_time() - cpu

@@ -2,6 +2,7 @@
 
 import ast
 import json
+import os
 import subprocess
 import sys
 from collections import Counter
@@ -23,13 +24,20 @@ reveal_type(nl.process_group("shard"))
 """
 
 
-def public_names() -> set[str]:
-    """Return where the names of ``nearlinear.__init__`` are defined, as in fsdp.shard.shard."""
-    for node in ast.parse((ROOT / AREAS[0] / "nearlinear/__init__.py").read_text()).body:
+def public_names(package: str = "nearlinear") -> set[str]:
+    """Return where the public names of a package are defined, as in nearlinear.fsdp.shard.shard."""
+    init = ROOT / AREAS[0] / package.replace(".", "/") / "__init__.py"
+    for node in ast.parse(init.read_text()).body:
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-            imports = [each for each in node.body if isinstance(each, ast.ImportFrom)]
-            return {f"nearlinear.{each.module}.{each.names[0].name}" for each in imports}
-    raise AssertionError("nearlinear/__init__.py has no static exports")
+            exports = [(each.module, each.names[0].name) for each in node.body]
+            found = {f"{package}.{module}.{name}" for module, name in exports if module}
+            for module in (name for module, name in exports if not module):
+                is_package = (init.parent / module).is_dir()
+                found |= (
+                    public_names(f"{package}.{module}") if is_package else {f"{package}.{module}"}
+                )
+            return found
+    raise AssertionError(f"{init} has no static exports")
 
 
 @pytest.mark.slow
@@ -39,6 +47,7 @@ def test_types_of_public_names_are_declared():
         [sys.executable, "-m", "basedpyright", "--verifytypes", "nearlinear", "--ignoreexternal",
          "--outputjson", "--pythonpath", sys.executable],
         cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT / "packages/core/src")},
         capture_output=True,
         text=True,
         timeout=600,

@@ -189,7 +189,7 @@ def test_as_few_blocks_as_the_budget_asks_for(sizes, limit):
         if any(total(some) <= limit for some in itertools.combinations(everything, count))
     ]
     if not fitting:
-        with pytest.raises(nl.ConfigError, match="raise it"):
+        with pytest.raises(nl.errors.ConfigError, match="raise it"):
             choose_blocks(sizes, limit)
         return
     found = choose_blocks(sizes, limit)
@@ -215,7 +215,7 @@ def test_names_of_strategies(asked, expected):
 
 @pytest.mark.parametrize("asked", ["every", "group_0", "group_", "12GB", "", 0, -1, None, True])
 def test_strategies_that_are_not(asked):
-    with pytest.raises(nl.ConfigError, match="strategy"):
+    with pytest.raises(nl.errors.ConfigError, match="strategy"):
         parse_strategy(asked)
 
 
@@ -285,19 +285,19 @@ def test_what_is_refused_at_once():
         model = activations.deep("llama")
         enable = getattr(model, "activation_checkpointing_enable", None)
         (enable or model.gradient_checkpointing_enable)()
-        with pytest.raises(nl.ConfigError, match="own gradient checkpointing"):
+        with pytest.raises(nl.errors.ConfigError, match="own gradient checkpointing"):
             nl.checkpoint_activations(model)
         model.gradient_checkpointing_disable()
         nl.checkpoint_activations(model)
-        with pytest.raises(nl.ConfigError, match="already"):
+        with pytest.raises(nl.errors.ConfigError, match="already"):
             nl.checkpoint_activations(model, "group_2")
         (enable or model.gradient_checkpointing_enable)()
-        with pytest.raises(nl.NearlinearError, match="own gradient checkpointing"):
+        with pytest.raises(nl.errors.NearlinearError, match="own gradient checkpointing"):
             model(**parity.rows(0))
         for too_late in (nl.transform, nl.pipeline):
-            with pytest.raises(nl.ConfigError, match=r"before nl\.checkpoint_activations"):
+            with pytest.raises(nl.errors.ConfigError, match=r"before nl\.checkpoint_activations"):
                 too_late(model)
-        with pytest.raises(nl.ConfigError, match="not a part"):
+        with pytest.raises(nl.errors.ConfigError, match="not a part"):
             nl.checkpoint_activations(activations.deep("gpt2"), blocks=[torch.nn.Linear(1, 1)])
 
     alone(body)
@@ -327,7 +327,7 @@ class Between(torch.nn.Module):
 def test_groups_refuse_models_that_skip_or_change_blocks(model, says):
     def body():
         nl.checkpoint_activations(model, "group_2")
-        with pytest.raises(nl.NearlinearError, match=says):
+        with pytest.raises(nl.errors.NearlinearError, match=says):
             model(torch.ones(2, 4, requires_grad=True)).backward()
 
     alone(body)
@@ -356,7 +356,7 @@ def test_a_forward_pass_that_fails_within_a_group_is_forgotten():
 def test_hidden_states_between_blocks_are_refused_by_groups():
     def body():
         model = nl.checkpoint_activations(activations.deep("llama"), "group_2")
-        with pytest.raises(nl.NearlinearError, match="output_hidden_states"):
+        with pytest.raises(nl.errors.NearlinearError, match="output_hidden_states"):
             model(**parity.rows(0), output_hidden_states=True)
         model(**parity.rows(0)).loss.backward()
 
@@ -368,7 +368,7 @@ def test_a_cache_with_something_in_it_is_refused():
         model = nl.checkpoint_activations(activations.deep("llama"))
         with torch.no_grad():
             cache = model(**parity.rows(0)).past_key_values
-        with pytest.raises(nl.NearlinearError, match="past_key_values"):
+        with pytest.raises(nl.errors.NearlinearError, match="past_key_values"):
             model(**parity.rows(0), past_key_values=cache)
 
     alone(body)

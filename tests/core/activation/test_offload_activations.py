@@ -331,7 +331,7 @@ def test_tensors_that_are_changed_in_place_are_an_error(smallest):
     def body():
         model = torch.nn.Sequential(*(ChangesInPlace() for _ in range(4)))
         nl.offload_activations(model, smallest=smallest)
-        with pytest.raises(nl.NearlinearError, match="changed in place"):
+        with pytest.raises(nl.errors.NearlinearError, match="changed in place"):
             model(torch.ones(8, 64)).sum().backward()
 
     alone(body)
@@ -373,7 +373,7 @@ def test_pytorchs_own_where_the_config_says_so():
         nl.init({"sm_activation_offloading": False})
         model = nl.offload_activations(nl.checkpoint_activations(activations.build("llama")))
         found = activations.two_steps(model)
-        with pytest.raises(nl.ConfigError, match="nothing is counted"):
+        with pytest.raises(nl.errors.ConfigError, match="nothing is counted"):
             nl.activation_offload_stats(model)
         return found
 
@@ -386,9 +386,9 @@ def test_the_horizon_is_the_configs():
     def on_rank(rank):
         nl.init({"activation_loading_horizon": 3})
         model = nl.offload_activations(activations.deep("llama"))
-        with pytest.raises(nl.ConfigError, match="already"):
+        with pytest.raises(nl.errors.ConfigError, match="already"):
             nl.offload_activations(model)
-        with pytest.raises(nl.ConfigError, match="at least 1"):
+        with pytest.raises(nl.errors.ConfigError, match="at least 1"):
             nl.offload_activations(activations.deep("llama"), 0)
         return model_state(model).activations.offload.horizon
 

@@ -214,7 +214,7 @@ def test_abandoned_save_does_not_wait_for_a_dead_rank(monkeypatch, tmp_path, dea
     def work(rank):
         model, optimizer = build_and_train(rank)
         started = nl.save(tmp_path, model, optimizer)
-        started.abandon(nl.RankFailure("it has died", dead_rank=dead_rank), seconds=10_000)
+        started.abandon(nl.errors.RankFailure("it has died", dead_rank=dead_rank), seconds=10_000)
         with pytest.raises(CheckpointError, match=f"rank {dead_rank} does not respond"):
             started.wait()
 
@@ -229,7 +229,7 @@ def test_checkpoint_survives_a_rank_that_dies_after_writing(tmp_path):
         if rank == 1:
             started.wait()
         dist.barrier()
-        started.abandon(nl.RankFailure("it has died", dead_rank=1))
+        started.abandon(nl.errors.RankFailure("it has died", dead_rank=1))
         started.wait()
 
     nl.spmd.run(work, 2)

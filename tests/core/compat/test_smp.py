@@ -151,7 +151,7 @@ def mistaken(rank, config, function, words):
     model = ready(config)
     ids = families.batch(0, 8)["input_ids"]
     told = []
-    with pytest.raises((nl.NearlinearError, ValueError)) as caught:
+    with pytest.raises((nl.errors.NearlinearError, ValueError)) as caught:
         smp.step(function)(model, ids)
     told.append(str(caught.value))
     caught = None
@@ -193,7 +193,7 @@ def test_smp_step_inside_accumulate_raises():
     def work(rank):
         model = ready({"microbatches": 2})
         with pytest.raises(
-            nl.NearlinearError, match="call it outside nl.accumulate, and raise mic"
+            nl.errors.NearlinearError, match="call it outside nl.accumulate, and raise mic"
         ):
             for batch in nl.accumulate(model, [families.batch(0, 2)]):
                 smp.step(two_backwards)(model, batch["input_ids"])
@@ -232,7 +232,8 @@ def test_unsupported_outputs_raise_on_all_ranks():
             return {"loss": loss, "unsupported": object()}
 
         with pytest.raises(
-            nl.NearlinearError, match="returned an object of type object, which cannot be sent"
+            nl.errors.NearlinearError,
+            match="returned an object of type object, which cannot be sent",
         ):
             train_step(families.batch(0, 8)["input_ids"])
 
@@ -240,15 +241,17 @@ def test_unsupported_outputs_raise_on_all_ranks():
 
 
 def test_argument_names_and_rows_are_checked():
-    with pytest.raises(nl.ConfigError, match="two_calls has no argument 'labels'. Its arguments"):
+    with pytest.raises(
+        nl.errors.ConfigError, match="two_calls has no argument 'labels'. Its arguments"
+    ):
         smp.step(non_split_inputs=["labels"])(two_calls)
     model = ready({"microbatches": 4})
     with pytest.raises(
-        nl.DataError, match="ids has 6 rows along dim 0, not a multiple of microbatches = 4"
+        nl.errors.DataError, match="ids has 6 rows along dim 0, not a multiple of microbatches = 4"
     ):
         smp.step(two_calls)(model, families.batch(0, 6)["input_ids"])
     model.eval()
-    with pytest.raises(nl.NearlinearError, match="of a model in eval mode"):
+    with pytest.raises(nl.errors.NearlinearError, match="of a model in eval mode"):
         smp.step(two_backwards)(model, families.batch(0, 8)["input_ids"])
 
 
@@ -258,7 +261,9 @@ def test_model_backward_outside_a_step():
     model.backward(model(ids, labels=ids).loss)
     assert all(parameter.grad is not None for parameter in model.parameters())
     pipe = nl.shard(nl.pipeline(families.build("gpt2")))
-    with pytest.raises(nl.NearlinearError, match="must be called in a function under @smp.step"):
+    with pytest.raises(
+        nl.errors.NearlinearError, match="must be called in a function under @smp.step"
+    ):
         pipe.backward(torch.zeros(()))
 
 

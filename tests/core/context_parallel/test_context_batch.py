@@ -74,7 +74,7 @@ IDS = torch.zeros(2, 8, dtype=torch.long)
     ],
 )
 def test_unsupported_arguments_are_rejected(arguments, message):
-    with pytest.raises(nl.NearlinearError, match=message):
+    with pytest.raises(nl.errors.NearlinearError, match=message):
         split_arguments({"input_ids": IDS} | arguments, 0, 2, False)
 
 
@@ -130,7 +130,7 @@ REFUSED = {
 @pytest.mark.parametrize("kind", REFUSED)
 def test_unsupported_models_are_rejected(kind):
     make, message = REFUSED[kind]
-    with pytest.raises(nl.ConfigError, match=message):
+    with pytest.raises(nl.errors.ConfigError, match=message):
         check_model(make())
 
 
@@ -171,7 +171,7 @@ PADDED = {"input_ids": IDS, "labels": IDS, "attention_mask": torch.tensor([[1] *
 def test_forward_rejects_unsupported_attention_and_arguments(make, batch, message):
     with pytest.raises(nl.spmd.RankError, match=message) as caught:
         nl.spmd.run(forward_loss, 2, args=(make, batch))
-    assert isinstance(caught.value.__cause__, nl.ConfigError)
+    assert isinstance(caught.value.__cause__, nl.errors.ConfigError)
 
 
 def test_forward_rejects_attention_replaced_after_transform():

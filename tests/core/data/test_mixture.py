@@ -132,7 +132,7 @@ def test_state_of_another_mixture_is_rejected_with_the_difference(sources):
 
 
 def test_incompatible_datasets_are_rejected(sources, tmp_path):
-    other = nl.TokenDataset(sources[1].path, sequence_length=8, verify="size")
+    other = nl.data.TokenDataset(sources[1].path, sequence_length=8, verify="size")
     with pytest.raises(DataError, match="their sequence length differs .4 and 8"):
         Mixture({sources[0]: 1, other: 1})
     with pytest.raises(DataError, match="no datasets"):

@@ -146,12 +146,12 @@ def test_nested_run_raises():
 
 @pytest.mark.parametrize("ranks", [0, -1, "4", 2.0])
 def test_invalid_number_of_ranks_raises(ranks):
-    with pytest.raises(nl.ConfigError, match="at least 1"):
+    with pytest.raises(nl.errors.ConfigError, match="at least 1"):
         nl.spmd.run(lambda rank: None, ranks)
 
 
 def test_non_callable_work_raises():
-    with pytest.raises(nl.ConfigError, match="needs a function"):
+    with pytest.raises(nl.errors.ConfigError, match="needs a function"):
         nl.spmd.run(3, 2)
 
 
@@ -180,7 +180,7 @@ def test_init_uses_the_running_ranks(processes):
 
 
 def test_current_mesh_without_init_raises():
-    with pytest.raises(nl.NearlinearError, match=r"Call nl.init\(\) first"):
+    with pytest.raises(nl.errors.NearlinearError, match=r"Call nl.init\(\) first"):
         nl.spmd.run(lambda rank: current_mesh(), 1)[0]
 
 

@@ -122,7 +122,7 @@ def test_stuck_rank_is_named_on_all_other_ranks():
                         stuck.wait_in_user_code()
                     watch.at(f"step {step}, adding up")
                     dist.barrier()
-        except nl.RankFailure as error:
+        except nl.errors.RankFailure as error:
             errors[rank] = str(error)
             if len(errors) == 2:
                 stuck.released.set()
@@ -166,7 +166,7 @@ def test_failing_rank_is_named_on_all_other_ranks():
                 if rank == 1:
                     raise ValueError("out of luck\nand more")
                 dist.barrier()
-        except nl.RankFailure as error:
+        except nl.errors.RankFailure as error:
             errors[rank] = str(error), error.exit_code
             raise
 
@@ -191,7 +191,7 @@ def test_stuck_fault_handler_does_not_block_the_exit(monkeypatch):
                 if rank == 1:
                     raise ValueError("out of luck")
                 dist.barrier()
-        except nl.RankFailure as error:
+        except nl.errors.RankFailure as error:
             errors[rank] = str(error)
             raise
 

@@ -34,12 +34,12 @@ def test_every_moe_key_has_documentation():
     ],
 )
 def test_invalid_moe_config_is_rejected(config, message):
-    with pytest.raises(nl.ConfigError, match=message):
+    with pytest.raises(nl.errors.ConfigError, match=message):
         moe_config.load(config)
 
 
 def test_moe_config_class_rejects_unknown_load_balancing():
-    with pytest.raises(nl.ConfigError, match="allowed are 'sinkhorn', 'balanced'"):
+    with pytest.raises(nl.errors.ConfigError, match="allowed are 'sinkhorn', 'balanced'"):
         MoEConfig(moe_load_balancing="even")
 
 
@@ -114,7 +114,7 @@ def test_transform_rejects_unsupported_mixtures(build, config, moe, message):
         nl.init(config)
         with nl.spmd.one_at_a_time():
             model = build()
-        with pytest.raises(nl.ConfigError, match=message) as error:
+        with pytest.raises(nl.errors.ConfigError, match=message) as error:
             nl.transform(model, moe)
         assert "\n" not in str(error.value)
 
@@ -123,7 +123,7 @@ def test_transform_rejects_unsupported_mixtures(build, config, moe, message):
 
 def test_degree_must_divide_the_shard_degree():
     def check(rank):
-        with pytest.raises(nl.ConfigError, match="does not divide hybrid_shard_degree, 2"):
+        with pytest.raises(nl.errors.ConfigError, match="does not divide hybrid_shard_degree, 2"):
             nl.init({EP: 4, "hybrid_shard_degree": 2})
 
     nl.spmd.run(check, 4)
@@ -134,7 +134,9 @@ def test_shard_rejects_a_model_without_transform():
         nl.init({EP: 2})
         with nl.spmd.one_at_a_time():
             model = mixtures.mixtral(4)
-        with pytest.raises(nl.ConfigError, match=r"call nl.transform\(model\) before nl.shard"):
+        with pytest.raises(
+            nl.errors.ConfigError, match=r"call nl.transform\(model\) before nl.shard"
+        ):
             nl.shard(model)
 
     nl.spmd.run(check, 2)

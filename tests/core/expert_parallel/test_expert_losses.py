@@ -137,7 +137,7 @@ def test_router_loss_rejects_return_dict_false():
     def call(rank):
         nl.init({EP: 2})
         model = nl.shard(mixtures.transformed("mixtral", 4, {"moe_z_loss_coeff": 0.1}))
-        with pytest.raises(nl.NearlinearError, match="return_dict"):
+        with pytest.raises(nl.errors.NearlinearError, match="return_dict"):
             model(**batches(1, False)[0], return_dict=False)
 
     nl.spmd.run(call, 2)

@@ -162,7 +162,9 @@ def test_training_with_balanced_assignment(assignment, shuffle):
 def test_unsupported_router_is_rejected():
     def refused(rank):
         nl.init()
-        with pytest.raises(nl.ConfigError, match="GptOssTopKRouter, .* Use 'none' or 'aux_loss'"):
+        with pytest.raises(
+            nl.errors.ConfigError, match="GptOssTopKRouter, .* Use 'none' or 'aux_loss'"
+        ):
             mixtures.transformed("gpt_oss", 4, {"moe_load_balancing": "sinkhorn"})
 
     nl.spmd.run(refused, 1)

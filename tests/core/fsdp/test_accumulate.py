@@ -217,7 +217,7 @@ def test_leaving_accumulate_early_drops_the_step():
 
 def test_missing_backward_is_an_error():
     def body(model, optimizer):
-        with pytest.raises(nl.NearlinearError, match="0 backward passes"):
+        with pytest.raises(nl.errors.NearlinearError, match="0 backward passes"):
             for batch in nl.accumulate(model, two_batches()):
                 model(**batch)
 
@@ -226,7 +226,7 @@ def test_missing_backward_is_an_error():
 
 def test_two_forwards_per_micro_batch_are_an_error():
     def body(model, optimizer):
-        with pytest.raises(nl.NearlinearError, match="2 backward passes"):
+        with pytest.raises(nl.errors.NearlinearError, match="2 backward passes"):
             for batch in nl.accumulate(model, two_batches()):
                 model(**batch).loss.backward()
                 model(**batch).loss.backward()
@@ -237,7 +237,7 @@ def test_two_forwards_per_micro_batch_are_an_error():
 def test_different_numbers_of_micro_batches_are_an_error():
     def on_rank(rank):
         model = sharded(2, layers=2)
-        with pytest.raises(nl.NearlinearError, match="other ranks have other numbers"):
+        with pytest.raises(nl.errors.NearlinearError, match="other ranks have other numbers"):
             for _ in nl.accumulate(model, two_batches()[: 1 + rank % 2]):
                 pass
 
@@ -251,7 +251,7 @@ def test_step_without_targets_is_an_error(batches):
 
     def on_rank(rank):
         model = sharded(1, layers=2)
-        with pytest.raises(nl.DataError):
+        with pytest.raises(nl.errors.DataError):
             for _ in nl.accumulate(model, masked if batches else []):
                 pass
 
@@ -259,7 +259,7 @@ def test_step_without_targets_is_an_error(batches):
 
 
 def test_accumulate_refuses_an_unsharded_model():
-    with pytest.raises(nl.NearlinearError, match=r"nl\.shard"):
+    with pytest.raises(nl.errors.NearlinearError, match=r"nl\.shard"):
         next(nl.accumulate(torch.nn.Linear(2, 2), [1]))
 
 
@@ -327,7 +327,7 @@ def test_failed_backward_leaves_no_gradients():
 
 def test_second_backward_through_one_forward_is_an_error():
     def body(model, optimizer):
-        with pytest.raises(nl.NearlinearError, match="second backward"):
+        with pytest.raises(nl.errors.NearlinearError, match="second backward"):
             for batch in nl.accumulate(model, two_batches()):
                 loss = model(**batch).loss
                 loss.backward(retain_graph=True)

@@ -61,7 +61,9 @@ def test_compiled_ring_attention_of_threads_is_refused():
         nl.init(RING)
         with nl.spmd.one_at_a_time(seed=0):
             model = parity.build("llama")
-        with pytest.raises(nl.ConfigError, match="'all_gather', or start the ranks as processes"):
+        with pytest.raises(
+            nl.errors.ConfigError, match="'all_gather', or start the ranks as processes"
+        ):
             nl.compile_blocks(nl.transform(model))
 
     nl.spmd.run(refused, 2)
@@ -101,7 +103,7 @@ def test_compiling_after_activation_checkpointing_is_refused(keep):
     def refused(rank):
         nl.init()
         model = keep(activations.build("gpt2"))
-        with pytest.raises(nl.ConfigError, match="call nl.compile_blocks first"):
+        with pytest.raises(nl.errors.ConfigError, match="call nl.compile_blocks first"):
             nl.compile_blocks(model)
 
     nl.spmd.run(refused, 1)

@@ -190,7 +190,7 @@ def test_error_names_operations_that_cannot_be_replayed(how, words):
         nl.init()
         with nl.deferred_init():
             net = nn.Sequential(Lost(how), Lost(how))
-        with pytest.raises(nl.ConfigError, match=f"0.weight .*{words}.*fill it in place"):
+        with pytest.raises(nl.errors.ConfigError, match=f"0.weight .*{words}.*fill it in place"):
             nl.shard(net)
 
     nl.spmd.run(work, 1)
@@ -201,7 +201,7 @@ def test_meta_parameters_built_elsewhere_are_refused():
         nl.init()
         with torch.device("meta"):
             model = tiny.llama()
-        with pytest.raises(nl.ConfigError, match="build the model inside nl.deferred_init"):
+        with pytest.raises(nl.errors.ConfigError, match="build the model inside nl.deferred_init"):
             nl.shard(model)
 
     nl.spmd.run(work, 1)

@@ -24,7 +24,7 @@ FP8 = {"bf16": True, "fp8": True}
 def refused(model, words, config=None, convert=nl.convert_to_fp8):
     def work(rank):
         nl.init(config)
-        with pytest.raises(nl.ConfigError, match=words):
+        with pytest.raises(nl.errors.ConfigError, match=words):
             convert(model)
 
     nl.spmd.run(work, 1)
@@ -45,13 +45,13 @@ def test_fp8_on_an_older_gpu_is_refused(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
-    with pytest.raises(nl.ConfigError, match="NVIDIA A100 has 8.0: leave fp8 out"):
+    with pytest.raises(nl.errors.ConfigError, match="NVIDIA A100 has 8.0: leave fp8 out"):
         float8._check_device(torch.device("cuda"), emulate=False)
 
 
 def test_fp8_requires_bf16():
     for other in ({}, {"fp16": True}):
-        with pytest.raises(nl.ConfigError, match="set bf16 = true"):
+        with pytest.raises(nl.errors.ConfigError, match="set bf16 = true"):
             ParallelConfig(fp8=True, **other)
 
 
@@ -61,7 +61,7 @@ def test_unconverted_model_is_refused():
 
 def test_trainer_names_missing_fp8_requirements(small_run):
     def start(rank):
-        with pytest.raises(nl.ConfigError, match="torchao|capability"):
+        with pytest.raises(nl.errors.ConfigError, match="torchao|capability"):
             nl.Trainer(train_config.load(small_run | {"parallel": FP8}, environment={}))
 
     nl.spmd.run(start, 1)

@@ -167,7 +167,7 @@ def save_of_a_pair(rank: int, folder) -> None:
     pairs = init_device_mesh("cpu", (2, 2), mesh_dim_names=("job", "shard"))
     with nl.spmd.one_at_a_time(seed=0):
         model = nl.shard(tiny.gpt2(1), mesh=pairs["shard"])
-    with pytest.raises(nl.CheckpointError, match="sharded over 2 of 4 ranks"):
+    with pytest.raises(nl.errors.CheckpointError, match="sharded over 2 of 4 ranks"):
         nl.save(folder, model)
 
 
@@ -201,12 +201,12 @@ def test_loss_scale_follows_the_ranks_of_the_mesh():
 def test_settings_that_need_init_are_refused(names, config, message):
     def on_rank(rank):
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=names)
-        with pytest.raises(nl.ConfigError, match=message):
+        with pytest.raises(nl.errors.ConfigError, match=message):
             nl.shard(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), mesh=mesh, config=config)
 
     nl.spmd.run(on_rank, 2)
 
 
 def test_config_without_mesh_is_refused():
-    with pytest.raises(nl.ConfigError, match="pass the mesh too"):
+    with pytest.raises(nl.errors.ConfigError, match="pass the mesh too"):
         nl.shard(nn.Linear(2, 2), config={"bf16": True})

@@ -73,7 +73,9 @@ def test_checkpoints_load_with_and_without_offload(before, after, tmp_path):
 
 
 def test_offload_with_sliced_optimizer_is_refused():
-    with pytest.raises(nl.ConfigError, match="before replicas could scatter them; choose one"):
+    with pytest.raises(
+        nl.errors.ConfigError, match="before replicas could scatter them; choose one"
+    ):
         nl.ParallelConfig(offload_optimizer=True, shard_optimizer_state=True)
 
 

@@ -450,9 +450,9 @@ def test_optimizer_with_unsliced_parameters_is_refused():
         with pytest.raises(RuntimeError, match=r"wrap it, nl\.shard_optimizer"):
             whole.step()
         wrapped.step()
-        with pytest.raises(nl.ConfigError, match="stepped already"):
+        with pytest.raises(nl.errors.ConfigError, match="stepped already"):
             nl.shard_optimizer(wrapped, model)
-        with pytest.raises(nl.ConfigError, match="not the model's"):
+        with pytest.raises(nl.errors.ConfigError, match="not the model's"):
             stray = nn.Linear(2, 2).parameters()
             nl.shard_optimizer(torch.optim.SGD(stray, lr=0.1), model)
 

@@ -101,7 +101,7 @@ def test_bf16_computes_in_bf16_and_keeps_float32_masters():
 def test_error_without_equal_blocks_names_the_remedy():
     def lone(rank):
         nl.init()
-        with pytest.raises(nl.ConfigError, match="blocks="):
+        with pytest.raises(nl.errors.ConfigError, match="blocks="):
             nl.shard(nn.Linear(3, 3))
 
     nl.spmd.run(lone, 1)
@@ -110,7 +110,7 @@ def test_error_without_equal_blocks_names_the_remedy():
 def test_parallel_degree_without_transform_is_refused():
     def refused(rank):
         nl.init({"tensor_parallel_degree": 2})
-        with pytest.raises(nl.ConfigError, match="tensor_parallel_degree = 2"):
+        with pytest.raises(nl.errors.ConfigError, match="tensor_parallel_degree = 2"):
             nl.shard(tiny.gpt2())
 
     nl.spmd.run(refused, 2)
@@ -122,7 +122,7 @@ def test_sharding_twice_is_refused():
         with nl.spmd.one_at_a_time(seed=0):
             model = tiny.gpt2()
         nl.shard(model)
-        with pytest.raises(nl.ConfigError, match="already"):
+        with pytest.raises(nl.errors.ConfigError, match="already"):
             nl.shard(model)
 
     nl.spmd.run(twice, 1)

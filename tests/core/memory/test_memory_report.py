@@ -250,10 +250,10 @@ def test_report_of_compiled_blocks():
 def test_report_raises_for_misuse():
     def wrong(rank):
         nl.init()
-        with pytest.raises(nl.NearlinearError, match="sharded by nl.shard"):
+        with pytest.raises(nl.errors.NearlinearError, match="sharded by nl.shard"):
             nl.memory_report(Tower(), None)
         model = nl.shard(Tower())
-        with pytest.raises(nl.NearlinearError, match="no step has run"):
+        with pytest.raises(nl.errors.NearlinearError, match="no step has run"):
             with nl.memory_report(model, torch.optim.AdamW(model.parameters())):
                 pass
 

@@ -160,7 +160,7 @@ def test_explicit_partitions(asked, default, expected):
     ],
 )
 def test_invalid_explicit_partitions_raise(asked, default, words):
-    with pytest.raises(nl.ConfigError, match=words):
+    with pytest.raises(nl.errors.ConfigError, match=words):
         explicit_partition(asked, 4, 3, default)
 
 
@@ -186,7 +186,7 @@ def test_invalid_pipeline_config_raises(config, words):
         nl.init(config)
         with nl.spmd.one_at_a_time(seed=0):
             model = families.build("gpt2")
-        with pytest.raises(nl.ConfigError, match=words):
+        with pytest.raises(nl.errors.ConfigError, match=words):
             nl.pipeline(model)
 
     nl.spmd.run(work, config["pipeline_parallel_degree"])
@@ -199,49 +199,49 @@ def test_invalid_pipeline_config_raises(config, words):
         ({"memory_weight": 1.5}, "must be in 0 .. 1"),
         ({"optimize": "both"}, "'memory', 'speed'"),
         ({"active_microbatches": -1}, "must be 0 or more"),
-        ({"prescaled_batch": False, "tensor_parallel_degree": 2}, "as nl.Loader does"),
+        ({"prescaled_batch": False, "tensor_parallel_degree": 2}, "as nl.data.Loader does"),
     ],
 )
 def test_invalid_config_values_raise(config, words):
-    with pytest.raises(nl.ConfigError, match=words):
+    with pytest.raises(nl.errors.ConfigError, match=words):
         nl.ParallelConfig(**config)
 
 
 def test_unsupported_models_raise():
     nl.init({})
-    with pytest.raises(nl.ConfigError, match="Linear is not a Hugging Face causal"):
+    with pytest.raises(nl.errors.ConfigError, match="Linear is not a Hugging Face causal"):
         nl.pipeline(nn.Linear(2, 2))
     from transformers import BloomConfig, BloomForCausalLM
 
     bloom = BloomForCausalLM(BloomConfig(vocab_size=97, hidden_size=32, n_layer=2, n_head=4))
     with pytest.raises(
-        nl.ConfigError, match="the config of BloomForCausalLM has no base_model_pp_plan"
+        nl.errors.ConfigError, match="the config of BloomForCausalLM has no base_model_pp_plan"
     ):
         nl.pipeline(bloom)
-    with pytest.raises(nl.ConfigError, match="no stage of BloomForCausalLM would hold"):
+    with pytest.raises(nl.errors.ConfigError, match="no stage of BloomForCausalLM would hold"):
         nl.pipeline(bloom, parts={"first": ["word_embeddings"], "blocks": "h", "last": ["ln_f"]})
     mixtral = families.build("mixtral")
     mixtral.config.output_router_logits = True
-    with pytest.raises(nl.ConfigError, match="one loss over the routers"):
+    with pytest.raises(nl.errors.ConfigError, match="one loss over the routers"):
         nl.pipeline(mixtral)
 
 
 def test_wrong_order_of_calls_raises():
     nl.init({})
     pipe = nl.pipeline(families.build("gpt2"))
-    with pytest.raises(nl.ConfigError, match="a pipeline already"):
+    with pytest.raises(nl.errors.ConfigError, match="a pipeline already"):
         nl.pipeline(pipe)
-    with pytest.raises(nl.NearlinearError, match="not sharded yet: call nl.shard"):
+    with pytest.raises(nl.errors.NearlinearError, match="not sharded yet: call nl.shard"):
         pipe.step(families.batch(0, 2))
     nl.shard(pipe)
-    with pytest.raises(nl.ConfigError, match="sharded already"):
+    with pytest.raises(nl.errors.ConfigError, match="sharded already"):
         nl.shard(pipe)
-    with pytest.raises(nl.ConfigError, match="call nl.pipeline before nl.shard"):
+    with pytest.raises(nl.errors.ConfigError, match="call nl.pipeline before nl.shard"):
         nl.pipeline(nl.shard(families.build("gpt2")))
-    with pytest.raises(nl.NearlinearError, match="call pipe.step"):
+    with pytest.raises(nl.errors.NearlinearError, match="call pipe.step"):
         pipe(**families.batch(0, 2))
     with pytest.raises(
-        nl.NearlinearError, match="returned no loss: pass pipe.step a batch with la"
+        nl.errors.NearlinearError, match="returned no loss: pass pipe.step a batch with la"
     ):
         pipe.step({"input_ids": torch.zeros(2, 4, dtype=torch.long)})
 
@@ -251,7 +251,9 @@ def test_shard_without_pipeline_raises():
         nl.init({"pipeline_parallel_degree": 2})
         with nl.spmd.one_at_a_time(seed=0):
             model = families.build("gpt2")
-        with pytest.raises(nl.ConfigError, match="not divided into stages: call nl.pipeline"):
+        with pytest.raises(
+            nl.errors.ConfigError, match="not divided into stages: call nl.pipeline"
+        ):
             nl.shard(model)
 
     nl.spmd.run(work, 2)
@@ -260,10 +262,10 @@ def test_shard_without_pipeline_raises():
 def test_indivisible_batches_raise():
     cpu = torch.device("cpu")
     with pytest.raises(
-        nl.DataError, match="has 6 rows along dim 0, not a multiple of microbatches = 4"
+        nl.errors.DataError, match="has 6 rows along dim 0, not a multiple of microbatches = 4"
     ):
         split_microbatches({"input_ids": torch.zeros(6, 3)}, 4, cpu)
-    with pytest.raises(nl.DataError, match="labels has 3 rows, but the batch has 6"):
+    with pytest.raises(nl.errors.DataError, match="labels has 3 rows, but the batch has 6"):
         split_microbatches({"input_ids": torch.zeros(6, 3), "labels": torch.zeros(3, 3)}, 2, cpu)
     parts = split_microbatches(
         {"input_ids": torch.arange(6)[:, None], "position_ids": torch.zeros(1, 3)}, 2, cpu

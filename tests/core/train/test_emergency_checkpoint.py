@@ -128,7 +128,7 @@ def test_other_ranks_name_the_failed_rank_and_the_checkpoint(config):
     def work(rank):
         try:
             faulty(rank, config, in_loader, 4, out_of_luck)
-        except nl.RankFailure as error:
+        except nl.errors.RankFailure as error:
             said[rank] = str(error)
             raise
 
@@ -149,7 +149,7 @@ def test_hanging_rank_takes_part_in_the_checkpoint(config):
     def work(rank):
         try:
             faulty(rank, config, in_loader, 4, lambda: released.wait(100))
-        except nl.RankFailure as error:
+        except nl.errors.RankFailure as error:
             released.set()
             raise error
 

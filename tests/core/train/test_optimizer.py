@@ -55,7 +55,7 @@ def test_implementations_give_equal_updates(implementation, offloaded):
 
 def test_adamw_8bit_without_torchao_is_an_error(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchao.optim", None)
-    with pytest.raises(nl.ConfigError, match="pip install torchao"):
+    with pytest.raises(nl.errors.ConfigError, match="pip install torchao"):
         build_optimizer(tiny.gpt2(1), OptimizerConfig(kind="adamw_8bit"))
 
 
@@ -69,7 +69,7 @@ def test_adamw_8bit_without_torchao_is_an_error(monkeypatch):
 )
 def test_settings_incompatible_with_adamw_8bit_are_refused(other):
     data = other | {"optimizer": {"kind": "adamw_8bit"} | other.get("optimizer", {})}
-    with pytest.raises(nl.ConfigError, match='optimizer.kind = "adamw_8bit" and'):
+    with pytest.raises(nl.errors.ConfigError, match='optimizer.kind = "adamw_8bit" and'):
         load(data, environment={})
 
 
@@ -110,7 +110,7 @@ def test_adamw_8bit_trains_near_adamw(tmp_path):
     assert coded.codes.nbytes + coded.scale.nbytes < 0.27 * whole.nbytes
     found = local_tensor(model.layers[0].weight.detach())
     assert (found - expected).abs().max() < 1e-3  # each has moved by 6e-3
-    with pytest.raises(nl.CheckpointError, match="save the model alone"):
+    with pytest.raises(nl.errors.CheckpointError, match="save the model alone"):
         nl.save(tmp_path, model, optimizer)
     runtime.shutdown()
 

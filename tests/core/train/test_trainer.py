@@ -178,7 +178,7 @@ def test_invalid_data_state_is_an_error(small_run, tmp_path, text, words):
         path.write_text(text)
     with pytest.raises(nl.spmd.RankError, match=words) as caught:
         run(small_run, 1, [f"data.resume={path}"])
-    assert isinstance(caught.value.__cause__, nl.DataError)
+    assert isinstance(caught.value.__cause__, nl.errors.DataError)
 
 
 def test_throughput_and_mfu_are_consistent(small_run):
@@ -245,5 +245,5 @@ def test_cache_of_local_data_is_a_warning(remote, token_folder, tmp_path, caplog
 
 
 def test_unknown_activation_strategy_is_refused_with_the_config():
-    with pytest.raises(nl.ConfigError, match="'contiguous', 'group_N'"):
+    with pytest.raises(nl.errors.ConfigError, match="'contiguous', 'group_N'"):
         train_config.load({"activations": {"checkpoint": "all"}}, environment={})

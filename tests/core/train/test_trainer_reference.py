@@ -62,7 +62,7 @@ def rate_of(step):
 def train_alone(folder, first):
     """Return losses, gradient norms and final values of plain PyTorch with one batch per step."""
     dataset = TokenDataset(folder, "train", sequence_length=SEQUENCE)
-    loader = nl.Loader(dataset, GLOBAL_BATCH, 1, data_rank=0, data_ranks=1, seed=0)
+    loader = nl.data.Loader(dataset, GLOBAL_BATCH, 1, data_rank=0, data_ranks=1, seed=0)
     model = GPT2LMHeadModel(
         GPT2Config(
             vocab_size=dataset.manifest.vocab_size,

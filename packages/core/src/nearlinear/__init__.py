@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from . import data as data
     from . import errors as errors
     from . import plots as plots
     from . import spmd as spmd
@@ -23,21 +24,12 @@ if TYPE_CHECKING:
     from .checkpoint.state import local_shards as local_shards
     from .config.parallel import ParallelConfig as ParallelConfig
     from .config.train import TrainConfig as TrainConfig
-    from .data.dataset import TokenDataset as TokenDataset
-    from .data.loader import Loader as Loader
-    from .data.masking import Masks as Masks
-    from .data.mixture import Mixture as Mixture
     from .distributed.collectives import count_collectives as count_collectives
     from .distributed.mesh import Mesh as Mesh
     from .distributed.runtime import init as init
     from .distributed.runtime import process_group as process_group
     from .distributed.runtime import shutdown as shutdown
     from .distributed.watchdog import watch_ranks as watch_ranks
-    from .errors import CheckpointError as CheckpointError
-    from .errors import ConfigError as ConfigError
-    from .errors import DataError as DataError
-    from .errors import NearlinearError as NearlinearError
-    from .errors import RankFailure as RankFailure
     from .fsdp.accumulate import accumulate as accumulate
     from .fsdp.clip_grad import clip_grad_norm_ as clip_grad_norm_
     from .fsdp.compile import compile_blocks as compile_blocks
@@ -55,17 +47,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _EXPORTS = {
-    "CheckpointError": "errors",
     "ParallelConfig": "config.parallel",
-    "ConfigError": "errors",
-    "DataError": "errors",
-    "Loader": "data.loader",
-    "Masks": "data.masking",
     "Mesh": "distributed.mesh",
-    "Mixture": "data.mixture",
-    "NearlinearError": "errors",
-    "RankFailure": "errors",
-    "TokenDataset": "data.dataset",
     "TrainConfig": "config.train",
     "Trainer": "train.trainer",
     "accumulate": "fsdp.accumulate",
@@ -75,6 +58,7 @@ _EXPORTS = {
     "compile_blocks": "fsdp.compile",
     "convert_to_fp8": "fsdp.float8",
     "count_collectives": "distributed.collectives",
+    "data": "",
     "deferred_init": "fsdp.deferred_init",
     "errors": "",
     "export_hf": "checkpoint.hf.export",
@@ -100,12 +84,19 @@ _EXPORTS = {
 """Module of each public name, relative to this package; "" for public modules."""
 
 _DEPRECATED = {
-    "Blend": "data.mixture.Mixture",
+    "Blend": "data.Mixture",
+    "CheckpointError": "errors.CheckpointError",
     "Config": "config.parallel.ParallelConfig",
+    "ConfigError": "errors.ConfigError",
+    "DataError": "errors.DataError",
+    "Loader": "data.Loader",
     "LossScaler": "fsdp.loss_scaler.LossScaler",
+    "Masks": "data.Masks",
     "MoEConfig": "config.moe.MoEConfig",
+    "NearlinearError": "errors.NearlinearError",
     "RankLost": "errors.RankFailure",
     "StepOutput": "compat.smp.StepOutput",
+    "TokenDataset": "data.TokenDataset",
     "cu_seqlens": "data.masking.cu_seqlens",
     "current_mesh": "distributed.runtime.current_mesh",
     "delayed_init": "fsdp.deferred_init.deferred_init",

@@ -3,6 +3,13 @@
 Every message is one line with the cause and the remedy. The command line prints the message alone
 and exits with the error's code; ``--debug`` adds the traceback. Any other exception is a defect of
 nearlinear and keeps its traceback.
+
+Example::
+
+    try:
+        nl.ParallelConfig(hybrid_shard_degree=-1)
+    except nl.errors.ConfigError as error:
+        print(error)
 """
 
 import signal
@@ -11,7 +18,7 @@ import signal
 class NearlinearError(Exception):
     """Base class of every error that a user can act on."""
 
-    exit_code = 2
+    exit_code: int = 2
     """Exit code of the command line."""
     word = "error"
     """Prefix of the message on the command line."""
@@ -24,7 +31,7 @@ class Interrupted(NearlinearError):
 
     word = "stopped"
     everywhere = True
-    exit_code = 128 + signal.SIGTERM  # as after SIGTERM itself: launchers restart the process
+    exit_code: int = 128 + signal.SIGTERM  # as after SIGTERM itself: launchers restart the process
 
 
 class ConfigError(NearlinearError, ValueError):

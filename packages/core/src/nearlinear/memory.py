@@ -79,6 +79,8 @@ REDUCED_BYTES = 4  # gradients are reduced in float32
 class memory_report:  # noqa: N801 (a context manager that reads as a verb)
     """Measure the step inside a ``with`` block.
 
+    Example::
+
         with nl.memory_report(model, optimizer) as memory:
             for batch in nl.accumulate(model, micro_batches):
                 model(**batch).loss.backward()

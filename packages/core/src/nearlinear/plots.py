@@ -2,6 +2,11 @@
 
 Every function draws on the given matplotlib axes, or on new ones, and returns them. matplotlib is
 imported on first use, and only by this module.
+
+Example::
+
+    metrics = nl.plots.read_metrics("runs/first")
+    nl.plots.loss_curve(metrics).figure.savefig("loss.png")
 """
 
 from __future__ import annotations

@@ -8,6 +8,14 @@ with `nearlinear.deferred_init`, which takes the same lock.
 Processes are slower to start than threads and run exactly the code of a cluster. They are children
 of one fresh interpreter (`distributed.rank_worker`) instead of this process, since a fork of a
 process that has used its thread pools can hang. When one rank fails, the others are stopped.
+
+Example::
+
+    def work(rank):
+        mesh = nl.init({"hybrid_shard_degree": 2})
+        return mesh.shard
+
+    nl.spmd.run(work, 4)  # [2, 2, 2, 2]
 """
 
 from __future__ import annotations
@@ -37,7 +45,7 @@ def run(
     fn: Callable[..., Any],
     ranks: int = 4,
     *,
-    args: tuple | list = (),
+    args: tuple[Any, ...] | list[Any] = (),
     processes: bool = False,
     backend: str = "gloo",
     timeout: float = 300.0,
@@ -94,7 +102,9 @@ def one_at_a_time(seed: int | None = None) -> Iterator[None]:
             yield
 
 
-def run_processes(fn, ranks: int, args: tuple, timeout: float, backend: str) -> list[Any]:
+def run_processes(
+    fn: Callable[..., Any], ranks: int, args: tuple[Any, ...], timeout: float, backend: str
+) -> list[Any]:
     """Run ``fn`` on ranks that are processes, see `run`."""
     payload = _pickle(fn, args)
     with tempfile.TemporaryDirectory(prefix="nearlinear-spmd-") as name:

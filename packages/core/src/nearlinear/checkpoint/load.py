@@ -37,6 +37,10 @@ def load(
 ) -> int:
     """Load the state in ``folder`` in place; return the step after which it was saved.
 
+    Example::
+
+        step = nl.load("checkpoints/step-100", model, optimizer)
+
     The layout may differ from the one that saved. Random generators are restored if the number of
     ranks is the same. Raises CheckpointError on all ranks if one rank cannot load, before any value
     is changed wherever the index shows the error.

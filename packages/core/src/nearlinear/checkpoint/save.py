@@ -199,6 +199,12 @@ def save(
 ) -> PendingSave:
     """Write the state needed to resume training after ``step`` into ``folder``.
 
+    Example::
+
+        pending = nl.save("checkpoints/step-100", model, optimizer, step=100)
+        ...
+        pending.wait()
+
     Returns once the state is copied to host memory. Files are written while training continues;
     call ``.wait()`` on the result to block until the checkpoint is complete. The next save, `load`,
     and leaving the job wait for it as well. The folder becomes a checkpoint when its index is

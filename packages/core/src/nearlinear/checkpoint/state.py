@@ -68,7 +68,13 @@ class StateTensor:
 
 
 def local_shards(model: nn.Module) -> dict[str, list[TensorShard]]:
-    """Return the shards of every parameter on this rank, by the parameter's name."""
+    """Return the shards of every parameter on this rank, by the parameter's name.
+
+    Example::
+
+        for name, shards in nl.local_shards(model).items():
+            print(name, [shard.shape for shard in shards])
+    """
     return {
         name: sorted(local_tensor_shards(parameter.data, parameter_state(parameter).splits))
         for parameter, name in parameter_names(model).items()

@@ -83,7 +83,7 @@ class ParallelConfig:
 
     Example::
 
-        config = nl.ParallelConfig(hybrid_shard_degree=8, tensor_parallel_degree=2, bf16=True)
+        config = nl.ParallelConfig(hybrid_shard_degree=4, tensor_parallel_degree=2, bf16=True)
         nl.init(config)
     """
 
@@ -187,7 +187,7 @@ class ParallelConfig:
         if not self.prescaled_batch and self.tensor_parallel_degree > 1:
             raise ConfigError(
                 "prescaled_batch = false is not supported: ranks that split a model read the same "
-                "batch. Set it to true and read by data rank, as nl.Loader does."
+                "batch. Set it to true and read by data rank, as nl.data.Loader does."
             )
         if self.hybrid_shard_degree < 0:
             raise ConfigError(

@@ -88,17 +88,20 @@ def _ramp(count: int) -> np.ndarray:
 class GrainSource:
     """Random-access Grain source. Element i is window i: the arrays [S] of `make_batch`.
 
+    Example::
+
         source = grain.MapDataset.source(nl.data.GrainSource(dataset)).shuffle(seed=0).repeat()
         share = grain.sharding.ShardOptions(rank, ranks)
         batches = grain.experimental.ElasticIterator(source, 24, share)
 
-    `nl.Loader` does not use Grain: its order is equally elastic, its state equally small, its cost
-    per window a fraction (`python -m ci.benchmarks.reader`), and it needs only numpy. Checked with
-    Grain 0.2.18, which this module does not import.
+    `nl.data.Loader` does not use Grain: its order is equally elastic, its state equally small, its
+    cost per window a fraction (`python -m ci.benchmarks.reader`), and it needs only numpy. Checked
+    with Grain 0.2.18, which this module does not import.
     """
 
     def __init__(self, dataset: TokenDataset | Mixture, masks: Masks = NO_MASKS):
-        self.dataset, self.masks = dataset, masks
+        self.dataset: TokenDataset | Mixture = dataset
+        self.masks: Masks = masks
 
     def __len__(self) -> int:
         return len(self.dataset)

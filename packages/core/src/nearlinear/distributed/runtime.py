@@ -261,7 +261,14 @@ def host() -> str:
 
 
 def shutdown() -> None:
-    """Leave the job in step with the other ranks."""
+    """Leave the job in step with the other ranks.
+
+    Example::
+
+        nl.init()
+        ...
+        nl.shutdown()
+    """
     try:
         if dist.is_initialized():
             process_exit.run_callbacks()

@@ -31,6 +31,10 @@ def compile_blocks(
 ) -> nn.Module:
     """Compile each of ``model``'s blocks on its first call, in place; return the model.
 
+    Example::
+
+        model = nl.shard(nl.compile_blocks(model))
+
     Call it after `transform` and before `pipeline`, `shard`, `checkpoint_activations` and
     `offload_activations`. Collectives inside a block (ring attention) break its graph and run as
     before. ``model.config.use_cache`` is switched off: a key-value cache distinguishes layers, so

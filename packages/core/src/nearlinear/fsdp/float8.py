@@ -26,6 +26,10 @@ def convert_to_fp8(
 ) -> nn.Module:
     """Make the linear layers of ``model``'s blocks multiply in float8, in place; return the model.
 
+    Example::
+
+        model = nl.shard(nl.convert_to_fp8(model))
+
     Call it after `transform` and before `pipeline` and `shard`.
 
     Args:

@@ -71,7 +71,7 @@ def shard(
 
     With ``mesh`` no `nl.init` is needed, and ``model`` may be a part of a larger model::
 
-        mesh = init_device_mesh("cuda", (2, 8), mesh_dim_names=("replicate", "shard"))
+        mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("replicate", "shard"))
         model = nl.shard(model, mesh=mesh, config={"bf16": True})
 
     The other kinds of parallelism need `nl.init`.

@@ -161,6 +161,8 @@ def plan(
 ) -> PlanResult:
     """Predict time, memory and cost of ``config`` on ``cluster``, without a cluster or a model.
 
+    Example::
+
         result = nl.plan("run.toml", "p4d.24xlarge:32", tokens=300e9)
         print(result)
         result.seconds, result.memory, result.fits

@@ -79,7 +79,11 @@ class Trainer:
 
     Example::
 
-        config = {"data": {"path": "data/botocore"}, "train": {"steps": 100}}
+        config = {
+            "model": {"preset": "gpt2-tiny"},
+            "data": {"path": "data/botocore"},
+            "train": {"steps": 20},
+        }
         result = nl.Trainer(config).fit()
         print(result.loss, result.eval_loss)
     """

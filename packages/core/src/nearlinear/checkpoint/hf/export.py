@@ -41,6 +41,10 @@ def export_hf(
 ) -> Path:
     """Write ``model`` as a folder for ``from_pretrained`` of `transformers`; return its path.
 
+    Example::
+
+        nl.export_hf("exported", model, dtype=torch.bfloat16)
+
     A collective call, between steps. Raises CheckpointError on all ranks.
 
     Args:

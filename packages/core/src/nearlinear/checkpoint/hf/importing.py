@@ -64,6 +64,13 @@ class HFFolder:
 def import_hf(path: str | Path, model: nn.Module) -> None:
     """Load the values of a Hugging Face folder of safetensors files into ``model``.
 
+    Example::
+
+        with nl.deferred_init(values=False):
+            model = AutoModelForCausalLM.from_config(config)
+        model = nl.shard(model)
+        nl.import_hf("exported", model)
+
     Each rank reads only its own shards, one tensor after another, and converts them to the model's
     dtype. Raises CheckpointError on all ranks, before any value is changed unless a file cannot be
     read.

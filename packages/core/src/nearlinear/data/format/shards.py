@@ -20,6 +20,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
 import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from ... import storage
@@ -54,7 +55,7 @@ class Checksums:
             if not self._room:
                 self._end_block()
 
-    def finish(self) -> dict:
+    def finish(self) -> dict[str, Any]:
         """Return the `Shard` fields `sha256`, `blocks` and `crcs` of the whole stream."""
         if self._room < BLOCK_BYTES:
             self._end_block()
@@ -122,7 +123,7 @@ def dtype_for(vocab_size: int) -> np.dtype:
     return np.dtype("<u2") if vocab_size <= 65_536 else np.dtype("<u4")
 
 
-def int32_lengths(lengths) -> np.ndarray:
+def int32_lengths(lengths: npt.ArrayLike) -> np.ndarray:
     """Convert document lengths to int32 [n]. Raises `DataError` if a document is too long."""
     lengths = np.asarray(lengths)
     if len(lengths) and (longest := int(lengths.max())) > MOST_TOKENS:
@@ -224,14 +225,17 @@ class ShardWriter:
     ):
         if shard_tokens < 1:
             raise DataError(f"shard_tokens is {shard_tokens}: give at least 1")
-        self.folder, self.split = Path(folder), split
-        self.vocab_size, self.eos_id, self.shard_tokens = vocab_size, eos_id, shard_tokens
-        self.dtype = dtype_for(vocab_size)
+        self.folder: Path = Path(folder)
+        self.split: str = split
+        self.vocab_size: int = vocab_size
+        self.eos_id: int = eos_id
+        self.shard_tokens: int = shard_tokens
+        self.dtype: np.dtype[Any] = dtype_for(vocab_size)
         self._shards: list[Shard] = []
         self._file: BinaryIO | None = None
         (self.folder / split).mkdir(parents=True, exist_ok=True)
 
-    def add(self, ids) -> None:
+    def add(self, ids: npt.ArrayLike) -> None:
         """Append one document: token ids [n] without EOS. The EOS is added.
 
         Raises:
@@ -242,7 +246,7 @@ class ShardWriter:
             raise DataError(f"a document holds the negative token id {int(ids.min())}")
         self.extend(np.append(ids, self.eos_id), [len(ids) + 1])
 
-    def extend(self, tokens: np.ndarray, lengths) -> None:
+    def extend(self, tokens: np.ndarray, lengths: npt.ArrayLike) -> None:
         """Append documents: their concatenated token ids [sum of lengths], each ending with EOS.
 
         Raises:
