@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 import tomllib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -65,9 +66,8 @@ def say(text: str) -> None:
 
 
 def packages() -> list[Path]:
-    """Return the folders of this workspace's packages, core first."""
-    found = sorted(path.parent for path in ROOT.glob("packages/*/pyproject.toml"))
-    return sorted(found, key=lambda path: path.name != "core")
+    """Return the folders of this workspace's packages in the order of installation."""
+    return sorted(path.parent for path in ROOT.glob("packages/*/pyproject.toml"))
 
 
 def fingerprint() -> str:
@@ -150,20 +150,27 @@ def build(lab: bool) -> None:
     install_step(
         "PyTorch", [*pip, "torch", "numpy", *(["--index-url", index] if index else [])], env
     )
-    for package in packages():
-        target = f"packages/{package.name}"
-        if package.name == "core":
-            target += f"[{EXTRAS}{',lab' if lab else ''}]"
-        isolation = []
-        tools = build_requirements(package)
-        if any(tool.startswith("torch") for tool in tools):  # compile against the installed torch
-            tools = [tool for tool in tools if not tool.startswith("torch")]
-            if tools:
-                install_step(f"build tools of {package.name}", [*pip, *tools], env)
-            isolation = ["--no-build-isolation"]
-        install_step(target, [*pip, *isolation, "--editable", target], env)
-    if any(package.name == "collectives" for package in packages()):
-        install_step("the collectives' torch glue", [str(PYTHON), "-m", GLUE], env)
+    compilation = None
+    with ThreadPoolExecutor(max_workers=1) as background:
+        for package in packages():
+            target = f"packages/{package.name}"
+            if package.name == "core":
+                target += f"[{EXTRAS}{',lab' if lab else ''}]"
+            isolation = []
+            tools = build_requirements(package)
+            if any(tool.startswith("torch") for tool in tools):  # use the installed torch
+                tools = [tool for tool in tools if not tool.startswith("torch")]
+                if tools:
+                    install_step(f"build tools of {package.name}", [*pip, *tools], env)
+                isolation = ["--no-build-isolation"]
+            install_step(target, [*pip, *isolation, "--editable", target], env)
+            if package.name == "collectives":  # its compiler runs beside the next downloads
+                glue = [str(PYTHON), "-m", GLUE]
+                compilation = background.submit(
+                    install_step, "the collectives' torch glue", glue, env, LOG.with_stem("glue")
+                )
+        if compilation:
+            compilation.result()
     stamp = {"fingerprint": fingerprint(), "built_with": built_with, "lab": lab}
     STAMP.write_text(json.dumps(stamp))
     say(f"Ready in {time.monotonic() - start:.0f} s.\n")
@@ -197,15 +204,16 @@ def build_requirements(package: Path) -> list[str]:
     return project.get("build-system", {}).get("requires", [])
 
 
-def install_step(name: str, command: list[str], env) -> None:
-    """Run one installer command with its output in the log, and print progress.
+def install_step(name: str, command: list[str], env, log_file: Path | None = None) -> None:
+    """Run one installer command with its output in a log, and print progress.
 
     Raises:
         SetupError: If the command fails; contains the end of its output and a remedy.
     """
     say(f"  {name} ...")
     start = reported = time.monotonic()
-    with LOG.open("a") as log:
+    log_file = log_file or LOG
+    with log_file.open("a") as log:
         print(f"$ {' '.join(command)}", file=log, flush=True)
         begin = log.tell()
         child = subprocess.Popen(
@@ -223,10 +231,10 @@ def install_step(name: str, command: list[str], env) -> None:
                     reported = time.monotonic()
                     say(f"  {name} ... {reported - start:.0f} s")
     if child.returncode:
-        output = LOG.read_bytes()[begin:].decode(errors="replace")
+        output = log_file.read_bytes()[begin:].decode(errors="replace")
         tail = "\n".join("    " + line for line in output.splitlines()[-20:])
         raise SetupError(
-            f"{tail}\n\n{name}: the installer failed. {remedy(output)}\nFull log: {LOG}"
+            f"{tail}\n\n{name}: the installer failed. {remedy(output)}\nFull log: {log_file}"
         )
     say(f"  {name}: done in {time.monotonic() - start:.0f} s")
 

@@ -68,8 +68,9 @@ def test_composed_training_equals_one_process(run):
     parity.assert_equal(found, reference(family, **changes))
 
 
-@pytest.mark.parametrize("family", parity.FAMILIES)
+@pytest.mark.parametrize("family", sorted(set(parity.FAMILIES) - {"gpt2"}))
 def test_every_family_with_pipeline_tensor_and_shards_equals_one_process(family):
+    """GPT-2 is one of RUNS."""
     config = PIPELINE | TENSOR | {"hybrid_shard_degree": 2}
     changes = parity.layers(family, 4)
     together = functools.partial(parity.together, **changes)
