@@ -3,7 +3,7 @@
 The schedules are those of ``torch.distributed.pipelining``: GPipe (Huang et al. 2019), 1F1B and its
 interleaved form (Narayanan et al. 2021), looped breadth-first (Lamy-Poirier 2022), the zero-bubble
 schedules ZB1P and ZB-V (Qi et al. 2023) and DualPipeV (DeepSeek-AI 2024). The last three delay
-weight gradients into what would otherwise be bubbles. SMP's two names are aliases: ``simple`` is
+weight gradients into otherwise idle times. SMP's two names are aliases: ``simple`` is
 GPipe, and ``interleaved`` is 1F1B (PipeDream, Narayanan et al. 2019), whereas in torch
 "interleaved" means several stages per rank. This module imports torch only to build a schedule, so
 that the planner can use it without torch.
