@@ -19,7 +19,7 @@ from nearlinear.planner.api import parse_cluster
 from nearlinear.planner.cluster import find_accelerator, find_node
 from nearlinear.planner.model_shape import model_shape
 from nearlinear.planner.workload import workload_from_config
-from nearlinear.train.model import build_model
+from nearlinear.train.model import build_model, flops_per_token
 
 TABLE = load_table()
 GPT2_30B = {
@@ -88,7 +88,7 @@ def test_model_shape_matches_the_built_model(preset):
     found, model = model_shape(config, 512), build_model(config, 512)
     matrices = sum(p.numel() for p in model.parameters() if p.dim() >= 2)
     assert found.parameters == matrices
-    assert found.flops_per_token(64) == pytest.approx(model.flops_per_token(model, 64), rel=1e-3)
+    assert found.flops_per_token(64) == pytest.approx(flops_per_token(model, 64), rel=1e-3)
 
 
 @pytest.mark.parametrize(

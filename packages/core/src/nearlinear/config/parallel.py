@@ -18,6 +18,9 @@ from dataclasses import dataclass, fields
 from ..errors import ConfigError
 from . import schema
 
+HOST_MEMORY_BACKEND = "nearlinear"
+"""Value of ``communication_backend`` that selects nearlinear-collectives."""
+
 ALIASES = {
     "sharded_data_parallel_degree": "hybrid_shard_degree",
     "offload_activations": "sm_activation_offloading",

@@ -20,13 +20,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..config import parallel
-from ..config.parallel import ParallelConfig
+from ..config.parallel import HOST_MEMORY_BACKEND, ParallelConfig
 from ..errors import ConfigError, NearlinearError
 from . import process_exit
 from .mesh import AXES, AXIS_GROUPS, Mesh
 from .thread_backend import BACKEND as THREAD_BACKEND
-
-HOST_MEMORY_BACKEND = "nearlinear"
 
 
 def register_backend(backend: str) -> str:

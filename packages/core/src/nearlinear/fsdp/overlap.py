@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 from .. import _torch
+from ..config.parallel import HOST_MEMORY_BACKEND
 from ..distributed.collectives import (
     Allocator,
     Hierarchy,
@@ -28,7 +29,7 @@ from ..distributed.collectives import (
     split_by_node,
 )
 from ..distributed.comm_thread import CommThread
-from ..distributed.runtime import HOST_MEMORY_BACKEND, Runtime, backend_for_device, register_backend
+from ..distributed.runtime import Runtime, backend_for_device, register_backend
 from ..distributed.thread_backend import BACKEND as THREADS
 from .all_gather_codec import CODECS, packed_size
 from .unit_collectives import (

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from ..distributed.runtime import HOST_MEMORY_BACKEND
+from ..config.parallel import HOST_MEMORY_BACKEND
 from .cluster import Cluster
 from .compute_time import ComputeTimes
 from .fitted_constants import FittedConstants

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 from ... import _torch
+from ...config.parallel import HOST_MEMORY_BACKEND
 from ...distributed import runtime as backends
 from ...distributed.mesh import Mesh
 from ...distributed.runtime import Runtime
@@ -107,15 +108,15 @@ def candidate_backends(configured: str, device: torch.device) -> list[str]:
     """
     if device.type == "cuda":
         return ["nccl"]
-    names = ["gloo", *({configured} - {"gloo", backends.HOST_MEMORY_BACKEND})]
+    names = ["gloo", *({configured} - {"gloo", HOST_MEMORY_BACKEND})]
     loads = torch.ones(1, dtype=torch.int64)
     try:
-        backends.register_backend(backends.HOST_MEMORY_BACKEND)
+        backends.register_backend(HOST_MEMORY_BACKEND)
     except ConfigError as error:
         log.info("skipping backend nearlinear: %s", error)
         loads.zero_()
     dist.all_reduce(loads, op=dist.ReduceOp.MIN)
-    return [*names, backends.HOST_MEMORY_BACKEND] if loads else names
+    return [*names, HOST_MEMORY_BACKEND] if loads else names
 
 
 def open_groups(
@@ -149,7 +150,7 @@ def allocate_buffer(
     ``collective``: "AllGather" or "ReduceScatter".
     """
     source = TorchAllocator()
-    shared = dist.get_backend(group) == backends.HOST_MEMORY_BACKEND
+    shared = dist.get_backend(group) == HOST_MEMORY_BACKEND
     if shared and _torch.supports_custom_collectives():
         import nearlinear_collectives
 
