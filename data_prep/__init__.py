@@ -1,4 +1,4 @@
-"""Prepare text as token shards: `python -m data_prep --help`, or `data_prep.prepare(...)`.
+"""Prepare text as token shards: `nearlinear data --help`, or `data_prep.prepare(...)`.
 
 Modules in the order of the data flow: `sources` yields documents in input splits, `plan` records
 all settings, `process_split` encodes one input split with `tokenizer` and `encoders`, `pool` and

@@ -1,4 +1,4 @@
-"""Command line: `python -m data_prep prepare SOURCE`, `verify DIR` and more (`--help`).
+"""Command line: `nearlinear data prepare SOURCE`, `verify DIR` and more (`--help`).
 
 Exit codes: 0 for success, 2 for an error that the user can act on (one line on stderr; `--debug`
 shows the traceback), 130 for an interruption. Heavy modules are imported after parsing.

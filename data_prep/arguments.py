@@ -7,32 +7,32 @@ FORMATS = ("smp-json", "hf-arrow", "nanogpt", "datatrove")
 PEERS = ("nanogpt", "datatrove", "huggingface")
 
 _EXAMPLES = """examples:
-  python -m data_prep prepare botocore                  19 MB of English, needs no network
-  python -m data_prep prepare openwebtext --max-tokens 100000000
-  python -m data_prep prepare jsonl corpus/*.jsonl.gz --text-field content --out data/corpus
-  python -m data_prep prepare parquet crawl/ --workers 32 --dedup exact
-  python -m data_prep prepare jsonl crawl/ --filters gopher,c4,fineweb --near-duplicates minhash
-  python -m data_prep prepare text books/ --document paragraph --tokenizer llama/tokenizer.json
-  python -m data_prep prepare hf HuggingFaceFW/fineweb-edu --config sample-10BT
-  python -m data_prep prepare jsonl crawl/ --engine slurm --tasks 200 \\
+  nearlinear data prepare botocore                  19 MB of English, needs no network
+  nearlinear data prepare openwebtext --max-tokens 100000000
+  nearlinear data prepare jsonl corpus/*.jsonl.gz --text-field content --out data/corpus
+  nearlinear data prepare parquet crawl/ --workers 32 --dedup exact
+  nearlinear data prepare jsonl crawl/ --filters gopher,c4,fineweb --near-duplicates minhash
+  nearlinear data prepare text books/ --document paragraph --tokenizer llama/tokenizer.json
+  nearlinear data prepare hf HuggingFaceFW/fineweb-edu --config sample-10BT
+  nearlinear data prepare jsonl crawl/ --engine slurm --tasks 200 \\
       --engine-option time=2:00:00 --engine-option partition=cpu
-  python -m data_prep prepare jsonl s3://crawl/2024/ --out s3://tokens/mine
-  python -m data_prep plan jsonl corpus/                print the input splits only
-  python -m data_prep verify data/botocore              compare every byte with its checksum
-  python -m data_prep stats data/botocore --report report.html
-  python -m data_prep inspect data/botocore             lengths, and the first document
-  python -m data_prep export data/botocore --format nanogpt --out nanogpt/data/mine
-  python -m data_prep bench corpus.jsonl                compare with other tools
+  nearlinear data prepare jsonl s3://crawl/2024/ --out s3://tokens/mine
+  nearlinear data plan jsonl corpus/                print the input splits only
+  nearlinear data verify data/botocore              compare every byte with its checksum
+  nearlinear data stats data/botocore --report report.html
+  nearlinear data inspect data/botocore             lengths, and the first document
+  nearlinear data export data/botocore --format nanogpt --out nanogpt/data/mine
+  nearlinear data bench corpus.jsonl                compare with other tools
 
 Run the same command again to resume a stopped preparation.
-`python -m data_prep SOURCE` is short for `python -m data_prep prepare SOURCE`.
+`nearlinear data SOURCE` is short for `nearlinear data prepare SOURCE`.
 """
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of `python -m data_prep`."""
+    """Return the parser of `nearlinear data`."""
     main = argparse.ArgumentParser(
-        prog="python -m data_prep",
+        prog="nearlinear data",
         description="Turn text into token shards for training.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,

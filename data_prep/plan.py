@@ -114,9 +114,7 @@ class PreparationPlan:
         """Read the plan of an unfinished output. A source without a spec becomes empty."""
         document = read_json(folder / PLAN_FILE)
         if document is None:
-            raise DataError(
-                f"{folder} holds no {PLAN_FILE}: start with `python -m data_prep prepare`"
-            )
+            raise DataError(f"{folder} holds no {PLAN_FILE}: start with `nearlinear data prepare`")
         spec, tokenizer = document["source"], document["tokenizer"]
         text = (folder / TOKENIZER_FILE).read().decode("utf-8")
         source = Source("memory", lambda: ()) if spec is None else rebuild(spec)

@@ -56,7 +56,7 @@ def summary(folder: str | Path) -> str:
     if duplicates:
         dropped = "dropped" if manifest.settings.get("dedup") else "kept; --dedup exact drops them"
         rows.append(f"  {duplicates:,} documents are exact duplicates, {dropped}")
-    rows.append(f"look inside: python -m data_prep inspect {folder}")
+    rows.append(f"look inside: nearlinear data inspect {folder}")
     rows.append(f"train on it: nearlinear train --set data.path={folder}")
     return "\n".join(rows)
 

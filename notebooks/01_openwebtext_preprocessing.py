@@ -209,7 +209,7 @@ print(refusal(data_prep.prepare, source, out, **settings, val_fraction=0.05))
 openwebtext_documents, openwebtext_tokens = 8_013_769, 9.04e9
 rate = manifest.total("tokens") / seconds
 size = 2 * openwebtext_tokens + 20 * openwebtext_documents
-print("python -m data_prep openwebtext --out data/openwebtext")
+print("nearlinear data openwebtext --out data/openwebtext")
 print(f"  on disk  {size / 1e9:.1f} GB")
 print(f"  time     {openwebtext_tokens / rate / 3600:.1f} hours (estimate: {rate:,.0f} tokens/s)")
 
@@ -228,7 +228,7 @@ index = json.loads((out / "index.json").read_text())
 print(json.dumps({key: index[key] for key in ("format", "dtype", "eos_id", "totals")}, indent=1))
 
 # %% [markdown]
-# `python -m data_prep stats FOLDER --report report.html` prints statistics and writes a page with
+# `nearlinear data stats FOLDER --report report.html` prints statistics and writes a page with
 # figures.
 
 # %%
@@ -484,7 +484,7 @@ assert shards[0]["file"] in complaint
 
 # %% [markdown]
 # The error states the remedy: copy the file again. Then every byte is correct. Datasets up to 2 GiB
-# are verified completely when opened. For larger ones only sizes are checked; `python -m data_prep
+# are verified completely when opened. For larger ones only sizes are checked; `nearlinear data
 # verify FOLDER` verifies every byte before a long run.
 
 # %%

@@ -65,7 +65,7 @@ def huggingface(
         except ModuleNotFoundError:
             raise DataError(
                 f"reading {name} needs the datasets package: run `pip install datasets`, or "
-                "prepare text that needs no network with `python -m data_prep botocore`"
+                "prepare text that needs no network with `nearlinear data botocore`"
             ) from None
         commit = pinned_revision()
         if is_folder and _folder_revision(name, split) != commit:
@@ -153,7 +153,7 @@ def _hub_error(name: str, error: Exception) -> DataError:
     reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
     return DataError(
         f"cannot read {name} from the Hugging Face hub ({reason}): check the name and the network, "
-        "or prepare text that needs no network with `python -m data_prep botocore`"
+        "or prepare text that needs no network with `nearlinear data botocore`"
     )
 
 

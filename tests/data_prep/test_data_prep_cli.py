@@ -32,7 +32,7 @@ def test_cli_prepares_verifies_and_inspects(capsys, corpus, tmp_path):
     code, said, progress = run(capsys, "jsonl", corpus, "--out", out, "--val-fraction", 0.05)
     assert code == 0
     assert "tokenizer gpt2" in said and "bytes of text per token" in said
-    assert said.splitlines()[-2] == f"look inside: python -m data_prep inspect {out}"
+    assert said.splitlines()[-2] == f"look inside: nearlinear data inspect {out}"
     assert said.splitlines()[-1] == f"train on it: nearlinear train --set data.path={out}"
     assert "jsonl: 400 documents" in said and "tokens/s" in said and not progress
 
@@ -201,7 +201,7 @@ def test_cli_help_shows_examples_without_heavy_imports():
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=REPOSITORY, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert "python -m data_prep prepare botocore" in done.stdout
+    assert "nearlinear data prepare botocore" in done.stdout
 
 
 def test_cli_runs_as_a_module(corpus, tmp_path):

@@ -114,7 +114,7 @@ def test_hub_without_network_is_a_data_error(monkeypatch):
     with pytest.raises(DataError) as caught:
         list(sources.openwebtext().documents())
     assert "Skylion007/openwebtext" in str(caught.value)
-    assert "python -m data_prep botocore" in str(caught.value)
+    assert "nearlinear data botocore" in str(caught.value)
     assert "\n" not in str(caught.value)
 
 

@@ -40,6 +40,31 @@ def test_help_imports_nothing_heavy():
     assert shown.stdout.strip().endswith("[]")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["trian"], "did you mean 'train'?"),
+        (["checkpoint", "verfy"], "did you mean 'verify'?"),
+        (["qqq"], "choose from data, train"),
+    ],
+)
+def test_misspelled_command_gets_a_suggestion(arguments, words, capsys):
+    with pytest.raises(SystemExit) as left:
+        cli.main(arguments)
+    assert left.value.code == 2 and words in capsys.readouterr().err
+
+
+def test_data_command_is_that_of_data_prep(tmp_path, capsys):
+    text = tmp_path / "text"
+    text.mkdir()
+    (text / "a.txt").write_text("One document of a folder of text.")
+    out = str(tmp_path / "tokens")
+    assert cli.main(["data", "text", str(text), "--out", out, "--val-fraction", "0"]) == 0
+    assert cli.main(["data", "verify", out]) == 0
+    assert cli.main(["data", "verify", str(tmp_path / "none")]) == 2
+    assert "error: " in capsys.readouterr().err
+
+
 def test_print_config_reads_back(small_run, tmp_path, capsys):
     path = write(small_run, tmp_path)
     assert cli.main(["train", str(path), "--set", "train.steps=9", "--print-config"]) == 0
@@ -62,7 +87,7 @@ def test_env_prints_versions_and_no_secrets():
         (["parallel.hybrid_shard_degre=2"], "did you mean 'hybrid_shard_degree'"),
         (["run.nproc=4", "parallel.hybrid_shard_degree=3"], "allowed are 1, 2, 4"),
         (["data.path=nowhere"], "nowhere"),
-        (["data.path="], "python -m data_prep"),
+        (["data.path="], "nearlinear data"),
         (["data.sequence_length=1024"], "longer than the model's context of 256 tokens"),
         (["model.overrides.vocab_size=10"], "holds ids up to"),
         (["data.resume=nowhere.json"], "no such file"),

@@ -202,6 +202,7 @@ def test_watch_prints_new_lines(tmp_path, follow):
     """Cover a file that does not exist yet, half a line, and a second run in the same file."""
     run = tmp_path / "run"
     watching = follow(run)
+    watching.until(f"waiting for {run / 'metrics.jsonl'}")
     write(run, [1, 2])
     watching.until("step=2 loss=6.0000")
     with open(run / "metrics.jsonl", "a") as file:

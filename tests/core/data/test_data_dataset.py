@@ -101,8 +101,8 @@ def test_pickling_reopens_the_files(folder):
 
 def test_errors_name_cause_and_remedy(folder, tmp_path):
     for match, path, options in (
-        ("no token shards at .*python -m data_prep", tmp_path / "none", {}),
-        ("no index.json.*python -m data_prep", tmp_path, {}),
+        ("no token shards at .*nearlinear data", tmp_path / "none", {}),
+        ("no index.json.*nearlinear data", tmp_path, {}),
         ("no split 'test': it has train, val", folder, {"split": "test"}),
         ("split 'val' of .* is empty.*--val-fraction", folder, {"split": "val"}),
         ("use a sequence_length of at most 240", folder, {"sequence_length": 241}),

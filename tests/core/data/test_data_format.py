@@ -289,12 +289,12 @@ def test_dataset_without_manifest_is_rejected(tmp_path):
     write_dataset(tmp_path)
     assert not list(tmp_path.glob("*.tmp"))
     (tmp_path / "index.json").rename(tmp_path / "index.json.tmp")
-    with pytest.raises(DataError, match="no index.json.*did not finish.*python -m data_prep"):
+    with pytest.raises(DataError, match="no index.json.*did not finish.*nearlinear data"):
         verify(tmp_path)
 
 
 def test_manifest_errors_name_cause_and_remedy(tmp_path):
-    with pytest.raises(DataError, match="no token shards at .*nowhere: .*python -m data_prep"):
+    with pytest.raises(DataError, match="no token shards at .*nowhere: .*nearlinear data"):
         Manifest.read(tmp_path / "nowhere")
     path = write_dataset(tmp_path) / "index.json"
     good = json.loads(path.read_text())

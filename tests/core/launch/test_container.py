@@ -56,7 +56,7 @@ def test_output_order_is_kept_and_failure_is_written(tmp_path):
     assert said == [f"{stream} {number}" for number in range(20) for stream in ("out", "err")]
     assert done.returncode == 2
     why = (tmp_path / "ml" / "output" / "failure").read_text()
-    assert "python -m data_prep" in why and "\n" not in why and f"error: {why}" in done.stdout
+    assert "nearlinear data" in why and "\n" not in why and f"error: {why}" in done.stdout
 
 
 def test_missing_container_files_are_reported(tmp_path, capsys):

@@ -29,7 +29,7 @@ PICKED = [
     ("flags", "words"),
     [
         (["--set", "run.nproc=4", "--set", "parallel.hybrid_shard_degree=3"], "allowed are 1, 2"),
-        (["--set", "data.path="], "python -m data_prep"),
+        (["--set", "data.path="], "nearlinear data"),
         (
             ["--set", "parallel.tensor_parallel_degree=2"],
             "tune only measures sharded data parallelism",

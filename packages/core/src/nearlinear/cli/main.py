@@ -5,6 +5,7 @@ one line on stderr and exit code 2; ``--debug`` adds the traceback.
 """
 
 import argparse
+import difflib
 import logging
 import os
 import sys
@@ -24,6 +25,10 @@ from .watch import command as watch
 def main(arguments: list[str] | None = None) -> int:
     """Run one command and return its exit code: 0 success, 1 failed rank, 2 user error."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
+    if arguments[:1] == ["data"]:
+        from data_prep.__main__ import main as prepare_data  # with a parser of its own
+
+        return prepare_data(arguments[1:])
     options = build_parser().parse_args(arguments)
     rank = os.environ.get("RANK", "0")
     if options.launched_by:
@@ -58,14 +63,26 @@ def main(arguments: list[str] | None = None) -> int:
         return 130
 
 
+class _Parser(argparse.ArgumentParser):
+    """Argument parser that suggests the nearest value for a misspelled command or choice."""
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            known = [str(choice) for choice in action.choices]
+            close = difflib.get_close_matches(str(value), known, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"choose from {', '.join(known)}"
+            raise argparse.ArgumentError(action, f"unknown value {value!r}: {hint}")
+
+
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of ``nearlinear`` with the subcommands of every package."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="nearlinear",
         description="Train models too big for one accelerator at near-linear scaling.",
     )
     parser.add_argument("--version", action="version", version=f"nearlinear {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="command", required=True)
+    commands.add_parser("data", help="turn text into token shards; verify, inspect, export them")
     train.add_train(commands)
     train.add_tune(commands)
     for command in plan_cli.add_commands(commands, train.load_config):

@@ -247,6 +247,6 @@ def check_vocabulary(folder: str, data: str, needed: int) -> None:
     if isinstance(size, int) and size < needed:
         raise DataError(
             f"{data} holds ids up to {needed - 1}, but the model in {folder} has {size} ids: "
-            "prepare the data with the model's own tokenizer (python -m data_prep ... --tokenizer "
+            "prepare the data with the model's own tokenizer (nearlinear data ... --tokenizer "
             f"{folder}/tokenizer.json)"
         )

@@ -79,7 +79,7 @@ class DataConfig:
     """The training data and its order."""
 
     path: str = ""
-    """folder of token shards written by python -m data_prep; or s3://bucket/prefix; channel:name in
+    """folder of token shards written by nearlinear data; or s3://bucket/prefix; channel:name in
     a SageMaker job; or .bin files of Megatron (with .idx) or nanoGPT"""
     sources: dict[str, float] = field(default_factory=dict)
     """mixture of several such folders instead of path, with weights, e.g. "tokens/code" = 0.3"""

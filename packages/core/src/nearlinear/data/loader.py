@@ -76,7 +76,7 @@ def check_loader_state(saved: dict, here: dict, path) -> None:
         raise DataError(
             f"the loader state is of the tokenizer {_tokenizer(words)}, and {path} is of the "
             f"tokenizer {_tokenizer(here['tokenizer'])}, with other token ids: prepare the data "
-            "with the tokenizer of the run (python -m data_prep ... --tokenizer), or start a new "
+            "with the tokenizer of the run (nearlinear data ... --tokenizer), or start a new "
             "run in another folder"
         )
     known = _BLOCK_FORMAT if "shuffle_block_mib" in saved else _FORMAT

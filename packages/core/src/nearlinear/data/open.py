@@ -164,7 +164,7 @@ class MegatronFiles(ShardSource):
     def tokenizer(self) -> Path:
         raise DataError(
             f"{self.path} has no tokenizer: set train.sample_tokens = 0, or prepare the data with "
-            "python -m data_prep"
+            "nearlinear data"
         )
 
 

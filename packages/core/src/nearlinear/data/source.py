@@ -118,7 +118,7 @@ class DocumentIndex:
         if magic != b"MMIDIDX\x00\x00" or version != 1 or code not in _DTYPES or len(raw) != size:
             raise DataError(
                 f"{path} is not a document index of uint16 or int32 tokens (MMIDIDX version 1): "
-                "write it again with Megatron's preprocess_data.py or python -m data_prep"
+                "write it again with Megatron's preprocess_data.py or nearlinear data"
             )
         self.dtype: np.dtype = _DTYPES[code]
         self.documents: int = documents - 1
@@ -300,7 +300,7 @@ def _verify_once(path: Path, manifest: Manifest, split: str, mode: str) -> None:
         if mode == "auto" and not full:
             logger.info(
                 "%s: checked file sizes only, because the split has %.1f GiB (limit 2 GiB); "
-                "run `python -m data_prep verify %s` to check every byte",
+                "run `nearlinear data verify %s` to check every byte",
                 path, size / 1024**3, path,
             )  # fmt: skip
         verify(path, full=full, splits=(split,))

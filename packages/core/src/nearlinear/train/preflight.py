@@ -150,7 +150,7 @@ def open_dataset(config: TrainConfig, split: str, verified: bool = False) -> Tok
     """
     if not config.data.folder:
         raise ConfigError(
-            'data.path is not set: prepare tokens with "python -m data_prep botocore" and set it '
+            'data.path is not set: prepare tokens with "nearlinear data botocore" and set it '
             "to the folder printed by that command"
         )
     open_folder = functools.partial(

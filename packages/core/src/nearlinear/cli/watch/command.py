@@ -155,6 +155,7 @@ def run_watch(where: str = "", once: bool = False) -> int:
     run = _open_run(where)
     if once:
         return _print_once(run)
+    _announce_missing_file(run)
     try:
         if sys.stdout.isatty():
             _follow_on_terminal(run)
@@ -191,6 +192,17 @@ def find_metrics_file(where: str) -> Path:
         raise ConfigError(f"{path} is a config file: watch the folder named by its run.folder")
     is_file = path.is_file() or (path.suffix in LOG_SUFFIXES and not path.is_dir())
     return path if is_file else path / METRICS_FILE
+
+
+def _announce_missing_file(run: WatchedRun) -> None:
+    """Print the file that `watch` waits for, and the runs that exist nearby, to stderr."""
+    if isinstance(run.source, FollowedPipe) or run.source.path.exists():
+        return
+    missing = run.source.path
+    folder = next((each for each in missing.parents if each.is_dir()), Path("."))
+    runs = sorted(str(found.parent) for found in folder.glob(f"*/{METRICS_FILE}"))
+    nearby = f" Runs in {folder}: {', '.join(runs[:5])}." if runs else ""
+    print(f"waiting for {missing}, which does not exist yet.{nearby}", file=sys.stderr, flush=True)
 
 
 def _print_once(run: WatchedRun) -> int:

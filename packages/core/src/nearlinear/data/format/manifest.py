@@ -102,7 +102,7 @@ class Manifest:
             DataError: If the manifest is missing, damaged or of another version.
         """
         place = storage.as_path(folder)
-        prepare = f"prepare it with `python -m data_prep botocore --out {place}`"
+        prepare = f"prepare it with `nearlinear data botocore --out {place}`"
         try:
             raw = (place / MANIFEST_FILE).read()
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
@@ -121,7 +121,7 @@ class Manifest:
         Raises:
             DataError: If `raw` is not a valid manifest of this version.
         """
-        prepare = "prepare the data again with `python -m data_prep`"
+        prepare = "prepare the data again with `nearlinear data`"
         try:
             document = json.loads(raw)
             name, version = document["format"], document["version"]
