@@ -101,6 +101,7 @@ def test_env_prints_versions_and_no_secrets():
         (["batch.micro_batch_size=1e30"], "more than 2^31"),
         (["run.folder=/proc/nowhere"], "run.folder = /proc/nowhere cannot be written"),
         (["run.peak_tflops=-1"], "run.peak_tflops = -1.0"),
+        (["parallel.communication_backend=mpi"], "Allowed here: auto, nearlinear, gloo"),
         (["parallel.context_parallel_degree=2", "run.nproc=3"], "does not divide"),
         (["parallel.tensor_parallel_degree=4", "run.nproc=4"], "does not divide n_head = 2"),
         (["parallel.expert_parallel_degree=2", "run.nproc=2"], "gpt2-tiny has no experts"),

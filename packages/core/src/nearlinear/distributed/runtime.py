@@ -46,11 +46,28 @@ def register_backend(backend: str) -> str:
 
 
 def backend_for_device(setting: str, device_type: str) -> str:
-    """Resolve the config key ``communication_backend`` for ranks on ``device_type``."""
+    """Resolve the config key ``communication_backend`` for ranks on ``device_type``.
+
+    Raises:
+        ConfigError: This torch has no such backend, or the backend does not serve the device.
+    """
     if setting == "auto":
         return "nccl" if device_type == "cuda" else "gloo"
-    if setting == HOST_MEMORY_BACKEND and device_type == "cuda":
-        return f"cpu:{HOST_MEMORY_BACKEND},cuda:nccl"
+    if setting == HOST_MEMORY_BACKEND:
+        return f"cpu:{HOST_MEMORY_BACKEND},cuda:nccl" if device_type == "cuda" else setting
+    if ":" in setting:  # a backend for each device
+        return setting
+
+    def serves(name: str) -> bool:
+        devices = dist.Backend.backend_capability.get(name, ())
+        return device_type in devices and dist.is_backend_available(name)
+
+    if not serves(setting):
+        allowed = ["auto", HOST_MEMORY_BACKEND, *filter(serves, ("gloo", "nccl", "mpi", "ucc"))]
+        raise ConfigError(
+            f"communication_backend = {setting!r} does not serve ranks on {device_type!r} devices "
+            f"in this build of PyTorch. Allowed here: {', '.join(allowed)}."
+        )
     return setting
 
 
