@@ -4,7 +4,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 import nearlinear as nl
-from nearlinear.fsdp.accumulate import count_targets
+from nearlinear.fsdp.targets import SHIFTED
 from tests.support import families, parity
 
 ROWS = 8
@@ -49,7 +49,7 @@ def piped(rank: int, family: str, config: dict, steps: int = 3, layers: int = 4,
         ]
         weighted = 0.0
         for part in nl.accumulate(pipe, parts):
-            weighted += pipe.step(part).item() * count_targets(part)
+            weighted += pipe.step(part).item() * SHIFTED.count(part)
         if step == 0:
             gradients = {name: whole(p.grad) for name, p in pipe.named_parameters()}
         norms.append(nl.clip_grad_norm_(pipe, 1.0))

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import nearlinear as nl
 from nearlinear.distributed.collectives import count_collectives
-from nearlinear.fsdp.accumulate import count_targets
+from nearlinear.fsdp.targets import SHIFTED
 from tests.support import tiny
 from tests.support.processes import in_turn
 from tests.support.releases import needs_hooks
@@ -76,7 +76,7 @@ def mean_gradient(micro_batches_of_ranks):
     total, loss = 0, 0.0
     for batches in micro_batches_of_ranks:
         for batch in batches:
-            targets = count_targets(batch)
+            targets = SHIFTED.count(batch)
             loss = loss + model(**batch).loss * targets
             total += targets
     (loss / total).backward()
@@ -261,20 +261,6 @@ def test_step_without_targets_is_an_error(batches):
 def test_accumulate_refuses_an_unsharded_model():
     with pytest.raises(nl.errors.NearlinearError, match=r"nl\.shard"):
         next(nl.accumulate(torch.nn.Linear(2, 2), [1]))
-
-
-@pytest.mark.parametrize(
-    ("batch", "targets"),
-    [
-        ({"labels": torch.tensor([[5, 6, 7], [5, -100, 7]])}, 3),
-        ({"labels": torch.tensor([1, 0, 1])}, 3),
-        ({"x": torch.zeros(4, 2)}, 4),
-        ((torch.zeros(5, 1), torch.zeros(5)), 5),
-        (torch.zeros(6, 2), 6),
-    ],
-)
-def test_count_targets(batch, targets):
-    assert count_targets(batch) == targets
 
 
 def gradients_of_a_whole_step(model):

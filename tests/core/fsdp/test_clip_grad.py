@@ -80,3 +80,32 @@ def test_non_finite_norm_leaves_gradients_unchanged(bad):
 
 def test_norm_without_gradients_is_zero():
     assert nl.clip_grad_norm_([torch.nn.Parameter(torch.ones(3))], 1.0) == 0.0
+
+
+@pytest.mark.parametrize("slices", [False, True])
+def test_optimizer_step_clips_to_sdp_gradient_clipping(slices):
+    ids = tiny.rows(0, 8)
+    torch.manual_seed(0)
+    model = tiny.gpt2(2)
+    model(**tiny.batch(ids)).loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05).item()
+    assert norm > 0.1  # or nothing is clipped
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
+
+    def step(rank):
+        config = {"hybrid_shard_degree": 2, "shard_optimizer_state": slices}
+        mesh = nl.init(config | {"sdp_gradient_clipping": 0.05})
+        with nl.spmd.one_at_a_time(seed=0):
+            sharded = tiny.gpt2(2)
+        nl.shard(sharded)
+        optimizer = torch.optim.SGD(sharded.parameters(), lr=1.0)
+        optimizer = nl.shard_optimizer(optimizer, sharded)
+        own = tiny.batch(ids.chunk(4)[mesh.data_rank(rank)])
+        for batch in nl.accumulate(sharded, [own]):
+            sharded(**batch).loss.backward()
+        optimizer.step()
+        return {name: p.full_tensor().detach() for name, p in sharded.named_parameters()}
+
+    for found in nl.spmd.run(step, 4):
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(found[name], parameter.detach(), atol=2e-6, rtol=1e-4)

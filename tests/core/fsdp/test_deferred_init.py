@@ -9,7 +9,7 @@ import nearlinear as nl
 from nearlinear.fsdp import deferred_init
 from nearlinear.fsdp.deferred_init import materialize
 from nearlinear.spmd import RankError
-from tests.support import parity, tiny
+from tests.support import objectives, parity, tiny
 
 
 def built(rank, kind, degree, seed=0):
@@ -52,6 +52,49 @@ def test_deferred_values_equal_direct_initialization(family):
         for found in nl.spmd.run(of_family, ranks, args=(family, config)):
             assert found.keys() == expected.keys()
             assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+@pytest.mark.parametrize("family", objectives.RECURRENT)
+def test_values_computed_from_other_tensors_equal_direct_initialization(family):
+    """Decays and time steps, which initializers compute on the device of a parameter."""
+    torch.manual_seed(7)
+    expected = dict(objectives.build(family).named_parameters())
+
+    def on_rank(rank):
+        nl.init({"hybrid_shard_degree": 2})
+        with nl.deferred_init(seed=7):
+            model = objectives.build(family)
+        assert all(p.is_meta for p in model.parameters())
+        return parity.whole(nl.shard(model), lambda parameter: parameter.detach())
+
+    for found in nl.spmd.run(on_rank, 2):
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            assert torch.equal(found[name], value), name
+
+
+@pytest.mark.parametrize("initialize", ["orthogonal_", "sparse_", "dirac_", "trunc_normal_"])
+def test_initializers_that_skip_tensors_without_memory(initialize):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Conv1d(300, 300, 1) for _ in range(2))
+            for layer in self.layers:
+                weight = layer.weight if initialize == "dirac_" else layer.weight[..., 0]
+                options = {"sparsity": 0.5} if initialize == "sparse_" else {}
+                getattr(nn.init, initialize)(weight.detach(), **options)
+
+    def on_rank(rank):
+        nl.init()
+        with nl.deferred_init(seed=7):
+            model = Net()
+        return parity.whole(nl.shard(model), lambda parameter: parameter.detach())
+
+    torch.manual_seed(7)
+    expected = Net()
+    (found,) = nl.spmd.run(on_rank, 1)
+    for name, value in expected.named_parameters():
+        assert torch.equal(found[name], value), name
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama_tied", "mixtral"])

@@ -15,9 +15,9 @@ from nearlinear.compat import smp
 from nearlinear.config.parallel import ParallelConfig
 from nearlinear.distributed.runtime import current_mesh
 from nearlinear.errors import ConfigError, NearlinearError
-from nearlinear.fsdp.accumulate import count_targets
 from nearlinear.fsdp.loss_scaler import LossScaler
 from nearlinear.fsdp.model_state import find_blocks, local_tensor
+from nearlinear.fsdp.targets import SHIFTED
 from tests.support import parity, tiny
 from tests.support.releases import needs_hooks
 
@@ -346,14 +346,14 @@ def test_two_accumulate_loops_before_one_step_add_up():
     def gradients(rank):
         model = sharded(FP16 | {"scale_window": 1, "hybrid_shard_degree": 2})
         for part in parity.split(parity.rows(rank), 2):  # the scale has doubled in between
-            for batch in nl.accumulate(model, [part], weight=count_targets):
+            for batch in nl.accumulate(model, [part], weight=SHIFTED.count):
                 model(**batch).loss.backward()
         return parity.whole(model, lambda parameter: parameter.grad)
 
     model = parity.build("gpt2")
     for half in range(2):
         parts = [parity.split(parity.rows(rank), 2)[half] for rank in range(2)]
-        targets = [count_targets(part) for part in parts]
+        targets = [SHIFTED.count(part) for part in parts]
         for part, count in zip(parts, targets, strict=True):
             (model(**part).loss * count / sum(targets)).backward()
     for found in nl.spmd.run(gradients, 2):

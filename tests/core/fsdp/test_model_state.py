@@ -3,9 +3,10 @@
 import pytest
 from torch import nn
 
+import nearlinear as nl
 from nearlinear.errors import ConfigError
 from nearlinear.fsdp.model_state import find_blocks
-from tests.support import tiny
+from tests.support import objectives, tiny
 
 
 @pytest.mark.parametrize("layers", [1, 3])
@@ -25,6 +26,28 @@ def test_find_blocks_takes_the_largest_stack_of_equal_modules():
 
     net = Net()
     assert find_blocks(net) == list(net.large)
+
+
+@pytest.mark.parametrize("name", ["bert", "roberta", "modernbert", "t5", "bart", "whisper"])
+def test_no_block_shares_a_parameter_with_the_rest_of_the_model(name):
+    """Some models list their embeddings beside their layers in ``_no_split_modules``."""
+    model = objectives.build(name)
+    blocks = find_blocks(model)
+    assert len({type(block) for block in blocks}) == len(blocks) // 2  # 2 layers of each kind
+    inside = [set(block.parameters()) for block in blocks]
+    rest = set(model.parameters()).difference(*inside)
+    assert sum(map(len, inside)) + len(rest) == len(set(model.parameters()))
+    assert model.get_input_embeddings().weight in rest
+
+
+def test_blocks_that_share_a_parameter_are_refused():
+    def on_rank(rank):
+        nl.init()
+        model = objectives.build("bert")
+        with pytest.raises(ConfigError, match=r"BertEmbeddings shares bert\.embeddings\.word"):
+            nl.shard(model, blocks=[model.bert.embeddings])
+
+    nl.spmd.run(on_rank, 1)
 
 
 def test_find_blocks_without_a_stack_is_an_error():

@@ -9,6 +9,8 @@ not with replicas.
 from __future__ import annotations
 
 import contextlib
+import functools
+import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -248,22 +250,42 @@ def local_block(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     )
 
 
+COMPOSED_INITIALIZERS = ("trunc_normal_", "orthogonal_", "sparse_", "dirac_")
+"""Functions of ``torch.nn.init`` that do nothing to tensors without memory."""
+
+
 @contextlib.contextmanager
-def instead_of_truncated_normal(function: Callable) -> Iterator[None]:
-    """Replace ``torch.nn.init.trunc_normal_``, under any name it was imported by, by ``function``.
+def instead_of_initializers(function: Callable) -> Iterator[None]:
+    """Replace `COMPOSED_INITIALIZERS`, under any name they were imported by, by ``function``.
 
     ``function`` receives the original as its first argument. 2.8.0, 2.13.0.
     """
-    original = torch.nn.init._no_grad_trunc_normal_
+    with contextlib.ExitStack() as stack:
+        for name in COMPOSED_INITIALIZERS:
+            inner = getattr(torch.nn.init, f"_no_grad_{name}", None) or getattr(torch.nn.init, name)
+            stack.enter_context(_replaced_code(inner, function))
+        yield
 
-    def instead(*args, **kwargs):
-        return function(original, *args, **kwargs)
 
-    torch.nn.init._no_grad_trunc_normal_ = instead
+@contextlib.contextmanager
+def _replaced_code(replaced: Any, function: Callable) -> Iterator[None]:
+    """Replace the code of ``replaced``, to which other modules hold references."""
+    code, defaults, name = (
+        replaced.__code__,
+        replaced.__defaults__,
+        f"_instead_of_{replaced.__name__}",
+    )
+    original = types.FunctionType(code, replaced.__globals__, replaced.__name__, defaults)
+    original.__kwdefaults__ = replaced.__kwdefaults__
+    namespace: dict[str, Any] = {}
+    exec(f"def call(*args, **kwargs): return {name}(*args, **kwargs)", namespace)
+    replaced.__globals__[name] = functools.partial(function, original)
+    replaced.__code__, replaced.__defaults__ = namespace["call"].__code__, None
     try:
         yield
     finally:
-        torch.nn.init._no_grad_trunc_normal_ = original
+        replaced.__code__, replaced.__defaults__ = code, defaults
+        del replaced.__globals__[name]
 
 
 def thread_group_base() -> tuple[type, Callable[[], None], Callable[[], None], Callable[[], bool]]:
@@ -345,6 +367,38 @@ def flash_attention_backward(grad, q, k, v, out, lse, causal: bool, scale: float
         *(None, None, q.shape[2], k.shape[2], 0.0, causal, no_dropout, no_dropout),
         scale=scale,
     )
+
+
+_MEAN, _NODES_ABOVE_LOSS = 1, 64
+_LOSSES = (
+    "NllLoss", "NllLoss2D", "MseLoss", "SmoothL1Loss", "HuberLoss", "BinaryCrossEntropy",
+    "BinaryCrossEntropyWithLogits",
+)  # fmt: skip
+
+
+def divisors_of_mean_losses(loss: torch.Tensor) -> list[torch.Tensor | int] | None:
+    """Return the number of elements (or sum of class weights) of each mean that ``loss`` adds up.
+
+    Read from the autograd graph next to ``loss``. Empty if no loss function of
+    ``torch.nn.functional`` is there; None if one of them is not a mean. 2.13.0.
+    """
+    names = {f"{name}Backward0" for name in _LOSSES}
+    found, level, seen = [], [loss.grad_fn], 0
+    while level and seen < _NODES_ABOVE_LOSS:
+        below = []
+        for node in dict.fromkeys(filter(None, level)):
+            seen += 1
+            saved: Any = node
+            if node.name() not in names:
+                below += [next_node for next_node, _ in node.next_functions]
+            elif saved._saved_reduction != _MEAN:
+                return None
+            elif hasattr(node, "_saved_total_weight"):
+                found.append(saved._saved_total_weight)
+            else:
+                found.append(saved._saved_target.numel())
+        level = below
+    return found
 
 
 def fake_tensors() -> fake_tensor.FakeTensorMode:

@@ -33,9 +33,10 @@ from .. import _torch
 from ..distributed import runtime as runtimes
 from ..distributed.collectives import transform_grad
 from ..errors import ConfigError, NearlinearError
-from ..fsdp.accumulate import accumulate, count_targets
+from ..fsdp.accumulate import accumulate
 from ..fsdp.call_interception import CallInterceptor, forward_arguments, intercept_calls
 from ..fsdp.model_state import model_state
+from ..fsdp.targets import count_targets
 from ..pipeline_parallel.microbatch import slice_arguments
 from ..pipeline_parallel.runtime import BatchLoss, pipeline_runtime
 
@@ -195,7 +196,7 @@ def _run_on_stages(
 ) -> list[Any]:
     """Run ``model`` on its stages and ``function`` on the last one; return its results."""
     pipe, results = pipeline_runtime(model), [None] * len(model_calls)
-    targets, training = [count_targets(call) for call in model_calls], _is_training(model)
+    targets, training = [count_targets(model, call) for call in model_calls], _is_training(model)
 
     def compute_loss(i: int, output: Any) -> torch.Tensor:
         interceptor = _LastStageCall(function, output, training)

@@ -32,8 +32,7 @@ ALIASES = {
 IGNORED_V1_KEYS = frozenset(
     "checkpoint_attentions contiguous ddp ddp_dist_backend "
     "ddp_port deterministic_server fast_mode fp16_params horovod load_partition "
-    "overlapping_allreduce partition_file sdp_gradient_clipping "
-    "sdp_param_persistence_threshold skip_tracing "
+    "overlapping_allreduce partition_file sdp_param_persistence_threshold skip_tracing "
     "static_mode _fp32_grad_accumulation _match_weights".split()
 )
 """Keys of SMP v1 without an equivalent: accepted, and logged as having no effect."""
@@ -167,6 +166,9 @@ class ParallelConfig:
     sdp_reduce_bucket_size: int = 5 * 10**8
     """limit of parameters whose gradients are in flight in reduce-scatters, besides one unit;
     0 = one unit at a time, as always on accelerators"""
+    sdp_gradient_clipping: float = 0.0
+    """maximum L2 norm of an optimizer's gradients, clipped in every optimizer.step(); 0 = no
+    clipping there (SMP v1: 1.0 unless set)"""
     shard_optimizer_state: bool = False
     """shard the optimizer states over replicas, which update a slice each; nl.shard_optimizer"""
     offload_optimizer: bool = False
@@ -201,6 +203,11 @@ class ParallelConfig:
         for name in (*zero_or_more, *PARAMETER_COUNTS):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} = {getattr(self, name)}: must be 0 or more")
+        if not 0 <= self.sdp_gradient_clipping < math.inf:
+            raise ConfigError(
+                f"sdp_gradient_clipping = {self.sdp_gradient_clipping}: must be 0 (no clipping) or "
+                "a positive finite norm"
+            )
         for name, allowed in ALLOWED_VALUES.items():
             if getattr(self, name) not in allowed:
                 raise ConfigError(

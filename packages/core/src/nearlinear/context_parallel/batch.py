@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from .._torch import all_gather
 from ..errors import ConfigError, DataError
-from ..fsdp.accumulate import IGNORED_LABEL
+from ..fsdp.targets import IGNORED_LABEL
 
 ALL = slice(None)
 

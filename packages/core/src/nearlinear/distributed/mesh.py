@@ -10,6 +10,7 @@ a node. Some groups span several axes, see `AXIS_GROUPS`. The arithmetic needs n
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -22,6 +23,9 @@ from ..errors import ConfigError
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+EVEN_ENOUGH = 8
+"""Rows per replica from which one row more on some replicas is negligible."""
+
 AXES = ("pipeline", "replicate", "shard", "context", "tensor")
 
 AXIS_GROUPS = ("sharing", "expert", "expert_sharing")
@@ -31,6 +35,33 @@ context. Mixtures of experts divide it into ``expert``, neighbors that hold diff
 
 PLACED = {"P": ("pipeline",), "D": ("replicate", "shard", "context"), "T": ("tensor",)}
 """Letters of SMP's placement strategies and their axes."""
+
+
+def dim_to_shard(shape: Sequence[int], ranks: int) -> int:
+    """Return the dim of a parameter of ``shape`` that sharding divides among ``ranks``.
+
+    Rows of vectors and matrices are many, so that padding them to a multiple wastes little. Stacked
+    experts are few: 8 of them would occupy 64 rows on 64 ranks. Their first dim that ``ranks``
+    divides is divided instead; there is no padding on other dims than the first.
+    """
+    if len(shape) < 3:
+        return 0
+    return next((i for i, size in enumerate(shape) if size % ranks == 0), 0)
+
+
+def dim_to_slice(shape: Sequence[int], ranks: int) -> int:
+    """Return the dim of a shard that the optimizer states of ``ranks`` replicas divide.
+
+    The first, or the most even one if the first has few rows (stacked experts). ``shape`` is that
+    of the largest shard, so that all ranks choose alike.
+    """
+    if shape[0] % ranks == 0 or shape[0] >= EVEN_ENOUGH * ranks:
+        return 0
+
+    def waste(dim: int) -> float:
+        return -(-shape[dim] // ranks) * ranks / shape[dim]
+
+    return min(range(len(shape)), key=waste)
 
 
 @dataclass(frozen=True)

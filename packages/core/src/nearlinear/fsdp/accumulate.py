@@ -16,7 +16,7 @@ import contextlib
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -29,11 +29,16 @@ from ..distributed.collectives import transform_grad
 from ..distributed.runtime import Runtime
 from ..errors import DataError, NearlinearError
 from . import loss_scaler
-from .model_state import fsdp_roots, model_state, optimizer_parameter, parameter_state
+from .model_state import (
+    fsdp_roots,
+    local_tensor,
+    model_state,
+    optimizer_parameter,
+    parameter_state,
+)
+from .targets import Prediction, TargetMeasurement, predict_targets, unknown_targets
 
 log = logging.getLogger(__name__)
-
-IGNORED_LABEL = -100
 
 Batch = TypeVar("Batch")
 
@@ -66,52 +71,64 @@ def accumulate(
     Args:
         model: Model sharded by ``nl.shard``.
         micro_batches: Micro-batches of this rank for one optimizer step.
-        weight: Returns the number of targets of a micro-batch; default `count_targets`.
+        weight: Returns the number of targets of a micro-batch. Default: found by `targets` from
+            the model's loss function; samples for a batch without ``labels``.
         two_hop: Synchronize replicas once per step. False: after every micro-batch, which gives the
             same gradients with more communication.
 
-    Raises NearlinearError if a micro-batch was not followed by exactly one backward pass, or if
-    ranks disagree, and DataError if the step has no target at all.
+    Raises NearlinearError if a micro-batch was not followed by exactly one backward pass, if ranks
+    disagree, or if the number of targets is unknown, and DataError if the step has no target.
     """
     if not all(isinstance(root, FSDPModule) for root in fsdp_roots(model)):
         raise NearlinearError(
             f"nl.accumulate needs a sharded model, and this {type(model).__name__} is not: call "
             "nl.shard(model) first"
         )
-    return AccumulationStep(model, list(micro_batches), weight or count_targets, two_hop).run()
-
-
-def count_targets(batch: Any) -> float:
-    """Return the number of targets of a batch.
-
-    With ``labels`` (B, S), which causal models shift by one, these are the target tokens. For any
-    other batch it is the number of samples: the first dim of the first tensor.
-    """
-    if isinstance(batch, Mapping) and isinstance(batch.get("labels"), torch.Tensor):
-        labels = batch["labels"]
-        targets = labels[..., 1:] if labels.dim() > 1 else labels
-        return float((targets != IGNORED_LABEL).sum())
-    values = batch.values() if isinstance(batch, Mapping) else batch
-    values = [values] if isinstance(values, torch.Tensor) else values
-    first = next((value for value in values if isinstance(value, torch.Tensor)), None)
-    if first is None:
-        raise DataError(
-            "nl.accumulate cannot count the samples of a batch without tensors: pass weight="
-        )
-    return float(first.shape[0])
+    return AccumulationStep(model, list(micro_batches), weight, two_hop).run()
 
 
 class AccumulationStep:
     """Weights of a step's micro-batches, and flags for their synchronization."""
 
-    def __init__(self, model: nn.Module, micro_batches: list, weight: Callable, two_hop: bool):
+    def __init__(
+        self, model: nn.Module, micro_batches: list, weight: Callable | None, two_hop: bool
+    ):
         self.model, self.micro_batches, self.two_hop = model, micro_batches, two_hop
         self.state = state = model_state(model)
         assert state.runtime is not None
-        self.weights = _global_weights(state.runtime, [weight(batch) for batch in micro_batches])
+        self.count_by_user = weight
+        self.predicted = [self._predict(batch) for batch in micro_batches]
+        self.counts = [each.count for each in self.predicted]
+        self.measurement = self._measurement()
+        self.targets = _global_targets(state.runtime, self.counts)
+        """Expected targets of the step on all ranks, the divisor of the weights."""
+        if self.targets <= 0:
+            if self.measurement is None or all(each.by_rule for each in self.predicted):
+                raise _no_targets()
+            self.targets = 1.0
         self.position = 0
         self.backwards = 0
         self.hook: torch.utils.hooks.RemovableHandle | None = None
+
+    def _predict(self, batch: Any) -> Prediction:
+        if self.count_by_user is not None:
+            return Prediction(self.count_by_user(batch), by_rule=True)
+        return predict_targets(self.model, batch)
+
+    def _measurement(self) -> TargetMeasurement | None:
+        """Return a new measurement unless the number of targets is known for sure.
+
+        Ranks that compute one loss together cannot measure it. Their loss is that of `CausalLoss`,
+        or of the last stage, and must have a rule.
+        """
+        layout, by_rule = self.state.layout, all(each.by_rule for each in self.predicted)
+        if self.count_by_user is not None or (by_rule and self.state.target_rule_verified):
+            return None
+        if self.state.pipeline is None and not {"tensor", "context"} & layout.axes:
+            return TargetMeasurement(self.model)
+        if any(each.needs_measurement for each in self.predicted):
+            raise unknown_targets(self.model)
+        return None
 
     def run(self) -> Iterator:
         """Yield the micro-batches; see `accumulate`."""
@@ -150,6 +167,7 @@ class AccumulationStep:
             for reducer in state.partial_gradients:
                 reducer.reduce()
             self._free_gathered()
+            self._conclude_measurement()
             if state.loss_scaler is not None:
                 state.loss_scaler.finish(self.model)
             allow_optimizer_steps(self.model)
@@ -169,6 +187,30 @@ class AccumulationStep:
             reducer.abandon()
         self._free_gathered()
         self.model.zero_grad(set_to_none=True)
+
+    def _conclude_measurement(self) -> None:
+        """Divide the gradients by the measured instead of the expected number of targets."""
+        if self.measurement is None:
+            return
+        runtime = self.state.runtime
+        assert runtime is not None
+        own = [sum(self.counts), *self.measurement.summary()]
+        totals = torch.tensor(own, dtype=torch.float64, device=runtime.device)
+        runtime.all_reduce(totals)
+        targets, *summary = totals.tolist()
+        self.measurement.conclude(*summary)
+        if targets <= 0:
+            raise _no_targets()
+        if targets != self.targets:
+            parameters = map(optimizer_parameter, self.model.parameters())
+            gradients = [local_tensor(p.grad) for p in parameters if p.grad is not None]
+            torch._foreach_mul_(gradients, self.targets / targets)
+
+    def targets_of(self, batch: Any) -> float | None:
+        """Return the number of targets of ``batch`` if the step knows it."""
+        if batch is self.micro_batches[self.position]:
+            return self.counts[self.position]
+        return None if self.count_by_user is None else self.count_by_user(batch)
 
     def _free_gathered(self) -> None:
         if self.state.pipeline is not None:
@@ -199,8 +241,11 @@ class AccumulationStep:
     @property
     def weight(self) -> float:
         """Factor of the gradients of the current micro-batch."""
-        scaler = self.state.loss_scaler
-        return self.weights[self.position] * (1.0 if scaler is None else scaler.loss_scale)
+        runtime, scaler = self.state.runtime, self.state.loss_scaler
+        assert runtime is not None
+        # FSDP2 averages over the ranks, which cancels their number
+        weight = self.counts[self.position] * runtime.mesh.world / self.targets
+        return weight * (1.0 if scaler is None else scaler.loss_scale)
 
     def count_backward(self) -> None:
         """Count the backward pass that a pipeline ran for the current micro-batch."""
@@ -233,6 +278,11 @@ class AccumulationStep:
                 return tensor
             return transform_grad(tensor, _WeightOnce(self.weight, count_once))
 
+        position = self.position
+        if self.measurement is not None and torch.is_grad_enabled():
+            self.counts[position] = self.measurement.observe(
+                self.micro_batches[position], output, self.predicted[position]
+            )
         if self.state.loss_scaler is not None:
             output = loss_scaler.widen_output(output)
         return _torch.map_tensors(weight_tensor, output)
@@ -267,31 +317,32 @@ def _unfinished(done: int, total: int) -> str:
     )
 
 
-def _global_weights(runtime: Runtime, counts: list[float]) -> list[float]:
-    """Return each micro-batch's share of the step's targets, times the number of data ranks.
+def _global_targets(runtime: Runtime, counts: list[float]) -> float:
+    """Return the number of targets of the step on all ranks.
 
-    FSDP2 averages over the ranks, which cancels that factor. One all-reduce of three numbers, which
-    also detects ranks that would wait for each other forever.
+    One all-reduce of three numbers, which also detects ranks that would wait for each other
+    forever.
     """
     number = len(counts)
     values = [sum(counts), number, number**2]
     totals = torch.tensor(values, dtype=torch.float64, device=runtime.device)
     runtime.all_reduce(totals)
     targets, numbers, squares = totals.tolist()
-    ranks = runtime.mesh.world
-    if ranks * squares != numbers**2:
+    if runtime.mesh.world * squares != numbers**2:
         raise NearlinearError(
             f"this rank has {number} micro-batches and other ranks have other numbers: give every "
             "rank equally many, with labels -100 where there is no data"
         )
     if number == 0:
         raise DataError("nl.accumulate got no micro-batches: is the data exhausted?")
-    if targets <= 0:
-        raise DataError(
-            "this step has no target token on any rank, so that the mean loss is undefined: check "
-            "the labels, or use longer sequences"
-        )
-    return [count * ranks / targets for count in counts]
+    return targets
+
+
+def _no_targets() -> DataError:
+    return DataError(
+        "this step has no target token on any rank, so that the mean loss is undefined: check the "
+        "labels, or use longer sequences"
+    )
 
 
 _unfinished_models: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()

@@ -8,6 +8,7 @@ the axes on which it replicates. The sum over all meshes is one norm, equal on e
 from __future__ import annotations
 
 import math
+import threading
 from collections import defaultdict
 from collections.abc import Iterable
 
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..distributed import runtime as runtimes
 from ..distributed.runtime import Runtime
@@ -51,6 +53,31 @@ def clip_grad_norm_(model: nn.Module | Iterable[nn.Parameter], max_norm: float) 
     if math.isfinite(norm) and norm > max_norm:
         torch._foreach_mul_([local_tensor(g) for g in gradients], max_norm / (norm + 1e-6))
     return norm
+
+
+_lock = threading.Lock()
+_clips_in_steps = False
+
+
+def clip_in_optimizer_steps() -> None:
+    """Make ``optimizer.step()`` clip to ``sdp_gradient_clipping``, once per process."""
+    global _clips_in_steps
+    with _lock:
+        if not _clips_in_steps:
+            register_optimizer_step_pre_hook(_clip_before_step)
+            _clips_in_steps = True
+
+
+def _clip_before_step(optimizer: torch.optim.Optimizer, args, kwargs) -> None:
+    """Clip the optimizer's gradients together, as SMP does. A collective call if the key is set."""
+    by_norm = defaultdict(list)
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        model = parameter_state(parameter).model
+        if model is not None and model.runtime is not None:
+            by_norm[model.runtime.config.sdp_gradient_clipping].append(parameter)
+    for max_norm, parameters in by_norm.items():
+        if max_norm:
+            clip_grad_norm_(parameters, max_norm)
 
 
 def _runtime_of(model: nn.Module | None, parameters: list[nn.Parameter]) -> Runtime | None:

@@ -6,6 +6,8 @@ one block at a time and keeps this rank's shard. Buffers stay real. The values e
 model built directly under the same seed, on any layout: random operations are recorded with the
 state of the generator. Recording draws the numbers and discards them, so that the generator
 advances as it would; where that takes too long, each parameter gets a seed of its own instead.
+Tensors computed from parameters, or on their device, have no memory either. They are recorded, too,
+and computed again where a parameter was filled from them.
 
 With `broadcast_initial_values` the values come from rank 0 instead: one rank reads a pretrained
 model, and the others never hold more of it than one parameter beside their shards.
@@ -13,19 +15,27 @@ model, and the others never hold more of it than one parameter beside their shar
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import threading
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.overrides import TorchFunctionMode
 
-from .._torch import TorchDispatchMode, instead_of_truncated_normal
+from .._torch import (
+    TorchDispatchMode,
+    instead_of_initializers,
+    map_instances,
+    map_tensors,
+)
 from ..distributed import runtime as runtimes
 from ..distributed.consensus import all_gather_ints
 from ..distributed.runtime import Runtime
@@ -58,12 +68,49 @@ class RecordedOp:
         if self.generator is not None:
             torch.set_rng_state(self.generator)
         part = memory.as_strided(self.size, self.stride, self.offset)
-        self.function(part, *self.arguments, **self.keywords)
+        arguments, keywords = _computed((self.arguments, self.keywords))
+        self.function(part, *arguments, **keywords)
+
+
+@dataclass(frozen=True)
+class Creation:
+    """Operation that returned a new tensor without memory."""
+
+    function: Callable
+    arguments: tuple
+    keywords: dict
+    generator: torch.Tensor | None
+    """State of the CPU generator before the operation, if it is to be restored."""
+
+    def replay(self) -> torch.Tensor:
+        """Return the tensor on the CPU."""
+        if self.generator is not None:
+            torch.set_rng_state(self.generator)
+        arguments, keywords = _computed((self.arguments, self.keywords))
+        return self.function(*arguments, **keywords)
+
+
+@dataclass(frozen=True)
+class LazyTensor:
+    """Tensor without memory as it was when an operation read it."""
+
+    history: InitHistory
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    def compute(self) -> torch.Tensor:
+        """Return its values on the CPU."""
+        return self.history.replay().as_strided(self.size, self.stride, self.offset)
+
+
+def _computed(tree: Any) -> Any:
+    return map_instances(LazyTensor, LazyTensor.compute, tree)
 
 
 @dataclass
 class InitHistory:
-    """Operations on one parameter since it was last overwritten completely."""
+    """Operations on one tensor since it was last overwritten completely."""
 
     elements: int
     dtype: torch.dtype
@@ -72,19 +119,33 @@ class InitHistory:
     ops: list[RecordedOp] = field(default_factory=list)
     lost: str = ""
     """Reason why the values cannot be reproduced; empty if they can."""
+    creation: Creation | None = None
+    """Operation that returned the tensor; None for parameters."""
+
+    @property
+    def has_values(self) -> bool:
+        return not self.lost and bool(self.ops or self.creation)
+
+    def replay(self) -> torch.Tensor:
+        """Return the values on the CPU, in memory of their own."""
+        if self.creation is None:
+            memory = torch.empty(self.elements, dtype=self.dtype, device="cpu")
+        else:
+            memory = self.creation.replay()
+        for op in self.ops:
+            op.replay(memory)
+        return memory
 
     def values(self, name: str, like: nn.Parameter, shape: tuple[int, ...]) -> torch.Tensor:
         """Return the values of parameter ``name`` on the CPU. Raises ConfigError."""
-        if self.lost or not self.ops:
+        if not self.has_values:
             raise ConfigError(
                 f"{name} {self.lost or 'was never filled in place'}, which nl.deferred_init cannot "
                 "repeat: fill it in place after it became a parameter, as torch.nn.init does, or "
                 "build the model outside nl.deferred_init()"
             )
-        memory = torch.empty(self.elements, dtype=self.dtype, device="cpu")
         with torch.no_grad(), one_at_a_time(seed=self.seed):
-            for op in self.ops:
-                op.replay(memory)
+            memory = self.replay()
         return memory.view(shape).to(like.dtype)  # the model may have been cast since
 
 
@@ -138,16 +199,17 @@ class InitRecorder(TorchDispatchMode):
         self._histories[_key(meta)] = meta.detach(), history
 
     def __enter__(self):
-        self._truncated = instead_of_truncated_normal(self._truncated_normal)
-        self._truncated.__enter__()
+        self._others = ExitStack()
+        self._others.enter_context(instead_of_initializers(self._initialize))
+        self._others.enter_context(_ValuesOfConstants())
         return super().__enter__()
 
     def __exit__(self, *error):
         super().__exit__(*error)
-        self._truncated.__exit__(*error)
+        self._others.__exit__(*error)
 
-    def _truncated_normal(self, draw, tensor, *arguments, **keywords):
-        """Record ``trunc_normal_`` as one operation, because it depends on the drawn numbers."""
+    def _initialize(self, draw, tensor, *arguments, **keywords):
+        """Record a function that depends on the numbers it draws as one operation."""
         if not (tensor.is_meta and self.record(draw, "normal_", True, tensor, arguments, keywords)):
             draw(tensor, *arguments, **keywords)
         return tensor
@@ -161,7 +223,48 @@ class InitRecorder(TorchDispatchMode):
             self.record(functools.partial(_write_to, func), "copy_", random, target, args, rest)
         elif name.endswith("_") and args and isinstance(args[0], torch.Tensor) and args[0].is_meta:
             self.record(func, name, random, args[0], args[1:], kwargs)
+        else:
+            return self._create(func, random, args, kwargs)
         return func(*args, **kwargs)
+
+    def _create(self, func, random: bool, args: tuple, kwargs: dict):
+        """Run an operation, and record its result if that is a new tensor without memory."""
+        state = torch.get_rng_state() if random else None
+        result = func(*args, **kwargs)
+        if not (isinstance(result, torch.Tensor) and result.is_meta):
+            return result
+        if _key(result) in self._histories:  # a view
+            return result
+        history = InitHistory(result.numel(), result.dtype, seed=0)
+        self._histories[_key(result)] = result.detach(), history
+        if "device" in kwargs:
+            kwargs["device"] = torch.device("cpu")
+        arguments, history.lost = self._lazy((args, kwargs), func.overloadpacket.__name__)
+        if not history.lost:
+            draws = self.seed is None and random
+            if draws:
+                real = _empty_for((args, kwargs))
+                func(*real[0], **real[1])  # advances the generator
+            history.creation = Creation(func, *arguments, state if draws else None)
+        return result
+
+    def _lazy(self, tree: Any, name: str) -> tuple[Any, str]:
+        """Replace tensors without memory in ``tree``; or return the reason why that fails."""
+        lost = ""
+
+        def replace(tensor: torch.Tensor):
+            nonlocal lost
+            if not tensor.is_meta:  # may be changed later
+                return tensor.clone() if tensor.numel() <= _SMALL else tensor
+            _, history = self._histories.get(_key(tensor), (None, None))
+            if history is None or not history.has_values:
+                lost = f"was computed from another tensor without values ({name})"
+                return tensor
+            then = dataclasses.replace(history, ops=list(history.ops))
+            place = tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
+            return LazyTensor(then, *place)
+
+        return map_tensors(replace, tree), lost
 
     def record(self, function, name: str, random: bool, target, arguments, keywords) -> bool:
         """Record an operation on ``target``; return False if it belongs to no known parameter."""
@@ -173,14 +276,15 @@ class InitRecorder(TorchDispatchMode):
     def _append(
         self, history: InitHistory, function, name: str, random: bool, target, arguments, keywords
     ) -> None:
-        inputs = [*arguments, *keywords.values()]
-        if any(isinstance(value, torch.Tensor) and value.is_meta for value in inputs):
-            history.lost = f"was computed from another tensor without memory ({name})"
-            return
         state = None
         if self.seed is None and random:
             state = torch.get_rng_state()
-            function(_empty_like(target), *arguments, **keywords)  # advances the generator
+            real = _empty_for((arguments, keywords))
+            function(_empty_like(target), *real[0], **real[1])  # advances the generator
+        (arguments, keywords), lost = self._lazy((arguments, keywords), name)
+        if lost:
+            history.lost = lost
+            return
         if target.numel() == history.elements and name in _OVERWRITES:
             history.ops.clear()
             history.lost = ""
@@ -191,12 +295,28 @@ class InitRecorder(TorchDispatchMode):
         history.ops.append(op)
 
 
+class _ValuesOfConstants(TorchFunctionMode):
+    """Creates ``torch.tensor(values, device="meta")`` by a copy, which the recorder sees."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        device = kwargs.get("device")
+        if func is torch.tensor and device is not None and torch.device(device).type == "meta":
+            return func(*args, **kwargs | {"device": "cpu"}).to("meta")
+        return func(*args, **kwargs)
+
+
 def _write_to(function, target: torch.Tensor, *arguments, **keywords) -> torch.Tensor:
     return function(*arguments, out=target, **keywords)
 
 
 def _key(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
+
+
+def _empty_for(tree: Any) -> Any:
+    """Replace tensors without memory in ``tree`` by empty ones."""
+    return map_tensors(lambda tensor: _empty_like(tensor) if tensor.is_meta else tensor, tree)
 
 
 def _empty_like(target: torch.Tensor) -> torch.Tensor:
@@ -237,7 +357,10 @@ def deferred_init(
     def without_values(module, name, parameter):
         if parameter is None or parameter.is_meta:
             return None
-        meta = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+        memoryless = torch.empty_strided(
+            parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta"
+        )
+        meta = nn.Parameter(memoryless, requires_grad=parameter.requires_grad)
         if values:
             recorder.add_parameter(parameter, meta)
         else:

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from .loss_scaler import LossScaler
     from .optimizer_state import OptimizerSlices
     from .prefetch import PrefetchSchedule
+    from .targets import TargetRule
     from .unit_collectives import GradientReduction
 
 _STATE = "_nearlinear_state"
@@ -255,6 +256,10 @@ class ModelState:
     """Gradients to which several ranks contribute."""
     loss_scaler: LossScaler | None = None
     """Dynamic loss scale; None unless the model computes in float16."""
+    target_rule: TargetRule | None = None
+    """Labels that the model's loss counts; None while unknown, see `targets.target_rule`."""
+    target_rule_verified: bool = False
+    """True after a measured step that no other rule fits."""
     accumulation: AccumulationStep | None = None
     """The open `nl.accumulate` loop."""
 
@@ -332,13 +337,17 @@ def fsdp_roots(model: nn.Module) -> list[nn.Module]:
 def find_blocks(model: nn.Module) -> list[nn.Module]:
     """Return the repeated blocks of ``model`` in forward order: the units to gather one at a time.
 
-    Hugging Face models name the classes of their blocks in ``_no_split_modules``. For any other
-    model the blocks are the children of the ``nn.ModuleList`` or ``nn.Sequential`` that holds the
-    most parameters in modules of one class. Raises ConfigError if there is none.
+    Hugging Face models name the classes of their blocks in ``_no_split_modules``, some of them also
+    the class of their embeddings. A module with a parameter that is tied to another module's is no
+    block, so that tied parameters stay together in the root unit. For any other model the blocks
+    are the children of the ``nn.ModuleList`` or ``nn.Sequential`` that holds the most parameters in
+    modules of one class. Raises ConfigError if there is none.
     """
     names = set(getattr(model, "_no_split_modules", None) or ())
     named = [module for module in model.modules() if _original_class_name(module) in names]
     outermost = _without_nested(named)
+    shared = tied_blocks(model, outermost)
+    outermost = [module for module in outermost if module not in shared]
     if outermost and outermost != [model]:
         return outermost
     stacks = [list(m.children()) for m in model.modules() if _is_stack(m)]
@@ -348,6 +357,23 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
             "nl.shard(model, blocks=list(model.layers))"
         )
     return max(stacks, key=lambda blocks: sum(p.numel() for b in blocks for p in b.parameters()))
+
+
+def tied_blocks(model: nn.Module, blocks: list[nn.Module]) -> dict[nn.Module, str]:
+    """Return the ``blocks`` that share a parameter with the rest of ``model``, and its name."""
+    uses: dict[nn.Parameter, set[nn.Module | None]] = {}
+    block_of = {module: block for block in blocks for module in block.modules()}
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                uses.setdefault(parameter, set()).add(block_of.get(module))
+    return {
+        block: name
+        for name, parameter in model.named_parameters()
+        if len(uses[parameter]) > 1
+        for block in uses[parameter]
+        if block is not None
+    }
 
 
 def _original_class_name(module: nn.Module) -> str:

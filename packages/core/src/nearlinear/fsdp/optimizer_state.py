@@ -30,6 +30,7 @@ from .. import _torch
 from .._torch import all_gather
 from ..distributed.collectives import ReduceScatter
 from ..distributed.comm_thread import CommThread
+from ..distributed.mesh import dim_to_slice
 from ..distributed.runtime import Runtime
 from ..errors import ConfigError
 from .model_state import (
@@ -41,8 +42,6 @@ from .model_state import (
 )
 
 log = logging.getLogger(__name__)
-
-_EVEN_ENOUGH = 8  # rows per replica from which one row more on some replicas is negligible
 
 
 def shards_optimizer_state(runtime: Runtime) -> bool:
@@ -184,7 +183,7 @@ class ReplicaSlice:
 
     def __post_init__(self) -> None:
         self.ranks, self.rank = self.mesh.size(1), self.mesh.get_local_rank(1)
-        self.dim = _dim_to_slice(self.padded_shape, self.ranks)
+        self.dim = dim_to_slice(self.padded_shape, self.ranks)
         self.elements = max(part.numel() for part in self.parts(local_tensor(self.shard.data)))
         self.values = nn.Parameter(self.wrap(self._in_shard().contiguous()))
         own, state = parameter_state(self.values), parameter_state(self.shard)
@@ -367,17 +366,3 @@ def _pair_views(
                 in_flat.append(row[: part.numel()].view(part.shape))
                 in_shards.append(part)
     return in_flat, in_shards
-
-
-def _dim_to_slice(shape: Sequence[int], ranks: int) -> int:
-    """Return the first dim, or the most even one if the first has few rows (stacked experts).
-
-    ``shape`` is that of the largest shard, so that all ranks choose alike.
-    """
-    if shape[0] % ranks == 0 or shape[0] >= _EVEN_ENOUGH * ranks:
-        return 0
-
-    def waste(dim: int) -> float:
-        return -(-shape[dim] // ranks) * ranks / shape[dim]
-
-    return min(range(len(shape)), key=waste)

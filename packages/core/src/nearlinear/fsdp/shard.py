@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,13 +31,21 @@ from torch.distributed.tensor import Shard
 from .. import _torch
 from ..config.parallel import ParallelConfig, load
 from ..distributed import runtime as runtimes
+from ..distributed.mesh import dim_to_shard
 from ..distributed.runtime import Runtime
 from ..errors import ConfigError
 from .accumulate import guard_optimizers, marking_replaced_parameters
 from .call_interception import make_interceptable
+from .clip_grad import clip_in_optimizer_steps
 from .deferred_init import materialize, require_built
 from .loss_scaler import install_loss_scaler
-from .model_state import find_blocks, fsdp_roots, label_parameters, model_state
+from .model_state import (
+    find_blocks,
+    fsdp_roots,
+    label_parameters,
+    model_state,
+    tied_blocks,
+)
 from .optimizer_state import install_optimizer_slices, shards_optimizer_state
 from .overlap import (
     can_overlap,
@@ -129,6 +138,8 @@ def shard(
     if settings.fp16:
         install_loss_scaler(model, settings)
     guard_optimizers()
+    if settings.sdp_gradient_clipping:
+        clip_in_optimizer_steps()
     return model
 
 
@@ -162,6 +173,11 @@ def _shard_model(
                 f"nl.shard(blocks=...): {type(block).__name__} is not a part of the model: pass "
                 "submodules of the model"
             )
+    for block, name in tied_blocks(model, blocks).items():
+        raise ConfigError(
+            f"nl.shard(blocks=...): {type(block).__name__} shares {name} with another unit, and "
+            "tied parameters must be in one: leave it out of blocks, so that it is in the root unit"
+        )
     overlaps = settings.overlap_communication and can_overlap(runtime, model, policy)
     mesh = runtime.device_mesh["shard"] if overlaps else _fsdp_mesh(runtime)
     experts = _expert_units(model, model, blocks)
@@ -177,6 +193,7 @@ def _shard_model(
             mp_policy=policy,
             offload_policy=_offload_policy(runtime),
             reshard_after_forward=reshard_after_forward is True if unit is model else free,
+            shard_placement_fn=_placement(mesh),
         )
     inner = [unit for units in experts.values() for unit in units]
     own_experts = inner if runtime.mesh.expert_sharing == 1 else []  # not shared with any rank
@@ -253,6 +270,7 @@ def _shard_stages(
                 mp_policy=policy,
                 offload_policy=_offload_policy(runtime),
                 reshard_after_forward=reshard_after_forward,
+                shard_placement_fn=_placement(_fsdp_mesh(runtime)),
             )
             if runtime.device.type == "cpu":
                 for each in _units([unit, *experts[unit]]):
@@ -342,13 +360,14 @@ def _shard_experts(
             mp_policy=policy,
             offload_policy=_offload_policy(runtime),
             reshard_after_forward=reshard_after_forward,
-            shard_placement_fn=lambda parameter: Shard(_dim_to_shard(parameter, ranks)),
+            shard_placement_fn=_placement(mesh),
         )
 
 
-def _dim_to_shard(parameter: nn.Parameter, ranks: int) -> int:
-    """Return the first dim that ``ranks`` divides: a rank has few experts, and padding is waste."""
-    return next((i for i, size in enumerate(parameter.shape) if size % ranks == 0), 0)
+def _placement(mesh: DeviceMesh) -> Callable[[nn.Parameter], Shard]:
+    """Return the function that places a unit's parameters on ``mesh``, for ``fully_shard``."""
+    ranks = mesh.size(-1)
+    return lambda parameter: Shard(dim_to_shard(parameter.shape, ranks))
 
 
 def _offload_policy(runtime: Runtime) -> OffloadPolicy:

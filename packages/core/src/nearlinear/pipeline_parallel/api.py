@@ -14,7 +14,6 @@ from ..config.parallel import ParallelConfig
 from ..distributed import runtime as runtimes
 from ..distributed.runtime import Runtime
 from ..errors import ConfigError, NearlinearError
-from ..fsdp.accumulate import count_targets
 from ..fsdp.call_interception import arguments_by_name, current_interceptor
 from ..fsdp.deferred_init import require_built
 from ..fsdp.model_state import (
@@ -23,6 +22,7 @@ from ..fsdp.model_state import (
     mixin_class,
     model_state,
 )
+from ..fsdp.targets import count_targets
 from ..tensor_parallel.parallelize import HuggingFaceModel
 from .block_costs import measure_costs
 from .microbatch import split_microbatches
@@ -209,7 +209,7 @@ class Pipelined(nn.Module):
     ) -> torch.Tensor:
         runtime = pipeline_runtime(self).runtime
         micro_batches = split_microbatches(batch, runtime.config.microbatches, runtime.device)
-        loss = BatchLoss(self, [count_targets(micro_batch) for micro_batch in micro_batches])
+        loss = BatchLoss(self, [count_targets(self, micro_batch) for micro_batch in micro_batches])
         run(self, micro_batches, loss.weighted(lambda i, output: _loss_of(output)))
         return loss.broadcast()
 

@@ -16,11 +16,14 @@ from torch.nn import functional
 
 from .._torch import all_gather
 from ..distributed.runtime import Runtime
-from ..fsdp.accumulate import IGNORED_LABEL
+from ..errors import ConfigError
+from ..fsdp.targets import IGNORED_LABEL, SHIFTED, calls_loss_function
 
 
 class CausalLoss:
     """``loss_function`` of a Hugging Face causal model on tensor or context ranks."""
+
+    target_rule = SHIFTED
 
     def __init__(
         self,
@@ -89,11 +92,18 @@ def out_of_vocabulary(
 def install_loss(model: Any, now: Runtime, first: int = 0) -> None:
     """Set the loss function of ``model`` if it has tensor or context ranks.
 
-    ``first``: id of this rank's first logit.
+    ``first``: id of this rank's first logit. Raises ConfigError if the model does not call it.
     """
     tensor = now.group("tensor") if now.mesh.tensor > 1 else None
     context = now.group("context") if now.mesh.context > 1 else None
     if tensor is not None or context is not None:
+        if hasattr(model, "loss_function") and not calls_loss_function(model):
+            axis = "context" if tensor is None else "tensor"
+            raise ConfigError(
+                f"{axis}_parallel_degree > 1: {type(model).__name__} computes its loss inline "
+                "instead of by model.loss_function, which nearlinear replaces to sum over the "
+                f"{axis} ranks; set {axis}_parallel_degree = 1"
+            )
         model.loss_function = CausalLoss(tensor, first, context)
 
 

@@ -9,7 +9,7 @@ from ..data.loader import evaluation_batches
 from ..data.masking import NO_MASKS, Masks
 from ..data.mixture import Mixture
 from ..distributed.mesh import Mesh
-from ..fsdp.accumulate import count_targets
+from ..fsdp.targets import count_targets
 from ..pipeline_parallel.api import Pipelined
 
 
@@ -40,7 +40,7 @@ def held_out_loss(
     model.eval()
     place = data_rank, mesh.data_ranks
     for batch in evaluation_batches(dataset, batch_size, *place, windows, masks):
-        targets = count_targets(batch)
+        targets = count_targets(model, batch)
         if isinstance(model, Pipelined):
             loss = model.evaluate(batch)
         else:

@@ -32,10 +32,11 @@ from ..distributed import runtime
 from ..distributed.mesh import Mesh
 from ..distributed.watchdog import Watchdog, watch_ranks
 from ..errors import ConfigError, Interrupted
-from ..fsdp.accumulate import accumulate, count_targets
+from ..fsdp.accumulate import accumulate
 from ..fsdp.clip_grad import clip_grad_norm_
 from ..fsdp.loss_scaler import LossScaler
 from ..fsdp.model_state import model_state
+from ..fsdp.targets import count_targets
 from ..memory import MemoryReport, memory_report
 from ..pipeline_parallel.api import Pipelined
 from . import preflight
@@ -266,7 +267,7 @@ class Trainer:
             else:
                 loss = self.model(**batch).loss  # FSDP moves the batch to the device
                 loss.backward()
-            targets = count_targets(batch)
+            targets = count_targets(self.model, batch)
             totals[0] += loss.detach().double() * targets
             totals[1] += targets
         self._call("on_backward_end", step)

@@ -190,6 +190,7 @@ class _StepWalk:
         self.tracker.add("gathered", self._buffer(unit))
         self.tracker.add("communication", -self.gather_buffer)
         self.gather_buffer = self._buffer(unit)
+        self.tracker.observe(communication=self._unit(unit).moved * self.item)
         if not forward:
             self._free_gather_buffer()
 

@@ -1,7 +1,8 @@
 """Memory model of one rank: parameter units, sizes, activations and optimizer states.
 
 Units are the groups of parameters that `fsdp.shard` gathers together. Shard sizes are exact:
-FSDP2 cuts the first dim of every parameter into one piece per rank and pads the last ones.
+FSDP2 cuts the first dim of every parameter into one piece per rank and pads the last ones. Of
+stacked experts it may cut another dim, see `distributed.mesh.dim_to_shard`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from functools import cached_property
 
 from ...config import activation_strategy
 from ...config.train import TrainConfig
-from ...distributed.mesh import Mesh
+from ...distributed.mesh import Mesh, dim_to_shard, dim_to_slice
 from ...errors import ConfigError
 from ..model_shape import ModelShape
 from .block_ops import MicroBatchSizes, trace_block, trace_head
@@ -36,9 +37,12 @@ class ParameterUnit:
     """Parameters that are gathered and reduced together."""
 
     parameters: tuple[Dims, ...]
-    """Shapes on this rank; the first dim is sharded."""
+    """Shapes on this rank, with the sharded dim in front."""
     ranks: int
     """Ranks that share the parameters."""
+    moved: int = 0
+    """Elements of parameters that are sharded on another than their first dim. FSDP2 copies them
+    once more after an all-gather."""
 
     @cached_property
     def elements(self) -> int:
@@ -56,8 +60,13 @@ class ParameterUnit:
 
     def slice(self, replicas: int) -> int:
         """Elements of the largest slice of a shard that one of ``replicas`` updates."""
-        rows = ((-(-dims[0] // self.ranks), dims) for dims in self.parameters)
-        return sum(-(-count // replicas) * math.prod(dims[1:]) for count, dims in rows)
+        elements = 0
+        for dims in self.parameters:
+            shard = [-(-dims[0] // self.ranks), *dims[1:]]
+            at = dim_to_slice(shard, replicas)
+            shard[at] = -(-shard[at] // replicas)
+            elements += math.prod(shard)
+        return elements
 
 
 def table_of(shape: ModelShape, tensor: int) -> Dims:
@@ -107,16 +116,17 @@ def _moe_block(
     """Return the units of a block with stacked experts."""
     count, inner = shape.experts // mesh.expert, shape.inner // mesh.tensor
     stacked = ((count, 2 * inner, shape.width), (count, shape.width, inner))
-    if mesh.expert == 1:
-        return (ParameterUnit((*others, *stacked), mesh.sharing),)
-    ranks = mesh.expert_sharing
+    ranks = mesh.sharing if mesh.expert == 1 else mesh.expert_sharing
     experts = tuple(_sharded_dim_first(dims, ranks) for dims in stacked)
-    return ParameterUnit(others, mesh.sharing), ParameterUnit(experts, ranks)
+    moved = sum(math.prod(dims) for dims in stacked if dim_to_shard(dims, ranks) > 0)
+    if mesh.expert == 1:
+        return (ParameterUnit((*others, *experts), ranks, moved),)
+    return ParameterUnit(others, mesh.sharing), ParameterUnit(experts, ranks, moved)
 
 
 def _sharded_dim_first(dims: Dims, ranks: int) -> Dims:
-    """Move the dim that `fsdp.shard` shards to the front: the first divisible one."""
-    at = next((i for i, size in enumerate(dims) if size % ranks == 0), 0)
+    """Move the dim that `fsdp.shard` shards to the front."""
+    at = dim_to_shard(dims, ranks)
     return (dims[at], *dims[:at], *dims[at + 1 :])
 
 
