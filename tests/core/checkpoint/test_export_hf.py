@@ -35,6 +35,7 @@ RUNS = [
     ("llama_tied", {}, 2, PIPELINE | {"pipeline": "zbv_zero_bubble"}),
     ("mistral", {}, 4, TENSOR_AND_SHARD),
     ("mixtral", {}, 4, EXPERTS),
+    ("mixtral", {}, 8, {"hybrid_shard_degree": 8}),
     ("mixtral", {}, 4, EXPERTS | {"tensor_parallel_degree": 2}),
 ]
 

@@ -68,6 +68,34 @@ def test_resume_on_another_layout_matches_single_rank(family, before, after, tmp
             torch.testing.assert_close(values[name], value, rtol=0, atol=1e-5)
 
 
+FEWER_EXPERTS_THAN_RANKS = (8, {"hybrid_shard_degree": 8})
+FEWER_EXPERTS_IN_REPLICAS = (16, {"hybrid_shard_degree": 8, "shard_optimizer_state": True})
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(FEWER_EXPERTS_THAN_RANKS, SHARDED), (SINGLE_RANK, FEWER_EXPERTS_IN_REPLICAS)],
+)
+def test_stacked_experts_are_sharded_evenly_and_resume_on_another_layout(before, after, tmp_path):
+    (expected,) = nl.spmd.run(train_uninterrupted, 1, args=("mixtral", {}))
+    nl.spmd.run(train_and_save, before[0], args=("mixtral", before[1], str(tmp_path)))
+    for values in nl.spmd.run(load_and_train, after[0], args=("mixtral", after[1], str(tmp_path))):
+        for name, value in expected.items():
+            torch.testing.assert_close(values[name], value, rtol=0, atol=1e-5)
+
+
+def held_experts(rank, config):
+    _, model, _ = build(rank, "mixtral", config)
+    experts = {n: p for n, p in model.named_parameters() if ".experts." in n}
+    return [(p.to_local().numel(), p.numel()) for p in experts.values()]
+
+
+def test_ranks_hold_equal_parts_of_fewer_experts():
+    ranks, config = FEWER_EXPERTS_THAN_RANKS
+    for sizes in nl.spmd.run(held_experts, ranks, args=(config,)):
+        assert sizes and all(part * ranks == whole for part, whole in sizes)
+
+
 @pytest.mark.parametrize(
     ("family", "before", "after"),
     [

@@ -78,6 +78,10 @@ LAYOUTS = {
     "groups": (8, config(LLAMA, "group_2")),
     "a budget": (8, config(LLAMA, "40MiB")),
     "float32": (8, config(GPT2, bf16=False, tensor_parallel_degree=2)),
+    "slices of experts": (
+        32,
+        config(MIXTRAL, "each", hybrid_shard_degree=16, shard_optimizer_state=True),
+    ),
     "nothing ahead": (8, config(LLAMA, "each", prefetch_depth=0, sdp_max_live_parameters=0)),
 }
 
@@ -88,6 +92,29 @@ def test_estimate_matches_dry_run_by_layout(layout):
     plan, found = memory.estimate(asked, world), dry_run.measure(asked, world)
     assert plan.persistent == found.persistent
     assert off(plan, found.peak) < MAX_ERROR
+
+
+@pytest.mark.parametrize("ranks", [8, 64, 512])
+def test_experts_are_shared_by_all_ranks_evenly(ranks):
+    asked = load({"model": {"preset": "mixtral-8x7b"}, "data": {"sequence_length": 512}})
+    states = 46.7e9 * 12  # float32 parameters and AdamW's two states
+    assert memory.estimate(asked, ranks).persistent == pytest.approx(states / ranks, rel=0.1)
+
+
+def test_estimate_matches_dry_run_with_fewer_experts_than_ranks():
+    """A copy of the experts after each all-gather is 17 % of the peak."""
+    asked = load(
+        {
+            "model": {"preset": "mixtral-8x7b", "overrides": {"num_hidden_layers": 2}},
+            "data": {"sequence_length": 512},
+            "parallel": {"bf16": True},
+            "batch": {"micro_batch_size": 1},
+            "activations": {"checkpoint": "each"},
+        }
+    )
+    plan, found = memory.estimate(asked, 64), dry_run.measure(asked, 64)
+    assert plan.persistent == found.persistent
+    assert off(plan, found.peak) < 0.01
 
 
 REAL = {
