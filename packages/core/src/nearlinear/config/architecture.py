@@ -3,8 +3,8 @@
 GPT-2 sizes: Radford et al. 2019; ``gpt2-30b`` is the 30-billion model of the MiCS benchmarks (48
 layers, 7168 wide, 64 heads, 2048 tokens). Llama 2: Touvron et al. 2023, table 1 and model cards.
 GPT-NeoX: Black et al. 2022. Mistral 7B and Mixtral 8x7B: Jiang et al. 2023 and 2024, model cards.
-Dropout is off, as usual in pre-training today. Imports neither torch nor transformers, so that a
-wrong folder is found before a rank starts.
+BERT: Devlin et al. 2019. T5: Raffel et al. 2020. Dropout is off, as usual in pre-training today.
+Imports neither torch nor transformers, so that a wrong folder is found before a rank starts.
 """
 
 from __future__ import annotations
@@ -86,6 +86,39 @@ def _mixtral(*shape, experts: int, **arguments) -> Architecture:
     return _llama(*shape, **arguments, family="mixtral", **extra)
 
 
+def _bert(width: int, layers: int, heads: int, context: int) -> Architecture:
+    return {
+        "family": "bert",
+        "context": context,
+        "shape": {
+            "hidden_size": width,
+            "intermediate_size": 4 * width,
+            "num_hidden_layers": layers,
+            "num_attention_heads": heads,
+            "hidden_dropout_prob": 0.0,
+            "attention_probs_dropout_prob": 0.0,
+            "pad_token_id": None,  # an attention mask excludes padding
+        },
+    }
+
+
+def _t5(width: int, inner: int, layers: int, heads: int, context: int) -> Architecture:
+    return {
+        "family": "t5",
+        "context": context,
+        "shape": {
+            "d_model": width,
+            "d_kv": 64,
+            "d_ff": inner,
+            "num_layers": layers,
+            "num_heads": heads,
+            "dropout_rate": 0.0,
+            "pad_token_id": 0,
+            "decoder_start_token_id": 0,
+        },
+    }
+
+
 PRESETS: dict[str, Architecture] = {
     "gpt2-tiny": _gpt2(width=128, layers=4, heads=4, context=256),
     "gpt2-small": _gpt2(width=768, layers=12, heads=12, context=1024),
@@ -100,6 +133,10 @@ PRESETS: dict[str, Architecture] = {
     "mistral-7b": _llama(
         4096, 14336, layers=32, heads=32, kv_heads=8, context=8192, family="mistral"
     ),
+    "bert-tiny": _bert(width=128, layers=2, heads=2, context=512),
+    "bert-base": _bert(width=768, layers=12, heads=12, context=512),
+    "t5-tiny": _t5(width=128, inner=512, layers=2, heads=2, context=512),
+    "t5-small": _t5(width=512, inner=2048, layers=6, heads=8, context=512),
     "mixtral-tiny": _mixtral(128, 176, layers=4, heads=4, kv_heads=2, context=256, experts=4),
     "mixtral-8x7b": _mixtral(4096, 14336, layers=32, heads=32, kv_heads=8, context=8192, experts=8),
 }
@@ -110,11 +147,29 @@ CONFIG_CLASSES = {
     "gpt_neox": "GPTNeoXConfig",
     "mistral": "MistralConfig",
     "mixtral": "MixtralConfig",
+    "bert": "BertConfig",
+    "t5": "T5Config",
 }
 """Config class in transformers of each family."""
 
-CONTEXT_KEY = dict.fromkeys(CONFIG_CLASSES, "max_position_embeddings") | {"gpt2": "n_positions"}
-LAYERS_KEY = dict.fromkeys(CONFIG_CLASSES, "num_hidden_layers") | {"gpt2": "n_layer"}
+CONTEXT_KEY = dict.fromkeys(CONFIG_CLASSES, "max_position_embeddings") | {
+    "gpt2": "n_positions",
+    "t5": "n_positions",
+}
+LAYERS_KEY = dict.fromkeys(CONFIG_CLASSES, "num_hidden_layers") | {
+    "gpt2": "n_layer",
+    "t5": "num_layers",
+}
+
+MASKED_FAMILIES = ("bert", "roberta", "xlm-roberta", "modernbert")
+SPAN_FAMILIES = ("t5", "mt5", "umt5")
+
+
+def objective_of(family: str) -> str:
+    """Return the objective that the models of ``family`` are pre-trained on."""
+    if family in MASKED_FAMILIES:
+        return "masked"
+    return "span_corruption" if family in SPAN_FAMILIES else "causal"
 
 
 def context_key(family: str) -> str:

@@ -14,7 +14,7 @@ from ..errors import ConfigError
 from . import architecture, schema
 from . import parallel as parallel_config
 from .activation_strategy import parse_strategy
-from .architecture import Architecture, context_key, get_preset
+from .architecture import Architecture, context_key, get_preset, objective_of
 from .moe import MoEConfig
 from .parallel import ParallelConfig
 from .schema import coerce
@@ -29,7 +29,11 @@ class ModelConfig:
 
     preset: str = "gpt2-tiny"
     """gpt2-tiny, gpt2-small, gpt2-xl, gpt2-30b, llama-tiny, llama2-7b, llama2-13b, llama2-70b,
-    gpt-neox-tiny, gpt-neox-20b, mistral-7b, mixtral-tiny, mixtral-8x7b"""
+    gpt-neox-tiny, gpt-neox-20b, mistral-7b, mixtral-tiny, mixtral-8x7b, bert-tiny, bert-base,
+    t5-tiny, t5-small"""
+    objective: Literal["auto", "causal", "masked", "span_corruption"] = "auto"
+    """predict the next token (causal), masked tokens (BERT), or corrupted spans with an
+    encoder-decoder (T5); auto = as the family is pre-trained"""
     context: int = 0
     """longest sequence of the model in tokens; 0 = the preset's"""
     overrides: dict[str, Any] = field(default_factory=dict)
@@ -44,6 +48,11 @@ class ModelConfig:
         if self.init_from:
             return architecture.read_architecture(self.init_from)
         return get_preset(self.preset)
+
+    @property
+    def trained_objective(self) -> str:
+        """The objective with ``auto`` resolved."""
+        return self.objective if self.objective != "auto" else objective_of(self.family)
 
     @property
     def is_readable(self) -> bool:
@@ -92,8 +101,13 @@ class DataConfig:
     """restrict attention to each document of a sequence; off = documents see each other"""
     mask_eos: bool = False
     """exclude the token that ends a document from the loss"""
+    noise_density: float = 0.15
+    """share of the tokens that are masked or in corrupted spans; no effect with the causal
+    objective"""
+    mean_noise_span: float = 3.0
+    """mean tokens per corrupted span"""
     seed: int = 0
-    """seed of the global shuffle"""
+    """seed of the global shuffle and of the noise"""
     verify: Literal["auto", "full", "size"] = "auto"
     """verify every block of the shards (full), sizes only (size), or full up to 2 GiB (auto)"""
     shuffle_block_mib: int = 0
@@ -332,6 +346,10 @@ class TrainConfig:
             value = getattr(getattr(self, table), name)
             if not value >= least:  # also for NaN
                 raise ConfigError(f"{key} = {value}: must be at least {least}")
+        if not 0 < self.data.noise_density < 1:
+            raise ConfigError(
+                f"data.noise_density = {self.data.noise_density}: must be between 0 and 1"
+            )
         for name in ("min_lr_ratio", "beta1", "beta2"):
             value = getattr(self.optimizer, name)
             if not 0 <= value <= 1 or (name != "min_lr_ratio" and value == 1):
@@ -383,6 +401,7 @@ for _table in (TrainConfig, *(each.default_factory for each in fields(TrainConfi
 _MINIMUMS = {
     "model.context": 0,
     "data.sequence_length": 0,
+    "data.mean_noise_span": 1.0,
     "data.cache_gib": 0.0,
     "data.vocab_size": 0,
     "data.eos_id": -1,

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -42,8 +42,22 @@ _IDENTITY = {
     "packing_plan": 2,
     "shuffle_block_mib": 0,
     "shuffle_blocks": 0,
+    "objective": "causal",
 }
-"""State keys that determine the order, with the values assumed when a key is absent."""
+"""State keys that determine the batches, with the values assumed when a key is absent."""
+
+
+class BatchTransform(Protocol):
+    """Changes batches, in a way that depends on the seeds of their sequences only."""
+
+    @property
+    def identity(self) -> str:
+        """Name and settings, part of the loader's state."""
+        ...
+
+    def __call__(self, batch: dict[str, torch.Tensor], seeds: list[int]) -> dict[str, torch.Tensor]:
+        """Return the changed batch; ``seeds``: one per sequence."""
+        ...
 
 
 def loader_state(
@@ -158,6 +172,7 @@ class Loader:
         blocks: Order with large reads, for parallel file systems. None shuffles single windows.
         read_ahead: Number of steps read ahead by a thread.
         masks: Tokens excluded from attention and loss.
+        transform: Changes every batch; None changes nothing.
 
     Raises:
         DataError: If an argument is out of range or does not apply to the dataset.
@@ -174,6 +189,7 @@ class Loader:
         blocks: BlockShuffle | None = None,
         read_ahead: int = 0,
         masks: Masks = NO_MASKS,
+        transform: BatchTransform | None = None,
     ):
         _require_positive(micro_batch_size=micro_batch_size, micro_batches=micro_batches)
         if read_ahead < 0:
@@ -192,6 +208,7 @@ class Loader:
         self.blocks: BlockShuffle | None = blocks
         self.read_ahead: int = read_ahead
         self.masks: Masks = masks
+        self.transform: BatchTransform | None = transform
         self.order: BlockOrder | None = _block_order(dataset, blocks, seed) if blocks else None
         every = self.order or _sample_order(dataset, seed)
         # Wraps a partial function, not a method, so that deleting a loader releases its mappings.
@@ -213,9 +230,16 @@ class Loader:
 
     def __next__(self) -> list[dict[str, torch.Tensor]]:
         base = self._next_sample
-        step = [make_batch(self.dataset, windows, self.masks) for windows in self._read(base)]
+        step = [self._batch(base, windows) for windows in self._read(base)]
         self._last_step, self._next_sample = base, base + self.samples_per_step
         return step
+
+    def _batch(self, base: int, windows: np.ndarray) -> dict[str, torch.Tensor]:
+        """Return the micro-batch of ``windows`` in the step at sample `base`."""
+        batch = make_batch(self.dataset, windows, self.masks)
+        if self.transform is None:
+            return batch
+        return self.transform(batch, [key(self.seed, "noise", base, w) for w in windows.tolist()])
 
     def _rank_windows(self, base: int) -> np.ndarray:
         """Return this rank's windows of the step at sample `base` without block shuffling."""
@@ -275,7 +299,10 @@ class Loader:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position as a small JSON-serializable dict, equal on all ranks."""
-        return loader_state(self.dataset, self.seed, self.blocks, self._next_sample)
+        state = loader_state(self.dataset, self.seed, self.blocks, self._next_sample)
+        if self.transform is not None:
+            state["objective"] = self.transform.identity
+        return state
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Resume at the position of `saved`, with any number of ranks and micro-batches.
@@ -302,6 +329,7 @@ def evaluation_batches(
     data_ranks: int = 1,
     max_windows: int | None = None,
     masks: Masks = NO_MASKS,
+    transform: BatchTransform | None = None,
 ) -> Iterator[dict[str, torch.Tensor]]:
     """Iterate over every window once, in order.
 
@@ -317,21 +345,25 @@ def evaluation_batches(
         max_windows: Limit on the number of windows over all ranks. They are evenly spaced over the
             split, so a loss over them does not depend on the layout.
         masks: Tokens excluded from attention and loss.
+        transform: Changes every batch; the same sequences are changed alike every time.
 
     Raises:
         DataError: If an argument is out of range.
     """
     _require_positive(batch_size=batch_size)
     _require_rank(data_rank, data_ranks)
-    return _evaluation_batches(dataset, batch_size, data_rank, data_ranks, max_windows, masks)
-
-
-def _evaluation_batches(dataset, batch_size, data_rank, data_ranks, max_windows, masks):
     n = len(dataset) if max_windows is None else min(len(dataset), max_windows)
+    return _evaluation_batches(dataset, batch_size, data_rank, data_ranks, n, masks, transform)
+
+
+def _evaluation_batches(dataset, batch_size, data_rank, data_ranks, n, masks, transform):
     for number in range(-(-n // (batch_size * data_ranks))):
         first = (number * data_ranks + data_rank) * batch_size
         rows = np.arange(first, first + batch_size)
-        found = make_batch(dataset, rows % n * len(dataset) // n, masks)
+        windows = rows % n * len(dataset) // n
+        found = make_batch(dataset, windows, masks)
+        if transform is not None:
+            found = transform(found, [key("evaluation", window) for window in windows.tolist()])
         found["labels"][torch.from_numpy(rows >= n)] = IGNORED_LABEL
         yield found
 

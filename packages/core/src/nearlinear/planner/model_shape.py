@@ -115,6 +115,11 @@ def model_shape(model: ModelConfig, vocabulary: int = 0) -> ModelShape:
     Raises ConfigError if the architecture lacks the keys of a decoder.
     """
     family = model.family
+    if model.trained_objective != "causal":
+        raise ConfigError(
+            f"{model.name} is trained on {model.trained_objective!r}, and the planner models "
+            "decoders only: choose a causal language model"
+        )
     keys = {**model.architecture["shape"], **model.overrides}
     aliases = {
         "layers": [layers_key(family), "num_hidden_layers"],

@@ -14,17 +14,24 @@ from ..data.masking import Masks
 from ..data.mixture import Mixture
 from ..distributed import runtime
 from ..errors import ConfigError
+from .objectives import Objective
 
 MASKED_LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 """Layer types of transformers' configs that a document mask can restrict."""
 
 
-def build_loader(config: TrainConfig, dataset: TokenDataset | Mixture, **place: int) -> Loader:
+def build_loader(
+    config: TrainConfig,
+    dataset: TokenDataset | Mixture,
+    objective: Objective | None = None,
+    **place: int,
+) -> Loader:
     """Return the loader of ``dataset`` for this rank.
 
     Args:
         config: The whole config.
         dataset: The training data.
+        objective: The objective of `build_objective`.
         place: ``data_rank`` and ``data_ranks`` of another rank; default: this one.
     """
     data_ranks = place.get("data_ranks") or runtime.data_place()[1]
@@ -36,6 +43,7 @@ def build_loader(config: TrainConfig, dataset: TokenDataset | Mixture, **place: 
         blocks=block_shuffle(config.data),
         read_ahead=config.data.read_ahead,
         masks=masks(config.data),
+        transform=objective,
         **place,
     )
 

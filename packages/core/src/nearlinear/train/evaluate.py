@@ -5,7 +5,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..data.dataset import TokenDataset
-from ..data.loader import evaluation_batches
+from ..data.loader import BatchTransform, evaluation_batches
 from ..data.masking import NO_MASKS, Masks
 from ..data.mixture import Mixture
 from ..distributed.mesh import Mesh
@@ -21,6 +21,7 @@ def held_out_loss(
     batch_size: int,
     windows: int,
     masks: Masks = NO_MASKS,
+    transform: BatchTransform | None = None,
 ) -> float:
     """Return the mean cross-entropy in nats over held-out sequences. A collective call.
 
@@ -33,13 +34,14 @@ def held_out_loss(
         batch_size: Sequences per forward pass of a rank.
         windows: Number of sequences, evenly spaced in ``dataset``.
         masks: Masks of the training data.
+        transform: Change of the training batches.
     """
     device = next(model.parameters()).device
     data_rank = mesh.data_rank(dist.get_rank())
     totals = torch.zeros(2, dtype=torch.float64, device=device)
     model.eval()
     place = data_rank, mesh.data_ranks
-    for batch in evaluation_batches(dataset, batch_size, *place, windows, masks):
+    for batch in evaluation_batches(dataset, batch_size, *place, windows, masks, transform):
         targets = count_targets(model, batch)
         if isinstance(model, Pipelined):
             loss = model.evaluate(batch)

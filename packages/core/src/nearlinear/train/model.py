@@ -29,8 +29,9 @@ from ..errors import ConfigError, DataError
 from ..fsdp.compile import compile_blocks
 from ..fsdp.deferred_init import deferred_init
 from ..fsdp.float8 import convert_to_fp8
-from ..fsdp.model_state import find_blocks
+from ..fsdp.model_state import find_blocks, model_state
 from ..fsdp.shard import COMPUTE_DTYPES, shard
+from ..fsdp.targets import UNSHIFTED
 from ..pipeline_parallel.api import Pipelined, pipeline
 from ..transforms import transform
 
@@ -39,7 +40,9 @@ if TYPE_CHECKING:
 
 
 def build_model(config: ModelConfig, vocabulary: int) -> PreTrainedModel:
-    """Return the causal language model of ``config`` with ``vocabulary`` ids, on the meta device.
+    """Return the language model of ``config`` with ``vocabulary`` ids, on the meta device.
+
+    Its head is that of ``config.trained_objective``.
 
     Raises ConfigError if transformers cannot build the model.
     """
@@ -71,16 +74,23 @@ def build_model(config: ModelConfig, vocabulary: int) -> PreTrainedModel:
         raise ConfigError(
             f"model.overrides.{unknown[0]}: {family.__name__} has no such key; remove it"
         )
+    head = {
+        "causal": transformers.AutoModelForCausalLM,
+        "masked": transformers.AutoModelForMaskedLM,
+        "span_corruption": transformers.AutoModelForSeq2SeqLM,
+    }[config.trained_objective]
+    attention = {"attn_implementation": "sdpa"} if config.trained_objective == "causal" else {}
     try:
         # meta device: initializing billions of parameters takes minutes
         with deferred_init(as_without=False, values=not config.init_from):
-            model = transformers.AutoModelForCausalLM.from_config(
-                family(**arguments), attn_implementation="sdpa"
-            )
+            model = head.from_config(family(**arguments), **attention)
     except Exception as error:  # any error of the model's own code about invalid sizes
         reason = " ".join(str(error).split())
         raise ConfigError(f"the model cannot be built: {reason}") from error
-    model.loss_type = "ForCausalLM"  # the default of transformers, set here to avoid its warning
+    if config.trained_objective == "causal":
+        model.loss_type = "ForCausalLM"  # transformers' default, set here to avoid its warning
+    else:
+        model_state(model).target_rule = UNSHIFTED  # verified in the first step
     return model
 
 
@@ -97,7 +107,7 @@ def describe(config: TrainConfig, rows: Callable[[str], int]) -> tuple[dict, Pat
         vocabulary = Manifest.read(folder).vocab_size if config.data.folder else 0
     except DataError:
         vocabulary = 0
-    if not vocabulary:
+    if not vocabulary or config.model.trained_objective != "causal":  # which may add ids
         model = build_model(config.model, 1)
         embeddings = model.get_input_embeddings()
         name = next(name for name, module in model.named_modules() if module is embeddings)
@@ -136,8 +146,13 @@ def parallelize(model: nn.Module, config: TrainConfig) -> tuple[nn.Module, list[
 
 
 def flops_per_token(model: PreTrainedModel, sequence_length: int) -> float:
-    """Return the model FLOPS of forward and backward per token of a sequence."""
+    """Return the model FLOPS of forward and backward per token of a sequence.
+
+    NaN for an encoder-decoder, whose halves compute different tokens.
+    """
     config: Any = model.config
+    if getattr(config, "is_encoder_decoder", False):
+        return float("nan")
     head: Any = model.get_output_embeddings()
     tables = {id(model.get_input_embeddings().weight)}
     tables -= {id(head.weight)}  # tied: the head's matrix

@@ -49,6 +49,7 @@ from .data import build_loader, check_document_mask, write_data_state
 from .evaluate import generate, held_out_loss
 from .metrics import Reporter
 from .model import build_model, flops_per_token, parallelize, peak_tflops
+from .objectives import build_objective
 from .optimizer import build_optimizer, learning_rate, set_learning_rate
 
 STARTUP_PATIENCE = 12.0
@@ -125,7 +126,8 @@ class Trainer:
             self.held_out: TokenDataset | Mixture | None = None
             if config.train.eval_sequences:
                 self.held_out = preflight.open_dataset(config, "val", verified)
-            self.loader: Loader = build_loader(config, self.dataset)
+            objective = build_objective(config, self.dataset)
+            self.loader: Loader = build_loader(config, self.dataset, objective)
             self.tokens_per_step: int = self.loader.samples_per_step * config.sequence_length
             data_state = preflight.read_data_state(config)
             if data_state:
@@ -133,7 +135,8 @@ class Trainer:
 
             # model
             watch.at("building the model", STARTUP_PATIENCE)
-            model = build_model(config.model, self.dataset.manifest.vocab_size)
+            vocabulary = objective.vocabulary if objective else self.dataset.manifest.vocab_size
+            model = build_model(config.model, vocabulary)
             if config.data.document_mask:
                 check_document_mask(model)
             self.num_parameters: int = sum(p.numel() for p in model.parameters())
@@ -233,7 +236,8 @@ class Trainer:
             if self.checkpoints and self.checkpoints.is_due(self.done, last):
                 self._save(self.checkpoints)
         self.watch.at("the text sample at the end")
-        if sample := self.sample() if loop.sample_tokens else "":
+        generates = loop.sample_tokens and self.config.model.trained_objective == "causal"
+        if sample := self.sample() if generates else "":
             self.reporter.print(f"sample: {sample!r}")
         if self.checkpoints:
             self.watch.at(f"the end of the run, writing checkpoint {self.checkpoints.saved}")
@@ -364,8 +368,8 @@ class Trainer:
                 "train.eval_sequences = 0: no held-out data is open; set it to at least 1"
             )
         size, windows = self.config.batch.micro_batch_size, self.config.train.eval_sequences
-        masks = self.loader.masks
-        return held_out_loss(self.model, self.held_out, self.mesh, size, windows, masks)
+        changes = self.loader.masks, self.loader.transform
+        return held_out_loss(self.model, self.held_out, self.mesh, size, windows, *changes)
 
     def sample(self) -> str:
         """Return a continuation of ``train.sample_prompt``, decoded by the data's tokenizer."""
