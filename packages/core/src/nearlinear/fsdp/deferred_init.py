@@ -239,13 +239,13 @@ class InitRecorder(TorchDispatchMode):
         self._histories[_key(result)] = result.detach(), history
         if "device" in kwargs:
             kwargs["device"] = torch.device("cpu")
-        arguments, history.lost = self._lazy((args, kwargs), func.overloadpacket.__name__)
+        (lazy, keywords), history.lost = self._lazy((args, kwargs), func.overloadpacket.__name__)
         if not history.lost:
             draws = self.seed is None and random
             if draws:
                 real = _empty_for((args, kwargs))
                 func(*real[0], **real[1])  # advances the generator
-            history.creation = Creation(func, *arguments, state if draws else None)
+            history.creation = Creation(func, lazy, keywords, state if draws else None)
         return result
 
     def _lazy(self, tree: Any, name: str) -> tuple[Any, str]:
@@ -261,8 +261,8 @@ class InitRecorder(TorchDispatchMode):
                 lost = f"was computed from another tensor without values ({name})"
                 return tensor
             then = dataclasses.replace(history, ops=list(history.ops))
-            place = tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
-            return LazyTensor(then, *place)
+            offset = int(tensor.storage_offset())
+            return LazyTensor(then, tuple(tensor.shape), tensor.stride(), offset)
 
         return map_tensors(replace, tree), lost
 
