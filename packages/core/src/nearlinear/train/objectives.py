@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import torch
 
+from ..checkpoint.hf.meta_model import import_transformers
 from ..config.train import TrainConfig
 from ..data.dataset import TokenDataset
 from ..data.masking import IGNORED_LABEL
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
 MASK_TOKENS = ("[MASK]", "<mask>")
 SENTINEL = "<extra_id_{}>"
+SENTINELS = 100
+"""Sentinels of T5's vocabulary; more are used only for longer sequences."""
 
 Batch = dict[str, torch.Tensor]
 
@@ -70,9 +73,7 @@ def build_objective(config: TrainConfig, dataset: TokenDataset | Mixture) -> Obj
 
 
 def _read_tokenizer(file: Path) -> PreTrainedTokenizerFast:
-    from transformers import PreTrainedTokenizerFast
-
-    return PreTrainedTokenizerFast(tokenizer_file=str(file))
+    return import_transformers().PreTrainedTokenizerFast(tokenizer_file=str(file))
 
 
 class MaskedTokens:
@@ -86,8 +87,6 @@ class MaskedTokens:
             density: Share of the tokens that are targets.
             pads: True if sequences may be padded, so that batches need an attention mask.
         """
-        from transformers import DataCollatorForLanguageModeling
-
         words = _read_tokenizer(tokenizer)
         known = [token for token in MASK_TOKENS if token in words.get_vocab()]
         words.add_special_tokens({"mask_token": (known or MASK_TOKENS)[0]})
@@ -95,7 +94,8 @@ class MaskedTokens:
         self.vocabulary = max(vocabulary, len(words))
         self.special = torch.tensor(sorted(words.all_special_ids))
         self.pads = pads
-        self.collator = DataCollatorForLanguageModeling(words, mlm_probability=density)
+        collator = import_transformers().DataCollatorForLanguageModeling
+        self.collator = collator(words, mlm_probability=density)
 
     def __call__(self, batch: Batch, seeds: list[int]) -> Batch:
         ids, padding = batch["input_ids"], batch["labels"] == IGNORED_LABEL
@@ -143,9 +143,10 @@ class SpanCorruption:
         self.shape = length - noise + spans + 1, noise + spans + 1
         """Tokens of inputs and of targets."""
         known = _read_tokenizer(tokenizer).get_vocab()
-        ids = [known.get(SENTINEL.format(number)) for number in range(spans)]
+        count = max(spans, SENTINELS)
+        ids = [known.get(SENTINEL.format(number)) for number in range(count)]
         found = [number for number in ids if number is not None]
-        self.sentinels = found if len(found) == spans else [vocabulary + i for i in range(spans)]
+        self.sentinels = found if len(found) == count else [vocabulary + i for i in range(count)]
         self.vocabulary = max(vocabulary, 1 + max(self.sentinels))
         self.identity = f"span_corruption {density:g} {mean_span:g}"
 

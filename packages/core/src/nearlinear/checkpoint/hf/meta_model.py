@@ -93,7 +93,14 @@ def import_transformers() -> Any:
     try:
         with one_at_a_time():  # its lazy imports are not safe when ranks are threads
             import transformers
-            from transformers import CONFIG_MAPPING, AutoModelForCausalLM  # noqa: F401
+            from transformers import (  # noqa: F401
+                CONFIG_MAPPING,
+                AutoModelForCausalLM,
+                AutoModelForMaskedLM,
+                AutoModelForSeq2SeqLM,
+                DataCollatorForLanguageModeling,
+                PreTrainedTokenizerFast,
+            )
     except ModuleNotFoundError as error:
         raise NearlinearError(
             f'{error.name} is not installed: pip install "nearlinear[data]"'
