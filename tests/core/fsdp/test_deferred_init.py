@@ -225,7 +225,7 @@ class Lost(nn.Module):
     ("how", "words"),
     [
         ("before", "was never filled in place"),
-        ("from meta", "another tensor without memory"),
+        ("from meta", "another tensor without values"),
     ],
 )
 def test_error_names_operations_that_cannot_be_replayed(how, words):

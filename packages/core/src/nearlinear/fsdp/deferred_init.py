@@ -187,10 +187,12 @@ class InitRecorder(TorchDispatchMode):
         self.seed = seed
         # The values keep the tensors alive, because the keys are addresses.
         self._histories: dict[int, tuple[torch.Tensor, InitHistory]] = {}
+        self._parameters = 0
 
     def add_parameter(self, values: torch.Tensor, meta: nn.Parameter) -> None:
         """Record operations on ``meta``, which replaces ``values``."""
-        own_seed = zlib.crc32(f"{self.seed} {len(self._histories)}".encode())
+        own_seed = zlib.crc32(f"{self.seed} {self._parameters}".encode())
+        self._parameters += 1
         history = InitHistory(values.numel(), values.dtype, own_seed)
         if values.numel() <= _SMALL or values.dim() < 2:
             kept = values.detach().clone(memory_format=torch.contiguous_format)
