@@ -118,6 +118,38 @@ def test_losses_of_other_models(loss, weight):
             torch.testing.assert_close(gradient, parameter.grad)
 
 
+def test_a_loss_that_ignores_another_label_is_measured_in_every_step():
+    """Its first step could have been that of a rule; the second one contains an ignored label."""
+
+    def loss(logits, labels):
+        return cross_entropy(logits, labels, ignore_index=3)
+
+    def batch(rank, step):
+        generator = torch.Generator().manual_seed(rank)
+        labels = torch.randint(0, 3, (2, 3), generator=generator)
+        labels[:, rank + 1 :] = 3 if step else 2
+        return {"x": torch.randn(2, 3, 4, generator=generator), "labels": labels}
+
+    def on_rank(rank):
+        nl.init({"hybrid_shard_degree": 1})
+        with nl.spmd.one_at_a_time(seed=0):
+            model = Custom(loss)
+        nl.shard(model)
+        for step in range(2):
+            model.zero_grad()
+            for given in nl.accumulate(model, [batch(rank, step)]):
+                model(**given)["loss"].backward()
+        return [p.grad.full_tensor() for p in model.parameters()]
+
+    torch.manual_seed(0)
+    model = Custom(loss)
+    parts = [batch(rank, 1) for rank in range(2)]
+    model(**{key: torch.cat([part[key] for part in parts]) for key in parts[0]})["loss"].backward()
+    for found in nl.spmd.run(on_rank, 2):
+        for gradient, parameter in zip(found, model.parameters(), strict=True):
+            torch.testing.assert_close(gradient, parameter.grad)
+
+
 @pytest.mark.parametrize(
     ("loss", "reason"),
     [

@@ -9,6 +9,7 @@ not with replicas.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import types
 from collections.abc import Callable, Iterable, Iterator
@@ -376,9 +377,10 @@ _LOSSES = (
 )  # fmt: skip
 
 
-def divisors_of_mean_losses(loss: torch.Tensor) -> list[torch.Tensor | int] | None:
+def divisors_of_mean_losses(loss: torch.Tensor) -> list[tuple[torch.Tensor | int, int]] | None:
     """Return the number of elements (or sum of class weights) of each mean that ``loss`` adds up.
 
+    Beside each stands the label that the mean ignores, 0 if it ignores none.
     Read from the autograd graph next to ``loss``. Empty if no loss function of
     ``torch.nn.functional`` is there; None if one of them is not a mean. 2.13.0.
     """
@@ -394,9 +396,11 @@ def divisors_of_mean_losses(loss: torch.Tensor) -> list[torch.Tensor | int] | No
             elif saved._saved_reduction != _MEAN:
                 return None
             elif hasattr(node, "_saved_total_weight"):
-                found.append(saved._saved_total_weight)
+                # an unsigned number in Python
+                ignored = ctypes.c_int64(saved._saved_ignore_index).value
+                found.append((saved._saved_total_weight, ignored))
             else:
-                found.append(saved._saved_target.numel())
+                found.append((saved._saved_target.numel(), 0))
         level = below
     return found
 

@@ -114,16 +114,17 @@ def _rule_of_function(function: Any) -> TargetRule | None:
     return None
 
 
-def measure_targets(output: Any) -> list[float]:
+def measure_targets(output: Any) -> list[tuple[float, bool]]:
     """Return the different numbers of elements that the loss in ``output`` is a mean over.
 
-    Empty if there is no loss, or if it was not computed by loss functions of PyTorch.
+    Beside each stands whether `IGNORED_LABEL` is the label that does not count. Empty if there is
+    no loss, or if it was not computed by loss functions of PyTorch.
     """
     loss = loss_of(output)
     if loss is None or loss.grad_fn is None or _torch.is_fake(loss):
         return []
     divisors = _torch.divisors_of_mean_losses(loss)
-    return sorted({float(divisor) for divisor in divisors or ()})
+    return sorted({(float(n), ignored == IGNORED_LABEL) for n, ignored in divisors or ()})
 
 
 def loss_of(output: Any) -> torch.Tensor | None:
@@ -214,7 +215,7 @@ class TargetMeasurement:
         if len(found) > 1 and isinstance(batch, Mapping) and "labels" in batch:
             raise unknown_targets(
                 self.model,
-                f"the loss is the sum of means over {' and '.join(f'{n:g}' for n in found)} "
+                f"the loss is the sum of means over {' and '.join(f'{n:g}' for n, _ in found)} "
                 "targets, so that no weight of this micro-batch gives the mean over all",
             )
         if len(found) != 1:
@@ -227,15 +228,16 @@ class TargetMeasurement:
             if predicted.needs_measurement:
                 raise unknown_targets(self.model)
             return predicted.count
+        ((targets, ignores_as_usual),) = found
         if isinstance(batch, Mapping) and isinstance(batch.get("labels"), torch.Tensor):
             for rule in self.rejected:
-                counted = batch["labels"].dim() > 1 and rule.count(batch)
-                self.rejected[rule] += counted != found[0]
-        if predicted.by_rule and predicted.count != found[0]:
+                fits = ignores_as_usual and batch["labels"].dim() > 1
+                self.rejected[rule] += not (fits and rule.count(batch) == targets)
+        if predicted.by_rule and predicted.count != targets:
             self.conflicts += 1
-            self.example = f"{found[0]:g} instead of {predicted.count:g}"
+            self.example = f"{targets:g} instead of {predicted.count:g}"
             return predicted.count
-        return found[0]
+        return targets
 
     def summary(self) -> list[float]:
         """Return the numbers to sum over all ranks for `conclude`."""
