@@ -16,7 +16,9 @@ from torch.nn import functional
 
 from .._torch import all_gather
 from ..distributed.runtime import Runtime
+from ..errors import ConfigError
 from ..fsdp.accumulate import IGNORED_LABEL
+from ..fsdp.forward_transforms import forward_transforms
 
 
 class CausalLoss:
@@ -30,6 +32,7 @@ class CausalLoss:
     ):
         """``first``: id of this rank's first logit."""
         self.tensor, self.first, self.context = tensor, first, context
+        self.calls = 0
 
     def __call__(
         self,
@@ -52,6 +55,7 @@ class CausalLoss:
             shift_labels: (B, S), shifted already; replaces ``labels``.
             num_items_in_batch: Replaces the number of targets.
         """
+        self.calls += 1
         if shift_labels is None:
             shift_labels = functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         targets = shift_labels.reshape(-1).to(logits.device)
@@ -94,7 +98,30 @@ def install_loss(model: Any, now: Runtime, first: int = 0) -> None:
     tensor = now.group("tensor") if now.mesh.tensor > 1 else None
     context = now.group("context") if now.mesh.context > 1 else None
     if tensor is not None or context is not None:
-        model.loss_function = CausalLoss(tensor, first, context)
+        loss = model.loss_function = CausalLoss(tensor, first, context)
+        check = _LossCheck(model, loss)
+        forward_transforms(model).before.append(check.before)
+        forward_transforms(model).after.append(check.after)
+
+
+class _LossCheck:
+    """Refuses models that compute a loss of a part of the logits without ``loss_function``."""
+
+    def __init__(self, model: Any, loss: CausalLoss):
+        self.name, self.loss = type(model).__name__, loss
+        self.calls: int | None = None
+
+    def before(self, given: dict) -> dict:
+        self.calls = self.loss.calls if given.get("labels") is not None else None
+        return given
+
+    def after(self, output: Any) -> Any:
+        if self.calls == self.loss.calls:
+            raise ConfigError(
+                f"tensor_parallel_degree or context_parallel_degree > 1: {self.name} computes its "
+                "loss without loss_function, from a part of the logits. Set both to 1."
+            )
+        return output
 
 
 class _TokenLosses(torch.autograd.Function):
