@@ -109,6 +109,7 @@ CAUSAL = SequenceMask(None, 1, 0)
 def sequence_mask(
     batch_size: int,
     mask_function: MaskFunction,
+    kv_length: int,
     attention_mask: torch.Tensor | None = None,
     use_vmap: bool = False,
     **others: Any,
@@ -119,8 +120,7 @@ def sequence_mask(
     """
     from transformers.masking_utils import causal_mask_function
 
-    batch = current_batch.get()
-    if batch is None or use_vmap:
+    if use_vmap:
         raise ConfigError(
             "context_parallel_degree > 1: the model adds a mask of its own to those of "
             "transformers. Set context_parallel_degree = 1."
@@ -133,7 +133,7 @@ def sequence_mask(
 
     elif mask_function is causal_mask_function:
         return CAUSAL
-    return SequenceMask(mask_function, batch_size, batch.shape[1])
+    return SequenceMask(mask_function, batch_size, kv_length)
 
 
 def use_whole_sequences(model: nn.Module) -> None:

@@ -440,7 +440,9 @@ class _Probe(PassThrough):
             self.trace.entering = hidden
             hidden = self.trace.given
         others = [x for x in _tensors((args[1:], kwargs)) if x is not hidden]
-        self.trace.leaks |= any(_is_float(x) and bool(x.isnan().any()) for x in others)
+        self.trace.leaks |= any(
+            _is_float(x) and not x.is_meta and bool(x.isnan().any()) for x in others
+        )
         self.trace.leaving = hidden
         return super().forward(hidden)
 

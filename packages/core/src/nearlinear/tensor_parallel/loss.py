@@ -56,6 +56,11 @@ class CausalLoss:
             num_items_in_batch: Replaces the number of targets.
         """
         self.calls += 1
+        if self.tensor is not None and vocab_size == logits.shape[-1]:
+            raise ConfigError(
+                "tensor_parallel_degree > 1: the model takes the size of its vocabulary from the "
+                "logits, of which every rank has a part. Set tensor_parallel_degree = 1."
+            )
         if shift_labels is None:
             shift_labels = functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         targets = shift_labels.reshape(-1).to(logits.device)

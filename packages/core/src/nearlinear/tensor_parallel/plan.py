@@ -120,9 +120,12 @@ def is_linear(module: nn.Module) -> bool:
 
 def matching_style(model: nn.Module, name: str) -> str | None:
     """Return the style of the config's plan for the module or parameter ``name``, if any."""
-    base = f"{model.base_model_prefix}." if model.base_model is not model else ""
     styles = getattr(model.config, "base_model_tp_plan", None) or {}
-    return next((s for pattern, s in styles.items() if _matches(name, base + pattern)), None)
+    for pattern, style in styles.items():
+        inner = name.split(".")[-1 - pattern.count(".") :]
+        if _matches(".".join(inner), pattern):
+            return style
+    return None
 
 
 def _parent(name: str) -> str:
