@@ -29,6 +29,8 @@ ATTENTION_NAME = "nearlinear_context"
 """Name of the context-parallel attention and of its masks in transformers' registries."""
 MAX_VISIBLE = 1 << 24
 """Number of mask elements evaluated at once."""
+WRAPPED = "nearlinear_whole_sequences"
+"""Attribute of the mask functions of `use_whole_sequences`."""
 MaskFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """Visibility of keys to queries by broadcast indices of batch, head, query and key."""
 
@@ -126,12 +128,13 @@ def sequence_mask(
             "transformers. Set context_parallel_degree = 1."
         )
     if attention_mask is not None and not bool(attention_mask.all()):
-        padding, unpadded = attention_mask.bool(), mask_function
+        padding = attention_mask.bool()
 
-        def mask_function(batch_at, head_at, query_at, key_at):
-            return unpadded(batch_at, head_at, query_at, key_at) & padding[batch_at, key_at]
+        def padded(batch_at, head_at, query_at, key_at):
+            return mask_function(batch_at, head_at, query_at, key_at) & padding[batch_at, key_at]
 
-    elif mask_function is causal_mask_function:
+        return SequenceMask(padded, batch_size, kv_length)
+    if mask_function is causal_mask_function:
         return CAUSAL
     return SequenceMask(mask_function, batch_size, kv_length)
 
@@ -157,7 +160,7 @@ def _is_mask_function(function: Any) -> bool:
     return (
         inspect.isfunction(function)
         and function.__module__ == "transformers.masking_utils"
-        and not hasattr(function, "whole_sequences")
+        and not hasattr(function, WRAPPED)
         and {"config", "attention_mask"} <= set(inspect.signature(function).parameters)
         and "recurrent" not in function.__name__
     )
@@ -176,7 +179,7 @@ def _on_whole_sequence(function: Callable) -> Callable:
             return function(*args, **kwargs)
         return function(**_whole_arguments(bound.arguments, batch))
 
-    create.whole_sequences = True
+    setattr(create, WRAPPED, True)
     return create
 
 

@@ -434,11 +434,13 @@ class _Probe(PassThrough):
         self.trace.order.append(self.name)
         hidden = next((x for x in (*args, *kwargs.values()) if _is_float(x)), None)
         if self.name is not None:
-            absent = hidden is None or self.is_embedding
-            return (self.trace.given if absent else hidden) * torch.nan
+            if hidden is None or self.is_embedding:
+                hidden = self.trace.given
+            return hidden * torch.nan
         if None not in self.trace.order[:-1]:
             self.trace.entering = hidden
             hidden = self.trace.given
+        assert hidden is not None
         others = [x for x in _tensors((args[1:], kwargs)) if x is not hidden]
         self.trace.leaks |= any(
             _is_float(x) and not x.is_meta and bool(x.isnan().any()) for x in others

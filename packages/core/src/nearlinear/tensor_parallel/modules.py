@@ -148,7 +148,7 @@ class SharedBias:
 
     def __call__(self, *args, **kwargs):
         experts, name = self.experts, self.name
-        vars(experts)[name] = experts._parameters[name] / self.rows.ranks  # hides the parameter
+        vars(experts)[name] = experts.get_parameter(name) / self.rows.ranks  # hides the parameter
         try:
             return type(experts).forward(experts, *args, **kwargs)
         finally:

@@ -79,12 +79,15 @@ def choose_plan(model: HuggingFaceModel, mesh: Mesh) -> TensorParallelPlan:
 
     The first is preferred, since it splits hidden states too. Raises ConfigError.
     """
+    plan = None
     try:
         plan = find_plan(model)
         _check_regions(model, plan)
     except ConfigError:
         if not hasattr(model, "get_output_embeddings"):
             raise
+        plan = None
+    if plan is None:
         check_model(model, None, mesh)
         plan = derive_plan(model, mesh.tensor)
     check_model(model, plan, mesh)
@@ -115,6 +118,10 @@ def warn_inefficient(mesh: Mesh) -> None:
 
 def _check_regions(model: HuggingFaceModel, plan: TensorParallelPlan) -> None:
     """Check the modules between regions, which see only a rank's rows of tokens: norms only."""
+    if not expand(model, plan.norm):
+        raise ConfigError(
+            f"{KEY} > 1: {type(model).__name__} has no module {plan.norm}; {_REMEDY}."
+        )
     regions = [name for pattern in plan.regions for name in expand(model, pattern)]
     names = {module: name for name, module in model.named_modules()}
     columns = [name for pattern in plan.columns for name in expand(model, pattern)]

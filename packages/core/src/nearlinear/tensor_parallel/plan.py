@@ -8,6 +8,7 @@ MLP, compute with all tokens; all other modules compute with this rank's tokens.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TypeGuard
 
 from torch import nn
 
@@ -113,7 +114,7 @@ def _add_shared_experts(model: nn.Module, columns: dict[str, int], rows: list[st
                     rows.append(f"{mixture}.{shared}.down_proj")
 
 
-def is_linear(module: nn.Module) -> bool:
+def is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
     """Return whether the module computes as `torch.nn.Linear` does."""
     return type(module) is nn.Linear or type(module).__name__ in EQUIVALENT_LINEAR
 

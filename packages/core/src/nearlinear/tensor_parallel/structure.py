@@ -15,6 +15,7 @@ between the split layers computes as in one process. Every layer falls in one of
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -69,7 +70,7 @@ def derive_plan(model: HuggingFaceModel, degree: int) -> TensorParallelPlan:
 
 def _check_dropout(model: HuggingFaceModel) -> None:
     """Check that ranks, which draw different random numbers, compute equal hidden states."""
-    for name, value in vars(model.config).items():
+    for name, value in _values(model.config.to_dict()):
         random = "drop" in name or "jitter" in name
         used = not any(word in name for word in ("attention", "attn", "classifier", "summary"))
         if random and used and isinstance(value, float) and value > 0:
@@ -78,6 +79,15 @@ def _check_dropout(model: HuggingFaceModel) -> None:
                 f"hidden states of {type(model).__name__} and would draw different masks. Set it "
                 "to 0, or set tensor_parallel_degree = 1 and raise hybrid_shard_degree."
             )
+
+
+def _values(config: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the names and values of a config and of the configs in it."""
+    for name, value in config.items():
+        if isinstance(value, dict):
+            yield from _values(value)
+        else:
+            yield str(name), value
 
 
 class _Plan:
@@ -132,13 +142,13 @@ class _Plan:
 
     def _columns(self, module: nn.Module, name: str, parts: int = 1, gathered=False) -> None:
         self.columns[self._name(module, name)] = parts
-        self.split += module.get_submodule(name).weight.numel()
+        self.split += module.get_parameter(f"{name}.weight").numel()
         if gathered:
             self.unsplit_side.append(self._name(module, name))
 
     def _row(self, module: nn.Module, name: str) -> None:
         self.rows.append(self._name(module, name))
-        self.split += module.get_submodule(name).weight.numel()
+        self.split += module.get_parameter(f"{name}.weight").numel()
 
     def _add_experts(self, module: nn.Module) -> bool:
         """Split stacked experts as the config's plan or `STACKED_EXPERTS` says."""
@@ -150,8 +160,9 @@ class _Plan:
         style = STACKED_EXPERTS.get(self.model_type) or matching_style(
             self.model, self._name(module, out)
         )
-        if style is None or set(stacked) != {out, "down_proj", *biases}:
-            return True
+        more = any(isinstance(part, nn.Identity) for part in module.modules())
+        if style is None or more or set(stacked) != {out, "down_proj", *biases}:
+            return True  # experts that copy their input would be counted by every rank
         transposed, parts = style.endswith("rowwise"), 2 if style.startswith("packed") else 1
         width = stacked["down_proj"].shape[1 if transposed else 2]
         outputs = stacked[out].shape[2 if transposed else 1]
@@ -235,7 +246,7 @@ class _Plan:
                 continue
             if name == "sinks" and tuple(parameter.shape) == (heads,):
                 self.by_heads[self._name(module, name)] = heads
-            elif child == name or parameter.dim() != 1 or len(parameter) not in sizes:
+            elif name.count(".") != 1 or parameter.dim() != 1 or len(parameter) not in sizes:
                 return False
         return True
 
