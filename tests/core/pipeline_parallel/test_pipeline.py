@@ -395,7 +395,14 @@ def gemma4(**changes):
     ("changes", "message"),
     [
         ({"hidden_size_per_layer_input": 8, "num_kv_shared_layers": 0}, "cannot be divided into"),
-        ({"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 1}, "keys and values of earl"),
+        (
+            {
+                "hidden_size_per_layer_input": 0,
+                "num_kv_shared_layers": 1,
+                "layer_types": ["full_attention"] * 2,
+            },
+            "keys and values of earlier",
+        ),
     ],
 )
 def test_models_whose_blocks_share_more_than_hidden_states_raise(changes, message):

@@ -333,7 +333,7 @@ DERIVED = {
     "Llama4Text": {"num_local_experts": 2, "head_dim": 4, "attention_chunk_size": 6,
                    "intermediate_size_mlp": 48, "interleave_moe_layer_step": 2},
     "Gemma3Text": {"num_key_value_heads": 4, "head_dim": 4, "sliding_window": 5},
-    "Phimoe": {"num_local_experts": 4, "num_key_value_heads": 2},
+    "Phimoe": {"num_local_experts": 4, "num_key_value_heads": 2, "router_jitter_noise": 0.0},
     "Bloom": {"n_head": 8, "n_layer": 2},
     "Falcon": {"new_decoder_architecture": True, "num_kv_heads": 2},
     "OPT": {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0},

@@ -79,9 +79,10 @@ def check_model(model: HuggingFaceModel) -> None:
 
 
 def _unsupported(model: HuggingFaceModel, why: str) -> ConfigError:
+    name = type(model).__name__.removeprefix("FSDP")
     return ConfigError(
-        f"{KEY} > 1: {type(model).__name__} {why}, so its sequences cannot be split. Set "
-        f"{KEY} = 1, or use a model such as GPT-2, GPT-NeoX, Llama, Mistral or Mixtral."
+        f"{KEY} > 1: {name} {why}, so its sequences cannot be split. Set {KEY} = 1, or use a model "
+        "such as GPT-2, GPT-NeoX, Llama, Mistral or Mixtral."
     )
 
 

@@ -185,14 +185,18 @@ LAST_STAGE_ARGUMENTS = ("labels", "logits_to_keep", "shift_labels")
 class PassThrough(nn.Module):
     """Replaces a module of another stage; returns the hidden states."""
 
-    def __init__(self, as_tuple: bool = False):
+    def __init__(self, as_tuple: bool = False, replaced: nn.Module | None = None):
         """Create the replacement.
 
         Args:
             as_tuple: Return a tuple, as blocks in older releases of transformers do.
+            replaced: Module whose plain attributes the model may read, such as the type of a layer.
         """
         super().__init__()
         self.as_tuple = as_tuple
+        for name, value in ({} if replaced is None else vars(replaced)).items():
+            if isinstance(value, str | int | float | None) and name != "training":
+                vars(self).setdefault(name, value)
 
     def forward(self, hidden: torch.Tensor, *args, **kwargs):
         return (hidden,) if self.as_tuple else hidden
@@ -205,8 +209,10 @@ class Boundary(PassThrough):
     stages keeps those to send.
     """
 
-    def __init__(self, as_tuple: bool, state: StageState, is_first: bool, is_last: bool):
-        super().__init__(as_tuple)
+    def __init__(
+        self, replaced: nn.Module, as_tuple: bool, state: StageState, is_first: bool, is_last: bool
+    ):
+        super().__init__(as_tuple, replaced)
         self.state, self.is_first, self.is_last = state, is_first, is_last
 
     def forward(self, hidden: torch.Tensor, *args, **kwargs):
@@ -366,7 +372,9 @@ def remove_other_stages(
             ends = int(name) == 0, int(name) == num_blocks - 1
             is_boundary = state is not None and any(ends)
             block_list._modules[name] = (
-                Boundary(as_tuple, state, *ends) if state and is_boundary else PassThrough(as_tuple)
+                Boundary(block, as_tuple, state, *ends)
+                if state and is_boundary
+                else PassThrough(as_tuple, block)
             )
     if num_blocks - 1 not in blocks:
         for name in split.last:
@@ -426,7 +434,7 @@ class _Probe(PassThrough):
     """
 
     def __init__(self, name: str | None, trace: _Trace, module: nn.Module):
-        super().__init__(name is None and returns_tuple(type(module)))
+        super().__init__(name is None and returns_tuple(type(module)), module)
         self.name, self.trace = name, trace
         self.is_embedding = isinstance(module, nn.Embedding)
 

@@ -56,7 +56,8 @@ class CausalLoss:
             num_items_in_batch: Replaces the number of targets.
         """
         self.calls += 1
-        if self.tensor is not None and vocab_size == logits.shape[-1]:
+        split = self.tensor is not None and self.tensor.size() > 1
+        if split and vocab_size == logits.shape[-1]:
             raise ConfigError(
                 "tensor_parallel_degree > 1: the model takes the size of its vocabulary from the "
                 "logits, of which every rank has a part. Set tensor_parallel_degree = 1."
