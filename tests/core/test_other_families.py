@@ -22,20 +22,20 @@ CHANGES = {
     "Olmoe": MIXTURE,
     "MiniMax": MIXTURE,
     "Helium": {"head_dim": 4},
+    "Gemma4Text": {"head_dim": 4, "vocab_size_per_layer_input": 97},
     "Granite": {"logits_scaling": 2.0, "embedding_multiplier": 3.0},
 }
 TENSOR = {"tensor_parallel_degree": 2}
 PIPELINE = {"pipeline_parallel_degree": 2, "microbatches": 2}
 SUPPORTED = {
     "tensor": "Qwen2 Qwen3 Qwen3Moe Olmo Olmo2 Olmo3 Phi Phi3 Granite Cohere Cohere2 Glm Glm4 "
-    "Starcoder2 SmolLM3 Ernie4_5 Helium Exaone4 Arcee Apertus",
+    "Starcoder2 SmolLM3 Ernie4_5 Helium Exaone4 Arcee Apertus Qwen2Moe GraniteMoe Gemma Gemma2 "
+    "StableLm GptOss Olmoe Persimmon Nemotron MiniMax",
     "pipeline": "Qwen2 Qwen3 Qwen3Moe Qwen2Moe Olmo Olmo2 Olmo3 Phi Phi3 Gemma Gemma3Text Glm Glm4 "
-    "Starcoder2 SmolLM3 Ernie4_5 Helium GptOss Exaone4 Arcee Apertus",
+    "Starcoder2 SmolLM3 Ernie4_5 Helium GptOss Exaone4 Arcee Apertus Granite GraniteMoe Cohere "
+    "Cohere2 Gemma2 StableLm Olmoe Persimmon Nemotron",
 }
-REJECTED = {
-    "tensor": "Qwen2Moe GraniteMoe Gemma Gemma2 StableLm GptOss Olmoe Persimmon Nemotron MiniMax",
-    "pipeline": "Granite GraniteMoe Cohere Cohere2 Gemma2 StableLm Olmoe Persimmon Nemotron",
-}
+REJECTED = {"tensor": "JetMoe", "pipeline": "Gemma4Text"}
 DEGREES = {"tensor": TENSOR, "pipeline": PIPELINE}
 pytestmark = pytest.mark.slow
 

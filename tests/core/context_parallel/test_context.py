@@ -65,14 +65,23 @@ def test_padding_and_logits_with_tensor_parallelism():
         torch.testing.assert_close(found, logits, rtol=0, atol=1e-5)
 
 
+FAMILY_CHANGES = {
+    "Cohere2": {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5},
+    "OPT": {"ffn_dim": 32, "word_embed_proj_dim": 32, "dropout": 0.0},
+    "Phimoe": {"sliding_window": 5, "num_local_experts": 2},
+    "Qwen2Moe": {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": 5,
+                 "num_experts": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 8},
+    "GptOss": {"sliding_window": 5, "num_local_experts": 2, "num_experts_per_tok": 2},
+    "Gemma2": {"sliding_window": 5, "query_pre_attn_scalar": 4, "attn_logit_softcapping": 2.0},
+}  # fmt: skip
+
+
 def build_family(kind: str):
-    """Build a model without family-specific support; Cohere2 has one sliding-window layer."""
+    """Build a model without family-specific support."""
     torch.manual_seed(0)
-    sizes = parity.FAMILIES["llama"][1] | {"pad_token_id": 0, "sliding_window": 5}
-    sizes |= {"layer_types": ["sliding_attention", "full_attention"]} if kind == "Cohere2" else {}
-    sizes |= {"ffn_dim": 32, "word_embed_proj_dim": 32, "dropout": 0.0} if kind == "OPT" else {}
-    config = getattr(transformers, f"{kind}Config")(**sizes)
-    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    sizes = parity.FAMILIES["llama"][1] | {"pad_token_id": 0, "head_dim": 4}
+    config = getattr(transformers, f"{kind}Config")(**sizes | FAMILY_CHANGES.get(kind, {}))
+    return transformers.AutoModelForCausalLM.from_config(config)
 
 
 def loss_and_gradients(rank, kind, batch):
@@ -85,10 +94,15 @@ def loss_and_gradients(rank, kind, batch):
     return loss.item(), parity.whole(model, lambda parameter: parameter.grad)
 
 
-@pytest.mark.parametrize("kind", ["Qwen3", "Phi3", "Cohere2", "OPT"])
-def test_families_without_specific_support_equal_one_process(kind):
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("kind", ["Qwen3", *FAMILY_CHANGES])
+def test_masks_are_those_of_the_model(kind, documents):
+    """OPT's mask functions ignore positions that restart."""
     model, batch = build_family(kind), padded_batch("right")
     batch["position_ids"] = (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)
+    if documents:
+        batch["position_ids"] = torch.tensor([[*range(5), *range(9)]]).expand(3, -1)
+        batch |= {"attention_mask": None, "use_cache": False}
     model(**batch).loss.backward()
     for _, grads in nl.spmd.run(loss_and_gradients, 2, args=(kind, batch)):
         for name, parameter in model.named_parameters():

@@ -8,7 +8,7 @@ import torch
 import transformers
 
 import nearlinear as nl
-from nearlinear.context_parallel.batch import split_arguments
+from nearlinear.context_parallel.batch import PaddingMask, split_arguments
 from nearlinear.context_parallel.parallelize import check_model
 from tests.support import parity
 
@@ -38,17 +38,18 @@ def test_padding_repeats_the_last_token_and_is_no_target():
     assert second["labels"].tolist() == [[3, 4, -100, -100]]
 
 
-def test_masks_and_documents_become_segments_of_the_whole_sequence():
+def test_masks_are_built_from_the_whole_batch():
     ids, mask = torch.arange(6)[None], torch.tensor([[0, 0, 1, 1, 1, 1]])
-    for local in split_batch({"input_ids": ids, "attention_mask": mask}):
-        assert local["attention_mask"].tolist() == [[[[0, 0, 1, 1, 1, 1, 0, 0]]]]
-    for local in split_batch({"input_ids": ids, "attention_mask": torch.ones_like(ids)}):
-        assert local["attention_mask"] is None
     positions = torch.tensor([[0, 1, 2, 0, 1, 0]])
-    for local in split_batch({"input_ids": ids, "position_ids": positions}):
-        assert local["attention_mask"].tolist() == [[[[1, 1, 1, 2, 2, 3, 0, 0]]]]
-    for local in split_batch({"input_ids": ids, "position_ids": positions}, documents=False):
-        assert local["attention_mask"] is None
+    local, full = split_arguments({"input_ids": ids, "attention_mask": mask}, 0, 2, True)
+    assert isinstance(local["attention_mask"], PaddingMask)
+    assert full.masks.padding_BS.tolist() == mask.bool().tolist()
+    for documents in (True, False):
+        given = {"input_ids": ids, "position_ids": positions}
+        local, full = split_arguments(given, 1, 2, documents)
+        assert local["attention_mask"] is None and full.masks.padding_BS is None
+        assert full.masks.positions_BS is (positions if documents else None)
+        assert full.masks.shape == (1, 6) and full.masks.local_length == 4
 
 
 IDS = torch.zeros(2, 8, dtype=torch.long)
@@ -147,9 +148,10 @@ def forward_loss(rank, make, batch):
     return nl.transform(model)(**batch).loss
 
 
-def gemma2():
+def doge():
     sizes = parity.FAMILIES["llama"][1] | {"num_key_value_heads": 4, "head_dim": 4}
-    return transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**sizes))
+    config = transformers.DogeConfig(**sizes)
+    return transformers.AutoModelForCausalLM.from_config(config)
 
 
 def opt():
@@ -163,7 +165,7 @@ PADDED = {"input_ids": IDS, "labels": IDS, "attention_mask": torch.tensor([[1] *
 @pytest.mark.parametrize(
     ("make", "batch", "message"),
     [
-        (gemma2, {"input_ids": IDS, "labels": IDS}, "Gemma2Attention uses softcap"),
+        (doge, {"input_ids": IDS, "labels": IDS}, "computes with its attention mask"),
         (opt, PADDED, "Pass position_ids too"),
         (family_builder("llama", output_hidden_states=True), PADDED, "output_hidden_states = True"),
     ],

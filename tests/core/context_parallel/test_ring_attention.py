@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import nearlinear as nl
 from nearlinear import _torch
 from nearlinear.context_parallel import batch, kernels
+from nearlinear.context_parallel.masks import CAUSAL, SequenceMask
 from nearlinear.context_parallel.ring_attention import EXCHANGES, attention
 from nearlinear.distributed import runtime
 
@@ -31,6 +32,20 @@ def full_attention(q, k, v, segments=None, scale=None, window=None):
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scale)
+
+
+def mask_of(length, batch_size, segments=None, window=None) -> SequenceMask:
+    """Return the mask of `full_attention` as a function of positions."""
+
+    def visible(row, head, query, key):
+        seen = query >= key
+        if window is not None:
+            seen = seen & (query - key < window)
+        if segments is not None:
+            seen = seen & (segments.clamp(min=1)[row, query] == segments[row, key])
+        return seen
+
+    return SequenceMask(visible, batch_size, length)
 
 
 def random_tensors(batch, heads, key_heads, length, size, dtype=torch.float32, seed=0):
@@ -96,7 +111,7 @@ def test_ring_attention_equals_sdpa_for_any_shape_window_and_padding(
 ):
     length = 2 * ranks * chunk
     tensors = random_tensors(batch, *heads, length, 8, seed=seed)
-    options = {"window": window, "segments": None}
+    options: dict = {"window": window, "segments": None}
     draw = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, length + 1, (batch, 1), generator=draw)
     at = torch.arange(length)
@@ -106,7 +121,7 @@ def test_ring_attention_equals_sdpa_for_any_shape_window_and_padding(
         options["segments"] = (at >= length - lengths).int()
     elif padding == "packed":
         options["segments"] = (torch.rand(batch, length, generator=draw) < 0.2).cumsum(1) + 1
-    ours = {"window": window, "segments_BS": options["segments"]}
+    ours = {"mask": mask_of(length, batch, **options)}
     runs = nl.spmd.run(split_attention, ranks, args=(comm_type, tensors, ours))
     assert largest(restored(runs), reference(tensors, **options)) < 1e-5
 
@@ -116,7 +131,8 @@ def test_ring_attention_equals_sdpa_for_any_shape_window_and_padding(
 def test_bfloat16_ring_attention_is_as_accurate_as_sdpa(comm_type, window):
     tensors = random_tensors(2, 4, 2, 64, 16, torch.bfloat16)
     exact = reference([x.float() for x in tensors], window=window)
-    runs = nl.spmd.run(split_attention, 4, args=(comm_type, tensors, {"window": window}))
+    ours = {} if window is None else {"mask": mask_of(64, 2, window=window)}
+    runs = nl.spmd.run(split_attention, 4, args=(comm_type, tensors, ours))
     ours, torch_results = restored(runs), reference(tensors, window=window)
     for mine, alone, true in zip(ours, torch_results, exact, strict=True):
         # rounding the result has a relative error of 2**-9; sums are in float32, therefore
@@ -152,6 +168,29 @@ def test_ring_attention_supports_different_key_and_value_sizes():
     assert largest(restored(runs), reference([q, k, v, grad])) < 5e-6
 
 
+@pytest.mark.parametrize("comm_type", EXCHANGES)
+def test_softcap_sinks_and_later_keys_equal_plain_attention(comm_type):
+    """The mask is a prefix of 11 tokens that see each other, and causal after it."""
+    tensors, sinks = random_tensors(2, 4, 2, 24, 8), torch.randn(4)
+    prefix = SequenceMask(lambda b, h, query, key: (key <= query) | (key < 11), 2, 24)
+
+    def run(rank, comm_type):
+        leaf = sinks.clone().requires_grad_()
+        options = {"mask": prefix, "softcap": 1.5, "sinks_H": leaf}
+        return split_attention(rank, comm_type, tensors, options)[0], leaf.grad
+
+    q, k, v = (x.clone().requires_grad_() for x in tensors[:3])
+    leaf, rows = sinks.clone().requires_grad_(), torch.arange(24)
+    scores = 1.5 * torch.tanh(q @ k.repeat_interleave(2, 1).mT * 8**-0.5 / 1.5)
+    scores = scores.masked_fill(~((rows <= rows[:, None]) | (rows < 11)), -torch.inf)
+    scores = torch.cat([scores, leaf.view(1, 4, 1, 1).expand(2, 4, 24, 1)], -1)
+    out = scores.softmax(-1)[..., :-1] @ v.repeat_interleave(2, 1)
+    out.backward(tensors[3])
+    runs = nl.spmd.run(run, 2, args=(comm_type,))
+    assert largest(restored(runs), [out.detach(), q.grad, k.grad, v.grad]) < 5e-6
+    assert largest([sum(run[1] for run in runs)], [leaf.grad]) < 5e-6
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_ring_attention_has_the_expected_collectives(ranks):
     tensors = random_tensors(1, 2, 2, 8 * ranks, 8)
@@ -173,7 +212,7 @@ def test_causal_scores_are_balanced_between_ranks(ranks):
     for rank in range(ranks):
         steps = []
         for source in range(ranks):
-            (block,) = batch.score_blocks(rank, source, ranks, chunk)
+            (block,) = CAUSAL.blocks(rank, source, ranks, chunk, "cpu")
             queries, keys = (len(range(rows)[part]) for part in (block.queries, block.keys))
             steps.append(queries * (queries + 1) // 2 if block.causal else queries * keys)
         assert steps[rank] == rows * (rows + 1) // 2
@@ -194,13 +233,14 @@ def test_score_blocks_cover_every_visible_score_once(ranks, chunk, window):
     length = 2 * ranks * chunk
     rows = torch.arange(length)
     visible = (rows[:, None] >= rows) & (rows[:, None] - rows < (window or length))
+    mask = CAUSAL if window is None else mask_of(length, 1, window=window)
     held = torch.zeros(length, length, dtype=torch.int)
     for rank in range(ranks):
         for source in range(ranks):
             at, there = (batch.positions(r, ranks, chunk, "cpu") for r in (rank, source))
-            for block in batch.score_blocks(rank, source, ranks, chunk, window):
+            for block in mask.blocks(rank, source, ranks, chunk, "cpu"):
                 part = visible[at[block.queries][:, None], there[block.keys]]
-                if not block.windowed:  # only the causal mask applies to this block
+                if not block.masked:
                     full = torch.ones_like(part)
                     assert torch.equal(part, full.tril() if block.causal else full)
                 assert part.any()  # no fully masked block
@@ -289,7 +329,7 @@ def test_dropout_is_reproduced_by_seed_and_recomputation():
 
 def windowed_attention(rank, comm_type):
     tensors = random_tensors(2, 4, 2, 24, 8)
-    return split_attention(rank, comm_type, tensors, {"window": 10})
+    return split_attention(rank, comm_type, tensors, {"mask": mask_of(24, 2, window=10)})
 
 
 @pytest.mark.slow

@@ -347,20 +347,72 @@ def test_frozen_embeddings_and_padding_masks():
             assert (value - model.get_parameter(name).grad).abs().max() < 1e-5, name
 
 
-@pytest.mark.parametrize("kind", ["Granite", "Cohere", "Gemma2"])
-def test_models_that_scale_hidden_states_between_blocks_raise(kind):
-    """Every stage would repeat the scaling."""
+SCALED = {
+    "Granite": {"logits_scaling": 2.0, "embedding_multiplier": 3.0},
+    "Cohere": {"logit_scale": 0.5},
+    "Gemma2": {"head_dim": 4, "num_key_value_heads": 4, "final_logit_softcapping": 2.0},
+    "OPT": {"ffn_dim": 48, "word_embed_proj_dim": 16, "dropout": 0.0},
+    "Bloom": {"n_head": 8, "n_layer": 2},
+}
+
+
+@pytest.mark.parametrize("kind", SCALED)
+def test_operations_around_the_blocks_equal_one_process(kind):
+    """Factors and caps on hidden states and logits; embeddings, norms and projections by name."""
+
+    def make():
+        torch.manual_seed(0)
+        sizes = parity.FAMILIES["llama"][1] | {"pad_token_id": 0} | SCALED[kind]
+        config = getattr(transformers, f"{kind}Config")(**sizes)
+        return transformers.AutoModelForCausalLM.from_config(config)
 
     def run(rank):
+        nl.init({"pipeline_parallel_degree": 2, "microbatches": 2})
+        with nl.spmd.one_at_a_time():
+            model = make()
+        pipe = nl.shard(nl.pipeline(model))
+        loss = pipe.step(parity.rows(0))
+        return loss.item(), {n: pipelines.whole(p.grad) for n, p in pipe.named_parameters()}
+
+    model = make()
+    expected = model(**parity.rows(0)).loss
+    expected.backward()
+    found = nl.spmd.run(run, 2)
+    assert set().union(*(grads for _, grads in found)) == set(dict(model.named_parameters()))
+    for loss, grads in found:
+        assert loss == pytest.approx(expected.item(), abs=1e-5)
+        for name, value in grads.items():
+            torch.testing.assert_close(value, model.get_parameter(name).grad, rtol=1e-4, atol=1e-5)
+
+
+def gemma4(**changes):
+    sizes = parity.FAMILIES["llama"][1] | {"head_dim": 4, "global_head_dim": 4} | changes
+    sizes |= {"vocab_size_per_layer_input": 97, "num_key_value_heads": 4, "pad_token_id": 0}
+    return transformers.Gemma4ForCausalLM(transformers.Gemma4TextConfig(**sizes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size_per_layer_input": 8, "num_kv_shared_layers": 0}, "cannot be divided into"),
+        (
+            {
+                "hidden_size_per_layer_input": 0,
+                "num_kv_shared_layers": 1,
+                "layer_types": ["full_attention"] * 2,
+            },
+            "keys and values of earlier",
+        ),
+    ],
+)
+def test_models_whose_blocks_share_more_than_hidden_states_raise(changes, message):
+    def run(rank):
         nl.init({"pipeline_parallel_degree": 2})
-        arguments = parity.FAMILIES["llama"][1]
-        more = {"Granite": {"logits_scaling": 2.0}}.get(kind, {})
         with nl.spmd.one_at_a_time(seed=0):
-            config = getattr(transformers, f"{kind}Config")(**arguments | more)
-            model = transformers.AutoModelForCausalLM.from_config(config)
+            model = gemma4(**changes)
         nl.pipeline(model)
 
-    with pytest.raises(RankError, match=f"{kind}ForCausalLM changes hidden states also between"):
+    with pytest.raises(RankError, match=message):
         nl.spmd.run(run, 2)
 
 

@@ -323,6 +323,57 @@ def test_families_with_a_transformers_plan_equal_one_process(kind):
             torch.testing.assert_close(found[name], parameter.grad, rtol=0, atol=1e-5)
 
 
+DERIVED = {
+    "DeepseekV3": {"num_key_value_heads": 8, "q_lora_rank": 16, "kv_lora_rank": 16, "n_group": 1,
+                   "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8,
+                   "topk_group": 1, "n_routed_experts": 4, "num_experts_per_tok": 2,
+                   "moe_intermediate_size": 8, "first_k_dense_replace": 1},
+    "Qwen2Moe": {"num_experts": 4, "moe_intermediate_size": 8, "num_experts_per_tok": 2,
+                 "shared_expert_intermediate_size": 16},
+    "Llama4Text": {"num_local_experts": 2, "head_dim": 4, "attention_chunk_size": 6,
+                   "intermediate_size_mlp": 48, "interleave_moe_layer_step": 2},
+    "Gemma3Text": {"num_key_value_heads": 4, "head_dim": 4, "sliding_window": 5},
+    "Phimoe": {"num_local_experts": 4, "num_key_value_heads": 2, "router_jitter_noise": 0.0},
+    "Bloom": {"n_head": 8, "n_layer": 2},
+    "Falcon": {"new_decoder_architecture": True, "num_kv_heads": 2},
+    "OPT": {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0},
+    "DiffLlama": {"num_key_value_heads": 4},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", DERIVED)
+def test_families_with_derived_plans_equal_one_process(kind):
+    """Shared experts, latent attention, fused projections, ALiBi, odd attention and embeddings."""
+
+    def make():
+        torch.manual_seed(0)
+        sizes = parity.FAMILIES["llama"][1] | {"pad_token_id": 0} | DERIVED[kind]
+        config = getattr(transformers, f"{kind}Config")(**sizes)
+        model = transformers.AutoModelForCausalLM.from_config(config)
+        for parameter in model.parameters():  # biases and norms that matter
+            torch.nn.init.normal_(parameter, 0.5 if parameter.dim() == 1 else 0.0, 0.1)
+        return model
+
+    def run(rank):
+        nl.init(TP2)
+        with nl.spmd.one_at_a_time(seed=0):
+            model = make()
+        held = sum(parameter.numel() for parameter in model.parameters())
+        nl.transform(model)
+        held = sum(parameter.numel() for parameter in model.parameters()) / held
+        model = nl.shard(model)
+        for batch in nl.accumulate(model, [parity.rows(0)]):
+            model(**batch).loss.backward()
+        return held, parity.whole(model, lambda parameter: parameter.grad)
+
+    alone = make()
+    alone(**parity.rows(0)).loss.backward()
+    for held, found in nl.spmd.run(run, 2):
+        assert held < 0.7  # of the parameters
+        for name, parameter in alone.named_parameters():
+            torch.testing.assert_close(found[name], parameter.grad, rtol=1e-4, atol=1e-5)
+
+
 def build_family(kind):
     torch.manual_seed(0)
     arguments = parity.FAMILIES["llama"][1]
@@ -360,13 +411,12 @@ def test_transform_rejects_indivisible_models_with_the_reason():
     assert "Sequential has no tensor-parallel plan" in message and "hybrid_shard_degree" in message
     message = transform_error(lambda: parity.build("mixtral", router_jitter_noise=0.1))
     assert "router_jitter_noise = 0.1" in message and "Set it to 0" in message
-    message = transform_error(model_with_convolution)
-    assert "does not split model.layers.1.mixer, a Conv1d, which needs all tokens" in message
     classifier = transformers.LlamaForSequenceClassification
     message = transform_error(lambda: classifier(parity.build("llama").config))
     assert "LlamaForSequenceClassification has no language model head" in message
-    message = transform_error(model_with_unknown_split)
-    assert "splits layers.*.mlp.up_proj in the style 'diagonal', which is not supported" in message
+    sizes = {"vocab_size": 97, "d_model": 16, "n_layers": 1, "n_heads": 2, "resid_pdrop": 0.1}
+    message = transform_error(lambda: transformers.MptForCausalLM(transformers.MptConfig(**sizes)))
+    assert "resid_pdrop = 0.1" in message and "Set it to 0" in message
     message = transform_error(lambda: parity.build("llama"), times=2)
     assert "transformed already" in message
 
@@ -404,22 +454,9 @@ def test_mixture_without_dense_layers_equals_one_process():
             torch.testing.assert_close(found[name], parameter.grad, rtol=0, atol=1e-5)
 
 
-def model_with_convolution():
-    """Build a model with a token-mixing layer that its tensor-parallel plan omits."""
-    model = parity.build("llama")
-    model.model.layers[1].mixer = torch.nn.Conv1d(32, 32, 3)
-    return model
-
-
 def model_returning_hidden_states():
     model = parity.build("llama")
     model.config.output_hidden_states = True
-    return model
-
-
-def model_with_unknown_split():
-    model = parity.build("llama")
-    model.config.base_model_tp_plan = {"layers.*.mlp.up_proj": "diagonal"}
     return model
 
 

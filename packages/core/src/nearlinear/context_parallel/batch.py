@@ -34,8 +34,8 @@ class ScoreBlock:
     keys: slice
     causal: bool = False
     """True on the diagonal, where queries and keys are the same rows."""
-    windowed: bool = False
-    """True if the sliding window hides a part of the block."""
+    masked: bool = False
+    """True if the mask hides a part of the block that is not the causal triangle."""
 
 
 def chunks_of(rank: int, ranks: int) -> tuple[int, int]:
@@ -66,32 +66,13 @@ def positions(rank: int, ranks: int, chunk: int, device) -> torch.Tensor:
     return torch.cat([inside + each * chunk for each in chunks_of(rank, ranks)])
 
 
-def score_blocks(
-    rank: int, source: int, ranks: int, chunk: int, window: int | None = None
-) -> list[ScoreBlock]:
-    """List the score blocks of the queries of ``rank`` and the keys of ``source``.
-
-    Args:
-        rank: Rank of the queries.
-        source: Rank of the keys.
-        ranks: Number of context ranks.
-        chunk: Rows per chunk.
-        window: Number of keys that a query sees, itself the last; None for all.
-    """
-    early, late = slice(0, chunk), slice(chunk, 2 * chunk)
-    if window is None or window >= 2 * ranks * chunk:
-        if source == rank:
-            return [ScoreBlock(ALL, ALL, causal=True)]
-        return [ScoreBlock(ALL, early)] if source < rank else [ScoreBlock(late, ALL)]
-    seen = []
-    for queries, query_chunk in zip((early, late), chunks_of(rank, ranks), strict=True):
-        for keys, key_chunk in zip((early, late), chunks_of(source, ranks), strict=True):
-            apart = (query_chunk - key_chunk) * chunk
-            if apart >= 0 and apart - chunk + 1 < window:
-                seen.append(
-                    ScoreBlock(queries, keys, apart == 0, windowed=apart + chunk - 1 >= window)
-                )
-    return seen
+def causal_blocks(rank: int, source: int, chunk: int) -> list[ScoreBlock]:
+    """List the score blocks of the queries of ``rank`` and the keys of ``source``, of 2 chunks."""
+    if source == rank:
+        return [ScoreBlock(ALL, ALL, causal=True)]
+    if source < rank:
+        return [ScoreBlock(ALL, slice(0, chunk))]
+    return [ScoreBlock(slice(chunk, 2 * chunk), ALL)]
 
 
 TOKEN_ARGUMENTS = ("input_ids", "inputs_embeds", "token_type_ids")
@@ -107,6 +88,73 @@ SUPPORTED_ARGUMENTS = (
 )
 
 
+class OpaqueMask:
+    """Base of masks that a model may only pass on: every operation on them raises ConfigError."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        raise changed_mask(getattr(function, "__name__", str(function)))
+
+    def __getattr__(self, name: str):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise changed_mask(name)
+
+
+def _refuse(name: str):
+    def operation(self, *args):
+        raise changed_mask(name)
+
+    return operation
+
+
+for _name in ("getitem", "add", "radd", "sub", "rsub", "mul", "rmul", "and", "or", "invert",
+              "neg", "len", "bool", "iter", "lt", "le", "gt", "ge"):  # fmt: skip
+    setattr(OpaqueMask, f"__{_name}__", _refuse(_name))
+
+
+def changed_mask(operation: str) -> ConfigError:
+    """Return the error for a model that computes with its mask."""
+    return ConfigError(
+        f"context_parallel_degree > 1: the model computes with its attention mask ({operation}), "
+        "of which every rank has a part only. Set context_parallel_degree = 1."
+    )
+
+
+class PaddingMask(OpaqueMask):
+    """Stands for the padding mask of the whole batch among the arguments of a rank.
+
+    A model may ask for its rank and change its dtype, or view it as the (B, S) that it is.
+    """
+
+    ndim = 2
+
+    def dim(self) -> int:
+        return 2
+
+    def to(self, *args, **kwargs) -> PaddingMask:
+        return self
+
+    def view(self, *shape: int) -> PaddingMask:
+        if len(shape) != 2 or shape[1] != -1:
+            raise changed_mask("view")
+        return self
+
+
+@dataclass(frozen=True, eq=False)
+class WholeBatch:
+    """Arguments of the model's mask functions for the whole batch."""
+
+    shape: tuple[int, int]
+    """(B, S)."""
+    local_length: int
+    """Number of rows of every rank."""
+    padding_BS: torch.Tensor | None
+    """The padding mask; None if the model was given none."""
+    positions_BS: torch.Tensor | None
+    """Positions that may begin documents; None if the model was given none."""
+
+
 @dataclass(frozen=True)
 class FullBatch:
     """Properties of the whole batch that are needed for the model's output."""
@@ -114,20 +162,20 @@ class FullBatch:
     length: int
     has_labels: bool
     logits_to_keep: int | torch.Tensor
+    masks: WholeBatch
 
 
 def split_arguments(given: dict, rank: int, ranks: int, documents: bool) -> tuple[dict, FullBatch]:
     """Take the part of ``rank`` of a Hugging Face causal model's keyword arguments.
 
-    ``labels`` are returned shifted, as ``labels`` and as ``shift_labels``. ``attention_mask``
-    becomes the segments of `attention`, (B, 1, 1, S) of the whole sequence (four dimensions, so
-    that transformers passes it on unchanged), or None if every token sees all earlier ones.
+    ``labels`` are returned shifted, as ``labels`` and as ``shift_labels``. A `PaddingMask` stands
+    for ``attention_mask``, since masks are built from the whole batch (`masks`).
 
     Args:
         given: Keyword arguments for the whole batch.
         rank: Context rank.
         ranks: Number of context ranks.
-        documents: Whether ``position_ids`` that restart begin a new document, without a mask.
+        documents: Whether ``position_ids`` that restart may begin a new document.
 
     Raises:
         ConfigError: An argument cannot be split.
@@ -152,21 +200,25 @@ def split_arguments(given: dict, rank: int, ranks: int, documents: bool) -> tupl
 
     local = {name: value for name, value in given.items() if name not in SUPPORTED_ARGUMENTS}
     local |= {name: local_part(given[name]) for name in TOKEN_ARGUMENTS if name in given}
-    positions = given.get("position_ids")
-    segments = _segments(given.get("attention_mask"), positions if documents else None)
+    positions, mask = given.get("position_ids"), given.get("attention_mask")
+    whole = WholeBatch(
+        (tokens.shape[0], length),
+        padded_length(length, ranks) // ranks,
+        None if mask is None else mask != 0,
+        positions if documents else None,
+    )
     if positions is None:
         positions = torch.arange(length, device=tokens.device).unsqueeze(0)
     local["position_ids"] = local_part(positions)
-    local["attention_mask"] = None
-    if segments is not None:
-        local["attention_mask"] = _pad(segments, ranks, 0)[:, None, None]
+    local["attention_mask"] = None if mask is None else PaddingMask()
     if "labels" in given:
         shifted = given.get("shift_labels")
         if shifted is None:
             shifted = functional.pad(given["labels"], (0, 1), value=IGNORED_LABEL)[:, 1:]
         local["labels"] = local["shift_labels"] = local_part(shifted, IGNORED_LABEL)
     local["use_cache"] = False
-    return local, FullBatch(length, "labels" in given, given.get("logits_to_keep", 0))
+    keep = given.get("logits_to_keep", 0)
+    return local, FullBatch(length, "labels" in given, keep, whole)
 
 
 def gather_logits(logits: torch.Tensor, batch: FullBatch, group: dist.ProcessGroup) -> torch.Tensor:
@@ -204,20 +256,6 @@ def _pad(whole: torch.Tensor, ranks: int, fill=None) -> torch.Tensor:
         return whole
     tail = whole[:, -1:].expand(-1, missing, *whole.shape[2:])
     return torch.cat([whole, tail if fill is None else torch.full_like(tail, fill)], 1)
-
-
-def _segments(mask_BS: torch.Tensor | None, positions_BS: torch.Tensor | None):
-    """Derive the segments of `attention` from a padding mask or from restarting positions."""
-    if mask_BS is not None:
-        seen = mask_BS != 0
-        # waits for the device, as transformers does; flash kernels need the absence of a mask
-        return None if bool(seen.all()) else seen.int()
-    if positions_BS is None:
-        return None
-    restarts = positions_BS.diff(dim=1) != 1
-    if not bool(restarts.any()):
-        return None
-    return functional.pad(restarts.int().cumsum(1), (1, 0)) + 1
 
 
 def _check_arguments(given: dict) -> None:

@@ -9,6 +9,7 @@ and keys, D head size.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -23,28 +24,10 @@ MAX_SCORES = 1 << 25
 
 @dataclass(frozen=True)
 class Mask:
-    """Visibility of keys to queries, from the positions and segments of both."""
+    """Visibility of the keys of one block to its queries."""
 
-    query_rows: torch.Tensor
-    """Positions in the sequence, (Q,)."""
-    key_rows: torch.Tensor
-    """Positions in the sequence, (S,)."""
-    window: int | None = None
-    query_segments: torch.Tensor | None = None
-    """(B, Q), see `ring_attention.attention`."""
-    key_segments: torch.Tensor | None = None
-    """(B, S)."""
-
-    def visible(self, rows: slice) -> torch.Tensor:
-        """Return the mask of the queries ``rows``: bool, broadcastable to (B, K, G, Q, S)."""
-        apart = self.query_rows[rows, None] - self.key_rows
-        seen = apart >= 0
-        if self.window is not None:
-            seen &= apart < self.window
-        if self.query_segments is not None and self.key_segments is not None:
-            seen = seen & (self.query_segments[:, rows, None] == self.key_segments[:, None])
-            return seen[:, None, None]
-        return seen
+    visible: Callable[[slice], torch.Tensor]
+    """Returns the mask of some of the queries: bool, broadcastable to (B, K, G, Q, S)."""
 
 
 @dataclass(frozen=True)
@@ -72,18 +55,20 @@ def forward(
     causal: bool,
     mask: Mask | None,
     dropout: Dropout | None,
+    softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute the output (B, H, Q, D) and lse (B, H, Q) of one block.
 
-    ``mask`` includes causality. Blocks without a mask are full, or causal with ``causal``.
+    ``mask`` includes causality; blocks without a mask are full, or causal with ``causal``.
+    ``softcap`` limits scores to its range by a tanh.
     """
-    if mask is None and dropout is None and _torch.has_flash_attention(q_BHQD, k_BKSD, v_BKSD):
+    if _uses_flash(q_BHQD, k_BKSD, v_BKSD, mask, dropout, softcap):
         return _torch.flash_attention(q_BHQD, k_BKSD, v_BKSD, causal, scale)
     k_BKSD, v_BKSD = k_BKSD.float(), v_BKSD.float()
     generator = dropout.generator(q_BHQD.device) if dropout else None
     outs, lses = [], []
     for rows in _parts(q_BHQD, k_BKSD):
-        scores = _scores(q_BHQD[:, :, rows], k_BKSD, scale, causal, mask, rows)
+        scores = _scores(q_BHQD[:, :, rows], k_BKSD, scale, softcap, causal, mask, rows)
         lse = scores.logsumexp(-1, keepdim=True).clamp(min=EMPTY_LSE)
         weights = (scores - lse).exp()
         if dropout and generator:
@@ -105,9 +90,10 @@ def backward(
     causal: bool,
     mask: Mask | None,
     dropout: Dropout | None,
+    softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Compute one block's gradients of q, k and v; ``out`` and ``lse`` combine all blocks."""
-    if mask is None and dropout is None and _torch.has_flash_attention(q_BHQD, k_BKSD, v_BKSD):
+    if _uses_flash(q_BHQD, k_BKSD, v_BKSD, mask, dropout, softcap):
         return _torch.flash_attention_backward(
             grad_BHQD, q_BHQD, k_BKSD, v_BKSD, out_BHQD, lse_BHQ, causal, scale
         )
@@ -120,7 +106,7 @@ def backward(
         q, grad, out = (
             _by_key_head(x[:, :, rows].float(), key_heads) for x in (q_BHQD, grad_BHQD, out_BHQD)
         )
-        scores = _scores(q_BHQD[:, :, rows], k_BKSD, scale, causal, mask, rows)
+        scores = _scores(q_BHQD[:, :, rows], k_BKSD, scale, softcap, causal, mask, rows)
         lse = lse_BHQ[:, :, rows].unflatten(1, (key_heads, -1))
         weights = (scores - lse[..., None]).exp()
         dweights = (grad.flatten(2, 3) @ v_BKSD.mT).view_as(weights)
@@ -129,6 +115,8 @@ def backward(
             factors = dropout.scale(weights, generator)
             kept, dweights = weights * factors, dweights * factors
         dscores = weights * (dweights - (grad * out).sum(-1, keepdim=True)) * scale
+        if softcap:  # the derivative of softcap * tanh(x / softcap)
+            dscores *= 1 - (scores.clamp(min=-softcap) / softcap).square_()
         dv_BKSD += kept.flatten(2, 3).mT @ grad.flatten(2, 3)
         dk_BKSD += dscores.flatten(2, 3).mT @ q.flatten(2, 3)
         dqs.append((dscores.flatten(2, 3) @ k_BKSD).unflatten(2, weights.shape[2:4]).flatten(1, 2))
@@ -150,6 +138,12 @@ class BlockSum:
         self.out[:, :, rows] += out * (lse - both).exp()[..., None]
         self.lse[:, :, rows] = both
 
+    def add_sinks(self, sinks_H: torch.Tensor) -> None:
+        """Add a score of every head to the softmax denominators."""
+        both = torch.logaddexp(self.lse, sinks_H.float()[:, None])
+        self.out *= (self.lse - both).exp()[..., None]
+        self.lse = both
+
 
 def _parts(q_BHQD: torch.Tensor, k_BKSD: torch.Tensor) -> list[slice]:
     """Divide the queries into slices whose scores fit in `MAX_SCORES`."""
@@ -163,10 +157,19 @@ def _by_key_head(x_BHQD: torch.Tensor, key_heads: int) -> torch.Tensor:
     return x_BHQD.unflatten(1, (key_heads, -1))
 
 
-def _scores(q_BHQD, k_BKSD, scale: float, causal: bool, mask: Mask | None, rows: slice):
+def _uses_flash(q_BHQD, k_BKSD, v_BKSD, mask, dropout, softcap) -> bool:
+    plain = mask is None and dropout is None and not softcap
+    return plain and _torch.has_flash_attention(q_BHQD, k_BKSD, v_BKSD)
+
+
+def _scores(
+    q_BHQD, k_BKSD, scale: float, softcap: float | None, causal: bool, mask: Mask | None, rows
+):
     """Compute scores (B, K, G, Q, S) in float32, -inf for invisible keys."""
     q_BKGQD = _by_key_head(q_BHQD.float(), k_BKSD.shape[1])
     scores = (q_BKGQD.flatten(2, 3) @ k_BKSD.mT).mul_(scale).unflatten(2, q_BKGQD.shape[2:4])
+    if softcap:
+        scores = scores.div_(softcap).tanh_().mul_(softcap)
     if mask is not None:
         return scores.masked_fill_(~mask.visible(rows), -torch.inf)
     if causal:

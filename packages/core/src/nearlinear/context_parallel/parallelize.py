@@ -1,10 +1,10 @@
 """Apply context parallelism to an untouched Hugging Face causal language model, in place.
 
 A hook before the model takes this rank's part of the batch (`batch.split_arguments`). All
-operations but attention work token by token. Attention is looked up in transformers' registry by a
-name in the model's config, which is set to ours. A hook after the model gathers the logits if there
-are no labels. Attention receives its whole context through its arguments, so several models,
-batches in flight and recomputation in backward do not interfere.
+operations but attention work token by token. Attention and masks are looked up in transformers'
+registries by a name in the model's config, which is set to ours. A hook after the model gathers the
+logits if there are no labels. Attention receives its whole context through its arguments, so
+several models, batches in flight and recomputation in backward do not interfere.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ from ..fsdp.forward_transforms import forward_transforms
 from ..fsdp.model_state import HuggingFaceModel, ShardingExtension, model_state, set_model_state
 from ..tensor_parallel.loss import install_loss
 from .batch import FLAGS, FullBatch, gather_logits, split_arguments
+from .masks import ATTENTION_NAME, SequenceMask, current_batch, use_whole_sequences
 from .ring_attention import EXCHANGES, attention
 
 KEY = "context_parallel_degree"
-SUPPORTED_LAYER_TYPES = ("full_attention", "sliding_attention")
+SUPPORTED_LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
@@ -58,6 +59,10 @@ def check_model(model: HuggingFaceModel) -> None:
     if others or getattr(model, "_is_stateful", False):
         channels = ", ".join(sorted(others)) or "a state"
         raise _unsupported(model, f"passes {channels} from token to token besides attention")
+    if any(isinstance(part, nn.Conv1d) for part in model.modules()):
+        raise _unsupported(model, "has convolutions over tokens")
+    if not any(_takes_positions(part) for part in (model, *_with_config(model))):
+        raise _unsupported(model, "takes no position_ids")
     for name in LENGTH_DEPENDENT_ROPE:
         if name in _rope_types(config):
             raise _unsupported(model, f"has rotary frequencies that depend on length ({name!r})")
@@ -74,14 +79,22 @@ def check_model(model: HuggingFaceModel) -> None:
 
 
 def _unsupported(model: HuggingFaceModel, why: str) -> ConfigError:
+    name = type(model).__name__.removeprefix("FSDP")
     return ConfigError(
-        f"{KEY} > 1: {type(model).__name__} {why}, so its sequences cannot be split. Set "
-        f"{KEY} = 1, or use a model such as GPT-2, GPT-NeoX, Llama, Mistral or Mixtral."
+        f"{KEY} > 1: {name} {why}, so its sequences cannot be split. Set {KEY} = 1, or use a model "
+        "such as GPT-2, GPT-NeoX, Llama, Mistral or Mixtral."
     )
 
 
 def _with_config(model: HuggingFaceModel) -> list[nn.Module]:
     return [part for part in model.modules() if hasattr(part, "config")]
+
+
+def _takes_positions(module: nn.Module) -> bool:
+    from transformers import PreTrainedModel
+
+    parameters = inspect.signature(type(module).forward).parameters
+    return isinstance(module, PreTrainedModel) and "position_ids" in parameters
 
 
 def _attends_by_interface(module: nn.Module) -> bool:
@@ -107,8 +120,7 @@ def _rope_types(config) -> set[str]:
     return found
 
 
-ATTENTION_NAME = "nearlinear_context"
-"""Name of the context-parallel attention in transformers' registry."""
+UNSUPPORTED_ATTENTION_ARGUMENTS = ("position_bias", "head_mask", "indices", "cache")
 
 
 class ContextParallel(ShardingExtension):
@@ -137,6 +149,7 @@ class ContextParallel(ShardingExtension):
         local, self.batch = split_arguments(
             given, self.exchange.rank, self.exchange.ranks, documents
         )
+        current_batch.set(self.batch.masks)
         self.attended = False
         return local
 
@@ -153,6 +166,7 @@ class ContextParallel(ShardingExtension):
 
     def gather(self, output):
         """Return the model's output, with the logits of all tokens if there were no labels."""
+        current_batch.set(None)
         if not self.attended:
             raise NearlinearError(
                 "context parallelism: the model did not call the context-parallel attention, so "
@@ -193,6 +207,7 @@ def _install_attention(model: HuggingFaceModel, context: ContextParallel) -> Non
     from transformers import AttentionInterface
 
     AttentionInterface.register(ATTENTION_NAME, _attention)
+    use_whole_sequences(model)
     state = model_state(model)
     state.extensions.append(context)
     config = copy.deepcopy(model.config)
@@ -214,31 +229,38 @@ def _attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    attention_mask: SequenceMask | None,
     scaling: float | None = None,
     dropout: float = 0.0,
-    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **others,
 ) -> tuple[torch.Tensor, None]:
-    """Attention function for transformers; tensors (B, H, S, D), mask of `split_arguments`."""
+    """Attention function for transformers; tensors (B, H, S, D).
+
+    The mask is that of the model's mask function. Other descriptions of it, such as
+    ``sliding_window``, are ignored as by transformers' SDPA attention.
+    """
     context = model_state(module).extension(ContextParallel)
     assert context is not None
-    for name in ("softcap", "s_aux", "position_bias", "head_mask"):
+    if not isinstance(attention_mask, SequenceMask):
+        raise _unsupported(context.model, "does not use transformers' mask functions")
+    for name in UNSUPPORTED_ATTENTION_ARGUMENTS:
         if others.get(name) is not None:
             raise ConfigError(
                 f"context_parallel_degree > 1: {type(module).__name__} uses {name}, which "
                 "context-parallel attention does not support. Set context_parallel_degree = 1."
             )
-    segments = None if attention_mask is None else attention_mask[:, 0, 0]
     context.attended = True
     out = attention(
         query,
         key,
         value,
         context.exchange,
-        segments_BS=segments,
+        mask=attention_mask,
         scale=scaling,
-        window=sliding_window,
+        softcap=softcap,
+        sinks_H=s_aux,
         dropout=dropout,
     )
     return out.transpose(1, 2).contiguous(), None

@@ -1,8 +1,8 @@
-"""Exact causal attention over a sequence that is split over context ranks in zig-zag chunks.
+"""Exact attention over a sequence that is split over context ranks in zig-zag chunks.
 
 Every rank has the queries, keys and values of its own rows (`batch`). `RingExchange` or
 `AllGatherExchange` provide the keys and values of the other ranks, one rank at a time, and
-`kernels` computes the score blocks that causality leaves. Forward saves the output and the log of
+`kernels` computes the score blocks that the mask leaves. Forward saves the output and the log of
 the softmax denominator, from which backward recomputes every block. Grouped-query heads are
 exchanged ungrouped, without repetition.
 """
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from .._torch import all_gather, reduce_scatter
 from . import batch, kernels
 from .kernels import Dropout, Mask
+from .masks import CAUSAL, SequenceMask
 
 
 class AllGatherExchange:
@@ -156,23 +157,23 @@ def attention(
     v_BKQD: torch.Tensor,
     exchange: RingExchange | AllGatherExchange,
     *,
-    segments_BS: torch.Tensor | None = None,
+    mask: SequenceMask = CAUSAL,
     scale: float | None = None,
-    window: int | None = None,
+    softcap: float | None = None,
+    sinks_H: torch.Tensor | None = None,
     dropout: float = 0.0,
 ) -> torch.Tensor:
-    """Causal attention of this rank's queries over the keys of all ranks. A collective call.
+    """Attention of this rank's queries over the keys of all ranks. A collective call.
 
     Args:
         q_BHQD: Queries of this rank; H is a multiple of K, Q is even, S = Q x ranks.
         k_BKQD: Keys of this rank.
         v_BKQD: Values of this rank.
         exchange: Exchange of keys and values between the ranks.
-        segments_BS: Integers for the whole sequence in order. Queries see only keys of their own
-            segment; segment 0 is padding, which no query sees. A query of segment 0 sees segment 1,
-            and a row that sees no key gives zeros.
+        mask: Visibility of keys to queries, causal by default. A row that sees no key gives zeros.
         scale: Scale of the scores, 1/sqrt(D) by default.
-        window: Number of keys that a query sees, itself the last.
+        softcap: Largest absolute value of the scores, reached by a tanh.
+        sinks_H: A score of every head that adds to the softmax denominator only.
         dropout: Dropout probability of the weights. One seed is drawn from the CPU's generator, so
             that activation recomputation repeats it.
 
@@ -182,8 +183,8 @@ def attention(
     if scale is None:
         scale = float(q_BHQD.shape[-1] ** -0.5)
     seed = int(torch.randint(1 << 62, ())) if dropout else 0
-    call = _AttentionCall(exchange, q_BHQD.shape[2] // 2, scale, window, dropout, seed)
-    return _Attention.apply(q_BHQD, k_BKQD, v_BKQD, segments_BS, call)
+    call = _AttentionCall(exchange, q_BHQD.shape[2] // 2, mask, scale, softcap, dropout, seed)
+    return _Attention.apply(q_BHQD, k_BKQD, v_BKQD, sinks_H, call)
 
 
 @dataclass(frozen=True)
@@ -192,42 +193,41 @@ class _AttentionCall:
 
     exchange: RingExchange | AllGatherExchange
     chunk: int
+    mask: SequenceMask
     scale: float
-    window: int | None
+    softcap: float | None
     dropout: float
     seed: int
 
-    def blocks(self, source: int, segments_BS, device) -> Iterator[tuple[batch.ScoreBlock, dict]]:
+    def blocks(self, source: int, device) -> Iterator[tuple[batch.ScoreBlock, dict]]:
         """Yield the score blocks with the keys of ``source``, with arguments for `kernels`."""
         rank, ranks = self.exchange.rank, self.exchange.ranks
-        blocks = batch.score_blocks(rank, source, ranks, self.chunk, self.window)
+        blocks = self.mask.blocks(rank, source, ranks, self.chunk, device)
         for number, block in enumerate(blocks):
             mask = dropout = None
-            if block.windowed or segments_BS is not None:
-                mask = self._mask(block, source, segments_BS, device)
+            if block.masked:
+                mask = self._mask(block, source, device)
             if self.dropout:
                 # one seed per block; there are at most four blocks per source
                 dropout = Dropout(self.dropout, self.seed + 4 * source + number)
-            yield block, {"causal": block.causal, "mask": mask, "dropout": dropout}
+            kind = {"causal": block.causal, "mask": mask, "dropout": dropout}
+            yield block, kind | {"softcap": self.softcap}
 
-    def _mask(self, block: batch.ScoreBlock, source: int, segments_BS, device) -> Mask:
+    def _mask(self, block: batch.ScoreBlock, source: int, device) -> Mask:
         rank, ranks = self.exchange.rank, self.exchange.ranks
         query_rows = batch.positions(rank, ranks, self.chunk, device)[block.queries]
         key_rows = batch.positions(source, ranks, self.chunk, device)[block.keys]
-        if segments_BS is None:
-            return Mask(query_rows, key_rows, self.window)
-        query_segments = segments_BS[:, query_rows].clamp(min=1)
-        return Mask(query_rows, key_rows, self.window, query_segments, segments_BS[:, key_rows])
+        return Mask(lambda rows: self.mask.visible(query_rows[rows], key_rows)[:, :, None])
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, segments_BS, call: _AttentionCall):
+    def forward(ctx, q, k, v, sinks_H, call: _AttentionCall):
         held = call.exchange.hold(torch.cat([k, v], -1))
         total = kernels.BlockSum(q, v.shape[-1])
         for source, kv in call.exchange.visit(held):
             k_there, v_there = kv.split([k.shape[-1], v.shape[-1]], -1)
-            for block, kind in call.blocks(source, segments_BS, q.device):
+            for block, kind in call.blocks(source, q.device):
                 part = kernels.forward(
                     q[:, :, block.queries],
                     k_there[:, :, block.keys],
@@ -236,21 +236,23 @@ class _Attention(torch.autograd.Function):
                     **kind,
                 )
                 total.add(block.queries, *part)
+        if sinks_H is not None:
+            total.add_sinks(sinks_H)
         out = total.out.to(q.dtype)
-        ctx.save_for_backward(q, held, out, total.lse, segments_BS)
+        ctx.save_for_backward(q, held, out, total.lse, sinks_H)
         ctx.call, ctx.sizes = call, (k.shape[-1], v.shape[-1])
         return out
 
     @staticmethod
     def backward(ctx, grad):
-        q, held, out, lse, segments_BS = ctx.saved_tensors
+        q, held, out, lse, sinks_H = ctx.saved_tensors
         call, grad = ctx.call, grad.contiguous()
         dq = torch.zeros_like(q, dtype=torch.float32)
         gradients = call.exchange.gradients()
         for source, kv in call.exchange.visit(held):
             k_there, v_there = kv.split(ctx.sizes, -1)
             dkv = torch.zeros_like(kv, dtype=torch.float32)
-            for block, kind in call.blocks(source, segments_BS, q.device):
+            for block, kind in call.blocks(source, q.device):
                 rows = block.queries
                 parts = kernels.backward(
                     grad[:, :, rows],
@@ -266,4 +268,8 @@ class _Attention(torch.autograd.Function):
                 dkv[:, :, block.keys] += torch.cat(parts[1:], -1)
             gradients.add(source, dkv)
         dk, dv = gradients.result().to(q.dtype).split(ctx.sizes, -1)
-        return dq.to(q.dtype), dk, dv, None, None
+        dsinks = None
+        if sinks_H is not None:
+            weights = (sinks_H.float()[:, None] - lse).exp()
+            dsinks = -(weights * (grad.float() * out.float()).sum(-1)).sum((0, 2)).to(sinks_H.dtype)
+        return dq.to(q.dtype), dk, dv, dsinks, None

@@ -335,6 +335,11 @@ def all_reduce_grad(tensor: torch.Tensor, group: dist.ProcessGroup, times: int =
     return transform_grad(tensor, reduce) if tensor.requires_grad else tensor
 
 
+def sum_over_ranks(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """All-reduce ``tensor``, and its gradient, since every rank uses the sum."""
+    return _SumOverRanks.apply(tensor, group)
+
+
 def all_gather_detached(rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """All-gather ``rows`` (R, ...) without a graph."""
     output = rows.new_empty(group.size() * len(rows), *rows.shape[1:])
@@ -357,6 +362,21 @@ class _AllGatherRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         return _reduce_scatter_detached(gradient, ctx.group), None
+
+
+class _SumOverRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tensor, group):
+        ctx.group = group
+        total = tensor.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx, gradient):
+        total = gradient.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
 
 
 class _ReduceScatterRows(torch.autograd.Function):

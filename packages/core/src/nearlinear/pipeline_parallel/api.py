@@ -31,10 +31,9 @@ from .runtime import BatchLoss, OnOutput, PipelineRuntime, pipeline_runtime
 from .schedules import PipelineSchedule, find_schedule
 from .stage import (
     build_stage,
+    check_hidden_states,
     find_model_split,
-    preserves_hidden_states,
     remove_other_stages,
-    token_rows,
 )
 from .tied_weights import copy_tied_parameters, find_tied_parameters, tied_gradient_reducers
 
@@ -78,12 +77,7 @@ def pipeline(
     _check_order_of_calls(model)
     model_split = find_model_split(model, parts)
     num_blocks = model_split.num_blocks(model)
-    if not preserves_hidden_states(model, model_split, num_blocks):
-        raise ConfigError(
-            f"nl.pipeline: {type(model).__name__} changes hidden states also between embedding, "
-            "blocks, norm and head (by a factor or a cap), which every stage would repeat. Set "
-            "pipeline_parallel_degree = 1 and raise hybrid_shard_degree."
-        )
+    check_hidden_states(model, model_split, num_blocks)
     if measure and model_state(model).layout.axes:
         raise ConfigError(
             "nl.pipeline(measure=True) measures whole blocks, but nl.transform has divided this "
@@ -111,7 +105,7 @@ def pipeline(
         copy_tied_parameters(model, tied)
     stages = {n: build_stage(model, model_split, partition[n], num_blocks) for n in numbers}
     blocks = {block for number in numbers for block in partition[number]}
-    remove_other_stages(model, model_split, blocks, num_blocks, token_rows(model))
+    remove_other_stages(model, model_split, blocks, num_blocks)
     gc.collect()  # removed modules with an instance forward are reference cycles
     wave_size = schedule.wave_size(config.active_microbatches, config.microbatches)
     state = model_state(model)

@@ -1,9 +1,9 @@
 """Pipeline stages: copies of the model in which modules of other stages are replaced.
 
 The model's own ``forward`` runs unchanged on every stage, and parameters keep their names. Hidden
-states enter as ``inputs_embeds`` and leave as ``logits``, because the final norm and the head are
-replaced by identities. A stage shares its modules with the rank's model; only the containers around
-them are copied.
+states enter a stage where its first block would receive them and leave it after its last block, so
+that factors and caps around the blocks (Granite, Cohere, Gemma) have no effect on them. A stage
+shares its modules with the rank's model; only the containers around them are copied.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import nn
 
 from ..errors import ConfigError, NearlinearError
 from ..fsdp.forward_transforms import forward_transforms
-from ..fsdp.model_state import model_state, set_model_state
+from ..fsdp.model_state import find_blocks, model_state, set_model_state
 from ..spmd import one_at_a_time
 from ..tensor_parallel.modules import TensorParallel, TokenRows
 from ..tensor_parallel.parallelize import HuggingFaceModel
@@ -39,7 +39,7 @@ class ModelSplit:
     """
 
     base: str
-    """The base model, in the model."""
+    """The module that holds the blocks, in the model."""
     first: tuple[str, ...]
     """Embeddings and the modules after them, in the base model."""
     blocks: str
@@ -81,14 +81,15 @@ def find_model_split(model: HuggingFaceModel, parts: Mapping | None = None) -> M
             f"nl.pipeline: {kind} is not a Hugging Face causal language model (a base model and a "
             "head). Wrap its stages yourself with torch.distributed.pipelining.PipelineStage."
         )
-    parts = parts or _split_from_config(model)
-    if parts is None:
-        raise ConfigError(
-            f"nl.pipeline: the config of {kind} has no base_model_pp_plan, which names the modules "
-            "before and after the blocks. Set pipeline_parallel_degree = 1, or name the children "
-            f"of the base model, as in nl.pipeline(model, parts={KNOWN_SPLITS['gpt2']})."
-        )
-    split = ModelSplit(base, tuple(parts["first"]), parts["blocks"], tuple(parts["last"]), head)
+    named, parts = parts is not None, parts or _split_from_config(model)
+    if parts is not None:
+        split = ModelSplit(base, tuple(parts["first"]), parts["blocks"], tuple(parts["last"]), head)
+        if not _problem(model, split):
+            _check_losses(model)
+            return split
+        if named:
+            _check_split(model, split)  # raises
+    split = _derive_split(model, head)
     _check_split(model, split)
     return split
 
@@ -106,28 +107,69 @@ def _split_from_config(model: HuggingFaceModel) -> Mapping | None:
     return {"first": names[:index], "blocks": lists[0], "last": names[index + 1 :]}
 
 
-def _check_split(model: HuggingFaceModel, split: ModelSplit) -> None:
-    """Raise ConfigError for parameters that no stage would hold, and for losses across stages."""
-    kind, base = type(model).__name__, getattr(model, split.base)
-    children = dict(base.named_children())
-    missing = [n for n in (*split.first, split.blocks, *split.last) if n not in children]
-    if missing:
-        raise ConfigError(
-            f"nl.pipeline: {kind}.{split.base} has no child {missing[0]!r}. Its children are "
-            f"{', '.join(children)}."
-        )
+def _problem(model: HuggingFaceModel, split: ModelSplit) -> str | None:
+    """Return the reason why ``split`` does not cover ``model``, if any."""
+    kind, children = type(model).__name__, dict(model.get_submodule(split.base).named_children())
+    for name in (*split.first, split.blocks, *split.last):
+        if name not in children:
+            return f"{kind}.{split.base} has no child {name!r}. Its children: {', '.join(children)}"
     held = {f"{split.base}.{name}" for name in (*split.first, split.blocks, *split.last)}
     for name, _ in model.named_parameters():
         if not any(name.startswith(f"{part}.") for part in (*held, split.head)):
-            raise ConfigError(
-                f"nl.pipeline: no stage of {kind} would hold parameter {name}. Name the module it "
-                f"belongs to, as in nl.pipeline(model, parts={KNOWN_SPLITS['gpt2']})."
-            )
+            return f"no stage of {kind} would hold parameter {name}"
+    return None
+
+
+def _check_split(model: HuggingFaceModel, split: ModelSplit) -> None:
+    """Raise ConfigError for parameters that no stage would hold, and for losses across stages."""
+    problem = _problem(model, split)
+    if problem:
+        raise ConfigError(
+            f"nl.pipeline: {problem}. Name the modules before and after the blocks, as in "
+            f"nl.pipeline(model, parts={KNOWN_SPLITS['gpt2']}), or set "
+            "pipeline_parallel_degree = 1."
+        )
+    _check_losses(model)
+
+
+def _check_losses(model: HuggingFaceModel) -> None:
     if getattr(model.config, "output_router_logits", False):
         raise ConfigError(
             "nl.pipeline: output_router_logits = true in the model's config needs one loss over "
             "the routers of all stages, which a pipeline cannot compute. Set it to false."
         )
+
+
+def _derive_split(model: HuggingFaceModel, head: str) -> ModelSplit:
+    """Find the modules before and after the blocks by a forward pass without any of them."""
+    names = {module: name for name, module in model.named_modules()}
+    blocks = find_blocks(model)
+    base, _, stack = names[blocks[0]].rpartition(".")[0].rpartition(".")
+    holder = model.get_submodule(base)
+    children = {
+        name: child
+        for name, child in holder.named_children()
+        if name != stack and any(True for _ in child.parameters())
+    }
+    embedding = _child_name(holder, model.get_input_embeddings())
+    if embedding is None or list(holder._modules[stack].children()) != blocks:
+        raise _indivisible(model, f"its embedding and its blocks are not children of {base}")
+    split = ModelSplit(base, tuple(children), stack, (), head)
+    order = _run_bare(model, split, len(blocks)).order
+    called = [name for name in order if name is not None]
+    if set(children) - set(called) - {embedding} or len(called) != len(set(called)):
+        odd = sorted(set(children) - set(called) - {embedding}) or called
+        raise _indivisible(model, f"{', '.join(odd)} are not called once, before or after blocks")
+    first = [name for name in order[: order.index(None)] if name and name != embedding]
+    last = [name for name in order[order.index(None) :] if name]
+    return ModelSplit(base, (embedding, *first), stack, tuple(last), head)
+
+
+def _indivisible(model: nn.Module, reason: str) -> ConfigError:
+    return ConfigError(
+        f"nl.pipeline: {type(model).__name__} cannot be divided into stages: {reason}. Set "
+        "pipeline_parallel_degree = 1 and raise hybrid_shard_degree."
+    )
 
 
 def _child_name(model: nn.Module, child: nn.Module | None) -> str | None:
@@ -143,24 +185,43 @@ LAST_STAGE_ARGUMENTS = ("labels", "logits_to_keep", "shift_labels")
 class PassThrough(nn.Module):
     """Replaces a module of another stage; returns the hidden states."""
 
-    def __init__(
-        self,
-        as_tuple: bool = False,
-        transform: Callable[[torch.Tensor], torch.Tensor] | None = None,
-    ):
+    def __init__(self, as_tuple: bool = False, replaced: nn.Module | None = None):
         """Create the replacement.
 
         Args:
             as_tuple: Return a tuple, as blocks in older releases of transformers do.
-            transform: Change of the hidden states that the replaced module is responsible for.
+            replaced: Module whose plain attributes the model may read, such as the type of a layer.
         """
         super().__init__()
         self.as_tuple = as_tuple
-        self.transform = transform
+        for name, value in ({} if replaced is None else vars(replaced)).items():
+            if isinstance(value, str | int | float | None) and name != "training":
+                vars(self).setdefault(name, value)
 
     def forward(self, hidden: torch.Tensor, *args, **kwargs):
-        hidden = hidden if self.transform is None else self.transform(hidden)
         return (hidden,) if self.as_tuple else hidden
+
+
+class Boundary(PassThrough):
+    """Replaces the first block of the model, the last one or both.
+
+    The first block of later stages returns the received hidden states. The last block of earlier
+    stages keeps those to send.
+    """
+
+    def __init__(
+        self, replaced: nn.Module, as_tuple: bool, state: StageState, is_first: bool, is_last: bool
+    ):
+        super().__init__(as_tuple, replaced)
+        self.state, self.is_first, self.is_last = state, is_first, is_last
+
+    def forward(self, hidden: torch.Tensor, *args, **kwargs):
+        if self.is_first:
+            assert self.state.received is not None
+            hidden = self.state.received
+        if self.is_last:
+            self.state.result = hidden
+        return super().forward(hidden)
 
 
 class ZeroEmbedding(nn.Module):
@@ -182,6 +243,10 @@ class StageState:
     """Called with (micro-batch index, model output) on the last stage, which returns the result."""
     index: int = 0
     """Index of the current micro-batch."""
+    received: torch.Tensor | None = None
+    """Hidden states from the previous stage, during a forward pass."""
+    result: torch.Tensor | None = None
+    """Hidden states for the next stage, during a forward pass."""
 
     def begin(
         self, micro_batches: list[dict[str, Any]], on_output: Callable[[int, Any], Any]
@@ -201,11 +266,14 @@ class StageForward:
 
     def __call__(self, *received: torch.Tensor):
         stage, state = self.stage, self.state
-        output = type(stage).forward(stage, **_stage_arguments(stage, received, state))
+        state.received = None if state.is_first else received[0]
+        output = type(stage).forward(stage, **_stage_arguments(stage, state))
+        hidden, state.received, state.result = state.result, None, None
         if state.is_last:
             assert state.on_output is not None
             return state.on_output(state.index, forward_transforms(stage).leave(output))
-        return _hidden_to_send(stage, output)
+        assert hidden is not None
+        return hidden if hidden._base is None else hidden.clone()  # torch cannot detach views
 
 
 def stage_state(stage: nn.Module) -> StageState:
@@ -214,35 +282,29 @@ def stage_state(stage: nn.Module) -> StageState:
     return stage.forward.state
 
 
-def _stage_arguments(
-    stage: nn.Module, received: tuple[torch.Tensor, ...], state: StageState
-) -> dict[str, Any]:
-    """Return the model's arguments for the current micro-batch, with the received hidden states."""
+def _stage_arguments(stage: nn.Module, state: StageState) -> dict[str, Any]:
+    """Return the model's arguments for the current micro-batch.
+
+    Later stages get zeros in place of embeddings, see `Boundary`.
+    """
     arguments = forward_transforms(stage).enter((), dict(state.micro_batches[state.index]))
     shape = _batch_shape(arguments)
     excluded = (() if state.is_first else FIRST_STAGE_ARGUMENTS) + (
         () if state.is_last else LAST_STAGE_ARGUMENTS
     )
     arguments = {name: value for name, value in arguments.items() if name not in excluded}
-    if not state.is_first:
+    if state.received is not None:
         rows = token_rows(stage)
         if rows is not None:
             rows.set_shape(*shape)
-        arguments["inputs_embeds"] = received[0] if rows is None else rows.place(received[0])
+        arguments["inputs_embeds"] = state.received.new_zeros(*shape, state.received.shape[-1])
     return arguments | {"use_cache": False, "return_dict": True}
 
 
-def _hidden_to_send(stage: nn.Module, output: Any) -> torch.Tensor:
-    """Return the hidden states for the next stage; never a view, which torch cannot detach."""
-    rows = token_rows(stage)
-    hidden = output.logits if rows is None else rows.take(output.logits)
-    return hidden if hidden._base is None else hidden.clone()
-
-
 def token_rows(model: nn.Module) -> TokenRows | None:
-    """Return the rows of the hidden states that each tensor rank sends; None without them."""
+    """Return the rows of the hidden states that each tensor rank sends; None if it sends all."""
     tensor = model_state(model).extension(TensorParallel)
-    return None if tensor is None else tensor.rows
+    return None if tensor is None or tensor.whole_states else tensor.rows
 
 
 def hidden_shape(model: HuggingFaceModel, micro_batch: Mapping) -> tuple[int, ...]:
@@ -279,9 +341,10 @@ def build_stage(
         num_blocks: Number of blocks of the whole model.
     """
     stage, blocks = _copy_containers(model, split), set(blocks)
-    remove_other_stages(stage, split, blocks, num_blocks, token_rows(model))
+    state = StageState(0 in blocks, num_blocks - 1 in blocks)
+    remove_other_stages(stage, split, blocks, num_blocks, state)
     set_model_state(stage, replace(model_state(model), is_stage=True))
-    stage.forward = StageForward(stage, StageState(0 in blocks, num_blocks - 1 in blocks))
+    stage.forward = StageForward(stage, state)
     return stage
 
 
@@ -290,10 +353,13 @@ def remove_other_stages(
     split: ModelSplit,
     blocks: set[int],
     num_blocks: int,
-    rows: TokenRows | None = None,
+    state: StageState | None = None,
 ) -> None:
-    """Replace the modules of ``model`` that stages without ``blocks`` hold, in place."""
-    base, block_list = model._modules[split.base], split.block_list(model)
+    """Replace the modules of ``model`` that stages without ``blocks`` hold, in place.
+
+    With ``state``, the model becomes a stage that receives and sends hidden states.
+    """
+    base, block_list = model.get_submodule(split.base), split.block_list(model)
     if 0 not in blocks:
         input_embeddings = model.get_input_embeddings()
         for name in split.first:
@@ -302,20 +368,27 @@ def remove_other_stages(
             base._modules[name] = ZeroEmbedding() if is_added else PassThrough()
     for name, block in list(block_list._modules.items()):
         if int(name) not in blocks and not isinstance(block, PassThrough):
-            transform = rows.take if rows is not None and name == "0" else None
-            block_list._modules[name] = PassThrough(returns_tuple(type(block)), transform)
+            as_tuple = returns_tuple(type(block))
+            ends = int(name) == 0, int(name) == num_blocks - 1
+            is_boundary = state is not None and any(ends)
+            block_list._modules[name] = (
+                Boundary(block, as_tuple, state, *ends)
+                if state and is_boundary
+                else PassThrough(as_tuple, block)
+            )
     if num_blocks - 1 not in blocks:
         for name in split.last:
-            transform = rows.place if rows is not None and name == split.last[0] else None
-            base._modules[name] = PassThrough(transform=transform)
+            base._modules[name] = PassThrough()
         model._modules[split.head] = PassThrough()
 
 
 def _copy_containers(model: HuggingFaceModel, split: ModelSplit) -> HuggingFaceModel:
     """Return a copy of the model, its base model and its list of blocks; share all else."""
-    copied = _shallow_copy(model)
-    base = copied._modules[split.base] = _shallow_copy(copied._modules[split.base])
-    base._modules[split.blocks] = _shallow_copy(base._modules[split.blocks])
+    copied = container = _shallow_copy(model)
+    for name in (*split.base.split("."), split.blocks):
+        inner = _shallow_copy(container._modules[name])
+        container._modules[name] = inner
+        container = inner
     return copied
 
 
@@ -354,16 +427,100 @@ def returns_tuple(block: type[nn.Module]) -> bool:
     )
 
 
-def preserves_hidden_states(model: HuggingFaceModel, split: ModelSplit, num_blocks: int) -> bool:
-    """Return True if ``model`` changes hidden states only in the modules of ``split``.
+class _Probe(PassThrough):
+    """Records the call of a module in a bare forward pass, in which no module has parameters.
 
-    Some models scale or cap hidden states in between, which every stage would repeat.
+    Modules before the blocks return NaN, which must reach the blocks in their hidden states only.
     """
-    bare = _copy_containers(model, split)
-    remove_other_stages(bare, split, set(), num_blocks)
-    device = next((b.device for b in model.buffers() if not b.is_meta), torch.device("cpu"))
-    hidden = torch.linspace(-1, 1, 2 * model.config.hidden_size, device=device).view(1, 2, -1)
-    with torch.no_grad():
-        forward = type(model).forward
-        output = forward(bare, inputs_embeds=hidden, use_cache=False, return_dict=True).logits
-    return output.shape == hidden.shape and torch.equal(output, hidden)
+
+    def __init__(self, name: str | None, trace: _Trace, module: nn.Module):
+        super().__init__(name is None and returns_tuple(type(module)), module)
+        self.name, self.trace = name, trace
+        self.is_embedding = isinstance(module, nn.Embedding)
+
+    def forward(self, *args, **kwargs):
+        self.trace.order.append(self.name)
+        hidden = next((x for x in (*args, *kwargs.values()) if _is_float(x)), None)
+        if self.name is not None:
+            if hidden is None or self.is_embedding:
+                hidden = self.trace.given
+            return hidden * torch.nan
+        if None not in self.trace.order[:-1]:
+            self.trace.entering = hidden
+            hidden = self.trace.given
+        assert hidden is not None
+        others = [x for x in _tensors((args[1:], kwargs)) if x is not hidden]
+        self.trace.leaks |= any(
+            _is_float(x) and not x.is_meta and bool(x.isnan().any()) for x in others
+        )
+        self.trace.leaving = hidden
+        return super().forward(hidden)
+
+
+@dataclass
+class _Trace:
+    """Observations of a bare forward pass."""
+
+    given: torch.Tensor
+    """Hidden states that the first block returns."""
+    order: list[str | None] = field(default_factory=list)
+    """Names of the called modules around the blocks, and None for every block."""
+    entering: torch.Tensor | None = None
+    """Hidden states at the first block."""
+    leaving: torch.Tensor | None = None
+    """Hidden states at the last block."""
+    leaks: bool = False
+    """Blocks receive more from the modules before them than hidden states."""
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() > 1
+
+
+def _tensors(tree: Any) -> Iterator[torch.Tensor]:
+    if isinstance(tree, torch.Tensor):
+        yield tree
+    elif isinstance(tree, Mapping):
+        for value in tree.values():
+            yield from _tensors(value)
+    elif isinstance(tree, tuple | list):
+        for value in tree:
+            yield from _tensors(value)
+
+
+def _run_bare(model: HuggingFaceModel, split: ModelSplit, num_blocks: int) -> _Trace:
+    """Run the model's forward with recorders in place of all modules with parameters."""
+    bare, device = _copy_containers(model, split), torch.device("cpu")
+    device = next((buffer.device for buffer in model.buffers() if not buffer.is_meta), device)
+    size = model.config.hidden_size
+    given = torch.linspace(-1, 1, 2 * size, device=device).view(1, 2, size)
+    trace, base = _Trace(given), bare.get_submodule(split.base)
+    for name in (*split.first, *split.last):
+        base._modules[name] = _Probe(name, trace, base._modules[name])
+    for name, block in list(split.block_list(bare)._modules.items()):
+        split.block_list(bare)._modules[name] = _Probe(None, trace, block)
+    bare._modules[split.head] = PassThrough()
+    arguments = {"inputs_embeds": given.clone(), "use_cache": False, "return_dict": True}
+    try:
+        with torch.no_grad():
+            type(model).forward(bare, **arguments)
+    except Exception as error:  # the model's own code, on modules that it does not expect
+        raise _indivisible(
+            model, f"without its modules it raises {type(error).__name__} ({error})"
+        ) from error
+    if len([name for name in trace.order if name is None]) != num_blocks:
+        raise _indivisible(model, "its blocks are not called once each")
+    return trace
+
+
+def check_hidden_states(model: HuggingFaceModel, split: ModelSplit, num_blocks: int) -> None:
+    """Check that blocks pass only hidden states (B, S, E) to each other. Raises ConfigError."""
+    if getattr(model.config, "num_kv_shared_layers", 0):
+        raise _indivisible(model, "blocks use the keys and values of earlier ones")
+    trace = _run_bare(model, split, num_blocks)
+    if trace.entering is None or trace.entering.shape != trace.given.shape:
+        raise _indivisible(model, "its hidden states do not have shape (batch, tokens, width)")
+    if trace.leaving is None or not torch.equal(trace.leaving, trace.given):
+        raise _indivisible(model, "it changes hidden states between blocks")
+    if trace.leaks:
+        raise _indivisible(model, "blocks receive more than hidden states from modules before them")

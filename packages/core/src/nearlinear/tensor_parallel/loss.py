@@ -17,7 +17,8 @@ from torch.nn import functional
 from .._torch import all_gather
 from ..distributed.runtime import Runtime
 from ..errors import ConfigError
-from ..fsdp.targets import IGNORED_LABEL, SHIFTED, calls_loss_function
+from ..fsdp.forward_transforms import forward_transforms
+from ..fsdp.targets import IGNORED_LABEL, SHIFTED
 
 
 class CausalLoss:
@@ -33,6 +34,7 @@ class CausalLoss:
     ):
         """``first``: id of this rank's first logit."""
         self.tensor, self.first, self.context = tensor, first, context
+        self.calls = 0
 
     def __call__(
         self,
@@ -55,6 +57,13 @@ class CausalLoss:
             shift_labels: (B, S), shifted already; replaces ``labels``.
             num_items_in_batch: Replaces the number of targets.
         """
+        self.calls += 1
+        split = self.tensor is not None and self.tensor.size() > 1
+        if split and vocab_size == logits.shape[-1]:
+            raise ConfigError(
+                "tensor_parallel_degree > 1: the model takes the size of its vocabulary from the "
+                "logits, of which every rank has a part. Set tensor_parallel_degree = 1."
+            )
         if shift_labels is None:
             shift_labels = functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
         targets = shift_labels.reshape(-1).to(logits.device)
@@ -92,19 +101,36 @@ def out_of_vocabulary(
 def install_loss(model: Any, now: Runtime, first: int = 0) -> None:
     """Set the loss function of ``model`` if it has tensor or context ranks.
 
-    ``first``: id of this rank's first logit. Raises ConfigError if the model does not call it.
+    ``first``: id of this rank's first logit. A model that does not call it raises ConfigError in
+    its first forward pass with labels.
     """
     tensor = now.group("tensor") if now.mesh.tensor > 1 else None
     context = now.group("context") if now.mesh.context > 1 else None
     if tensor is not None or context is not None:
-        if hasattr(model, "loss_function") and not calls_loss_function(model):
-            axis = "context" if tensor is None else "tensor"
+        loss = model.loss_function = CausalLoss(tensor, first, context)
+        check = _LossCheck(model, loss)
+        forward_transforms(model).before.append(check.before)
+        forward_transforms(model).after.append(check.after)
+
+
+class _LossCheck:
+    """Refuses models that compute a loss of a part of the logits without ``loss_function``."""
+
+    def __init__(self, model: Any, loss: CausalLoss):
+        self.name, self.loss = type(model).__name__, loss
+        self.calls: int | None = None
+
+    def before(self, given: dict) -> dict:
+        self.calls = self.loss.calls if given.get("labels") is not None else None
+        return given
+
+    def after(self, output: Any) -> Any:
+        if self.calls == self.loss.calls:
             raise ConfigError(
-                f"{axis}_parallel_degree > 1: {type(model).__name__} computes its loss inline "
-                "instead of by model.loss_function, which nearlinear replaces to sum over the "
-                f"{axis} ranks; set {axis}_parallel_degree = 1"
+                f"tensor_parallel_degree or context_parallel_degree > 1: {self.name} computes its "
+                "loss without loss_function, from a part of the logits. Set both to 1."
             )
-        model.loss_function = CausalLoss(tensor, first, context)
+        return output
 
 
 class _TokenLosses(torch.autograd.Function):

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional
 
 from .._torch import all_gather
-from ..distributed.collectives import all_gather_rows, reduce_scatter_rows
+from ..distributed.collectives import all_gather_rows, reduce_scatter_rows, sum_over_ranks
 from ..distributed.runtime import Runtime
 from ..fsdp.model_state import PartialGradients, ShardingExtension, parameter_state
 from ..fsdp.partial_gradients import PartialGradientReducer
@@ -81,11 +81,13 @@ class TokenRows:
 class TensorParallel(ShardingExtension):
     """Sum the gradients of parameters that are replicated on the tensor ranks.
 
-    Each rank computes their gradients from its own rows of the tokens.
+    Each rank computes their gradients from its own rows of the tokens, or with whole hidden states
+    from its own part of the split layers.
     """
 
-    def __init__(self, rows: TokenRows):
-        self.rows = rows
+    def __init__(self, rows: TokenRows, whole_states: bool = False):
+        """``whole_states``: hidden states are whole on every rank, which does not use ``rows``."""
+        self.rows, self.whole_states = rows, whole_states
 
     def partial_gradients(self, model: nn.Module, runtime: Runtime) -> list[PartialGradients]:
         whole = [
@@ -112,18 +114,45 @@ class RowParallelLinear:
     """``forward`` of a linear layer with a part of the inputs.
 
     Outputs are reduce-scattered to each rank's rows, to which the rank adds the bias. With
-    ``split_inputs`` the inputs are unsplit, and this rank takes its part of them.
+    ``split_inputs`` the inputs are unsplit, and this rank takes its part of them. ``output``
+    replaces the reduce-scatter: ``"whole"`` is an all-reduce, and with ``"partial"`` the outputs
+    stay partial sums, for a module around that adds and sums them.
     """
 
-    def __init__(self, layer: nn.Linear, rows: TokenRows, split_inputs: bool = False):
-        self.layer, self.rows, self.split_inputs = layer, rows, split_inputs
+    def __init__(
+        self,
+        layer: nn.Linear,
+        rows: TokenRows,
+        split_inputs: bool = False,
+        output: str = "rows",
+    ):
+        self.layer, self.rows, self.split_inputs, self.output = layer, rows, split_inputs, output
 
     def __call__(self, x_BSF: torch.Tensor) -> torch.Tensor:
         layer = self.layer
         if self.split_inputs:
             x_BSF = x_BSF.chunk(self.rows.ranks, -1)[self.rows.rank]
-        y_1RE = self.rows.sum(functional.linear(x_BSF, layer.weight))
-        return y_1RE if layer.bias is None else y_1RE + layer.bias
+        y_BSE = functional.linear(x_BSF, layer.weight)
+        if self.output == "partial":
+            return y_BSE if layer.bias is None else y_BSE + layer.bias / self.rows.ranks
+        whole = self.output == "whole"
+        y_BSE = sum_over_ranks(y_BSE, self.rows.group) if whole else self.rows.sum(y_BSE)
+        return y_BSE if layer.bias is None else y_BSE + layer.bias
+
+
+class SharedBias:
+    """``forward`` of experts whose outputs are partial sums: every rank adds a share of a bias."""
+
+    def __init__(self, experts: nn.Module, name: str, rows: TokenRows):
+        self.experts, self.name, self.rows = experts, name, rows
+
+    def __call__(self, *args, **kwargs):
+        experts, name = self.experts, self.name
+        vars(experts)[name] = experts.get_parameter(name) / self.rows.ranks  # hides the parameter
+        try:
+            return type(experts).forward(experts, *args, **kwargs)
+        finally:
+            del vars(experts)[name]
 
 
 class RowParallelConv1D:
@@ -140,11 +169,15 @@ class VocabularyParallelEmbedding:
     """``forward`` of an embedding with a part of the vocabulary, from id ``first`` on.
 
     Fills only this rank's rows of the output (B, S, E): the first block takes no others, and the
-    operations before it work token by token.
+    operations before it work token by token. With ``whole_states`` it fills all of them. A subclass
+    may change the rows that it looks up, as by a factor.
     """
 
-    def __init__(self, embedding: nn.Embedding, rows: TokenRows, first: int):
+    def __init__(
+        self, embedding: nn.Embedding, rows: TokenRows, first: int, whole_states: bool = False
+    ):
         self.embedding, self.rows, self.first = embedding, rows, first
+        self.whole_states = whole_states
 
     def __call__(self, ids_BS: torch.Tensor) -> torch.Tensor:
         embedding = self.embedding
@@ -154,11 +187,18 @@ class VocabularyParallelEmbedding:
         padding = None if padding is None else padding - self.first
         if padding is not None and not 0 <= padding < embedding.weight.shape[0]:
             padding = None
-        x_BSE = functional.embedding(here.where(is_local, 0), embedding.weight, padding)
+        whole_padding = embedding.padding_idx
+        try:
+            embedding.padding_idx = padding
+            x_BSE = type(embedding).forward(embedding, here.where(is_local, 0))
+        finally:
+            embedding.padding_idx = whole_padding
         others_BS = x_BSE.new_zeros(ids_BS.shape)
         others_BS.masked_fill_(out_of_vocabulary(ids_BS, embedding.num_embeddings), torch.nan)
-        summed = self.rows.sum(x_BSE.where(is_local.unsqueeze(-1), others_BS.unsqueeze(-1)))
-        return self.rows.place(summed)
+        x_BSE = x_BSE.where(is_local.unsqueeze(-1), others_BS.unsqueeze(-1))
+        if self.whole_states:
+            return sum_over_ranks(x_BSE, self.rows.group)
+        return self.rows.place(self.rows.sum(x_BSE))
 
 
 class VocabularyParallelHead:

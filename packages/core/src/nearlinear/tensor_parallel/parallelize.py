@@ -8,6 +8,7 @@ embeddings and head by vocabulary.
 
 from __future__ import annotations
 
+import inspect
 import logging
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from torch import nn
 
 from ..config.parallel import divisors
-from ..distributed.collectives import all_reduce_grad
+from ..distributed.collectives import all_reduce_grad, sum_over_ranks
 from ..distributed.mesh import Mesh
 from ..distributed.runtime import Runtime
 from ..errors import ConfigError
@@ -24,35 +25,42 @@ from ..fsdp.model_state import HuggingFaceModel, find_blocks, model_state, split
 from . import modules
 from .loss import install_loss
 from .modules import TokenRows
-from .plan import TensorParallelPlan, expand, find_plan
+from .plan import SHARED_EXPERTS, TensorParallelPlan, expand, find_plan, is_linear
+from .structure import derive_plan
 
 log = logging.getLogger(__name__)
 
 KEY = "tensor_parallel_degree"
+HEAD_BIASES = ("alibi", "position_bias", "attention_mask")
 _REMEDY = f"set {KEY} = 1 and raise hybrid_shard_degree"
 
 
-def check_model(model: HuggingFaceModel, plan: TensorParallelPlan, mesh: Mesh) -> None:
-    """Raise ConfigError if ``model`` cannot be split over ``mesh.tensor`` ranks."""
+def check_model(model: HuggingFaceModel, plan: TensorParallelPlan | None, mesh: Mesh) -> None:
+    """Raise ConfigError if ``model`` cannot be split over ``mesh.tensor`` ranks.
+
+    Without ``plan``, only what every plan needs is checked.
+    """
     config, degree = model.config, mesh.tensor
     if model.get_output_embeddings() is None:
         raise ConfigError(
             f"{KEY} > 1: {type(model).__name__} has no language model head. Set {KEY} = 1, or use "
             "the causal language model."
         )
-    _check_regions(model, plan)
-    for name in ("num_attention_heads", "num_key_value_heads"):
-        count = getattr(config, name, None)
-        if isinstance(count, int):
-            _check_divides(degree, count, name)
+    if plan is not None and not plan.whole_states:
+        _check_regions(model, plan)
+        for name in ("num_attention_heads", "num_key_value_heads"):
+            count = getattr(config, name, None)
+            if isinstance(count, int):
+                _check_divides(degree, count, name)
     if getattr(config, "router_jitter_noise", 0.0):
         raise ConfigError(
             f"router_jitter_noise = {config.router_jitter_noise} with {KEY} > 1: tensor ranks "
             "route the same tokens and would draw different noise. Set it to 0."
         )
-    for pattern, parts in plan.columns.items():
+    for pattern, parts in ({} if plan is None else plan.columns).items():
         for name in expand(model, pattern):
-            _check_divides(degree, _outputs(model, name) // parts, f"the width of {name}")
+            width = _outputs(model, name, pattern in plan.transposed) if plan else 0
+            _check_divides(degree, width // parts, f"the width of {name}")
     vocabulary = model.get_input_embeddings().weight.shape[0]
     if model.get_output_embeddings().weight.shape[0] != vocabulary:
         raise ConfigError(
@@ -64,6 +72,26 @@ def check_model(model: HuggingFaceModel, plan: TensorParallelPlan, mesh: Mesh) -
             f"{KEY} = {degree} is larger than the vocabulary, {vocabulary}. Lower it."
         )
     _check_modules(model, plan)
+
+
+def choose_plan(model: HuggingFaceModel, mesh: Mesh) -> TensorParallelPlan:
+    """Return the config's plan of ``model``, or one derived from its structure.
+
+    The first is preferred, since it splits hidden states too. Raises ConfigError.
+    """
+    plan = None
+    try:
+        plan = find_plan(model)
+        _check_regions(model, plan)
+    except ConfigError:
+        if not hasattr(model, "get_output_embeddings"):
+            raise
+        plan = None
+    if plan is None:
+        check_model(model, None, mesh)
+        plan = derive_plan(model, mesh.tensor)
+    check_model(model, plan, mesh)
+    return plan
 
 
 def warn_inefficient(mesh: Mesh) -> None:
@@ -90,6 +118,10 @@ def warn_inefficient(mesh: Mesh) -> None:
 
 def _check_regions(model: HuggingFaceModel, plan: TensorParallelPlan) -> None:
     """Check the modules between regions, which see only a rank's rows of tokens: norms only."""
+    if not expand(model, plan.norm):
+        raise ConfigError(
+            f"{KEY} > 1: {type(model).__name__} has no module {plan.norm}; {_REMEDY}."
+        )
     regions = [name for pattern in plan.regions for name in expand(model, pattern)]
     names = {module: name for name, module in model.named_modules()}
     columns = [name for pattern in plan.columns for name in expand(model, pattern)]
@@ -119,7 +151,13 @@ def _check_regions(model: HuggingFaceModel, plan: TensorParallelPlan) -> None:
 def _check_mixture(model: HuggingFaceModel, name: str) -> None:
     """Check that only experts contribute to the output of a mixture, which is summed over ranks."""
     for child_name, child in model.get_submodule(name).named_children():
-        whole = child_name not in ("experts", "gate", "router")
+        whole = child_name not in (
+            "experts",
+            "gate",
+            "router",
+            "shared_expert_gate",
+            *SHARED_EXPERTS,
+        )
         if whole and any(True for _ in child.parameters()):
             raise ConfigError(
                 f"{KEY} > 1: {name}.{child_name} is replicated beside the experts, and the sum "
@@ -134,30 +172,34 @@ def _check_divides(degree: int, count: int, name: str) -> None:
         )
 
 
-def _outputs(model: HuggingFaceModel, name: str) -> int:
+def _outputs(model: HuggingFaceModel, name: str, transposed: bool) -> int:
     parent, _, last = name.rpartition(".")
     parameter = model.get_submodule(parent)._parameters.get(last)
     if parameter is not None:
-        return parameter.shape[1]
+        return parameter.shape[2 if transposed else 1]
     module = model.get_submodule(name)
     return module.weight.shape[0 if isinstance(module, nn.Linear) else 1]
 
 
-def _check_modules(model: HuggingFaceModel, plan: TensorParallelPlan) -> None:
+def _check_modules(model: HuggingFaceModel, plan: TensorParallelPlan | None) -> None:
     """Raise ConfigError for modules whose ``forward`` is not a known one that can be replaced."""
     from transformers.pytorch_utils import Conv1D
 
     known = (nn.Linear, Conv1D)
-    split = [name for pattern in (*plan.columns, *plan.rows) for name in expand(model, pattern)]
+    patterns = () if plan is None else (*plan.columns, *plan.rows)
+    split = [name for pattern in patterns for name in expand(model, pattern)]
     wanted: dict[str, tuple[type, ...]] = {
         name: known for name in split if name in dict(model.named_modules())
     }
     names = {module: name for name, module in model.named_modules()}
-    wanted[names[model.get_input_embeddings()]] = (nn.Embedding,)
+    embedding = model.get_input_embeddings()
+    if not isinstance(embedding, nn.Embedding):
+        wanted[names[embedding]] = (nn.Embedding,)
     wanted[names[model.get_output_embeddings()]] = (nn.Linear,)
     for name, classes in wanted.items():
-        found = type(model.get_submodule(name))
-        if found not in classes:
+        module = model.get_submodule(name)
+        found = type(module)
+        if found not in classes and not (nn.Linear in classes and is_linear(module)):
             raise ConfigError(
                 f"{KEY} > 1: {name} of {type(model).__name__} is a {found.__name__}, which cannot "
                 f"be split; {_REMEDY}."
@@ -166,31 +208,34 @@ def _check_modules(model: HuggingFaceModel, plan: TensorParallelPlan) -> None:
 
 def apply_tensor_parallel(model: HuggingFaceModel, now: Runtime) -> None:
     """Split the parameters of ``model`` and connect its modules. Raises ConfigError."""
-    plan = find_plan(model)
-    check_model(model, plan, now.mesh)
+    plan = choose_plan(model, now.mesh)
     if now.rank == 0:
         warn_inefficient(now.mesh)
     rows = TokenRows(now.group("tensor"))
     for pattern, parts in plan.columns.items():
         for name in expand(model, pattern):
-            _split_columns(model, name, parts, rows)
+            _split_columns(model, name, parts, rows, pattern in plan.transposed)
             if pattern in plan.unsplit_side:
                 module = model.get_submodule(name)
                 module.forward = modules.GatheredColumnLinear(module, rows)
     for pattern in plan.rows:
         for name in expand(model, pattern):
-            _split_rows(model, name, rows, split_inputs=pattern in plan.unsplit_side)
+            _split_rows(model, name, rows, plan, pattern)
     for pattern, attributes in plan.widths.items():
         for name in expand(model, pattern):
             for attribute in attributes:
                 module = model.get_submodule(name)
                 setattr(module, attribute, getattr(module, attribute) // rows.ranks)
-    first = _split_vocabulary(model, rows)
-    _connect(model, plan, rows)
+    first = _split_vocabulary(model, rows, plan.whole_states)
+    if plan.whole_states:
+        _sum_outputs(model, plan, rows)
+    else:
+        _connect(model, plan, rows)
+    forward_transforms(model).before.append(_before_model(model.config, rows))
     install_loss(model, now, first)
     state = model_state(model)
     state.layout.axes.add("tensor")
-    state.extensions.append(modules.TensorParallel(rows))
+    state.extensions.append(modules.TensorParallel(rows, plan.whole_states))
 
 
 def _split_parameter(
@@ -201,9 +246,12 @@ def _split_parameter(
     model_state(model).layout.split_parameter(model, name, split)
 
 
-def _split_columns(model: HuggingFaceModel, name: str, parts: int, rows: TokenRows) -> None:
+def _split_columns(
+    model: HuggingFaceModel, name: str, parts: int, rows: TokenRows, transposed: bool
+) -> None:
     if _is_parameter(model, name):  # stacked experts: (experts, outputs, inputs)
-        _split_parameter(model, name, 1, rows, parts)
+        is_bias = model.get_parameter(name).dim() == 2
+        _split_parameter(model, name, 2 if transposed and not is_bias else 1, rows, parts)
         return
     module = model.get_submodule(name)
     outputs = 0 if isinstance(module, nn.Linear) else 1
@@ -214,15 +262,21 @@ def _split_columns(model: HuggingFaceModel, name: str, parts: int, rows: TokenRo
         module.out_features //= rows.ranks
 
 
-def _split_rows(model: HuggingFaceModel, name: str, rows: TokenRows, split_inputs: bool) -> None:
+def _split_rows(
+    model: HuggingFaceModel, name: str, rows: TokenRows, plan: TensorParallelPlan, pattern: str
+) -> None:
     if _is_parameter(model, name):
-        _split_parameter(model, name, 2, rows)
+        _split_parameter(model, name, 1 if pattern in plan.transposed else 2, rows)
         return
     module: Any = model.get_submodule(name)
     if isinstance(module, nn.Linear):
         _split_parameter(model, f"{name}.weight", 1, rows)
         module.in_features //= rows.ranks
-        forward = modules.RowParallelLinear(module, rows, split_inputs)
+        output = "whole" if plan.whole_states else "rows"
+        if not plan.whole_states and name.split(".")[-2] in SHARED_EXPERTS:
+            output = "partial"  # the mixture's output is summed
+        split_inputs = pattern in plan.unsplit_side
+        forward = modules.RowParallelLinear(module, rows, split_inputs, output)
     else:
         _split_parameter(model, f"{name}.weight", 0, rows)
         module.nx //= rows.ranks
@@ -230,7 +284,7 @@ def _split_rows(model: HuggingFaceModel, name: str, rows: TokenRows, split_input
     setattr(module, "forward", forward)  # noqa: B010 - pyright knows forward as a method
 
 
-def _split_vocabulary(model: HuggingFaceModel, rows: TokenRows) -> int:
+def _split_vocabulary(model: HuggingFaceModel, rows: TokenRows, whole_states: bool) -> int:
     """Split the embedding and the head; return the id of this rank's first logit."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     names = {module: name for name, module in model.named_modules()}
@@ -245,7 +299,9 @@ def _split_vocabulary(model: HuggingFaceModel, rows: TokenRows) -> int:
     if head.bias is not None:
         _split_parameter(model, f"{names[head]}.bias", 0, rows)
     counts = [count for _, count in pieces]
-    embedding.forward = modules.VocabularyParallelEmbedding(embedding, rows, pieces[rows.rank][0])
+    embedding.forward = modules.VocabularyParallelEmbedding(
+        embedding, rows, pieces[rows.rank][0], whole_states
+    )
     head.forward = modules.VocabularyParallelHead(head, rows, counts)
     return pieces[rows.rank][0]
 
@@ -269,7 +325,45 @@ def _connect(model: HuggingFaceModel, plan: TensorParallelPlan, rows: TokenRows)
                 region.register_forward_hook(lambda _, args, output: rows.sum(output))
     norm = model.get_submodule(plan.norm)
     norm.register_forward_hook(lambda _, args, output: rows.gather(output))
-    forward_transforms(model).before.append(_before_model(model.config, rows))
+
+
+def _sum_outputs(model: HuggingFaceModel, plan: TensorParallelPlan, rows: TokenRows) -> None:
+    """Sum the outputs of experts over the ranks, and take this rank's heads of biases."""
+    for name in plan.summed:
+        model.get_submodule(name).register_forward_hook(
+            lambda _, args, output: sum_over_ranks(output, rows.group)
+        )
+    for name in plan.shared_biases:
+        module, _, bias = name.rpartition(".")
+        experts: Any = model.get_submodule(module)
+        experts.forward = modules.SharedBias(experts, bias, rows)
+    for name, heads in plan.by_heads.items():
+        if _is_parameter(model, name):
+            _split_parameter(model, name, 0, rows)
+        else:
+            hook = _on_head_bias(heads, rows)
+            model.get_submodule(name).register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def _on_head_bias(heads: int, rows: TokenRows):
+    """Build a pre-forward hook that takes this rank's heads of (heads or B x heads, ...) biases."""
+
+    def take(name: str, bias: Any) -> Any:
+        if name not in HEAD_BIASES or not isinstance(bias, torch.Tensor):
+            return bias
+        if bias.dim() == 4:  # (B, heads or 1, Q, S)
+            return bias.chunk(rows.ranks, 1)[rows.rank] if bias.shape[1] == heads else bias
+        if name == "attention_mask":
+            return bias
+        by_head = bias.unflatten(0, (-1, heads))
+        return by_head.chunk(rows.ranks, 1)[rows.rank].flatten(0, 1)
+
+    def hook(module, args, kwargs):
+        names = list(inspect.signature(type(module).forward).parameters)[1:]
+        args = tuple(take(name, value) for name, value in zip(names, args, strict=False))
+        return args, {name: take(name, value) for name, value in kwargs.items()}
+
+    return hook
 
 
 def _on_hidden_states(change):
