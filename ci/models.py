@@ -42,12 +42,12 @@ TASKS = {
 PIPELINE = {"pipeline_parallel_degree": 2, "microbatches": 2}
 TECHNIQUES: dict[str, dict[str, Any]] = {
     "shard": {},
-    "recompute": {"checkpoint": "each"},
-    "deferred": {"deferred": True},
+    "recompute": {"checkpoint": "each", "kinds": ("plain", "packed")},
+    "deferred": {"deferred": True, "kinds": ("plain",)},
     "tp2": {"parallel": {"tensor_parallel_degree": 2}},
     "cp2": {"parallel": {"context_parallel_degree": 2}},
     "pp2": {"parallel": PIPELINE},
-    "ep2": {"parallel": {"expert_parallel_degree": 2}},
+    "ep2": {"parallel": {"expert_parallel_degree": 2}, "kinds": ("plain", "right")},
 }
 RANKS = 2
 CELL_SECONDS = 90.0
@@ -126,6 +126,9 @@ def describe(family: str, task: str) -> tuple[type, Any]:
         known = config_class(**arguments).to_dict()
         arguments |= {key: value for key, value in WINDOWS.items() if key in known}
     config = config_class(**arguments)
+    if getattr(config, "is_encoder_decoder", False):
+        if getattr(config, "decoder_start_token_id", None) is None:
+            config.decoder_start_token_id = getattr(config, "pad_token_id", None) or 0
     kind = getattr(modeling_auto, TASKS[task])[config_class]
     return (kind[0] if isinstance(kind, tuple) else kind), config
 
@@ -176,7 +179,9 @@ def check_family(family: str, task: str, techniques: list[str]) -> Iterator[Cell
             yield Cell(family, task, technique, "plain", "none", "no experts")
             continue
         yield Cell(family, task, technique, "", "begin")
-        yield from _check_technique(family, task, technique, model_class, full, tuple(kinds))
+        chosen = TECHNIQUES[technique].get("kinds", kinds)
+        own = tuple(kind for kind in kinds if kind in chosen)
+        yield from _check_technique(family, task, technique, model_class, full, own)
 
 
 def _vocabulary(twin: Any) -> int:
