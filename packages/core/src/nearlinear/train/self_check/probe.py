@@ -99,12 +99,16 @@ def _text(
     return batch
 
 
+_IGNORED_AT_FRONT = (0, 0, 3, 7, 0, 1, 9, 2)
+"""Labels without a target at the beginning of the rows, in turn. The first label counts in models
+that do not shift labels, and in no others."""
+
+
 def _ignore_unevenly(labels: torch.Tensor) -> None:
     """Ignore a different number of labels in each row, and all labels of one row."""
-    rows, tokens = labels.shape
-    for row in range(rows):
-        labels[row, : (5 * row) % (tokens - 4)] = IGNORED_LABEL
-        labels[row, row % 3 :: 5] = IGNORED_LABEL
+    for row in range(len(labels)):
+        labels[row, : _IGNORED_AT_FRONT[row % len(_IGNORED_AT_FRONT)]] = IGNORED_LABEL
+        labels[row, 1 + row % 3 :: 5] = IGNORED_LABEL
     labels[1] = IGNORED_LABEL
 
 
