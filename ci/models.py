@@ -385,15 +385,19 @@ def render(cells: Iterable[Cell]) -> str:
     counts = defaultdict(int)
     for cell in ordered:
         counts[cell.result] += 1
-    built = {key: row for key, row in rows.items() if any(c.result != "none" for each in row.values() for c in each)}  # fmt: skip
+    built = {
+        key: row
+        for key, row in rows.items()
+        if any(cell.result != "none" for each in row.values() for cell in each)
+    }
     lines = [
         "# Model families",
         "",
-        "`python -m ci.models --write` measures this page: it builds a small twin of each family of",
-        "transformers from a reduced config, trains one step of it with each technique on two ranks,",
-        "and compares the loss and every gradient with one process, as `nearlinear check` does. A cell",
-        "covers four kinds of batches where the model takes them: uneven labels, padding on the left",
-        "and on the right, and packed documents with `position_ids`.",
+        "`python -m ci.models --write` measures this page: it builds a small twin of each family",
+        "of transformers from a reduced config, trains one step of it with each technique on two",
+        "ranks, and compares the loss and every gradient with one process, as `nearlinear check`",
+        "does. A cell covers four kinds of batches where the model takes them: uneven labels,",
+        "padding on the left and on the right, and packed documents with `position_ids`.",
         "",
         f"Measured {datetime.date.today()} with transformers {transformers.__version__} and torch "
         f"{torch.__version__.partition('+')[0]} on CPU ranks: {len(built)} families.",
@@ -511,8 +515,11 @@ def main(arguments: list[str] | None = None) -> int:
         if path:
             with path.open("a") as file:
                 file.write(json.dumps(asdict(cell)) + "\n")
-        print(f"{cell.family:24} {cell.task:8} {cell.technique:9} {cell.kind:7} "
-              f"{_shown(cell.result):7} {cell.seconds:5.1f} s  {cell.detail[:160]}", flush=True)  # fmt: skip
+        print(
+            f"{cell.family:24} {cell.task:8} {cell.technique:9} {cell.kind:7} "
+            f"{_shown(cell.result):7} {cell.seconds:5.1f} s  {cell.detail[:160]}",
+            flush=True,
+        )
     chosen = [c for c in cells.values() if (c.family, c.task) in set(families)]
     if options.write:
         PAGE.write_text(render(cells.values()))

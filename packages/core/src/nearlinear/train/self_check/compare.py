@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from ...checkpoint.index import TensorShard, local_tensor_shards
@@ -64,9 +63,10 @@ class Difference:
         return self.tensor.rpartition(".")[0]
 
     def __str__(self) -> str:
-        where = f"module {self.module}, tensor {self.tensor.rpartition('.')[2]}: " if self.tensor else ""  # fmt: skip
+        where = f"module {self.module}, tensor {self.tensor.rpartition('.')[2]}: "
         more = f" and in {self.others} more tensors" if self.others else ""
-        return f"{where}the {self.quantity} differs by {self.error:.1%}{more} ({self.kind} batch)"
+        how = f"differs by {self.error:.2%}" if math.isfinite(self.error) else "is not comparable"
+        return f"{where if self.tensor else ''}the {self.quantity} {how}{more} ({self.kind} batch)"
 
 
 @dataclass

@@ -130,9 +130,7 @@ def _images(model: nn.Module, rows: int, generator: Any) -> Batch:
     return {"pixel_values": pixels, "labels": labels}
 
 
-def _speech(
-    model: nn.Module, probe: Probe, rows: int, vocabulary: int, generator: Any
-) -> Batch:
+def _speech(model: nn.Module, probe: Probe, rows: int, vocabulary: int, generator: Any) -> Batch:
     config: Any = model.config
     frames = 2 * getattr(config, "max_source_positions", 64)
     features = torch.randn(rows, config.num_mel_bins, frames, generator=generator)

@@ -31,6 +31,10 @@ MOST_LAYERS = 8
 """Limit of layers in a twin whose layers differ in many ways."""
 
 
+class TwinError(ConfigError):
+    """A model of which no small twin can be built."""
+
+
 @dataclass(frozen=True)
 class TwinSize:
     """Sizes that the degrees of a layout divide."""
@@ -78,9 +82,9 @@ _WIDTHS = _names(
 )
 _INNER = _names(
     "intermediate_size encoder_ffn_dim decoder_ffn_dim ffn_dim n_inner d_ff dim_ff dff d_inner "
-    "ffn_hidden_size shared_intermediate_size shared_expert_intermediate_size intermediate_size_mlp "
-    "moe_shared_expert_intermediate_size speech_encoder_intermediate_size t2u_encoder_ffn_dim "
-    "t2u_decoder_ffn_dim prefix_dense_intermediate_size shared_experts_intermediate_size"
+    "ffn_hidden_size shared_intermediate_size shared_expert_intermediate_size "
+    "intermediate_size_mlp moe_shared_expert_intermediate_size "
+    "speech_encoder_intermediate_size t2u_encoder_ffn_dim t2u_decoder_ffn_dim prefix_dense_intermediate_size shared_experts_intermediate_size"
 )
 _EXPERT_INNER = _names("moe_intermediate_size expert_ffn_hidden_size")
 _EXPERTS = _names("num_experts num_local_experts n_routed_experts moe_num_experts")
@@ -107,7 +111,8 @@ _SMALL = {
     "hidden_size_per_layer_input": 16, "laurel_rank": 8, "image_size": IMAGE, "patch_size": PATCH,
     "rel_extent": 64, "d_rel": 8, "num_kv_shared_layers": 0, "index_topk": 8, "o_groups": 2,
     "num_random_blocks": 1, "block_size": 8, "expert_capacity": 4096, "max_window_layers": 1,
-    "num_nextn_predict_layers": 0, "attn_layer_offset": 1, "expert_layer_offset": 1, "num_mel_bins": 16, "type_vocab_size": 2,
+    "num_nextn_predict_layers": 0, "attn_layer_offset": 1, "expert_layer_offset": 1,
+    "num_mel_bins": 16, "type_vocab_size": 2,
 }  # fmt: skip
 """Values of fields that are larger in the model."""
 
@@ -128,7 +133,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
 def twin_config(config: Any, size: TwinSize | None = None) -> Any:
     """Return a small copy of ``config``, a config of transformers.
 
-    Raises ConfigError if the config's class rejects the sizes.
+    Raises TwinError if the config's class rejects the sizes.
     """
     size = size or TwinSize()
     described = _reduce(config.to_dict(), size)
@@ -139,7 +144,7 @@ def twin_config(config: Any, size: TwinSize | None = None) -> Any:
         with one_at_a_time():
             return type(config)(**described)
     except Exception as error:  # any error of the config's own checks
-        raise ConfigError(
+        raise TwinError(
             f"no small twin of {type(config).__name__} can be described: {_one_line(error)}"
         ) from error
 
@@ -239,12 +244,13 @@ def _reduce_list(
     if name in _STAGE_WIDTHS and max(value, default=0) > 128:
         least = 2 ** math.floor(math.log2(max(value) / 128))
         return [max(8, each // least // 8 * 8) for each in value]
+    widths = name in (_INNER | _EXPERTS | _WINDOWS)
     return [
         _reduce_field(name, each, full, kept, size)
-        if isinstance(each, int) and not isinstance(each, bool) and name in (_INNER | _EXPERTS | _WINDOWS)
-        else 0.0 if "drop" in name and isinstance(each, float) else each
+        if isinstance(each, float) or (widths and type(each) is int)
+        else each
         for each in value
-    ]  # fmt: skip
+    ]
 
 
 def _layer_count(full: dict[str, Any]) -> int:
@@ -253,9 +259,7 @@ def _layer_count(full: dict[str, Any]) -> int:
 
 
 def _is_by_layer(value: Any) -> bool:
-    return (
-        isinstance(value, Mapping) and bool(value) and all(str(key).isdigit() for key in value)
-    )
+    return isinstance(value, Mapping) and bool(value) and all(str(key).isdigit() for key in value)
 
 
 def _kept_layers(full: dict[str, Any], size: TwinSize) -> list[int]:
@@ -306,13 +310,14 @@ def _shrink_rotary(reduced: dict[str, Any]) -> None:
         found = todo.pop()
         if not isinstance(found, dict):
             continue
-        found = found
         for key, value in found.items():
             if isinstance(value, dict):
                 todo.append(value)
             elif key in ("short_factor", "long_factor") and isinstance(value, list):
                 width = reduced.get("head_dim") or HEAD_WIDTH
-                share = found.get("partial_rotary_factor", reduced.get("partial_rotary_factor", 1.0))
+                share = found.get(
+                    "partial_rotary_factor", reduced.get("partial_rotary_factor", 1.0)
+                )
                 found[key] = value[: int(width * (share or 1.0)) // 2]
             elif key == "mrope_section" and isinstance(value, list):
                 share = found.get("partial_rotary_factor", 1.0) or 1.0
@@ -328,13 +333,13 @@ def _small_id(value: int, name: str) -> int:
 
 
 def build_twin(kind: type[nn.Module], config: Any, seed: int = 0) -> Any:
-    """Build a model of class ``kind``; raises ConfigError if it cannot be built."""
+    """Build a model of class ``kind``; raises TwinError."""
     import_transformers()
     try:
         with one_at_a_time(seed=seed):
             model = kind._from_config(copy.deepcopy(config))  # pyright: ignore
     except Exception as error:  # any error of the model's own code
-        raise ConfigError(
+        raise TwinError(
             f"no small twin of {kind.__name__} can be built: {type(error).__name__}: "
             f"{_one_line(error)}"
         ) from error
