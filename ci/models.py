@@ -51,6 +51,11 @@ TECHNIQUES: dict[str, dict[str, Any]] = {
 }
 RANKS = 2
 CELL_SECONDS = 90.0
+"""Time limit of one comparison."""
+
+GRACE = 30.0
+"""Seconds after the limit until the process of a family is ended."""
+
 LARGEST_TWIN = 15_000_000
 """Parameters of a twin; larger ones have sizes that the reduction does not know."""
 
@@ -275,7 +280,7 @@ class Worker:
         self.process = context.Process(target=_child, args=(ours, family, task, techniques))
         self.process.start()
         ours.close()
-        self.deadline = time.monotonic() + 2 * CELL_SECONDS
+        self.deadline = time.monotonic() + 2 * CELL_SECONDS + GRACE
 
     def receive(self) -> Cell | None:
         """Return the next cell, or None at the end of the process."""
@@ -284,7 +289,7 @@ class Worker:
         except EOFError:
             return None
         self.technique = cell.technique
-        self.deadline = time.monotonic() + CELL_SECONDS + 30
+        self.deadline = time.monotonic() + CELL_SECONDS + GRACE
         return cell
 
     def stop(self) -> None:

@@ -83,8 +83,9 @@ _WIDTHS = _names(
 _INNER = _names(
     "intermediate_size encoder_ffn_dim decoder_ffn_dim ffn_dim n_inner d_ff dim_ff dff d_inner "
     "ffn_hidden_size shared_intermediate_size shared_expert_intermediate_size "
-    "intermediate_size_mlp moe_shared_expert_intermediate_size "
-    "speech_encoder_intermediate_size t2u_encoder_ffn_dim t2u_decoder_ffn_dim prefix_dense_intermediate_size shared_experts_intermediate_size"
+    "intermediate_size_mlp moe_shared_expert_intermediate_size speech_encoder_intermediate_size "
+    "t2u_encoder_ffn_dim t2u_decoder_ffn_dim prefix_dense_intermediate_size "
+    "shared_experts_intermediate_size"
 )
 _EXPERT_INNER = _names("moe_intermediate_size expert_ffn_hidden_size")
 _EXPERTS = _names("num_experts num_local_experts n_routed_experts moe_num_experts")
