@@ -24,7 +24,7 @@ import sys
 import time
 import traceback
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -64,7 +64,14 @@ REASONS = {"equal": "equals one process", "refused": "refused with the reason", 
 
 EXPERTS = {"n_routed_experts": 8, "num_experts_per_tok": 2}
 ARGUMENTS: dict[str, dict[str, Any]] = {
+    "cohere_compass_text": {
+        "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10_000.0}},
+        "layer_types": ["full_attention"] * 40,
+    },
+    "dbrx": {"attn_config": {"rope_theta": 10_000.0, "clip_qkv": 8.0, "kv_n_heads": 8}},
+    "deepseek_v2": EXPERTS,
     "dots1": EXPERTS | {"n_shared_experts": 1},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
     "nemotron": {"num_key_value_heads": 8},
     "esm": {"vocab_size": 33, "pad_token_id": 1, "mask_token_id": 32},
     "reformer": {"is_decoder": True},
@@ -93,8 +100,8 @@ class Cell:
         return self.family, self.task, self.technique, self.kind
 
 
-def list_families() -> list[tuple[str, str]]:
-    """Return (family, task) of every family, with the variants that enable a window."""
+def list_families(wanted: Collection[str] = ()) -> list[tuple[str, str]]:
+    """Return (family, task) of ``wanted`` or all families, with variants that enable a window."""
     from transformers import CONFIG_MAPPING
     from transformers.models.auto import modeling_auto
 
@@ -102,9 +109,11 @@ def list_families() -> list[tuple[str, str]]:
     for task, mapping in TASKS.items():
         for family in getattr(modeling_auto, mapping)._model_mapping:
             found.append((family, task))
-            if task == "causal" and family in CONFIG_MAPPING and _window_is_off(family):
-                found.append((f"{family}+window", task))
-    return found
+            variant = f"{family}+window"
+            chosen = not wanted or variant in wanted
+            if task == "causal" and chosen and family in CONFIG_MAPPING and _window_is_off(family):
+                found.append((variant, task))
+    return [each for each in found if not wanted or each[0] in wanted]
 
 
 def _window_is_off(family: str) -> bool:
@@ -135,7 +144,10 @@ def describe(family: str, task: str) -> tuple[type, Any]:
         if getattr(config, "decoder_start_token_id", None) is None:
             config.decoder_start_token_id = getattr(config, "pad_token_id", None) or 0
     kind = getattr(modeling_auto, TASKS[task])[config_class]
-    return (kind[0] if isinstance(kind, tuple) else kind), config
+    kind = kind[0] if isinstance(kind, tuple) else kind
+    if getattr(kind, "config_class", None) not in (None, config_class):
+        config = config.get_text_config()  # the text model of a model for images, too
+    return kind, config
 
 
 def check_family(family: str, task: str, techniques: list[str]) -> Iterator[Cell]:
@@ -505,8 +517,8 @@ def main(arguments: list[str] | None = None) -> int:
     wanted, tasks = set(filter(None, options.families.split(","))), options.tasks.split(",")
     families = [
         (family, task)
-        for family, task in list_families()
-        if (not wanted or family in wanted) and (not options.tasks or task in tasks)
+        for family, task in list_families(wanted)
+        if not options.tasks or task in tasks
     ]
     if missing := wanted - {family for family, _ in families}:
         parser.error(f"--families: transformers {transformers.__version__} has no {min(missing)}")

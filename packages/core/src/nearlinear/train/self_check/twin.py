@@ -113,7 +113,7 @@ _SMALL = {
     "rel_extent": 64, "d_rel": 8, "num_kv_shared_layers": 0, "index_topk": 8, "o_groups": 2,
     "num_random_blocks": 1, "block_size": 8, "expert_capacity": 4096, "max_window_layers": 1,
     "num_nextn_predict_layers": 0, "attn_layer_offset": 1, "expert_layer_offset": 1,
-    "num_mel_bins": 16, "type_vocab_size": 2,
+    "num_mel_bins": 16, "encoder_hash_byte_group_vocab": 64, "type_vocab_size": 2,
 }  # fmt: skip
 """Values of fields that are larger in the model."""
 
