@@ -50,8 +50,11 @@ TECHNIQUES: dict[str, dict[str, Any]] = {
     "ep2": {"parallel": {"expert_parallel_degree": 2}, "kinds": ("plain", "right")},
 }
 RANKS = 2
-CELL_SECONDS = 90.0
+CELL_SECONDS = 60.0
 """Time limit of one comparison."""
+
+HANG = "no result in"
+"""Beginning of the reason of a cell that did not end."""
 
 GRACE = 30.0
 """Seconds after the limit until the process of a family is ended."""
@@ -219,6 +222,10 @@ def _check_technique(
             result = ("wrong", found) if found else ("equal", "")
             yield Cell(family, task, technique, kind, *result, seconds)
         return
+    if results[1].startswith(HANG):
+        for kind in kinds:
+            yield Cell(family, task, technique, kind, *results, time.monotonic() - start)
+        return
     for number, kind in enumerate(kinds):
         start = time.monotonic()
         single = results if len(kinds) == 1 else _run(technique, model_class, full, (kind,))
@@ -254,7 +261,9 @@ def _run(
         cause = error.__cause__
         if isinstance(cause, NearlinearError) and not isinstance(cause, RankError):
             return "refused", " ".join(str(cause).split())
-        return "crash", _describe_error(cause or error)
+        if isinstance(cause, TimeoutError) or cause is None:
+            return "crash", f"{HANG} {CELL_SECONDS:g} s: {' '.join(str(error).split())[:160]}"
+        return "crash", _describe_error(cause)
 
 
 def _work(
@@ -348,7 +357,7 @@ def run(todo: list[tuple[str, str, list[str]]], jobs: int) -> Iterator[Cell]:
                 workers.remove(worker)
                 if code == 0:
                     continue
-                reason = f"no result in {CELL_SECONDS:g} s" if code is None else f"exit code {code}"
+                reason = f"{HANG} {CELL_SECONDS:g} s" if code is None else f"exit code {code}"
                 yield Cell(worker.family, worker.task, worker.technique, "plain", "crash", reason)
                 left = [t for t in worker.left if t not in done[worker] | {worker.technique}]
                 if left:
