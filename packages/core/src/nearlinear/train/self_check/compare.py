@@ -19,9 +19,10 @@ from torch import nn
 
 from ...checkpoint.index import TensorShard, local_tensor_shards
 from ...config.train import TrainConfig
+from ...data.masking import IGNORED_LABEL
 from ...distributed import runtime as runtimes
 from ...distributed.consensus import all_gather_json
-from ...fsdp.accumulate import IGNORED_LABEL, accumulate
+from ...fsdp.accumulate import accumulate
 from ...fsdp.clip_grad import clip_grad_norm_
 from ...fsdp.deferred_init import deferred_init
 from ...fsdp.model_state import optimizer_parameter, parameter_state

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...fsdp.accumulate import IGNORED_LABEL
+from ...data.masking import IGNORED_LABEL
 
 KINDS = ("plain", "left", "right", "packed")
 """Padding of the rows: none, on the left, on the right, or several documents in each row."""
