@@ -42,13 +42,17 @@ TASKS = {
 PIPELINE = {"pipeline_parallel_degree": 2, "microbatches": 2}
 TECHNIQUES: dict[str, dict[str, Any]] = {
     "shard": {},
-    "recompute": {"checkpoint": "each", "kinds": ("plain", "packed")},
-    "deferred": {"deferred": True, "kinds": ("plain",)},
+    "recompute": {"checkpoint": "each"},
+    "deferred": {"deferred": True},
     "tp2": {"parallel": {"tensor_parallel_degree": 2}},
     "cp2": {"parallel": {"context_parallel_degree": 2}},
     "pp2": {"parallel": PIPELINE},
-    "ep2": {"parallel": {"expert_parallel_degree": 2}, "kinds": ("plain", "right")},
+    "ep2": {"parallel": {"expert_parallel_degree": 2}},
 }
+KNOWN_KINDS = ("plain", "left", "right", "packed")
+KINDS = {"recompute": "plain,packed", "deferred": "plain", "ep2": "plain,right"}
+"""Kinds of batches that show the faults of a technique; the others take all kinds."""
+
 RANKS = 2
 CELL_SECONDS = 60.0
 """Time limit of one comparison."""
@@ -153,8 +157,11 @@ def describe(family: str, task: str) -> tuple[type, Any]:
     return kind, config
 
 
-def check_family(family: str, task: str, techniques: list[str]) -> Iterator[Cell]:
-    """Yield the cells of a family, after a `Cell` that announces each technique."""
+def check_family(family: str, task: str, techniques: dict[str, str]) -> Iterator[Cell]:
+    """Yield the cells of a family, after a `Cell` that announces each technique.
+
+    ``techniques``: comma-separated kinds of batches by technique; "" for all kinds.
+    """
     import torch
 
     from nearlinear.errors import NearlinearError
@@ -199,8 +206,11 @@ def check_family(family: str, task: str, techniques: list[str]) -> Iterator[Cell
             yield Cell(family, task, technique, "plain", "none", "no experts")
             continue
         yield Cell(family, task, technique, "", "begin")
-        chosen = TECHNIQUES[technique].get("kinds", kinds)
-        own = tuple(kind for kind in kinds if kind in chosen)
+        chosen = techniques[technique] or ",".join(kinds)
+        own = tuple(kind for kind in kinds if kind in chosen.split(","))
+        if not own:
+            yield Cell(family, task, technique, "plain", "none", f"takes no batch {chosen}")
+            continue
         yield from _check_technique(family, task, technique, model_class, full, own)
 
 
@@ -293,9 +303,9 @@ def _describe_error(error: BaseException) -> str:
 class Worker:
     """A process that checks one family."""
 
-    def __init__(self, family: str, task: str, techniques: list[str]):
-        self.family, self.task, self.left = family, task, list(techniques)
-        self.technique = techniques[0]
+    def __init__(self, family: str, task: str, techniques: dict[str, str]):
+        self.family, self.task, self.left = family, task, techniques
+        self.technique = next(iter(techniques))
         context = multiprocessing.get_context("fork")  # shares the imported modules
         self.results, ours = context.Pipe(duplex=False)
         self.process = context.Process(target=_child, args=(ours, family, task, techniques))
@@ -319,7 +329,7 @@ class Worker:
         self.results.close()
 
 
-def _child(results: Any, family: str, task: str, techniques: list[str]) -> None:
+def _child(results: Any, family: str, task: str, techniques: dict[str, str]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     silence = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):
@@ -330,8 +340,11 @@ def _child(results: Any, family: str, task: str, techniques: list[str]) -> None:
     os._exit(0)  # threads of stopped ranks may be left
 
 
-def run(todo: list[tuple[str, str, list[str]]], jobs: int) -> Iterator[Cell]:
-    """Yield the cells of (family, task, techniques) as they are measured, in ``jobs`` processes."""
+def run(todo: list[tuple[str, str, dict[str, str]]], jobs: int) -> Iterator[Cell]:
+    """Yield the cells of (family, task, techniques) as they are measured, in ``jobs`` processes.
+
+    ``techniques``: see `check_family`.
+    """
     waiting, workers = list(reversed(todo)), []
     done: dict[Worker, set[str]] = defaultdict(set)
     try:
@@ -359,7 +372,8 @@ def run(todo: list[tuple[str, str, list[str]]], jobs: int) -> Iterator[Cell]:
                     continue
                 reason = f"{HANG} {CELL_SECONDS:g} s" if code is None else f"exit code {code}"
                 yield Cell(worker.family, worker.task, worker.technique, "plain", "crash", reason)
-                left = [t for t in worker.left if t not in done[worker] | {worker.technique}]
+                over = done[worker] | {worker.technique}
+                left = {name: kinds for name, kinds in worker.left.items() if name not in over}
                 if left:
                     waiting.append((worker.family, worker.task, left))
     finally:
@@ -416,14 +430,20 @@ def render(cells: Iterable[Cell]) -> str:
         for key, row in rows.items()
         if any(cell.result != "none" for each in row.values() for cell in each)
     }
+    measured = {name: {cell.kind for cell in ordered if cell.technique == name} for name in names}
     lines = [
         "# Model families",
         "",
         "`python -m ci.models --write` measures this page: it builds a small twin of each family",
         "of transformers from a reduced config, trains one step of it with each technique on two",
         "ranks, and compares the loss and every gradient with one process, as `nearlinear check`",
-        "does. A cell covers four kinds of batches where the model takes them: uneven labels,",
-        "padding on the left and on the right, and packed documents with `position_ids`.",
+        "does. Batches have uneven labels (plain), also with padding on the left or right, or with",
+        "packed documents and their `position_ids`; as measured:",
+        "",
+        *(
+            f"- **{name}**: {', '.join(kind for kind in KNOWN_KINDS if kind in measured[name])}"
+            for name in names
+        ),
         "",
         f"Measured {datetime.date.today()} with transformers {transformers.__version__} and torch "
         f"{torch.__version__.partition('+')[0]} on CPU ranks: {len(built)} families.",
@@ -500,6 +520,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--families", default="", help="comma-separated; default: all")
     parser.add_argument("--tasks", default="", help=f"comma-separated, of {', '.join(TASKS)}")
     parser.add_argument("--techniques", default=",".join(TECHNIQUES), help="comma-separated")
+    parser.add_argument("--kinds", default="", help="of batches, e.g. plain,packed; default: all")
     parser.add_argument("--jobs", type=int, default=1, help="families at a time (1)")
     parser.add_argument("--json", default="", metavar="OUT", help="file of cells; continued")
     parser.add_argument("--again", default="", help="results to measure again, e.g. wrong,crash")
@@ -518,6 +539,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     transformers.logging.set_verbosity_error()
     techniques = options.techniques.split(",")
+    kinds = {name: options.kinds or KINDS.get(name, "") for name in techniques}
     path = Path(options.json) if options.json else None
     cells = read_cells(path) if path else {}
     repeat = set(filter(None, options.again.split(",")))
@@ -534,7 +556,7 @@ def main(arguments: list[str] | None = None) -> int:
     todo = [
         (family, task, left)
         for family, task in families
-        if (left := [t for t in techniques if (family, task, t) not in measured])
+        if (left := {t: kinds[t] for t in techniques if (family, task, t) not in measured})
     ]
     for cell in run(todo, options.jobs):
         cells[cell.key] = cell

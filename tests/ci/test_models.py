@@ -21,7 +21,8 @@ def check_family(family, task, techniques):
         yield models.Cell(family, task, technique, "plain", "equal")
 
 models.check_family, models.CELL_SECONDS, models.GRACE = check_family, 0.1, 0.5
-todo = [(family, "causal", ["shard", "tp2", "cp2"]) for family in ("dies", "hangs", "works")]
+techniques = {"shard": "", "tp2": "", "cp2": ""}
+todo = [(family, "causal", techniques) for family in ("dies", "hangs", "works")]
 for cell in models.run(todo, jobs=2):
     print(cell.family, cell.technique, cell.result, cell.detail)
 """
