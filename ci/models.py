@@ -502,7 +502,7 @@ def render(cells: Iterable[Cell]) -> str:
 
 
 def _cell_text(text: str) -> str:
-    return re.sub(r"([*_|<>`])", r"\\\1", text)
+    return re.sub(r"([*|<`])", r"\\\1", text)
 
 
 def _generalize(reason: str) -> str:

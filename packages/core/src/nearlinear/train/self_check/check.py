@@ -125,7 +125,6 @@ def _file_name(model: Any, config: TrainConfig, kinds: tuple[str, ...]) -> str:
         "model": [kind.__qualname__, config_dict(model)],
         "layout": [dataclasses.asdict(config.parallel), dataclasses.asdict(config.moe)],
         "activations": dataclasses.asdict(config.activations),
-        "compiled": config.train.compile_blocks,
         "loaded": bool(config.model.init_from),
         "kinds": kinds,
         "ranks": [now.mesh.world, now.mesh.ranks_per_node, now.device.type],

@@ -18,6 +18,8 @@ import torch
 from torch import nn
 
 from ...checkpoint.index import TensorShard, local_tensor_shards
+from ...config.moe import MoEConfig
+from ...config.parallel import ParallelConfig
 from ...config.train import TrainConfig
 from ...data.masking import IGNORED_LABEL
 from ...distributed import runtime as runtimes
@@ -75,7 +77,7 @@ class Reference:
     """Losses and gradients of the twin in one process."""
 
     losses: list[float]
-    """Loss of each part."""
+    """Loss of each of the rank's own parts."""
     gradients: dict[str, torch.Tensor]
     shapes: dict[str, torch.Size]
     """Shape of every parameter."""
@@ -105,6 +107,7 @@ _SEVERAL_STAGES = ("interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble", 
 
 
 def probe_of(data_ranks: int, config: TrainConfig) -> Probe:
+    """Return the shape of the batches for the layout of ``config``."""
     parallel = config.parallel
     stages = parallel.pipeline_parallel_degree
     microbatches = parallel.microbatches if stages > 1 else 1
@@ -131,7 +134,7 @@ def compare(
     """
     now = runtimes.current()
     with _in_float32(now):
-        plain = dataclasses.replace(config, parallel=now.config)
+        plain = _without_changes_of_the_model(config, now.config)
         original = build_twin(kind, twin, SEED)
         if not deferred:
             spread_values(original, SEED)
@@ -148,6 +151,17 @@ def compare(
             parts = probe_batches(original, probe, each, vocabulary_of(twin))
             found[each] = _agree(_compare_batch(model, original, parts, each))
         return found
+
+
+def _without_changes_of_the_model(config: TrainConfig, parallel: ParallelConfig) -> TrainConfig:
+    """Return ``config`` without settings that change the results: router losses, assignments.
+
+    Blocks are not compiled, since that takes longer than the comparison.
+    """
+    kept = ("smp_moe", "moe_all_to_all_dispatcher")
+    moe = MoEConfig(**{name: getattr(config.moe, name) for name in kept})
+    loop = dataclasses.replace(config.train, compile_blocks=False)
+    return dataclasses.replace(config, parallel=parallel, moe=moe, train=loop)
 
 
 @contextmanager
@@ -176,6 +190,7 @@ def _build_parallel(
 
 
 def vocabulary_of(twin: Any) -> int:
+    """Return the number of ids of a twin's config; 0 for a model without text."""
     text = twin.get_text_config() if hasattr(twin, "get_text_config") else twin
     return getattr(text, "vocab_size", None) or getattr(twin, "vocab_size", 0) or 0
 
@@ -185,9 +200,9 @@ def _compare_batch(
 ) -> Difference | None:
     """Run one step in the layout and compare it on this rank."""
     now = runtimes.current()
-    reference = run_alone(original, parts, now.device)
     data_rank, count = now.mesh.data_rank(now.rank), len(parts) // now.mesh.data_ranks
     own = slice(data_rank * count, (data_rank + 1) * count)
+    reference = run_alone(original, parts, now.device, own)
     losses = []
     for batch in accumulate(model, parts[own]):
         if isinstance(model, Pipelined):
@@ -196,8 +211,8 @@ def _compare_batch(
             loss = model(**batch).loss
             loss.backward()
         losses.append(loss.item())
-    expected = reference.losses[own]
-    loss_error = max(abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True))
+    pairs = zip(losses, reference.losses, strict=True)
+    loss_error = max(abs(found - expected) / abs(expected) for found, expected in pairs)
     equal = loss_error <= LOSS_TOLERANCE  # False for NaN
     found = _first("gradient", _different_gradients(model, reference), closest=equal)
     if not equal:
@@ -212,8 +227,10 @@ def _compare_batch(
     return None if found is None else dataclasses.replace(found, kind=kind)
 
 
-def run_alone(model: nn.Module, parts: list[Batch], device: torch.device) -> Reference:
-    """Run the whole batch in one process with plain PyTorch.
+def run_alone(
+    model: nn.Module, parts: list[Batch], device: torch.device, own: slice = slice(None)
+) -> Reference:
+    """Run the whole batch in one process with plain PyTorch; losses are those of the parts ``own``.
 
     The loss of all rows together is the reference, since it weights every target equally. Models
     whose loss is no mean over rows (router losses, batch norms) run part by part.
@@ -229,9 +246,10 @@ def run_alone(model: nn.Module, parts: list[Batch], device: torch.device) -> Ref
                 loss = model(**part).loss
                 losses.append(loss.item())
                 (loss * count / sum(targets)).backward()
+            losses = losses[own]
         else:
             with torch.no_grad():
-                losses = [model(**part).loss.item() for part in parts]
+                losses = [model(**part).loss.item() for part in parts[own]]
             whole = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
             model(**whole).loss.backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
