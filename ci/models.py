@@ -182,7 +182,9 @@ def check_family(family: str, task: str, techniques: dict[str, str]) -> Iterator
         spread_values(model)
         stacked = any(name.rpartition(".")[2] == "experts" for name, _ in model.named_modules())
         kinds, reason = [], ""
-        for kind in kinds_of(model):
+        wanted = {"plain", *",".join(techniques.values()).split(",")}
+        every = "" in techniques.values()
+        for kind in (each for each in kinds_of(model) if every or each in wanted):
             try:
                 parts = probe_batches(model, Probe.for_degrees(1, 1, 1), kind, _vocabulary(twin))
                 first, again = (run_alone(model, parts, torch.device("cpu")) for _ in range(2))

@@ -2,6 +2,7 @@
 
 import functools
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -35,7 +36,7 @@ def differences(rank, family, parallel, kinds=("plain",), **changes):
     full = full_config(family, **changes)
     config = TrainConfig(parallel=nl.ParallelConfig(**parallel))
     nl.init(config.parallel)
-    kind = transformers.AutoModelForCausalLM._model_mapping[type(full)]
+    kind: Any = transformers.AutoModelForCausalLM._model_mapping[type(full)]
     small = twin.twin_config(full, compare.twin_size(config))
     return compare.compare(kind, small, config, kinds)
 
@@ -61,7 +62,7 @@ def test_tested_families_equal_one_process(family, ranks, parallel):
 # planted faults: each changes the model before or after it is divided
 
 
-def layers(model: nn.Module, ending: str) -> list[nn.Module]:
+def layers(model: nn.Module, ending: str) -> list[Any]:
     return [module for name, module in model.named_modules() if name.endswith(ending)]
 
 
