@@ -187,11 +187,8 @@ def check_family(family: str, task: str, techniques: dict[str, str]) -> Iterator
         for kind in (each for each in kinds_of(model) if every or each in wanted):
             try:
                 parts = probe_batches(model, Probe.for_degrees(1, 1, 1), kind, _vocabulary(twin))
-                first, again = (run_alone(model, parts, torch.device("cpu")) for _ in range(2))
-                if not first.norm > 0:
+                if not run_alone(model, parts, torch.device("cpu")).norm > 0:
                     raise ValueError("the loss has no gradient")
-                if abs(first.norm - again.norm) > 1e-4 * first.norm:
-                    raise ValueError("two runs of one process differ: its forward pass is random")
                 kinds.append(kind)
             except Exception as error:  # noqa: BLE001 - models reject kinds in many ways
                 reason = reason or _describe_error(error)

@@ -219,14 +219,15 @@ def settings(tmp_path, **train) -> TrainConfig:
     return TrainConfig(train=loop, data=data)
 
 
-def checked(rank, config, family="Qwen2"):
+def checked(rank, config, family="Qwen2", kind=None):
     """Check a model on the meta device."""
     nl.init(config.parallel)
     with nl.deferred_init(as_without=False):
         full = getattr(transformers, f"{family}Config")(
             num_hidden_layers=3, vocab_size=500, hidden_size=320, intermediate_size=640
         )
-        model = transformers.AutoModelForCausalLM.from_config(full)
+        build = kind._from_config if kind else transformers.AutoModelForCausalLM.from_config
+        model = build(full)
     check.check_model(model, config)
 
 
@@ -314,3 +315,20 @@ def test_check_command_refuses_in_one_line(arguments, words, capsys):
     assert cli.main(["check", *arguments]) == 2
     err = capsys.readouterr().err
     assert words in err and err.count("\n") == 1
+
+
+class Unpredictable(transformers.Qwen2ForCausalLM):
+    """A model of which one process cannot be compared: its forward pass draws numbers."""
+
+    def forward(self, *args, **kwargs):
+        output = super().forward(*args, **kwargs)
+        output.loss = output.loss * torch.rand(())
+        return output
+
+
+def test_models_without_a_reference_are_reported(tmp_path, caplog):
+    nl.spmd.run(checked, 1, args=(settings(tmp_path), "Qwen2", Unpredictable))
+    assert "trained without a self-check" in caplog.text and "random numbers" in caplog.text
+    always = settings(tmp_path, self_check="always")
+    with pytest.raises(RankError, match="random numbers"):
+        nl.spmd.run(checked, 1, args=(always, "Qwen2", Unpredictable))

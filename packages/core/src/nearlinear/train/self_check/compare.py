@@ -32,7 +32,7 @@ from ...pipeline_parallel.api import Pipelined
 from ...spmd import one_at_a_time
 from ..model import parallelize
 from .probe import Batch, Probe, probe_batches
-from .twin import TwinSize, build_twin, spread_values
+from .twin import TwinError, TwinSize, build_twin, spread_values
 
 SEED = 20
 TOLERANCE = 1e-3
@@ -202,7 +202,15 @@ def _compare_batch(
     now = runtimes.current()
     data_rank, count = now.mesh.data_rank(now.rank), len(parts) // now.mesh.data_ranks
     own = slice(data_rank * count, (data_rank + 1) * count)
-    reference = run_alone(original, parts, now.device, own)
+    try:
+        reference = run_alone(original, parts, now.device, own)
+    except TwinError:
+        raise
+    except Exception as error:  # any error of the model's own code
+        raise TwinError(
+            f"the small twin of {type(original).__name__} cannot be trained in one process: "
+            f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        ) from error
     losses = []
     for batch in accumulate(model, parts[own]):
         if isinstance(model, Pipelined):
@@ -252,6 +260,13 @@ def run_alone(
                 losses = [model(**part).loss.item() for part in parts[own]]
             whole = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
             model(**whole).loss.backward()
+        with torch.no_grad():
+            again = model(**parts[own][0]).loss.item()
+    if not abs(again - losses[0]) <= LOSS_TOLERANCE * abs(losses[0]):
+        raise TwinError(
+            f"{type(model).__name__} computes with random numbers although dropout is off: the "
+            f"losses of two equal runs are {losses[0]:g} and {again:g}"
+        )
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     norm = torch.nn.utils.get_total_norm(list(gradients.values())).item()
     shapes = {name: p.shape for name, p in model.named_parameters()}
