@@ -171,8 +171,10 @@ def test_training_on_four_processes(small_run, tmp_path):
     small_run["batch"] = {"micro_batch_size": 2, "sequences": 16}
     path = write(small_run, tmp_path)
     degree = "parallel.hybrid_shard_degree=2"
-    done = nearlinear("train", path, "--nproc", 4, "--set", degree)
+    checked = ("--set", "train.self_check=always", "--set", f"data.cache={tmp_path / 'cache'}")
+    done = nearlinear("train", path, "--nproc", 4, "--set", degree, *checked)
     assert done.returncode == 0, done.stderr
+    assert "self-check: a small twin equals one process" in done.stderr
     assert "4 ranks = 2 replicate x 2 shard" in done.stdout
     assert done.stdout.count("\nstep=") == 6
     folder = tmp_path / "run"

@@ -18,7 +18,7 @@ from ..checkpoint import cli as checkpoint_cli
 from ..errors import NearlinearError
 from ..launch import cli as launch_cli
 from ..planner import cli as plan_cli
-from . import train
+from . import check, train
 from .watch import command as watch
 
 
@@ -85,6 +85,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands.add_parser("data", help="turn text into token shards; verify, inspect, export them")
     train.add_train(commands)
     train.add_tune(commands)
+    check.add_check(commands)
     for command in plan_cli.add_commands(commands, train.load_config):
         train.add_config_arguments(command)
     launch_cli.add_commands(commands)

@@ -51,6 +51,7 @@ from .metrics import Reporter
 from .model import build_model, flops_per_token, parallelize, peak_tflops
 from .objectives import build_objective
 from .optimizer import build_optimizer, learning_rate, set_learning_rate
+from .self_check.check import check_model
 
 STARTUP_PATIENCE = 12.0
 """Multiple of ``train.rank_timeout`` for each part of the set-up: large checkpoints take long."""
@@ -142,7 +143,12 @@ class Trainer:
             self.num_parameters: int = sum(p.numel() for p in model.parameters())
             self.flops_per_token: float = flops_per_token(model, config.sequence_length)
 
+            # self-check
+            watch.at("the self-check of the layout", STARTUP_PATIENCE)
+            check_model(model, config)
+
             # parallelize
+            watch.at("sharding the model", STARTUP_PATIENCE)
             self.model: nn.Module
             self.model, blocks = parallelize(model, config)
 
