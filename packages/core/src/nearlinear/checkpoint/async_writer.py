@@ -243,6 +243,7 @@ def start(
     folder: StoragePath,
     name: str,
     tensors: dict[str, torch.Tensor],
+    make_content: Callable[[], str],
     make_index: Callable[[list[FileEntry | None]], Index],
     on_complete: Callable[[], None],
     changed_by: torch.optim.Optimizer | None = None,
@@ -255,6 +256,7 @@ def start(
         folder: Folder of the checkpoint.
         name: Unique name of the save, equal on all ranks.
         tensors: Tensors of this rank's file, by key.
+        make_content: Returns `Index.content`, equal on all ranks.
         make_index: Returns the index, given the size and hash of each rank's file.
         on_complete: Called on the first rank of every node once the checkpoint is complete.
         changed_by: Optimizer whose step waits for the copies of ``deferred``.
@@ -272,7 +274,9 @@ def start(
 
     def write(pending: PendingSave) -> None:
         try:
-            pending.error = _write(writer, folder, pending.should_wait, barrier, copy, make_index)
+            pending.error = _write(
+                writer, folder, pending.should_wait, barrier, copy, make_content, make_index
+            )
         except RankUnreachable as error:
             pending.error = (
                 f"checkpoint {folder} is incomplete, because rank {error.rank} does not respond; "
@@ -303,6 +307,7 @@ def _write(
     should_wait: ShouldWait,
     barrier: StoreBarrier,
     copy: StagedCopy,
+    make_content: Callable[[], str],
     make_index: Callable[[list[FileEntry | None]], Index],
 ) -> str:
     """Write the file and the index; return the error, equal on every rank, or "".
@@ -314,16 +319,24 @@ def _write(
         tensors = copy.complete()
         folder.mkdir()
         (folder / index.NAME).remove()  # of an earlier save of the same step
+        own["content"] = content = make_content()
         if tensors:
             path = folder / file_name(writer.rank, writer.world)
-            found = safetensors_file.write_file(path, tensors)
-            own = {"bytes": found.bytes, "sha256": found.sha256}
+            found = safetensors_file.write_file(path, tensors, {index.BINDING: content})
+            own |= {"bytes": found.bytes, "sha256": found.sha256}
     except Exception as error:  # the other ranks must learn of any error
         own = {"failed": f"rank {writer.rank} cannot write {folder}: {_reason(error)}"}
     reports = barrier.agree("file", own, should_wait)
     failed = [report["failed"] for report in reports if "failed" in report]
     if failed:
         return f"{failed[0]}; {_UNCHANGED}"
+    contents = [report.pop("content") for report in reports]
+    if len(set(contents)) > 1:
+        rank = next(rank for rank, each in enumerate(contents) if each != contents[0])
+        return (
+            f"checkpoint {folder} is not complete: ranks 0 and {rank} passed different values to "
+            f"nl.save; pass objects whose state_dict() is equal on all ranks; {_UNCHANGED}"
+        )
     error_text = ""
     if writer.first_of_node:
         try:

@@ -1,36 +1,58 @@
 """Index of a checkpoint: its tensors, the files that hold their shards, and file hashes.
 
     step-00000100/index.json                  written last; a folder without it is no checkpoint
+    step-00000100/index.json.hmac             signature of the index, if a key is set
     step-00000100/rank-00003-of-00016.safetensors
 
-The index is JSON and lists the size and SHA-256 of every safetensors file. Neither format can carry
-code. `local_tensor_shards` lists the shards that a rank holds; `assign_writers` chooses the rank
-that writes each shard.
+The index is sealed JSON. It lists the size and SHA-256 of every safetensors file, and the metadata
+of every file contain `Index.content`, a hash of the rest of the index: files and index that do not
+belong together are refused. Neither format can carry code. `read`, which loading and verification
+share, refuses any index that `Index.write` does not produce.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
-import itertools
-import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import cast
+from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
-from .. import _torch, storage
-from ..errors import CheckpointError
-from ..fsdp.model_state import DimSplit
+from .. import storage
+from ..errors import CheckpointDamaged, CheckpointError
 from ..storage import StoragePath
+from . import sealed_json
+from .shards import TensorShard, tile
 
 NAME = "index.json"
-FORMAT = 2
-_REMEDY = "delete its folder to resume from the previous checkpoint"
+SIGNATURE = "index.json.hmac"
+FORMAT, UNSEALED_FORMAT = 3, 2
+"""Format of written checkpoints, and the older format, which is read as well."""
+BINDING = "nearlinear.content"
+"""Key of `Index.content` in the metadata of safetensors files."""
+MODEL, OPTIMIZER, RANDOM = GROUPS = "model", "optimizer", "random"
+"""First parts of tensor names."""
+DTYPES = {
+    torch.complex64: "C64", torch.float64: "F64", torch.int64: "I64", torch.uint64: "U64",
+    torch.float32: "F32", torch.int32: "I32", torch.uint32: "U32",
+    torch.bfloat16: "BF16", torch.float16: "F16", torch.int16: "I16", torch.uint16: "U16",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+    torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+"""Allowed dtypes with their names in safetensors files, wider dtypes first, for alignment."""
+MAX_BYTES, DATA_PER_INDEX_BYTE = 2**24, 16
+"""Limit of the index: 16 MiB, and one more byte per 16 bytes in the other files."""
+MAX_INTEGER, MAX_DIMS = 2**62, 32
+_DTYPE_NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
+_ADAM, _MOMENTS = ("Adam", "AdamW", "NAdam", "RAdam"), ("exp_avg", "exp_avg_sq")
+_LIMITS = {"lr": math.inf, "weight_decay": math.inf, "eps": math.inf, "momentum": math.inf,
+           "betas": 1.0}  # fmt: skip
+"""Settings of optimizers that are at least 0, and below this limit."""
+_REMEDY = "resume from another checkpoint, and delete this one"
 
 
 @dataclass(frozen=True)
@@ -70,68 +92,370 @@ class Index:
     files: dict[str, FileEntry]
     values: dict = field(default_factory=dict)
     """State other than tensors: learning rates, position in the data, model config."""
+    content: str = ""
+    """SHA-256 of step, world, tensors and values; "" in the older format, which has none."""
 
     def write(self, folder: StoragePath) -> None:
-        """Write the index atomically, which makes ``folder`` a checkpoint."""
-        text = json.dumps({"format": FORMAT} | dataclasses.asdict(self), separators=(",", ":"))
-        (folder / NAME).put(text.encode())
+        """Write the index atomically, which makes ``folder`` a checkpoint.
+
+        Raises ValueError for an index that `read` would refuse, and CheckpointError for an invalid
+        signing key.
+        """
+        data = describe(self.step, self.world, self.tensors, self.values)
+        data["files"] = {n: {"bytes": f.bytes, "sha256": f.sha256} for n, f in self.files.items()}
+        text = sealed_json.seal(FORMAT, data)
+        check_size(len(text), sum(file.bytes for file in self.files.values()))
+        written = sealed_json.parse(text)
+        del written["format"]
+        _parse(written, sealed=True)
+        key = sealed_json.signing_key()
+        if key is None:
+            (folder / SIGNATURE).remove()
+        else:
+            (folder / SIGNATURE).put(sealed_json.sign(text, key))
+        (folder / NAME).put(text)
 
 
-def read(folder) -> Index:
-    """Read the index of the checkpoint in ``folder``. Raises CheckpointError."""
+def describe(
+    step: int, world: int, tensors: Mapping[str, TensorEntry], values: dict
+) -> dict[str, Any]:
+    """Return the content of an index, except for its files, as JSON-serializable data."""
+    return {
+        "step": step,
+        "world": world,
+        "tensors": {
+            name: {
+                "dtype": entry.dtype,
+                "shape": entry.shape,
+                "pieces": {
+                    file: [{"offset": each.offset, "shape": each.shape} for each in shards]
+                    for file, shards in entry.pieces.items()
+                },
+            }
+            for name, entry in tensors.items()
+        },
+        "values": values,
+    }
+
+
+def content_hash(described: Mapping[str, Any]) -> str:
+    """Return `Index.content` of the result of `describe`."""
+    parts = {name: described[name] for name in ("step", "world", "tensors", "values")}
+    return hashlib.sha256(sealed_json.encode(parts)).hexdigest()
+
+
+def read(folder, signed: bool = True) -> Index:
+    """Read and validate the index of the checkpoint in ``folder``.
+
+    Args:
+        folder: The checkpoint.
+        signed: Require a signature if a key is set in the environment.
+
+    Raises:
+        CheckpointDamaged: The index is missing, changed, invalid, or not signed as required.
+        CheckpointError: The index is of a newer format, or cannot be accessed.
+    """
     folder = storage.as_path(folder)
     path = folder / NAME
-    try:
-        text = path.read()
-    except FileNotFoundError:
-        state = "is not a complete checkpoint" if folder.exists() else "does not exist"
+    text = _read_text(folder)
+    key = sealed_json.signing_key() if signed else None
+    if key is not None:
+        sealed_json.check_signature(text, _read_signature(folder), key, str(path))
+    version = sealed_json.sealed_version(text)
+    if version not in (None, FORMAT):
         raise CheckpointError(
-            f"{folder} {state}: {path.name} is missing; choose a folder written by nl.save"
-        ) from None
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read ({error}): {_REMEDY}") from None
+            f"{path} has format {version}, and this version reads formats {UNSEALED_FORMAT} and "
+            f"{FORMAT}: load it with the version of nearlinear that wrote it"
+        )
+    changed = f"{path} has changed since it was written: its SHA-256 does not match; {_REMEDY}"
+    if version is None and b'"sha256"' in text[:64]:
+        raise CheckpointDamaged(changed)
     try:
-        data = json.loads(text)
+        data = sealed_json.parse(text)
     except ValueError as error:
-        raise CheckpointError(f"{path} is not valid JSON ({error}): {_REMEDY}") from None
-    version = data.pop("format", None) if isinstance(data, dict) else None
-    if version != FORMAT:
+        raise CheckpointDamaged(f"{path} is not valid JSON ({error}): {_REMEDY}") from None
+    stated = data.pop("format", None)
+    if version is None and stated != UNSEALED_FORMAT:
+        raise CheckpointDamaged(changed)
+    try:
+        return _parse(data, sealed=version is not None)
+    except ValueError as error:
+        raise CheckpointDamaged(f"{path} is invalid ({error}): {_REMEDY}") from None
+
+
+def missing_protections(found: Index) -> str:
+    """Return the protections that a checkpoint of the older format lacks, or ""."""
+    if found.content:
+        return ""
+    return (
+        f"it has format {UNSEALED_FORMAT}: its index has no checksum, so that changed offsets, "
+        "settings or steps in the index cannot be detected; save it again to add the checksum"
+    )
+
+
+def sign(folder: StoragePath) -> None:
+    """Write the signature of an index. Raises CheckpointError without a key."""
+    key = sealed_json.signing_key()
+    if key is None:
         raise CheckpointError(
-            f"{path} has format {version!r}, and this version reads format {FORMAT}: load it with "
-            "the version of nearlinear that wrote it"
+            f"there is no key to sign {folder}: set {sealed_json.KEY_VARIABLE} or "
+            f"{sealed_json.KEY_FILE_VARIABLE} in the environment"
+        )
+    (folder / SIGNATURE).put(sealed_json.sign(_read_text(folder), key))
+
+
+def check_size(size: int, data_bytes: int) -> None:
+    """Raise ValueError if an index of ``size`` bytes is too large for ``data_bytes`` of tensors."""
+    limit = MAX_BYTES + data_bytes // DATA_PER_INDEX_BYTE
+    if size > limit:
+        raise ValueError(f"it has {size} bytes, and {limit} are allowed with the files beside it")
+
+
+def _read_text(folder: StoragePath) -> bytes:
+    path, sizes = folder / NAME, folder.file_sizes()
+    if NAME not in sizes:
+        state = "is not a complete checkpoint" if folder.exists() else "does not exist"
+        raise CheckpointDamaged(
+            f"{folder} {state}: {NAME} is missing; choose a folder written by nl.save"
         )
     try:
-        return _parse(data)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"{path} is invalid ({error!r}): {_REMEDY}") from None
+        check_size(sizes[NAME], sum(sizes.values()) - sizes[NAME])
+        return path.read()
+    except ValueError as error:
+        raise CheckpointDamaged(f"{path} is invalid ({error}): {_REMEDY}") from None
+    except OSError as error:
+        raise unreadable(path, error) from None
 
 
-def _parse(data: dict) -> Index:
-    files = {_check_file_name(name): FileEntry(int(f["bytes"]), str(f["sha256"]))
-             for name, f in data["files"].items()}  # fmt: skip
-    tensors = {}
-    for name, entry in data["tensors"].items():
-        shards = {
-            file: [TensorShard(_ints(shard["offset"]), _ints(shard["shape"])) for shard in listed]
-            for file, listed in entry["pieces"].items()
-        }
-        shape = _ints(entry["shape"])
-        all_shards = itertools.chain.from_iterable(shards.values())
-        if not shards.keys() <= files.keys() or not covers(shape, all_shards):
-            raise ValueError(f"shards of {name} are missing")
-        tensors[name] = TensorEntry(str(entry["dtype"]), shape, shards)
-    return Index(int(data["step"]), int(data["world"]), tensors, files, dict(data["values"]))
+def _read_signature(folder: StoragePath) -> bytes | None:
+    try:
+        return b"".join((folder / SIGNATURE).stream(0, 1024))
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise unreadable(folder / SIGNATURE, error) from None
 
 
-def _ints(values) -> tuple[int, ...]:
-    return tuple(int(value) for value in values)
+def unreadable(path: StoragePath, error: OSError) -> CheckpointError:
+    """Return the error for a file that cannot be read: damaged if its medium is."""
+    text = f"{path} cannot be read ({error.strerror or error}): make it readable, or {_REMEDY}"
+    gone = isinstance(error, FileNotFoundError) or error.errno == 5  # EIO
+    return CheckpointDamaged(text) if gone else CheckpointError(text)
+
+
+# Schema
+
+
+def _parse(data: dict[str, Any], sealed: bool) -> Index:
+    """Convert the data of an index. Raises ValueError for anything that `Index.write` never wrote.
+
+    Args:
+        data: The JSON object without its format.
+        sealed: True for a document with a verified hash of itself.
+    """
+    keys = {"step", "world", "tensors", "files", "values"} | ({"sha256"} if sealed else set())
+    _check_keys(data, keys, "the index")
+    files = {
+        _check_file_name(name): _parse_file(entry, f"file {name}")
+        for name, entry in _as_dict(data["files"], "files").items()
+    }
+    tensors = {
+        _check_tensor_name(name): _parse_tensor(entry, name, files.keys())
+        for name, entry in _as_dict(data["tensors"], "tensors").items()
+    }
+    values = _as_dict(data["values"], "values")
+    _check_file_sizes(files, tensors)
+    _check_values(values)
+    _check_optimizer(values.get(OPTIMIZER), tensors)
+    step = _integer(data["step"], "step")
+    world = _integer(data["world"], "world", least=1)
+    return Index(step, world, tensors, files, values, content_hash(data) if sealed else "")
+
+
+def _parse_file(entry: Any, label: str) -> FileEntry:
+    _check_keys(entry, {"bytes", "sha256"}, label)
+    if not isinstance(entry["sha256"], str) or not re.fullmatch("[0-9a-f]{64}", entry["sha256"]):
+        raise ValueError(f"the hash of {label} is not a SHA-256")
+    return FileEntry(_integer(entry["bytes"], label), entry["sha256"])
+
+
+def _parse_tensor(entry: Any, name: str, files: Set[str]) -> TensorEntry:
+    _check_keys(entry, {"dtype", "shape", "pieces"}, name)
+    if not isinstance(entry["dtype"], str) or entry["dtype"] not in _DTYPE_NAMES:
+        raise ValueError(
+            f"{name} has dtype {str(entry['dtype'])[:40]!r}; allowed are {', '.join(_DTYPE_NAMES)}"
+        )
+    shape, pieces = _integers(entry["shape"], name), {}
+    for file, listed in _as_dict(entry["pieces"], name).items():
+        if file not in files:
+            raise ValueError(f"{name} is in {file[:80]!r}, which is not in the list of files")
+        if not isinstance(listed, list) or not listed:
+            raise ValueError(f"{name} has no shards in {file}")
+        pieces[file] = [_parse_shard(shard, name, shape) for shard in listed]
+    if math.prod(shape) > MAX_INTEGER:
+        raise ValueError(f"{name} has too many elements: shape {list(shape)}")
+    try:
+        complete = tile(shape, [shard for listed in pieces.values() for shard in listed])
+    except ValueError as error:
+        raise ValueError(f"{name} is {error}") from None
+    if not complete:
+        raise ValueError(f"the shards of {name} overlap, or do not cover the tensor")
+    return TensorEntry(entry["dtype"], shape, pieces)
+
+
+def _parse_shard(shard: Any, name: str, shape: tuple[int, ...]) -> TensorShard:
+    _check_keys(shard, {"offset", "shape"}, f"a shard of {name}")
+    offset = _integers(shard["offset"], name)
+    size = _integers(shard["shape"], name, least=1)
+    if not len(offset) == len(size) == len(shape) or any(
+        first + count > whole for first, count, whole in zip(offset, size, shape, strict=True)
+    ):
+        raise ValueError(f"a shard of {name} is outside of the tensor")
+    return TensorShard(offset, size)
+
+
+def _check_file_sizes(files: Mapping[str, FileEntry], tensors: Mapping[str, TensorEntry]) -> None:
+    """Raise ValueError if a file is too small for its shards: loading allocates their memory."""
+    needed = dict.fromkeys(files, 0)
+    for tensor in tensors.values():
+        itemsize = _DTYPE_NAMES[tensor.dtype].itemsize
+        for file, shards in tensor.pieces.items():
+            needed[file] += itemsize * sum(math.prod(shard.shape) for shard in shards)
+    for file, size in needed.items():
+        if size > files[file].bytes:
+            raise ValueError(f"{file} has {files[file].bytes} bytes, and its shards {size}")
+
+
+def _check_values(values: Mapping[str, Any]) -> None:
+    """Check the values that this package stores itself; further objects may store any JSON."""
+    for text in _texts(values):
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise ValueError("values contain a text that is not Unicode") from None
+    for name in ("loss_scaler", "about"):
+        if name in values and not all(map(math.isfinite, _numbers(_as_dict(values[name], name)))):
+            raise ValueError(f"values.{name} contains a number that is not finite")
+    layout = values.get("about", {}).get("layout") or {}
+    for axis, degree in _as_dict(layout, "values.about.layout").items():
+        _integer(degree, f"values.about.layout.{axis}", least=1)
+    if not isinstance(values.get("about", {}).get("model", {}), dict | None):
+        raise ValueError("values.about.model is not an object")
+
+
+def _check_optimizer(settings: Any, tensors: Mapping[str, TensorEntry]) -> None:
+    """Check the settings of the optimizer, and that the state of every parameter is complete."""
+    states: dict[str, dict[str, TensorEntry]] = {}
+    for full, entry in tensors.items():
+        group, _, rest = full.partition("/")
+        if group == OPTIMIZER:
+            name, _, key = rest.rpartition("/")
+            states.setdefault(name, {})[key] = entry
+    if settings is None:
+        if states:
+            raise ValueError("there is optimizer state without the settings of the optimizer")
+        return
+    _check_keys(settings, {"kind", "groups"}, "values.optimizer")
+    if not isinstance(settings["kind"], str) or not isinstance(settings["groups"], list):
+        raise ValueError("values.optimizer has no kind or no list of groups")
+    known: set[str] = set()
+    for group in settings["groups"]:
+        names = _as_dict(group, "a parameter group").get("params")
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise ValueError("a parameter group of the optimizer has no list of parameters")
+        if len(set(names)) < len(names) or known & set(names):
+            raise ValueError("a parameter is in the groups of the optimizer twice")
+        known |= set(names)
+        _check_settings(group)
+    for name, state in states.items():
+        if name not in known:
+            raise ValueError(f"{name} has optimizer state, and is not a parameter of the optimizer")
+        if settings["kind"] in _ADAM:
+            for key in (*_MOMENTS, "step"):
+                if key not in state:
+                    raise ValueError(f"{name} has no {key} in the optimizer's state")
+            shape = tensors[f"{MODEL}/{name}"].shape if f"{MODEL}/{name}" in tensors else None
+            for key in _MOMENTS:
+                if shape is not None and state[key].shape != shape:
+                    raise ValueError(f"{key} of {name} does not have the parameter's shape")
+
+
+def _check_settings(group: Mapping[str, Any]) -> None:
+    for key, value in group.items():
+        if not all(map(math.isfinite, _numbers(value))):
+            raise ValueError(f"{key} of the optimizer is not finite")
+        if key in _LIMITS:
+            numbers = value if key == "betas" and isinstance(value, list) else [value]
+            for number in numbers:
+                if isinstance(number, bool) or not isinstance(number, int | float):
+                    raise ValueError(f"{key} of the optimizer is not a number")
+                if not 0 <= number < _LIMITS[key]:
+                    raise ValueError(f"{key} of the optimizer is {number}")
+
+
+def _numbers(value: Any) -> Iterator[float]:
+    """Yield the numbers in JSON data. Raises ValueError for integers of more than 62 bits."""
+    if isinstance(value, bool):
+        return
+    if isinstance(value, int) and abs(value) > MAX_INTEGER:
+        raise ValueError("an integer has more than 62 bits")
+    if isinstance(value, int | float):
+        yield value
+    elif isinstance(value, dict | list):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _numbers(each)
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for each in value:
+            yield from _texts(each)
+        for each in value.values() if isinstance(value, dict) else ():
+            yield from _texts(each)
+
+
+def _as_dict(value: Any, label: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{label} is not an object")
+    return value
+
+
+def _check_keys(value: Any, expected: Set[str], label: str) -> None:
+    for key in expected ^ _as_dict(value, label).keys():
+        raise ValueError(f"{label} has {'no' if key in expected else 'an unknown key'} {key[:80]}")
+
+
+def _integer(value: Any, label: str, least: int = 0) -> int:
+    if type(value) is not int or not least <= value <= MAX_INTEGER:
+        raise ValueError(f"{label}: {str(value)[:40]!r} is not an integer of at least {least}")
+    return value
+
+
+def _integers(values: Any, label: str, least: int = 0) -> tuple[int, ...]:
+    if not isinstance(values, list) or len(values) > MAX_DIMS:
+        raise ValueError(f"{label} has no list of at most {MAX_DIMS} integers")
+    return tuple(_integer(value, label, least) for value in values)
 
 
 def _check_file_name(name: str) -> str:
     """Return ``name``. Raise ValueError unless it names a file directly inside of the folder."""
-    if name != Path(name).name or name.startswith("."):
-        raise ValueError(f"{name!r} is no file of this folder")
+    if name != Path(name).name or not name.endswith(".safetensors") or name.startswith("."):
+        raise ValueError(f"{name[:80]!r} is no safetensors file of this folder")
+    if not name.isprintable() or len(name) > 255:
+        raise ValueError(f"{name[:80]!r} is not the name of a file")
     return name
+
+
+def _check_tensor_name(name: str) -> str:
+    group, _, rest = name.partition("/")
+    if group not in GROUPS or not rest or not name.isprintable():
+        raise ValueError(f"{name[:80]!r} is in none of the groups {', '.join(GROUPS)}")
+    return name
+
+
+# Files
 
 
 def find_missing_file(folder: StoragePath, found: Index) -> str:
@@ -148,7 +472,7 @@ def find_missing_file(folder: StoragePath, found: Index) -> str:
 def check_content(
     path: StoragePath, file: FileEntry, read_hash: Callable[[], FileEntry] | None = None
 ) -> None:
-    """Raise CheckpointError unless the size and SHA-256 of a file are those of ``file``.
+    """Raise CheckpointDamaged unless the size and SHA-256 of a file are those of ``file``.
 
     Args:
         path: The file.
@@ -159,9 +483,9 @@ def check_content(
     try:
         found = read_hash() if read_hash else hash_file(path)
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read ({error.strerror}): {_REMEDY}") from None
+        raise unreadable(path, error) from None
     if found != file:
-        raise CheckpointError(f"{path} has changed since it was written: {_REMEDY}")
+        raise CheckpointDamaged(f"{path} has changed since it was written: {_REMEDY}")
 
 
 def hash_file(path) -> FileEntry:
@@ -173,104 +497,39 @@ def hash_file(path) -> FileEntry:
     return FileEntry(size, digest.hexdigest())
 
 
-@dataclass(frozen=True, order=True)
-class TensorShard:
-    """A rectangular block of a tensor. The field names are part of the checkpoint format."""
-
-    offset: tuple[int, ...]
-    """Index of the first element, per dim."""
-    shape: tuple[int, ...]
-    """Size of the block, per dim."""
-
-    def intersect(self, other: TensorShard) -> TensorShard | None:
-        """Return the intersection of two shards of the same tensor, or None if it is empty."""
-        first = tuple(map(max, self.offset, other.offset))
-        last = tuple(
-            min(a + n, b + m)
-            for a, n, b, m in zip(self.offset, self.shape, other.offset, other.shape, strict=True)
-        )
-        shape = tuple(end - begin for begin, end in zip(first, last, strict=True))
-        return TensorShard(first, shape) if all(size > 0 for size in shape) else None
-
-    @classmethod
-    def full(cls, shape: Iterable[int]) -> TensorShard:
-        """Return the shard that covers a whole tensor of ``shape``."""
-        shape = tuple(shape)
-        return cls((0,) * len(shape), shape)
-
-    def slices_in(self, outer: TensorShard) -> tuple[slice, ...]:
-        """Return the slices of this shard in the values of ``outer``, which contains it."""
-        starts = [mine - theirs for mine, theirs in zip(self.offset, outer.offset, strict=True)]
-        return tuple(slice(at, at + n) for at, n in zip(starts, self.shape, strict=True))
-
-
-def local_tensor_shards(
-    tensor: torch.Tensor, splits: Sequence[DimSplit] = ()
-) -> dict[TensorShard, torch.Tensor]:
-    """Return the shards of a tensor on this rank, each with a view of its memory.
-
-    A shard of a fused projection consists of several blocks. A rank without rows, as with more
-    ranks than rows, has no shard.
+def header_faults(
+    name: str, values: Any, found: Index, keys: Iterable[str] | None = None
+) -> Iterator[str]:
+    """Yield a message for every difference between the header of a file and the index.
 
     Args:
-        tensor: A DTensor, or a tensor that is whole or divided by ``splits``.
-        splits: Tensor- and expert-parallel divisions applied before the tensor was sharded.
+        name: Name of the file.
+        values: The opened file, with the interface of safetensors' `safe_open`.
+        found: The index.
+        keys: Keys whose tensors to check, all by default.
     """
-    values = tensor.detach()
-    local = TensorShard.full(tensor.shape)
-    if isinstance(tensor, DTensor):
-        shape, offset = _torch.local_block(tensor)
-        values, local = cast(DTensor, values).to_local(), TensorShard(tuple(offset), tuple(shape))
-    found = {local: values}
-    for split in splits:
-        found = {
-            shard: part
-            for block, part in found.items()
-            for shard, part in _undo(split, block, part)
-        }
-    return {shard: part for shard, part in found.items() if 0 not in shard.shape}
-
-
-def _undo(
-    split: DimSplit, block: TensorShard, values: torch.Tensor
-) -> Iterator[tuple[TensorShard, torch.Tensor]]:
-    """Yield the blocks of ``values`` with their offsets in the tensor before ``split``."""
-    dim, begin = split.dim, block.offset[split.dim]
-    end, position = begin + block.shape[dim], 0
-    for first, count in split.ranges:
-        low, high = max(begin, position), min(end, position + count)
-        if low < high:
-            offset, shape = list(block.offset), list(block.shape)
-            offset[dim], shape[dim] = first + low - position, high - low
-            shard = TensorShard(tuple(offset), tuple(shape))
-            yield shard, values.narrow(dim, low - begin, high - low)
-        position += count
-
-
-ShardSizes = Sequence[tuple[str, TensorShard, int]]
-"""Tensor name, shard, and bytes of every shard of one rank."""
-
-
-def assign_writers(ranks: Sequence[ShardSizes]) -> list[set[tuple[str, TensorShard]]]:
-    """Return the shards that each rank writes: every shard once, with bytes spread evenly.
-
-    Replicas hold the same shards. The result is deterministic, so that all ranks compute the same.
-    """
-    holders: dict[tuple[str, TensorShard], list[int]] = {}
-    sizes: dict[tuple[str, TensorShard], int] = {}
-    for rank, held in enumerate(ranks):
-        for name, shard, size in held:
-            holders.setdefault((name, shard), []).append(rank)
-            sizes[name, shard] = size
-    load = [0] * len(ranks)
-    assigned: list[set[tuple[str, TensorShard]]] = [set() for _ in ranks]
-    for shard in sorted(sizes, key=lambda shard: (-sizes[shard], shard)):
-        rank = min(holders[shard], key=lambda rank: (load[rank], rank))
-        load[rank] += sizes[shard]
-        assigned[rank].add(shard)
-    return assigned
-
-
-def covers(shape: Iterable[int], shards: Iterable[TensorShard]) -> bool:
-    """Return True if disjoint ``shards`` cover a tensor of ``shape``."""
-    return sum(math.prod(shard.shape) for shard in shards) == math.prod(shape)
+    binding = (values.metadata() or {}).get(BINDING, "")
+    if binding != found.content:
+        yield f"{name} belongs to another index: they were not written by the same save"
+        return
+    expected = {
+        shard_key(tensor, number): (entry.dtype, list(shard.shape))
+        for tensor, entry in found.tensors.items()
+        for number, shard in enumerate(entry.pieces.get(name, ()))
+    }
+    present = set(values.keys())
+    if keys is None:
+        for key in sorted(expected.keys() - present):
+            yield f"{name} has no {key}, which is in the index"
+        for key in sorted(present - expected.keys()):
+            yield f"{name} has {key}, which is not in the index"
+    names = {word: str(dtype).removeprefix("torch.") for dtype, word in DTYPES.items()}
+    for key in sorted(present & expected.keys() if keys is None else keys):
+        if key not in present:
+            yield f"{name} has no {key}, which is in the index"
+            continue
+        part = values.get_slice(key)
+        dtype, shape = names.get(part.get_dtype(), part.get_dtype()), list(part.get_shape())
+        if (dtype, shape) != expected[key]:
+            wanted = "{} {}".format(*expected[key])
+            yield f"{name} has {key} as {dtype} {shape} instead of {wanted}"

@@ -16,10 +16,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from .. import storage
-from ..errors import CheckpointError
+from ..errors import CheckpointDamaged
 from ..storage import StoragePath
 from . import index, safetensors_file
-from .index import TensorShard
+from .shards import TensorShard
 
 READ = 2**20
 """Bytes per read: they stay in the processor's cache until they are hashed."""
@@ -94,9 +94,13 @@ class LazyTensors:
         try:
             header = bytearray(safetensors_file.header_length(first))
             fetch(safetensors_file.LENGTH_BYTES, memoryview(header))
-            self._entries = safetensors_file.parse_header(bytes(header))
+            self._entries, self._metadata = safetensors_file.parse_header(bytes(header))
         except ValueError as error:
             raise SafetensorError(f"{error}") from None
+
+    def metadata(self) -> dict[str, str]:
+        """Return the texts stored in the header."""
+        return self._metadata
 
     def keys(self) -> list[str]:
         """Return the names of the tensors in file order."""
@@ -192,7 +196,7 @@ class CheckpointReader:
     def __init__(self, folder, checked: bool = False):
         self.folder, self.index = storage.as_path(folder), index.read(folder)
         if fault := index.find_missing_file(self.folder, self.index):
-            raise CheckpointError(
+            raise CheckpointDamaged(
                 f"checkpoint {folder} is incomplete: {fault}; use another checkpoint"
             )
         self._checked = set(self.index.files) if checked else set()
@@ -214,11 +218,14 @@ class CheckpointReader:
         return values
 
     def _read(self, file: str, key: str, inside: tuple[slice, ...]) -> torch.Tensor:
-        if file not in self._checked:
+        new = file not in self._checked
+        if new:
             index.check_content(self.folder / file, self.index.files[file])
             self._checked.add(file)
         try:
             with open_tensors(self.folder / file) as values:
+                for fault in index.header_faults(file, values, self.index) if new else ():
+                    raise CheckpointDamaged(f"{self.folder} is damaged: {fault}")
                 return values.get_slice(key)[inside] if inside else values.get_tensor(key)
         except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{self.folder / file} cannot be read: {error}") from None
+            raise CheckpointDamaged(f"{self.folder / file} cannot be read: {error}") from None
