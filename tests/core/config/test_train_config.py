@@ -164,6 +164,7 @@ HOSTILE = {
     "deep list": f"model.overrides.a={DEEP}",
     "deep table": f"model.overrides{'.a' * 5000}=1",
     "long path": f"run.folder={'a/' * 5000}",
+    "long name in a path": f"model.init_from={'a' * 300}",
     "NUL": "checkpoint.folder=a\0b",
     "not Unicode": "data.path=\udcff",
     "long key": f"{'a' * 10_000}.b=1",

@@ -26,10 +26,11 @@ from torch.utils.hooks import RemovableHandle
 
 from .. import _torch
 from ..distributed import runtime
-from ..distributed.consensus import RankUnreachable, ShouldWait, StoreBarrier, clone_store
+from ..distributed.consensus import RankUnreachable, StoreBarrier, clone_store
 from ..distributed.process_exit import before_leaving
 from ..errors import CheckpointError
 from ..storage import StoragePath
+from ..storage.threads import Pace
 from . import index, safetensors_file
 from .index import FileEntry, Index
 
@@ -139,6 +140,8 @@ class PendingSave:
         """Reason why the save failed, or ""."""
         self.error_raised: bool = False
         """True once `wait` has raised the error."""
+        self.pace = Pace()
+        """Speed limit of the writing threads, lifted once somebody waits."""
         self._deadline: float | None = None
         self._dead_rank: int | None = None
         # Not a daemon thread: a script that ends waits for its last checkpoint.
@@ -155,6 +158,7 @@ class PendingSave:
 
         Raises CheckpointError, on all ranks alike.
         """
+        self.pace.hurry()
         self._thread.join()
         if self.error:
             self.error_raised = True
@@ -168,6 +172,7 @@ class PendingSave:
             why: The error that ends this process, if any. A RankFailure names the dead rank.
             seconds: Remaining time for the other ranks.
         """
+        self.pace.hurry()
         self._dead_rank = getattr(why, "dead_rank", None)
         self._deadline = time.monotonic() + seconds
 
@@ -274,9 +279,7 @@ def start(
 
     def write(pending: PendingSave) -> None:
         try:
-            pending.error = _write(
-                writer, folder, pending.should_wait, barrier, copy, make_content, make_index
-            )
+            pending.error = _write(writer, folder, pending, barrier, copy, make_content, make_index)
         except RankUnreachable as error:
             pending.error = (
                 f"checkpoint {folder} is incomplete, because rank {error.rank} does not respond; "
@@ -304,7 +307,7 @@ def file_name(rank: int, world: int) -> str:
 def _write(
     writer: RankWriter,
     folder: StoragePath,
-    should_wait: ShouldWait,
+    pending: PendingSave,
     barrier: StoreBarrier,
     copy: StagedCopy,
     make_content: Callable[[], str],
@@ -322,11 +325,13 @@ def _write(
         own["content"] = content = make_content()
         if tensors:
             path = folder / file_name(writer.rank, writer.world)
-            found = safetensors_file.write_file(path, tensors, {index.BINDING: content})
+            found = safetensors_file.write_file(
+                path, tensors, {index.BINDING: content}, pending.pace
+            )
             own |= {"bytes": found.bytes, "sha256": found.sha256}
     except Exception as error:  # the other ranks must learn of any error
         own = {"failed": f"rank {writer.rank} cannot write {folder}: {_reason(error)}"}
-    reports = barrier.agree("file", own, should_wait)
+    reports = barrier.agree("file", own, pending.should_wait)
     failed = [report["failed"] for report in reports if "failed" in report]
     if failed:
         return f"{failed[0]}; {_UNCHANGED}"
@@ -346,7 +351,9 @@ def _write(
             )
         except Exception as error:
             error_text = f"{folder / index.NAME} cannot be written: {_reason(error)}"
-    errors = barrier.agree("index", error_text, should_wait, lambda texts: [t for t in texts if t])
+    errors = barrier.agree(
+        "index", error_text, pending.should_wait, lambda texts: [t for t in texts if t]
+    )
     return f"{errors[0]}; {_UNCHANGED}" if errors else ""
 
 

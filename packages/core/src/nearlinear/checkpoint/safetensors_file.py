@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from .. import storage
+from ..storage.threads import Pace, run_in_thread
 from . import sealed_json
 from .index import DTYPES, FileEntry
 
@@ -30,7 +31,7 @@ LENGTH_BYTES = 8
 """Bytes of the integer that gives the header's length."""
 MAX_HEADER_BYTES = 100_000_000
 """Limit of the safetensors library."""
-CHUNK = 16 * 2**20
+CHUNK = 4 * 2**20
 """Bytes that are hashed while the next chunk is written."""
 
 TensorSpecs = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
@@ -136,9 +137,14 @@ class SafetensorsWriter:
 
 
 def write_file(
-    path, tensors: dict[str, torch.Tensor], metadata: Mapping[str, str] | None = None
+    path,
+    tensors: dict[str, torch.Tensor],
+    metadata: Mapping[str, str] | None = None,
+    pace: Pace | None = None,
 ) -> FileEntry:
     """Write contiguous CPU tensors to ``path`` and return the size and SHA-256 of the file.
+
+    With ``pace``, hashing and writing run on two background threads of bounded speed.
 
     The file appears atomically and is durable when this returns. Raises OSError,
     StorageUnreachable, and ValueError for a dtype that safetensors does not support.
@@ -146,8 +152,14 @@ def write_file(
     specs = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
     parts = [memoryview(encode_header(specs, metadata))]
     parts += [tensor_bytes(tensors[name]) for name in file_order(specs)]
-    with _HashThread() as hashing:
-        storage.as_path(path).write(hashing.tee(_chunks(parts)), sum(map(len, parts)))
+    size = sum(map(len, parts))
+    with _HashThread(pace) as hashing:
+        chunks = hashing.tee(_chunks(parts))
+        if pace is None:
+            storage.as_path(path).write(chunks, size)
+        else:
+            paced = pace.pace(chunks)
+            run_in_thread(lambda: storage.as_path(path).write(paced, size))()
     return hashing.result
 
 
@@ -160,8 +172,8 @@ def _chunks(parts: list[memoryview]) -> Iterator[memoryview]:
 class _HashThread:
     """SHA-256 on a separate thread. Hashing releases the GIL, as writing does."""
 
-    def __init__(self):
-        self._digest, self._size = hashlib.sha256(), 0
+    def __init__(self, pace: Pace | None):
+        self._digest, self._size, self._pace = hashlib.sha256(), 0, pace
         self._chunks: queue.SimpleQueue = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._hash, name="checkpoint hash", daemon=True)
 
@@ -186,5 +198,6 @@ class _HashThread:
         self._thread.join()
 
     def _hash(self) -> None:
-        while (chunk := self._chunks.get()) is not None:
+        chunks = iter(self._chunks.get, None)
+        for chunk in chunks if self._pace is None else self._pace.pace(chunks):
             self._digest.update(chunk)

@@ -24,6 +24,7 @@ from ..errors import ConfigError
 
 MAX_INTEGER, MAX_DEPTH = 2**62, 32
 """Limits of integers, and of the nesting of tables and lists."""
+MAX_NAME_BYTES = 255
 MAX_TEXT, MAX_TABLE_TEXT = 4096, 2**17
 """Characters of a text (Linux' limit of a path), and of a text in a table of free keys."""
 
@@ -114,6 +115,16 @@ def _check_text(text: str, key: str, limit: int) -> None:
         raise ConfigError(f"{key} = {shown(text)}: must not contain the character NUL")
     if any("\ud800" <= character <= "\udfff" for character in text):
         raise ConfigError(f"{key} = {ascii(text)[:80]}: is not Unicode text")
+
+
+def check_path(path: str, key: str) -> None:
+    """Raise ConfigError if a part of ``path`` is longer than the name of a file can be."""
+    for part in path.split("/"):
+        if len(part.encode(errors="replace")) > MAX_NAME_BYTES:
+            raise ConfigError(
+                f"{key} = {shown(path)}: a name in the path has {len(part)} characters, and file "
+                f"systems allow {MAX_NAME_BYTES} bytes"
+            )
 
 
 def check_ranges(config: typing.Any, ranges: Ranges, where: str = "") -> None:

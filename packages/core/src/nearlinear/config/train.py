@@ -331,6 +331,15 @@ class TrainConfig:
                 "the folder describes the model"
             )
         schema.check_ranges(self, _RANGES)
+        for key, path in (
+            ("model.init_from", self.model.init_from),
+            *(("data.path", folder) for folder in self.data.folders),
+            ("data.resume", self.data.resume),
+            ("data.cache", self.data.cache),
+            ("checkpoint.folder", self.checkpoint.folder),
+            ("run.folder", self.run.folder),
+        ):
+            schema.check_path(path, key)
         for name in ("min_lr_ratio", "beta1", "beta2"):
             value = getattr(self.optimizer, name)
             if not 0 <= value <= 1 or (name != "min_lr_ratio" and value == 1):
