@@ -171,6 +171,8 @@ def _verify(options: argparse.Namespace, arguments) -> int:
                 found, size = sizes[folder]
                 print(f"ok    {folder}: step {found.step}, {len(found.files)} files, "
                       f"{metadata.format_bytes(size)}")  # fmt: skip
+                if missing := index.missing_protections(found):
+                    print(f"note  {folder} is not fully protected: {missing}")
     if faulty:
         print(f"{faulty} of {len(folders)} checkpoints are damaged: delete them, and resume from "
               "another one")  # fmt: skip

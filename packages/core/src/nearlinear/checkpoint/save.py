@@ -292,7 +292,7 @@ def _step_folders(folder: StoragePath) -> dict[int, StoragePath]:
 
 def _is_complete(place: StoragePath) -> bool:
     try:
-        return not index.find_missing_file(place, index.read(place))
+        return not index.find_missing_file(place, index.read(place, signed=False))
     except StorageUnreachable:  # unknown: resuming from an older checkpoint would lose steps
         raise
     except CheckpointError:
