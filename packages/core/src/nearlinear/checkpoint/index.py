@@ -52,6 +52,7 @@ _ADAM, _MOMENTS = ("Adam", "AdamW", "NAdam", "RAdam"), ("exp_avg", "exp_avg_sq")
 _LIMITS = {"lr": math.inf, "weight_decay": math.inf, "eps": math.inf, "momentum": math.inf,
            "betas": 1.0}  # fmt: skip
 """Settings of optimizers that are at least 0, and below this limit."""
+_SHARD_KEYS = {"offset", "shape"}
 _REMEDY = "resume from another checkpoint, and delete this one"
 
 
@@ -304,14 +305,19 @@ def _parse_tensor(entry: Any, name: str, files: Set[str]) -> TensorEntry:
 
 
 def _parse_shard(shard: Any, name: str, shape: tuple[int, ...]) -> TensorShard:
-    _check_keys(shard, {"offset", "shape"}, f"a shard of {name}")
-    offset = _integers(shard["offset"], name)
-    size = _integers(shard["shape"], name, least=1)
-    if not len(offset) == len(size) == len(shape) or any(
-        first + count > whole for first, count, whole in zip(offset, size, shape, strict=True)
-    ):
+    if type(shard) is not dict or shard.keys() != _SHARD_KEYS:
+        raise ValueError(f"a shard of {name} has not exactly the keys offset and shape")
+    offset, size = shard["offset"], shard["shape"]
+    inside = type(offset) is list and type(size) is list and len(offset) == len(size) == len(shape)
+    if inside:  # an index may have a hundred thousand shards
+        for first, count, whole in zip(offset, size, shape, strict=True):
+            if type(first) is not int or type(count) is not int:
+                inside = False
+            elif not 0 <= first < first + count <= whole:
+                inside = False
+    if not inside:
         raise ValueError(f"a shard of {name} is outside of the tensor")
-    return TensorShard(offset, size)
+    return TensorShard(tuple(offset), tuple(size))
 
 
 def _check_file_sizes(files: Mapping[str, FileEntry], tensors: Mapping[str, TensorEntry]) -> None:

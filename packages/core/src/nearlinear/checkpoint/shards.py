@@ -134,12 +134,20 @@ def tile(shape: tuple[int, ...], shards: Sequence[TensorShard]) -> bool:
     divided = [
         dim
         for dim, size in enumerate(shape)
-        if any(shard.offset[dim] != 0 or shard.shape[dim] != size for shard in shards)
+        if not all(shard.shape[dim] == size and not shard.offset[dim] for shard in shards)
     ]
     if len(divided) > MAX_SPLIT_DIMS:
         raise ValueError(f"divided along {len(divided)} dims, more than {MAX_SPLIT_DIMS}")
     if not divided:
         return len(shards) == 1
+    if len(divided) == 1:
+        (dim,) = divided
+        end = 0
+        for begin, size in sorted((shard.offset[dim], shard.shape[dim]) for shard in shards):
+            if begin != end:
+                return False
+            end += size
+        return end == shape[dim]
     masses: dict[tuple[int, ...], int] = {}
     for weight, box in [(-1, TensorShard.full(shape)), *((1, shard) for shard in shards)]:
         ends = [((box.offset[dim], 1), (box.offset[dim] + box.shape[dim], -1)) for dim in divided]
