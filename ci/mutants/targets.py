@@ -16,7 +16,7 @@ TARGETS: dict[str, list[str]] = {
     "checkpoint/resume.py": ["checkpoint/test_damage.py"],
     "checkpoint/save.py": ["checkpoint/test_save_and_load.py", "checkpoint/test_async_writer.py"],
     "data/sampler.py": ["data/test_data_loader.py", "data/test_data_shuffle.py"],
-    "planner/block_time.py": ["planner/test_step_time.py", "planner/test_network_time.py",
+    "planner/block_time.py": ["planner/test_block_time.py", "planner/test_step_time.py", "planner/test_network_time.py",
                               "planner/test_published.py"],
     "planner/step_time.py": ["planner/test_step_time.py", "planner/test_published.py"],
     "launch/sagemaker/request_checks.py": ["launch/test_validation.py"],
