@@ -16,6 +16,7 @@ from nearlinear import cli, storage
 from nearlinear.checkpoint import index, resume, sealed_json, shards
 from nearlinear.errors import CheckpointDamaged, CheckpointError, RankError
 from tests.core.checkpoint.test_save_and_load import build, gather_state, run_on, train_steps
+from tests.core.train.test_resume import losses_until
 from tests.support import tiny
 
 KEY = "0123456789abcdef" * 2
@@ -234,3 +235,21 @@ def test_save_refuses_values_that_differ_between_ranks(tmp_path):
 
     run_on(2, work)
     assert not (tmp_path / "unequal" / index.NAME).exists()
+
+
+def test_training_repeats_lost_steps_with_the_same_losses(small_run, tmp_path, caplog):
+    small_run["train"] |= {"steps": 6, "eval_sequences": 0, "sample_tokens": 0}
+    small_run["checkpoint"] = {"folder": str(tmp_path / "kept"), "every": 2}
+    straight = nl.spmd.run(losses_until, 2, args=(small_run, 6))[0]
+    shutil.rmtree(tmp_path / "kept")
+    nl.spmd.run(losses_until, 2, args=(small_run, 4))
+    flip_data(tmp_path / "kept" / "step-00000004")
+    with caplog.at_level(logging.WARNING, logger="nearlinear"):
+        resumed = nl.spmd.run(losses_until, 2, args=(small_run, 6))[0]
+    assert resumed == straight[2:]
+    assert any("after step 2: 2 steps lost" in record.message for record in caplog.records)
+    small_run["checkpoint"]["on_damage"] = "fail"
+    small_run["train"]["steps"] = 8
+    flip_index(tmp_path / "kept" / "step-00000006")
+    with pytest.raises(RankError, match="on_damage"):
+        nl.spmd.run(losses_until, 2, args=(small_run, 8))
