@@ -221,9 +221,10 @@ def _read_text(folder: StoragePath) -> bytes:
         )
     try:
         check_size(sizes[NAME], sum(sizes.values()) - sizes[NAME])
-        return path.read()
     except ValueError as error:
         raise CheckpointDamaged(f"{path} is invalid ({error}): {_REMEDY}") from None
+    try:
+        return path.read()  # StorageUnreachable is no damage
     except OSError as error:
         raise unreadable(path, error) from None
 
