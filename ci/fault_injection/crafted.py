@@ -14,7 +14,7 @@ from typing import Any
 
 from safetensors.torch import load_file, save_file
 
-from nearlinear.checkpoint import index, sealed_json
+from nearlinear.checkpoint import index, index_schema, sealed_json
 
 Change = Callable[[dict, random.Random], object]
 
@@ -24,7 +24,7 @@ JUNK: list[Any] = [
 ]  # fmt: skip
 
 
-def seal(data: dict, version: int = index.FORMAT) -> bytes:
+def seal(data: dict, version: int = index_schema.FORMAT) -> bytes:
     """Return an index with the content of ``data`` and a matching hash."""
     rest = {key: value for key, value in data.items() if key not in ("format", "sha256")}
     return sealed_json.seal(version, rest)
@@ -35,7 +35,7 @@ def write_unsealed(folder: Path) -> None:
     path = folder / index.NAME
     data = json.loads(path.read_text())
     data.pop("sha256", None)
-    data["format"] = index.UNSEALED_FORMAT
+    data["format"] = index_schema.UNSEALED_FORMAT
     for name, entry in data["files"].items():
         save_file(load_file(folder / name), folder / name, {"format": "pt"})
         found = index.hash_file(folder / name)

@@ -8,6 +8,7 @@ TARGETS: dict[str, list[str]] = {
                                  "fsdp/test_overlap.py"],
     "fsdp/optimizer_state.py": ["fsdp/test_optimizer_state.py", "fsdp/test_offload_optimizer.py"],
     "fsdp/clip_grad.py": ["fsdp/test_clip_grad.py"],
+    "checkpoint/index_schema.py": ["checkpoint/test_damage.py"],
     "checkpoint/index.py": ["checkpoint/test_damage.py", "checkpoint/test_save_and_load.py"],
     "checkpoint/shards.py": ["checkpoint/test_damage.py", "checkpoint/test_layouts.py",
                              "checkpoint/test_save_and_load.py"],

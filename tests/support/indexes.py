@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from nearlinear.checkpoint import index, sealed_json
+from nearlinear.checkpoint import index, index_schema, sealed_json
 
 
 def edit_index(folder: Path, change: Callable[[dict], object]) -> None:
@@ -26,7 +26,7 @@ def update_hash(folder: Path, path: Path) -> None:
 
 def binding(folder: Path) -> dict[str, str]:
     """Return the metadata that bind a safetensors file to the index in ``folder``."""
-    return {index.BINDING: index.read(folder).content}
+    return {index_schema.BINDING: index.read(folder).content}
 
 
 def bind_files(folder: Path) -> None:

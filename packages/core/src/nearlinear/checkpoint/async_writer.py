@@ -31,8 +31,8 @@ from ..distributed.process_exit import before_leaving
 from ..errors import CheckpointError
 from ..storage import StoragePath
 from ..storage.threads import Pace
-from . import index, safetensors_file
-from .index import FileEntry, Index
+from . import index, index_schema, safetensors_file
+from .index_schema import FileEntry, Index
 
 log = logging.getLogger(__name__)
 
@@ -326,7 +326,7 @@ def _write(
         if tensors:
             path = folder / file_name(writer.rank, writer.world)
             found = safetensors_file.write_file(
-                path, tensors, {index.BINDING: content}, pending.pace
+                path, tensors, {index_schema.BINDING: content}, pending.pace
             )
             own |= {"bytes": found.bytes, "sha256": found.sha256}
     except Exception as error:  # the other ranks must learn of any error
@@ -346,9 +346,8 @@ def _write(
     if writer.first_of_node:
         try:
             folder.sync()
-            make_index([FileEntry(**report) if report else None for report in reports]).write(
-                folder
-            )
+            files = [FileEntry(**report) if report else None for report in reports]
+            index.write(make_index(files), folder)
         except Exception as error:
             error_text = f"{folder / index.NAME} cannot be written: {_reason(error)}"
     errors = barrier.agree(

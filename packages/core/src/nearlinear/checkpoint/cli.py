@@ -14,7 +14,7 @@ from ..errors import CheckpointError
 
 if TYPE_CHECKING:
     from ..storage import StoragePath
-    from .index import Index
+    from .index_schema import Index
 
 INSPECT_EXAMPLES = """\
 examples:

@@ -19,6 +19,7 @@ from ..fsdp.model_state import model_state
 from ..storage import StoragePath
 from ..storage.threads import map_concurrent
 from . import async_writer, index, reader, state
+from .index_schema import Index, shard_key
 from .shards import TensorShard, local_tensor_shards
 from .state import StateTensor
 
@@ -134,7 +135,7 @@ def _restore(folder: StoragePath, name: str, part: Any, saved: Any) -> None:
         ) from error
 
 
-def _stored_value(folder: StoragePath, found: index.Index, name: str):
+def _stored_value(folder: StoragePath, found: Index, name: str):
     if name not in found.values:
         raise CheckpointError(
             f"{folder} was saved without {name}: load it without {name}, or use a checkpoint that "
@@ -146,7 +147,7 @@ def _stored_value(folder: StoragePath, found: index.Index, name: str):
 def _check_tensors(
     folder: StoragePath,
     wanted: Mapping[str, StateTensor],
-    found: index.Index,
+    found: Index,
     group: str,
     remote: Set[str],
 ) -> None:
@@ -179,9 +180,7 @@ Copy = tuple[TensorShard, TensorShard, TensorShard, torch.Tensor]
 """Saved shard, local shard, their intersection, and the memory of the local shard."""
 
 
-def _read_tensors(
-    folder: StoragePath, found: index.Index, wanted: Mapping[str, StateTensor]
-) -> None:
+def _read_tensors(folder: StoragePath, found: Index, wanted: Mapping[str, StateTensor]) -> None:
     """Copy the shards that this rank holds into ``wanted``.
 
     Many ranks read a small part of a file. Only ranks that read a large part hash the file, and
@@ -196,7 +195,7 @@ def _read_tensors(
                     common = saved.intersect(shard)
                     if common is not None:
                         copies = needed.setdefault(file, {})
-                        key = index.shard_key(name, number)
+                        key = shard_key(name, number)
                         copies.setdefault(key, []).append((saved, shard, common, values))
 
     hashed = {
@@ -219,7 +218,7 @@ def _read_tensors(
         pass
 
 
-def _read_shards(path: StoragePath, found: index.Index, needed: Mapping[str, list[Copy]]) -> None:
+def _read_shards(path: StoragePath, found: Index, needed: Mapping[str, list[Copy]]) -> None:
     """Copy from some shards of a file, by their keys. Raises CheckpointError."""
     try:
         with reader.open_tensors(path) as values, torch.no_grad():
@@ -235,7 +234,7 @@ def _read_shards(path: StoragePath, found: index.Index, needed: Mapping[str, lis
         ) from None
 
 
-def _read_and_hash(path: StoragePath, found: index.Index, needed: Mapping[str, list[Copy]]) -> None:
+def _read_and_hash(path: StoragePath, found: Index, needed: Mapping[str, list[Copy]]) -> None:
     """Copy from some shards of a file, and check its header and the hash of the whole file."""
     fault = None
     try:

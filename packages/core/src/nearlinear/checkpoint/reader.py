@@ -19,6 +19,7 @@ from .. import storage
 from ..errors import CheckpointDamaged
 from ..storage import StoragePath
 from . import index, safetensors_file
+from .index_schema import FileEntry, shard_key
 from .shards import TensorShard
 
 READ = 2**20
@@ -54,12 +55,12 @@ class HashingReader:
         """Open the tensors of the file, to be read in file order."""
         yield SequentialTensors(self._fetch)
 
-    def finish(self) -> index.FileEntry:
+    def finish(self) -> FileEntry:
         """Read to the end; return size and SHA-256. Raises OSError, StorageUnreachable."""
         while self._read(self._discarded):
             pass
         self._source.close()
-        return index.FileEntry(self._position, self._hash.hexdigest())
+        return FileEntry(self._position, self._hash.hexdigest())
 
     def _fetch(self, begin: int, into: memoryview) -> None:
         while self._position < begin:
@@ -213,7 +214,7 @@ class CheckpointReader:
             for number, saved in enumerate(saved_shards):
                 common = saved.intersect(shard)
                 if common is not None:
-                    key = index.shard_key(name, number)
+                    key = shard_key(name, number)
                     values[common.slices_in(shard)] = self._read(file, key, common.slices_in(saved))
         return values
 

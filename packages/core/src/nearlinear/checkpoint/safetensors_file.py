@@ -25,7 +25,7 @@ import torch
 from .. import storage
 from ..storage.threads import Pace, run_in_thread
 from . import sealed_json
-from .index import DTYPES, FileEntry
+from .index_schema import DTYPES, FileEntry
 
 LENGTH_BYTES = 8
 """Bytes of the integer that gives the header's length."""

@@ -26,7 +26,7 @@ from ..fsdp.model_state import model_state
 from ..storage import StoragePath, StorageUnreachable
 from . import async_writer, index, metadata, state
 from .async_writer import PendingSave, RankWriter, file_name
-from .index import Index
+from .index_schema import FileEntry, Index, TensorEntry, content_hash, describe, shard_key
 from .shards import TensorShard, assign_writers, local_tensor_shards
 from .state import StateTensor
 
@@ -179,10 +179,10 @@ class SavePlan:
         memory = {key: (replaced or {}).get(key, tensor) for key, tensor in self.memory.items()}
 
         def make_content() -> str:
-            described = index.describe(step, world, self.tensors, self.values | values)
-            return index.content_hash(described)
+            described = describe(step, world, self.tensors, self.values | values)
+            return content_hash(described)
 
-        def make_index(files: list[index.FileEntry | None]) -> Index:
+        def make_index(files: list[FileEntry | None]) -> Index:
             present = {file_name(rank, world): file for rank, file in enumerate(files) if file}
             return Index(step, world, self.tensors, present, self.values | values)
 
@@ -199,13 +199,13 @@ class SavePlan:
         )
 
     @functools.cached_property
-    def tensors(self) -> dict[str, index.TensorEntry]:
+    def tensors(self) -> dict[str, TensorEntry]:
         """Tensors of the index, equal on every rank."""
-        found: dict[str, index.TensorEntry] = {}
+        found: dict[str, TensorEntry] = {}
         for rank, written in enumerate(self.assigned):
             for name, shards in written.items():
                 entry = self.described[rank][name]
-                tensor = index.TensorEntry(entry["dtype"], tuple(entry["shape"]), {})
+                tensor = TensorEntry(entry["dtype"], tuple(entry["shape"]), {})
                 file = file_name(rank, len(self.described))
                 found.setdefault(name, tensor).pieces[file] = shards
         return found
@@ -235,7 +235,7 @@ def make_save_plan(model: nn.Module, optimizer: torch.optim.Optimizer | None) ->
     memory, deferrable = {}, set()
     for name, shards in assigned[now.rank].items():
         for number, shard in enumerate(shards):
-            key = index.shard_key(name, number)
+            key = shard_key(name, number)
             memory[key] = local[name][shard]
             if name in parameters or name.startswith(f"{state.OPTIMIZER}/"):
                 deferrable.add(key)

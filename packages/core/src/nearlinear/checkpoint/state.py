@@ -19,7 +19,7 @@ from ..fsdp.model_state import (
     parameter_state,
     runtime_of,
 )
-from .index import MODEL, OPTIMIZER, RANDOM, TensorEntry
+from .index_schema import MODEL, OPTIMIZER, RANDOM, TensorEntry
 from .shards import TensorShard, local_tensor_shards
 
 _WRAPPER = "_checkpoint_wrapped_module."  # inserted into names by activation checkpointing

@@ -17,7 +17,7 @@ from .. import storage
 from ..errors import CheckpointError
 from ..storage import StoragePath
 from . import index
-from .index import FileEntry, Index
+from .index_schema import FileEntry, Index
 from .reader import CheckpointReader, open_tensors
 
 
