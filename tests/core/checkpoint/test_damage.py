@@ -1,5 +1,6 @@
 """Damaged and crafted checkpoints: nothing wrong is loaded, and runs fall back to intact ones."""
 
+import dataclasses
 import itertools
 import json
 import logging
@@ -253,3 +254,17 @@ def test_training_repeats_lost_steps_with_the_same_losses(small_run, tmp_path, c
     flip_index(tmp_path / "kept" / "step-00000006")
     with pytest.raises(RankError, match="on_damage"):
         nl.spmd.run(losses_until, 2, args=(small_run, 8))
+
+
+def test_ranks_that_read_different_checkpoints_refuse_both(run, monkeypatch):
+    """Rank 1 sees the checkpoint of step 2 in the folder of step 3, as on a stale mount."""
+    folder, _ = run
+    read = index.read
+
+    def read_on_node(place):
+        stale = torch.distributed.get_rank() == 1 and storage.as_path(place).name[-1] == "3"
+        return dataclasses.replace(read(place), step=2) if stale else read(place)
+
+    monkeypatch.setattr(index, "read", read_on_node)
+    with pytest.raises(RankError, match="ranks 0 and 1 have read different checkpoints"):
+        run_on(2, resume_run, str(folder), "fail")

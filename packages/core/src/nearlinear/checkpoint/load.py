@@ -61,11 +61,19 @@ def load(
         others: Objects passed to `save` under the same names, with a ``load_state_dict()``.
     """
     async_writer.finish()
-    remote, step = _remote_names(model), 0
+    remote, loaded = _remote_names(model), [0, ""]
     with raise_on_all_ranks():
         others |= {"loader": loader, "scheduler": scheduler}
-        step = _load(storage.as_path(folder), model, optimizer, others, remote)
-    return step
+        found = _load(storage.as_path(folder), model, optimizer, others, remote)
+        loaded = [found.step, found.content]
+    of_ranks = all_gather_json(loaded)
+    for rank, other in enumerate(of_ranks):
+        if other != of_ranks[0]:
+            raise CheckpointDamaged(
+                f"ranks 0 and {rank} have read different checkpoints in {folder}: give a folder "
+                "that all nodes share, or copy one checkpoint to all nodes"
+            )
+    return loaded[0]
 
 
 def _remote_names(model: nn.Module) -> set[str]:
@@ -82,7 +90,7 @@ def _load(
     optimizer: torch.optim.Optimizer | None,
     others: Mapping,
     remote: Set[str],
-) -> int:
+) -> Index:
     now, found = state.job_runtime(model), index.read(folder)
     if fault := index.find_missing_file(folder, found):
         raise CheckpointDamaged(
@@ -119,7 +127,7 @@ def _load(
         state.restore_random_state(random, now.device)
     if now.rank == 0 and (missing := index.missing_protections(found)):
         log.warning("checkpoint %s is not fully protected: %s", folder, missing)
-    return found.step
+    return found
 
 
 def _restore(folder: StoragePath, name: str, part: Any, saved: Any) -> None:
