@@ -134,13 +134,15 @@ def check_ranges(config: typing.Any, ranges: Ranges, where: str = "") -> None:
         ConfigError: A value is not finite, too large, or outside of its range.
     """
     for f in dataclasses.fields(config):
-        value, key = getattr(config, f.name), f"{where}{f.name}"
+        value: typing.Any = getattr(config, f.name)
+        key = f"{where}{f.name}"
         if dataclasses.is_dataclass(value):
             check_ranges(value, ranges, f"{key}.")
             continue
         if value is None:
             continue
-        check_value(value, key, MAX_TABLE_TEXT if isinstance(value, dict) else MAX_TEXT)
+        is_table = isinstance(value, dict)
+        check_value(value, key, MAX_TABLE_TEXT if is_table else MAX_TEXT)
         least, greatest = ranges.get(key, (-math.inf, math.inf))
         if key in ranges and value < least:
             raise ConfigError(f"{key} = {value}: must be at least {least:g}")
@@ -150,7 +152,7 @@ def check_ranges(config: typing.Any, ranges: Ranges, where: str = "") -> None:
 
 def coerce(value: typing.Any, kind: typing.Any, key: str, text_limit: int = MAX_TEXT) -> typing.Any:
     """Convert ``value`` to type ``kind``; ConfigError with the allowed values if impossible."""
-    if not isinstance(value, typing.Mapping | list | tuple) or kind is typing.Any:
+    if not isinstance(value, (typing.Mapping, list, tuple)) or kind is typing.Any:
         check_value(value, key, text_limit)
     if kind is typing.Any:
         return value
