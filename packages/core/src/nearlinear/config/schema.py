@@ -152,10 +152,11 @@ def check_ranges(config: typing.Any, ranges: Ranges, where: str = "") -> None:
 
 def coerce(value: typing.Any, kind: typing.Any, key: str, text_limit: int = MAX_TEXT) -> typing.Any:
     """Convert ``value`` to type ``kind``; ConfigError with the allowed values if impossible."""
-    if not isinstance(value, (typing.Mapping, list, tuple)) or kind is typing.Any:
-        check_value(value, key, text_limit)
     if kind is typing.Any:
+        check_value(value, key, text_limit)
         return value
+    if not isinstance(value, (typing.Mapping, list, tuple)):  # their parts are checked one by one
+        check_value(value, key, text_limit)
     origin, options = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
         if value is None and type(None) in options:
