@@ -31,6 +31,7 @@ STALL, OVERLAPPED_STALL, SAVE, DCP_SAVE, LOAD, DCP_LOAD = (
     "stall of an asynchronous save", "stall with overlapped staging copies",
     "save", "save by DCP", "load", "load by DCP",
 )  # fmt: skip
+STEPS, STEPS_AROUND_SAVE = "3 training steps", "3 training steps around an overlapped save"
 PASS, OVERLAPPED_PASS = "forward and backward pass", "pass overlapped with copies and writes"
 
 
@@ -59,6 +60,9 @@ def main(argv: list[str] | None = None) -> int:
         "stall with overlap / save": seconds[OVERLAPPED_STALL] / seconds[SAVE],
         "slowdown of the overlapped pass / save": (seconds[OVERLAPPED_PASS] - seconds[PASS])
         / seconds[SAVE],
+        "stall with overlap / DCP's save": seconds[OVERLAPPED_STALL] / seconds[DCP_SAVE],
+        "slowdown of 3 steps / DCP's save": (seconds[STEPS_AROUND_SAVE] - seconds[STEPS])
+        / seconds[DCP_SAVE],
         "DCP's save / save": seconds[DCP_SAVE] / seconds[SAVE],
         "DCP's load / load": seconds[DCP_LOAD] / seconds[LOAD],
     }
@@ -68,7 +72,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     print(f"{size / 1e6:.0f} MB of weights and AdamW states, {options.ranks} ranks")
     for method, median in seconds.items():
-        speed = "" if method in (PASS, OVERLAPPED_PASS) else f"{size / median / 1e6:9.0f} MB/s"
+        speed = "" if method in NO_SPEED else f"{size / median / 1e6:9.0f} MB/s"
         print(f"  {method:44}{median:8.3f} s{speed}")
     for label, ratio in ratios.items():
         print(f"  {label:44}{ratio:8.2f}")
@@ -85,7 +89,7 @@ def measure(rank: int, folder: str, width: int, layers: int, rounds: int) -> dic
     optimizer.step()
     optimizer.zero_grad()
     saved = {name: tensor.clone() for name, tensor in local_state(model, optimizer).items()}
-    times: dict = {method: [] for method in [*METHODS, PASS, OVERLAPPED_PASS]}
+    times: dict = {method: [] for method in [*METHODS, *NO_SPEED]}
     for number in range(rounds + 1):  # round 0 is a warm-up, in which memory is first touched
         target, found = Path(folder, str(number)), {}
         found[PASS] = seconds_of(forward_and_backward, model)
@@ -108,11 +112,38 @@ def measure(rank: int, folder: str, width: int, layers: int, rounds: int) -> dic
             current = local_state(model, optimizer)
             assert all(current[name].equal(tensor) for name, tensor in saved.items()), method
             dist.barrier()
+        found |= measure_steps(target, model, optimizer)
+        with torch.no_grad():
+            for name, tensor in local_state(model, optimizer).items():
+                tensor.copy_(saved[name])
         for label, seconds in found.items():
             times[label] += [seconds] if number else []
         if rank == 0:
             shutil.rmtree(target)
     return times | {"bytes": sum(tensor.nbytes for tensor in saved.values())}
+
+
+def measure_steps(target: Path, model, optimizer) -> dict[str, float]:
+    """Return the seconds of 3 training steps alone, and with a save before the first of them.
+
+    Which of the two runs first alternates with the rounds.
+    """
+    found = {}
+    labels = [STEPS, STEPS_AROUND_SAVE]
+    for label in labels if int(target.name) % 2 else reversed(labels):
+        dist.barrier()
+        begin = time.perf_counter()
+        pending = None
+        if label == STEPS_AROUND_SAVE:
+            pending = nl.save(target / "steps", model, optimizer, overlap=True)
+        for _ in range(3):
+            forward_and_backward(model)
+            optimizer.step()
+            optimizer.zero_grad()
+        found[label] = time.perf_counter() - begin
+        if pending is not None:
+            pending.wait()
+    return found
 
 
 def forward_and_backward(model) -> None:
@@ -176,6 +207,8 @@ METHODS = {
     LOAD: load,
     DCP_LOAD: dcp_load,
 }
+NO_SPEED = (PASS, OVERLAPPED_PASS, STEPS, STEPS_AROUND_SAVE)
+"""Durations of training, without a speed in bytes per second."""
 
 if __name__ == "__main__":
     sys.exit(main())

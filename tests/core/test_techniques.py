@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import nearlinear as nl
-from nearlinear.checkpoint.index import TensorShard, local_tensor_shards
+from nearlinear.checkpoint.shards import TensorShard, local_tensor_shards
 from nearlinear.distributed import runtime
 from tests.support import activations, parity
 

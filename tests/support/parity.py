@@ -6,7 +6,7 @@ import transformers
 from torch.distributed.tensor import DTensor
 
 import nearlinear as nl
-from nearlinear.checkpoint.index import TensorShard, local_tensor_shards
+from nearlinear.checkpoint.shards import TensorShard, local_tensor_shards
 from nearlinear.distributed import runtime
 from nearlinear.fsdp.model_state import optimizer_parameter, parameter_state
 

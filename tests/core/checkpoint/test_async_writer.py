@@ -51,11 +51,11 @@ class Gate:
     def __init__(self, monkeypatch, error: Exception | None = None, name: str = "rank-"):
         self.open, write = threading.Event(), safetensors_file.write_file
 
-        def wait_and_write(path, tensors):
+        def wait_and_write(path, *rest):
             assert self.open.wait(60)
             if error is not None and path.name.startswith(name):
                 raise error
-            return write(path, tensors)
+            return write(path, *rest)
 
         monkeypatch.setattr(safetensors_file, "write_file", wait_and_write)
 
@@ -342,10 +342,10 @@ def test_run_ends_with_the_error_of_a_failed_write(monkeypatch, small_run, tmp_p
     """Expect the error on all ranks a few steps later; the previous checkpoint remains."""
     write = safetensors_file.write_file
 
-    def full_at_four(path, tensors):
+    def full_at_four(path, *rest):
         if path.parent.name == "step-00000004":
             raise OSError(28, "No space left on device")
-        return write(path, tensors)
+        return write(path, *rest)
 
     monkeypatch.setattr(safetensors_file, "write_file", full_at_four)
     small_run["checkpoint"] = {"folder": str(tmp_path / "kept"), "every": 2}

@@ -15,11 +15,17 @@ from safetensors.torch import load as load_bytes
 
 import nearlinear as nl
 from nearlinear import cli, storage
-from nearlinear.checkpoint import index, save
+from nearlinear.checkpoint import index, resume, save
 from nearlinear.config.parallel import schema
 from nearlinear.config.train import TrainConfig
 from nearlinear.distributed import runtime
-from nearlinear.errors import CheckpointError, ConfigError, DataError, RankError
+from nearlinear.errors import (
+    CheckpointDamaged,
+    CheckpointError,
+    ConfigError,
+    DataError,
+    RankError,
+)
 from nearlinear.storage import s3
 from nearlinear.train import preflight
 from tests.core.checkpoint.test_save_and_load import (
@@ -106,8 +112,8 @@ def save_and_prune_steps(rank, folder, last=3):
     mesh, model, updates = build(2, "gpt2")
     for step in range(1, last + 1):
         train_steps(mesh, model, updates, rank, [step])
-        save.save_and_prune(folder, 2, step, model, updates)
-    return str(save.latest(folder))
+        pending = save.save_and_prune(folder, 2, step, model, updates)
+    return str(pending.wait())
 
 
 def test_retention_keeps_newest_and_deletes_unfinished_checkpoints(s3_proxy, aws_services):
@@ -138,7 +144,7 @@ def test_save_removes_incomplete_uploads_of_a_killed_rank(s3_proxy, aws_services
 
 
 def save_with_failing_second_step(rank, folder, error):
-    """Save twice; return the error of the second save and the latest checkpoint."""
+    """Save twice; return the error of the second save and the complete steps."""
     mesh, model, updates = build(2, "gpt2")
     save.save_and_prune(folder, 2, 1, model, updates).wait()
     if rank == 0:
@@ -147,7 +153,7 @@ def save_with_failing_second_step(rank, folder, error):
     train_steps(mesh, model, updates, rank, [1])
     with pytest.raises(CheckpointError) as caught:
         save.save_and_prune(folder, 2, 2, model, updates).wait()
-    return str(caught.value), str(save.latest(folder))
+    return str(caught.value), save.steps(folder)
 
 
 def fail_second_step(name: str, answer, part: bool = False):
@@ -183,7 +189,7 @@ def test_failed_save_keeps_the_previous_checkpoint(s3_proxy, aws_services, refus
         s3_proxy.refuse = refuse
 
     (message, newest), (other, _) = run_on(2, save_with_failing_second_step, RUN, error)
-    assert message == other and newest == f"{RUN}/step-00000001"
+    assert message == other and newest == [1]
     assert re.search(pattern, message), message
     assert "earlier checkpoints are unchanged" in message
     assert objects(aws_services, "runs/tiny/step-00000001/") == before
@@ -245,13 +251,21 @@ def test_broken_connection_is_retried(checkpoint, s3_proxy):
     assert len(seen) == 2
 
 
-def test_latest_raises_instead_of_falling_back_without_permission(s3_proxy):
+def resume_from(rank, folder):
+    _, model, updates = build(2, "gpt2")
+    return resume.resume(storage.as_path(folder), model, updates, {})
+
+
+def test_resume_raises_instead_of_falling_back_without_permission(s3_proxy):
     run_on(2, save_and_prune_steps, RUN, 2)
     denied = (403, "AccessDenied")
     s3_proxy.refuse = lambda call: denied if "step-00000002/index" in call.key else None
     with pytest.raises(RankError, match="s3:GetObject") as caught:
-        run_on(2, lambda rank: nl.init({}) and save.latest(RUN))
+        run_on(2, resume_from, RUN)
     assert isinstance(caught.value.__cause__, CheckpointError)
+    assert not isinstance(caught.value.__cause__, CheckpointDamaged)
+    s3_proxy.refuse = lambda call: None
+    assert run_on(2, resume_from, RUN) == [2, 2]
 
 
 def test_checkpoint_commands_accept_s3_urls(s3_proxy, aws_services, tmp_path, capsys):

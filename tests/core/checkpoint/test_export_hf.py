@@ -17,7 +17,7 @@ import nearlinear as nl
 from nearlinear.checkpoint import index, metadata, safetensors_file
 from nearlinear.checkpoint.hf import export, meta_model, naming
 from nearlinear.checkpoint.hf.export import export_checkpoint
-from nearlinear.checkpoint.index import TensorShard
+from nearlinear.checkpoint.shards import TensorShard
 from nearlinear.errors import CheckpointError, RankError
 from tests.support import parity
 

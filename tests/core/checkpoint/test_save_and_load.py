@@ -1,6 +1,5 @@
 """`nl.save` and `nl.load`: values on any layout, and errors for invalid checkpoints."""
 
-import json
 import pickle
 
 import pytest
@@ -11,7 +10,7 @@ import nearlinear as nl
 from nearlinear.checkpoint import index, reader, safetensors_file, save
 from nearlinear.errors import CheckpointError, RankError
 from nearlinear.storage.local import LocalPath
-from tests.support import tiny
+from tests.support import indexes, tiny
 
 ROWS = 8
 
@@ -185,11 +184,8 @@ def test_load_never_unpickles(checkpoint, capfd):
         (checkpoint / name).write_bytes(originals[name])
     # Even with a matching hash in the index, safetensors does not run the pickle.
     name = next(name for name in files if name.startswith("rank-00000"))
-    (checkpoint / name).write_bytes(bomb)
-    data = json.loads(originals["index.json"])
-    found = index.hash_file(checkpoint / name)
-    data["files"][name] = {"bytes": found.bytes, "sha256": found.sha256}
-    (checkpoint / "index.json").write_text(json.dumps(data))
+    (checkpoint / name).write_bytes(bomb.ljust(len(originals[name]), b"\0"))
+    indexes.update_hash(checkpoint, checkpoint / name)
     assert "cannot be read" in load_error(checkpoint)
     assert "exploded" not in capfd.readouterr().out
 
@@ -205,10 +201,7 @@ def test_load_never_unpickles(checkpoint, capfd):
     ],
 )
 def test_invalid_index_raises(checkpoint, change):
-    path = checkpoint / "index.json"
-    data = json.loads(path.read_text())
-    change(data)
-    path.write_text(json.dumps(data))
+    indexes.edit_index(checkpoint, change)
     assert "index.json" in load_error(checkpoint)
 
 
@@ -216,9 +209,8 @@ def save_and_prune_steps(rank, folder):
     mesh, model, updates = build(2, "gpt2")
     for step in (1, 2, 3):
         train_steps(mesh, model, updates, rank, [step])
-        save.save_and_prune(folder, 2, step, model, updates)
-    newest = save.latest(folder)
-    return newest.name
+        pending = save.save_and_prune(folder, 2, step, model, updates)
+    return pending.wait().name
 
 
 def test_retention_keeps_newest_and_deletes_unfinished_checkpoints(tmp_path):
@@ -241,10 +233,10 @@ def saves_twice(rank, folder):
 def test_full_disk_raises_on_all_ranks_and_keeps_older_checkpoints(tmp_path, monkeypatch):
     write = safetensors_file.write_file
 
-    def full(path, blocks):
+    def full(path, *rest):
         if path.parent.name == "step-00000002" and "rank-00001" in path.name:
             raise OSError(28, "No space left on device")
-        return write(path, blocks)
+        return write(path, *rest)
 
     monkeypatch.setattr(safetensors_file, "write_file", full)
     message = run_on(2, saves_twice, str(tmp_path))

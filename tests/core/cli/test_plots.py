@@ -10,7 +10,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # noqa: E402
 
 from nearlinear import plots  # noqa: E402
-from nearlinear.checkpoint.index import TensorShard  # noqa: E402
+from nearlinear.checkpoint.shards import TensorShard  # noqa: E402
 from nearlinear.distributed.mesh import Mesh  # noqa: E402
 
 METRICS = [

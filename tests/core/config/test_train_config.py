@@ -146,3 +146,74 @@ def test_invalid_model_overrides_raise():
         build_model(ModelConfig(overrides={"n_layers": 3}), 97)
     with pytest.raises(ConfigError, match="cannot be built"):
         build_model(ModelConfig(overrides={"n_head": 7}), 97)
+
+
+DEEP = "[" * 100_000
+HOSTILE = {
+    "huge lr": "optimizer.lr=1e308",
+    "infinite decay": "optimizer.weight_decay=inf",
+    "NaN coefficient": "moe.moe_aux_loss_coeff=nan",
+    "NaN in the loss scaler": "parallel.min_scale=nan",
+    "infinite override": "model.overrides.layer_norm_epsilon=inf",
+    "infinite weight of a source": 'data.sources={"a" = inf}',
+    "integer above a float": f"optimizer.lr=1{'0' * 400}",
+    "steps above a float": f"train.steps=1{'0' * 400}",
+    "integer of 5,000 digits": f"train.steps=1{'0' * 5000}",
+    "hexadecimal integer of 10,000 digits": f"train.steps=0x{'f' * 10_000}",
+    "more steps than a float counts": "train.steps=9007199254740994",
+    "deep list": f"model.overrides.a={DEEP}",
+    "deep table": f"model.overrides{'.a' * 5000}=1",
+    "long path": f"run.folder={'a/' * 5000}",
+    "long name in a path": f"model.init_from={'a' * 300}",
+    "NUL": "checkpoint.folder=a\0b",
+    "not Unicode": "data.path=\udcff",
+    "long key": f"{'a' * 10_000}.b=1",
+}
+
+
+@pytest.mark.parametrize("setting", HOSTILE.values(), ids=HOSTILE)
+def test_hostile_setting_raises_one_short_line(setting):
+    with pytest.raises(ConfigError) as caught:
+        train_config.load(None, [setting], environment={})
+    message = str(caught.value)
+    assert "\n" not in message and len(message) < 2000 and message.isprintable()
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("deep.toml", f"[model.overrides]\na = {DEEP}"),
+        ("deep.json", f'{{"model": {DEEP}'),
+        ("dotted.toml", f"[model.overrides]\n{'.'.join('a' * 5000)} = 1"),
+        ("digits.toml", f"[train]\nsteps = 1{'0' * 5000}"),
+        ("digits.json", f'{{"train": {{"steps": 1{"0" * 5000}}}}}'),
+        ("constant.json", '{"optimizer": {"lr": Infinity}}'),
+    ],
+)
+def test_hostile_file_raises_one_short_line(tmp_path, name, text):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        train_config.load(tmp_path / name, environment={})
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 2000
+
+
+@pytest.mark.parametrize("path", ["a\0.toml", f"{'a' * 10_000}.toml", f"{'a/' * 5000}b.toml"])
+def test_hostile_path_of_a_config_raises_one_line(path):
+    with pytest.raises(ConfigError) as caught:
+        train_config.load(path, environment={})
+    assert "\n" not in str(caught.value) and str(caught.value).isprintable()
+
+
+def test_configs_built_directly_are_checked_alike():
+    from nearlinear.config.moe import MoEConfig
+    from nearlinear.config.parallel import ParallelConfig
+    from nearlinear.config.train import OptimizerConfig
+
+    for build in (
+        lambda: MoEConfig(moe_aux_loss_coeff=float("nan")),
+        lambda: ParallelConfig(init_scale=float("inf")),
+        lambda: ParallelConfig(sdp_max_live_parameters=10**400),
+        lambda: TrainConfig(optimizer=OptimizerConfig(lr=float("nan"))),
+    ):
+        with pytest.raises(ConfigError, match="must be"):
+            build()

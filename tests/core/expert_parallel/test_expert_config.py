@@ -28,7 +28,7 @@ def test_every_moe_key_has_documentation():
     [
         ({"moe_loadbalancing": "none"}, "did you mean 'moe_load_balancing'"),
         ({"moe_load_balancing": "sinkhron"}, "did you mean 'sinkhorn'"),
-        ({"moe_z_loss_coeff": -1}, "moe_z_loss_coeff = -1.*0 or more"),
+        ({"moe_z_loss_coeff": -1}, "moe_z_loss_coeff = -1.*at least 0"),
         ({"moe_aux_loss_coeff": "much"}, "moe_aux_loss_coeff = 'much': expected a number"),
         ("sinkhorn", "expected a MoEConfig or a dict"),
     ],

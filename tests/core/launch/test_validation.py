@@ -143,6 +143,123 @@ def test_problem_names_field_and_remedy(changes, where, fix):
     assert any(fix in problem.remedy for problem in named), named
 
 
+def changed(changes) -> dict:
+    found = good()
+    for path, value in changes.items():
+        holder, last = at(found, path)
+        if value is GONE:
+            del holder[last]
+        else:
+            holder[last] = value
+    return found
+
+
+DAYS = 86_400
+WARM, IMAGE = f"{MACHINES}/KeepAlivePeriodInSeconds", f"{ALGORITHM}/TrainingImage"
+SPOT_TIMES = {f"{STOP}/MaxRuntimeInSeconds": 600, f"{STOP}/MaxWaitTimeInSeconds": 600}
+SECOND = "InputDataConfig/1"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {f"{STOP}/MaxRuntimeInSeconds": 28 * DAYS},
+        SPOT | SPOT_TIMES,
+        SPOT | SPOT_TIMES | {WARM: 0},
+        {WARM: 21_600},
+        {"TrainingJobName": "g" * 63},
+        {"RetryStrategy/MaximumRetryAttempts": 30},
+        {"RetryStrategy/MaximumRetryAttempts": 1},
+        {"RetryStrategy": GONE},
+        {f"{MACHINES}/InstanceType": "ml.p3.16xlarge", f"{MACHINES}/InstanceCount": 1},
+        {f"{MACHINES}/InstanceCount": 1},
+        {f"{SECOND}/CompressionType": "Gzip", f"{SECOND}/InputMode": "File"},
+        {f"{SECOND}/CompressionType": "None", f"{SECOND}/InputMode": "FastFile"},
+        {"InputDataConfig/0/InputMode": "File"},
+        {f"{SOURCE}/DirectoryPath": "/fsx/train"},
+        {f"{SOURCE}/FileSystemType": "EFS", f"{SOURCE}/DirectoryPath": "/fsx"},
+        {IMAGE: "registry.example.com/me/image@sha256:" + "0" * 64},
+        {IMAGE: "registry.example.com:5000/image:1"},
+        {f"{METRIC}/Regex": "loss=(\\S+) (x)"},
+        {f"{METRIC}/Regex": "(" + "x" * 498 + ")"},
+        {"CheckpointConfig/LocalPath": "/opt/ml/models"},
+        {"CheckpointConfig/LocalPath": "/opt/ml/checkpoints"},
+        {"CheckpointConfig": GONE},
+        {"Tags": [{"Key": "awsteam", "Value": ""}, {"Key": "team", "Value": "aws:"}]},
+        {"VpcConfig/Subnets": ["subnet-01234567", "subnet-0123456789abcdef0"]},
+    ],
+)
+def test_values_at_the_limits_have_no_problems(changes):
+    found = changed(changes)
+    assert [*check_against_model(found), *check_rules(found)] == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "field", "cause"),
+    [
+        ({f"{STOP}/MaxRuntimeInSeconds": 28 * DAYS + 1}, f"{STOP}.MaxRuntimeInSeconds", "2419201"),
+        (
+            SPOT | SPOT_TIMES | {f"{STOP}/MaxWaitTimeInSeconds": 599},
+            f"{STOP}.MaxWaitTimeInSeconds",
+            "599 s is less than the run time, 600 s",
+        ),
+        (SPOT | SPOT_TIMES | {WARM: 1}, f"{MACHINES}.KeepAlivePeriodInSeconds", "warm pools"),
+        ({f"{STOP}/MaxWaitTimeInSeconds": 600}, f"{STOP}.MaxWaitTimeInSeconds", "only spot jobs"),
+        ({f"{MACHINES}/InstanceCount": 0}, f"{MACHINES}.InstanceCount", "0 is too small"),
+        (
+            {f"{MACHINES}/InstanceType": "ml.p3.16xlarge", f"{MACHINES}/InstanceCount": 2},
+            f"{MACHINES}.InstanceType",
+            "2 x ml.p3.16xlarge",
+        ),
+        (
+            {f"{SECOND}/CompressionType": "Gzip", f"{SECOND}/InputMode": "FastFile"},
+            "InputDataConfig[1].CompressionType",
+            "'Gzip' is not supported",
+        ),
+        ({f"{SECOND}/DataSource": {}}, "InputDataConfig[1].DataSource", "has 0 sources"),
+        ({f"{SECOND}/ChannelName": "train"}, "InputDataConfig", "2 channels are named 'train'"),
+        ({IMAGE: "image:1"}, "AlgorithmSpecification.TrainingImage", "does not name a registry"),
+        ({IMAGE: "a.example.com:5000/me"}, "AlgorithmSpecification.TrainingImage", "has no tag"),
+        ({IMAGE: GONE}, "AlgorithmSpecification.TrainingImage", "is missing"),
+        ({"CheckpointConfig/LocalPath": "/opt/ml/code"}, "CheckpointConfig.LocalPath", "inside"),
+        ({"CheckpointConfig/LocalPath": "/opt/ml/input/x"}, "CheckpointConfig.LocalPath", "input"),
+        ({"Tags/0/Key": "AWS:x"}, "Tags", "the prefix aws: is reserved"),
+        (
+            {"Tags": [{"Key": "a", "Value": ""}, {"Key": "a", "Value": "b"}]},
+            "Tags",
+            "'a' is given 2 times",
+        ),
+        (
+            {"VpcConfig/SecurityGroupIds": ["sg-0123456789abcdef0"] * 2},
+            "VpcConfig.SecurityGroupIds",
+            "has duplicates",
+        ),
+        ({"VpcConfig/Subnets": ["subnet-0123456"]}, "VpcConfig.Subnets", "is not a valid ID"),
+        ({"RetryStrategy/MaximumRetryAttempts": 0}, "RetryStrategy.MaximumRetryAttempts", "0 is"),
+        ({"RetryStrategy/MaximumRetryAttempts": True}, "RetryStrategy.MaximumRetryAttempts", "has"),
+        ({"RetryStrategy/MaximumRetryAttempts": 1.5}, "RetryStrategy.MaximumRetryAttempts", "has"),
+        ({"Tags": {}}, "Tags", "{} has the wrong type"),
+        ({"HyperParameters/x": 3}, "HyperParameters['x']", "3 has the wrong type"),
+        ({"HyperParameters/" + "k" * 257: "v"}, f"HyperParameters['{'k' * 257}'] (key)", "257 c"),
+        ({"EnableManagedSpotTraining": ""}, "EnableManagedSpotTraining", "'' has the wrong type"),
+        ({f"{METRIC}/Regexp": "x"}, "AlgorithmSpecification.MetricDefinitions[0].Regexp", "is not"),
+    ],
+)
+def test_only_the_wrong_field_is_named_with_its_cause(changes, field, cause):
+    found = changed(changes)
+    named = [*check_against_model(found), *check_rules(found)]
+    assert [problem.field for problem in named] == [field], named
+    assert cause in named[0].cause
+
+
+def test_unlike_names_are_listed_and_many_names_are_counted():
+    found = changed({f"{MACHINES}/InstanceType": "zzz", f"{SOURCE}/FileSystemAccessMode": "zzz"})
+    remedies = {problem.field: problem.remedy for problem in check_against_model(found)}
+    mode, kind = (remedies[name] for name in sorted(remedies))
+    assert mode == "allowed are rw, ro"
+    assert kind.startswith("allowed are ") and kind.count("ml.") == 3 and "names, such as" in kind
+
+
 ONE_RANK = {"job__nodes": 1, "parallel__sharded_data_parallel_degree": 1}
 
 

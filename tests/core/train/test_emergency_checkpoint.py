@@ -188,10 +188,10 @@ def test_fault_before_the_first_step_saves_nothing(config):
 def test_full_disk_keeps_the_older_checkpoint(config, monkeypatch):
     write = safetensors_file.write_file
 
-    def full_at_three(path, tensors):
+    def full_at_three(path, *rest):
         if path.parent.name == "step-00000003" and "00002-of" in path.name:
             raise OSError(28, "No space left on device")
-        return write(path, tensors)
+        return write(path, *rest)
 
     monkeypatch.setattr(safetensors_file, "write_file", full_at_three)
     error = run_with_fault(config, in_loader, 4)

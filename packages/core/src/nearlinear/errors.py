@@ -48,6 +48,10 @@ class CheckpointError(NearlinearError, ValueError):
     everywhere = True
 
 
+class CheckpointDamaged(CheckpointError):
+    """A checkpoint whose files are missing, changed, inconsistent, or not signed as required."""
+
+
 class StorageError(CheckpointError, DataError):
     """A folder or bucket of checkpoints or data that does not exist or refuses access."""
 

@@ -26,12 +26,13 @@ from torch.utils.hooks import RemovableHandle
 
 from .. import _torch
 from ..distributed import runtime
-from ..distributed.consensus import RankUnreachable, ShouldWait, StoreBarrier, clone_store
+from ..distributed.consensus import RankUnreachable, StoreBarrier, clone_store
 from ..distributed.process_exit import before_leaving
 from ..errors import CheckpointError
 from ..storage import StoragePath
-from . import index, safetensors_file
-from .index import FileEntry, Index
+from ..storage.threads import Pace
+from . import index, index_schema, safetensors_file
+from .index_schema import FileEntry, Index
 
 log = logging.getLogger(__name__)
 
@@ -139,6 +140,8 @@ class PendingSave:
         """Reason why the save failed, or ""."""
         self.error_raised: bool = False
         """True once `wait` has raised the error."""
+        self.pace = Pace()
+        """Speed limit of the writing threads, lifted once somebody waits."""
         self._deadline: float | None = None
         self._dead_rank: int | None = None
         # Not a daemon thread: a script that ends waits for its last checkpoint.
@@ -155,6 +158,7 @@ class PendingSave:
 
         Raises CheckpointError, on all ranks alike.
         """
+        self.pace.hurry()
         self._thread.join()
         if self.error:
             self.error_raised = True
@@ -168,6 +172,7 @@ class PendingSave:
             why: The error that ends this process, if any. A RankFailure names the dead rank.
             seconds: Remaining time for the other ranks.
         """
+        self.pace.hurry()
         self._dead_rank = getattr(why, "dead_rank", None)
         self._deadline = time.monotonic() + seconds
 
@@ -243,6 +248,7 @@ def start(
     folder: StoragePath,
     name: str,
     tensors: dict[str, torch.Tensor],
+    make_content: Callable[[], str],
     make_index: Callable[[list[FileEntry | None]], Index],
     on_complete: Callable[[], None],
     changed_by: torch.optim.Optimizer | None = None,
@@ -255,6 +261,7 @@ def start(
         folder: Folder of the checkpoint.
         name: Unique name of the save, equal on all ranks.
         tensors: Tensors of this rank's file, by key.
+        make_content: Returns `Index.content`, equal on all ranks.
         make_index: Returns the index, given the size and hash of each rank's file.
         on_complete: Called on the first rank of every node once the checkpoint is complete.
         changed_by: Optimizer whose step waits for the copies of ``deferred``.
@@ -272,7 +279,7 @@ def start(
 
     def write(pending: PendingSave) -> None:
         try:
-            pending.error = _write(writer, folder, pending.should_wait, barrier, copy, make_index)
+            pending.error = _write(writer, folder, pending, barrier, copy, make_content, make_index)
         except RankUnreachable as error:
             pending.error = (
                 f"checkpoint {folder} is incomplete, because rank {error.rank} does not respond; "
@@ -300,9 +307,10 @@ def file_name(rank: int, world: int) -> str:
 def _write(
     writer: RankWriter,
     folder: StoragePath,
-    should_wait: ShouldWait,
+    pending: PendingSave,
     barrier: StoreBarrier,
     copy: StagedCopy,
+    make_content: Callable[[], str],
     make_index: Callable[[list[FileEntry | None]], Index],
 ) -> str:
     """Write the file and the index; return the error, equal on every rank, or "".
@@ -314,26 +322,37 @@ def _write(
         tensors = copy.complete()
         folder.mkdir()
         (folder / index.NAME).remove()  # of an earlier save of the same step
+        own["content"] = content = make_content()
         if tensors:
             path = folder / file_name(writer.rank, writer.world)
-            found = safetensors_file.write_file(path, tensors)
-            own = {"bytes": found.bytes, "sha256": found.sha256}
+            found = safetensors_file.write_file(
+                path, tensors, {index_schema.BINDING: content}, pending.pace
+            )
+            own |= {"bytes": found.bytes, "sha256": found.sha256}
     except Exception as error:  # the other ranks must learn of any error
         own = {"failed": f"rank {writer.rank} cannot write {folder}: {_reason(error)}"}
-    reports = barrier.agree("file", own, should_wait)
+    reports = barrier.agree("file", own, pending.should_wait)
     failed = [report["failed"] for report in reports if "failed" in report]
     if failed:
         return f"{failed[0]}; {_UNCHANGED}"
+    contents = [report.pop("content") for report in reports]
+    if len(set(contents)) > 1:
+        rank = next(rank for rank, each in enumerate(contents) if each != contents[0])
+        return (
+            f"checkpoint {folder} is not complete: ranks 0 and {rank} passed different values to "
+            f"nl.save; pass objects whose state_dict() is equal on all ranks; {_UNCHANGED}"
+        )
     error_text = ""
     if writer.first_of_node:
         try:
             folder.sync()
-            make_index([FileEntry(**report) if report else None for report in reports]).write(
-                folder
-            )
+            files = [FileEntry(**report) if report else None for report in reports]
+            index.write(make_index(files), folder)
         except Exception as error:
             error_text = f"{folder / index.NAME} cannot be written: {_reason(error)}"
-    errors = barrier.agree("index", error_text, should_wait, lambda texts: [t for t in texts if t])
+    errors = barrier.agree(
+        "index", error_text, pending.should_wait, lambda texts: [t for t in texts if t]
+    )
     return f"{errors[0]}; {_UNCHANGED}" if errors else ""
 
 

@@ -14,7 +14,7 @@ from ..errors import CheckpointError
 
 if TYPE_CHECKING:
     from ..storage import StoragePath
-    from .index import Index
+    from .index_schema import Index
 
 INSPECT_EXAMPLES = """\
 examples:
@@ -26,6 +26,11 @@ VERIFY_EXAMPLES = """\
 examples:
   nearlinear checkpoint verify runs/gpt2/checkpoints             all checkpoints of a run
   nearlinear checkpoint verify step-00000400 step-00000500 && rsync -a ...
+"""
+SIGN_EXAMPLES = """\
+examples:
+  openssl rand -hex 32 > key && chmod 600 key
+  NEARLINEAR_CHECKPOINT_KEY_FILE=key nearlinear checkpoint sign runs/gpt2/checkpoints
 """
 DIFF_EXAMPLES = """\
 examples:
@@ -71,6 +76,11 @@ def add_commands(commands, describe_model: DescribeModel) -> None:
          "check that a checkpoint is complete and unchanged", "Check the size and SHA-256 of every "
          "file, and its tensors against the index. Prints a line for each fault; the exit code is "
          "1 if there is one."),
+        ("sign", _add_sign, _sign, SIGN_EXAMPLES, "sign checkpoints with a secret key",
+         "Verify checkpoints, and write the signature of each index (HMAC-SHA256) beside it. The "
+         "key is in the environment: NEARLINEAR_CHECKPOINT_KEY, or the path of a file in "
+         "NEARLINEAR_CHECKPOINT_KEY_FILE. While it is set, new checkpoints are signed, and others "
+         "are not loaded."),
         ("diff", _add_diff, _diff, DIFF_EXAMPLES, "compare the tensors of two checkpoints",
          "Compare two checkpoints of any layouts, largest differences first. Prints the largest "
          "absolute difference of each tensor, and the norm of the difference relative to the "
@@ -98,6 +108,10 @@ def _add_inspect(add) -> None:
 
 
 def _add_verify(add) -> None:
+    add("folders", nargs="+", metavar="FOLDER", help=FOLDERS)
+
+
+def _add_sign(add) -> None:
     add("folders", nargs="+", metavar="FOLDER", help=FOLDERS)
 
 
@@ -157,10 +171,24 @@ def _verify(options: argparse.Namespace, arguments) -> int:
                 found, size = sizes[folder]
                 print(f"ok    {folder}: step {found.step}, {len(found.files)} files, "
                       f"{metadata.format_bytes(size)}")  # fmt: skip
+                if missing := index.missing_protections(found):
+                    print(f"note  {folder} is not fully protected: {missing}")
     if faulty:
         print(f"{faulty} of {len(folders)} checkpoints are damaged: delete them, and resume from "
               "another one")  # fmt: skip
     return 1 if faulty else 0
+
+
+def _sign(options: argparse.Namespace, arguments) -> int:
+    from . import index, metadata, verify
+
+    folders = [each for name in options.folders for each in metadata.find_checkpoints(name)]
+    for folder in folders:
+        for fault in verify.find_faults(folder, signed=False):
+            raise CheckpointError(f"{fault}; it is not signed")
+        index.sign(folder)
+        print(f"signed {folder}")
+    return 0
 
 
 def _diff(options: argparse.Namespace, arguments) -> int:

@@ -1,137 +1,163 @@
 """Index of a checkpoint: its tensors, the files that hold their shards, and file hashes.
 
     step-00000100/index.json                  written last; a folder without it is no checkpoint
+    step-00000100/index.json.hmac             signature of the index, if a key is set
     step-00000100/rank-00003-of-00016.safetensors
 
-The index is JSON and lists the size and SHA-256 of every safetensors file. Neither format can carry
-code. `local_tensor_shards` lists the shards that a rank holds; `assign_writers` chooses the rank
-that writes each shard.
+The index is sealed JSON. It lists the size and SHA-256 of every safetensors file, and the metadata
+of every file contain `Index.content`, a hash of the rest of the index: files and index that do not
+belong together are refused. Neither format can carry code. `read`, which loading and verification
+share, refuses any index that `write` does not produce.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
-import itertools
-import json
-import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import cast
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
-import torch
-from torch.distributed.tensor import DTensor
-
-from .. import _torch, storage
-from ..errors import CheckpointError
-from ..fsdp.model_state import DimSplit
+from .. import storage
+from ..errors import CheckpointDamaged, CheckpointError
 from ..storage import StoragePath
+from . import sealed_json
+from .index_schema import (
+    BINDING,
+    DTYPES,
+    FORMAT,
+    UNSEALED_FORMAT,
+    FileEntry,
+    Index,
+    describe,
+    parse,
+    shard_key,
+)
 
 NAME = "index.json"
-FORMAT = 2
-_REMEDY = "delete its folder to resume from the previous checkpoint"
+SIGNATURE = "index.json.hmac"
+MAX_BYTES, DATA_PER_INDEX_BYTE = 2**24, 16
+"""Limit of the index: 16 MiB, and one more byte per 16 bytes in the other files."""
+_REMEDY = "resume from another checkpoint, and delete this one"
 
 
-@dataclass(frozen=True)
-class TensorEntry:
-    """One tensor of a checkpoint. The field names are part of the format."""
+def write(found: Index, folder: StoragePath) -> None:
+    """Write the index atomically, which makes ``folder`` a checkpoint.
 
-    dtype: str
-    """Name of the torch dtype, as in "float32"."""
-    shape: tuple[int, ...]
-    """Shape of the whole tensor."""
-    pieces: dict[str, list[TensorShard]]
-    """Shards of the tensor by file name."""
-
-
-def shard_key(name: str, number: int) -> str:
-    """Return the key in a safetensors file of shard ``number`` of tensor ``name``."""
-    return f"{name}:{number}" if number else name
-
-
-@dataclass(frozen=True)
-class FileEntry:
-    """Expected size and SHA-256 of a file. The field names are part of the format."""
-
-    bytes: int
-    sha256: str
+    Raises ValueError for an index that `read` would refuse, and CheckpointError for an invalid
+    signing key.
+    """
+    data = describe(found.step, found.world, found.tensors, found.values)
+    data["files"] = {n: {"bytes": f.bytes, "sha256": f.sha256} for n, f in found.files.items()}
+    text = sealed_json.seal(FORMAT, data)
+    check_size(len(text), sum(file.bytes for file in found.files.values()))
+    written = sealed_json.parse(text)
+    del written["format"]
+    parse(written, sealed=True)
+    key = sealed_json.signing_key()
+    if key is None:
+        (folder / SIGNATURE).remove()
+    else:
+        (folder / SIGNATURE).put(sealed_json.sign(text, key))
+    (folder / NAME).put(text)
 
 
-@dataclass(frozen=True)
-class Index:
-    """Contents of index.json. The field names are part of the format."""
+def read(folder, signed: bool = True) -> Index:
+    """Read and validate the index of the checkpoint in ``folder``.
 
-    step: int
-    """Step after which the state was saved."""
-    world: int
-    """Number of ranks that saved."""
-    tensors: dict[str, TensorEntry]
-    files: dict[str, FileEntry]
-    values: dict = field(default_factory=dict)
-    """State other than tensors: learning rates, position in the data, model config."""
+    Args:
+        folder: The checkpoint.
+        signed: Require a signature if a key is set in the environment.
 
-    def write(self, folder: StoragePath) -> None:
-        """Write the index atomically, which makes ``folder`` a checkpoint."""
-        text = json.dumps({"format": FORMAT} | dataclasses.asdict(self), separators=(",", ":"))
-        (folder / NAME).put(text.encode())
-
-
-def read(folder) -> Index:
-    """Read the index of the checkpoint in ``folder``. Raises CheckpointError."""
+    Raises:
+        CheckpointDamaged: The index is missing, changed, invalid, or not signed as required.
+        CheckpointError: The index is of a newer format, or cannot be accessed.
+    """
     folder = storage.as_path(folder)
     path = folder / NAME
-    try:
-        text = path.read()
-    except FileNotFoundError:
-        state = "is not a complete checkpoint" if folder.exists() else "does not exist"
+    text = _read_text(folder)
+    key = sealed_json.signing_key() if signed else None
+    if key is not None:
+        sealed_json.check_signature(text, _read_signature(folder), key, str(path))
+    version = sealed_json.sealed_version(text)
+    if version not in (None, FORMAT):
         raise CheckpointError(
-            f"{folder} {state}: {path.name} is missing; choose a folder written by nl.save"
-        ) from None
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read ({error}): {_REMEDY}") from None
+            f"{path} has format {version}, and this version reads formats {UNSEALED_FORMAT} and "
+            f"{FORMAT}: load it with the version of nearlinear that wrote it"
+        )
+    changed = f"{path} has changed since it was written: its SHA-256 does not match; {_REMEDY}"
+    if version is None and b'"sha256"' in text[:64]:
+        raise CheckpointDamaged(changed)
     try:
-        data = json.loads(text)
+        data = sealed_json.parse(text)
     except ValueError as error:
-        raise CheckpointError(f"{path} is not valid JSON ({error}): {_REMEDY}") from None
-    version = data.pop("format", None) if isinstance(data, dict) else None
-    if version != FORMAT:
+        raise CheckpointDamaged(f"{path} is not valid JSON ({error}): {_REMEDY}") from None
+    stated = data.pop("format", None)
+    if version is None and stated != UNSEALED_FORMAT:
+        raise CheckpointDamaged(changed)
+    try:
+        return parse(data, sealed=version is not None)
+    except ValueError as error:
+        raise CheckpointDamaged(f"{path} is invalid ({error}): {_REMEDY}") from None
+
+
+def missing_protections(found: Index) -> str:
+    """Return the protections that a checkpoint of the older format lacks, or ""."""
+    if found.content:
+        return ""
+    return (
+        f"it has format {UNSEALED_FORMAT}: its index has no checksum, so that changed offsets, "
+        "settings or steps in the index cannot be detected; save it again to add the checksum"
+    )
+
+
+def sign(folder: StoragePath) -> None:
+    """Write the signature of an index. Raises CheckpointError without a key."""
+    key = sealed_json.signing_key()
+    if key is None:
         raise CheckpointError(
-            f"{path} has format {version!r}, and this version reads format {FORMAT}: load it with "
-            "the version of nearlinear that wrote it"
+            f"there is no key to sign {folder}: set {sealed_json.KEY_VARIABLE} or "
+            f"{sealed_json.KEY_FILE_VARIABLE} in the environment"
+        )
+    (folder / SIGNATURE).put(sealed_json.sign(_read_text(folder), key))
+
+
+def check_size(size: int, data_bytes: int) -> None:
+    """Raise ValueError if an index of ``size`` bytes is too large for ``data_bytes`` of tensors."""
+    limit = MAX_BYTES + data_bytes // DATA_PER_INDEX_BYTE
+    if size > limit:
+        raise ValueError(f"it has {size} bytes, and {limit} are allowed with the files beside it")
+
+
+def _read_text(folder: StoragePath) -> bytes:
+    path, sizes = folder / NAME, folder.file_sizes()
+    if NAME not in sizes:
+        state = "is not a complete checkpoint" if folder.exists() else "does not exist"
+        raise CheckpointDamaged(
+            f"{folder} {state}: {NAME} is missing; choose a folder written by nl.save"
         )
     try:
-        return _parse(data)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"{path} is invalid ({error!r}): {_REMEDY}") from None
+        check_size(sizes[NAME], sum(sizes.values()) - sizes[NAME])
+    except ValueError as error:
+        raise CheckpointDamaged(f"{path} is invalid ({error}): {_REMEDY}") from None
+    try:
+        return path.read()  # StorageUnreachable is no damage
+    except OSError as error:
+        raise unreadable(path, error) from None
 
 
-def _parse(data: dict) -> Index:
-    files = {_check_file_name(name): FileEntry(int(f["bytes"]), str(f["sha256"]))
-             for name, f in data["files"].items()}  # fmt: skip
-    tensors = {}
-    for name, entry in data["tensors"].items():
-        shards = {
-            file: [TensorShard(_ints(shard["offset"]), _ints(shard["shape"])) for shard in listed]
-            for file, listed in entry["pieces"].items()
-        }
-        shape = _ints(entry["shape"])
-        all_shards = itertools.chain.from_iterable(shards.values())
-        if not shards.keys() <= files.keys() or not covers(shape, all_shards):
-            raise ValueError(f"shards of {name} are missing")
-        tensors[name] = TensorEntry(str(entry["dtype"]), shape, shards)
-    return Index(int(data["step"]), int(data["world"]), tensors, files, dict(data["values"]))
+def _read_signature(folder: StoragePath) -> bytes | None:
+    try:
+        return b"".join((folder / SIGNATURE).stream(0, 1024))
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise unreadable(folder / SIGNATURE, error) from None
 
 
-def _ints(values) -> tuple[int, ...]:
-    return tuple(int(value) for value in values)
-
-
-def _check_file_name(name: str) -> str:
-    """Return ``name``. Raise ValueError unless it names a file directly inside of the folder."""
-    if name != Path(name).name or name.startswith("."):
-        raise ValueError(f"{name!r} is no file of this folder")
-    return name
+def unreadable(path: StoragePath, error: OSError) -> CheckpointError:
+    """Return the error for a file that cannot be read: damaged if its medium is."""
+    text = f"{path} cannot be read ({error.strerror or error}): make it readable, or {_REMEDY}"
+    gone = isinstance(error, FileNotFoundError) or error.errno == 5  # EIO
+    return CheckpointDamaged(text) if gone else CheckpointError(text)
 
 
 def find_missing_file(folder: StoragePath, found: Index) -> str:
@@ -148,7 +174,7 @@ def find_missing_file(folder: StoragePath, found: Index) -> str:
 def check_content(
     path: StoragePath, file: FileEntry, read_hash: Callable[[], FileEntry] | None = None
 ) -> None:
-    """Raise CheckpointError unless the size and SHA-256 of a file are those of ``file``.
+    """Raise CheckpointDamaged unless the size and SHA-256 of a file are those of ``file``.
 
     Args:
         path: The file.
@@ -159,9 +185,9 @@ def check_content(
     try:
         found = read_hash() if read_hash else hash_file(path)
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read ({error.strerror}): {_REMEDY}") from None
+        raise unreadable(path, error) from None
     if found != file:
-        raise CheckpointError(f"{path} has changed since it was written: {_REMEDY}")
+        raise CheckpointDamaged(f"{path} has changed since it was written: {_REMEDY}")
 
 
 def hash_file(path) -> FileEntry:
@@ -173,104 +199,39 @@ def hash_file(path) -> FileEntry:
     return FileEntry(size, digest.hexdigest())
 
 
-@dataclass(frozen=True, order=True)
-class TensorShard:
-    """A rectangular block of a tensor. The field names are part of the checkpoint format."""
-
-    offset: tuple[int, ...]
-    """Index of the first element, per dim."""
-    shape: tuple[int, ...]
-    """Size of the block, per dim."""
-
-    def intersect(self, other: TensorShard) -> TensorShard | None:
-        """Return the intersection of two shards of the same tensor, or None if it is empty."""
-        first = tuple(map(max, self.offset, other.offset))
-        last = tuple(
-            min(a + n, b + m)
-            for a, n, b, m in zip(self.offset, self.shape, other.offset, other.shape, strict=True)
-        )
-        shape = tuple(end - begin for begin, end in zip(first, last, strict=True))
-        return TensorShard(first, shape) if all(size > 0 for size in shape) else None
-
-    @classmethod
-    def full(cls, shape: Iterable[int]) -> TensorShard:
-        """Return the shard that covers a whole tensor of ``shape``."""
-        shape = tuple(shape)
-        return cls((0,) * len(shape), shape)
-
-    def slices_in(self, outer: TensorShard) -> tuple[slice, ...]:
-        """Return the slices of this shard in the values of ``outer``, which contains it."""
-        starts = [mine - theirs for mine, theirs in zip(self.offset, outer.offset, strict=True)]
-        return tuple(slice(at, at + n) for at, n in zip(starts, self.shape, strict=True))
-
-
-def local_tensor_shards(
-    tensor: torch.Tensor, splits: Sequence[DimSplit] = ()
-) -> dict[TensorShard, torch.Tensor]:
-    """Return the shards of a tensor on this rank, each with a view of its memory.
-
-    A shard of a fused projection consists of several blocks. A rank without rows, as with more
-    ranks than rows, has no shard.
+def header_faults(
+    name: str, values: Any, found: Index, keys: Iterable[str] | None = None
+) -> Iterator[str]:
+    """Yield a message for every difference between the header of a file and the index.
 
     Args:
-        tensor: A DTensor, or a tensor that is whole or divided by ``splits``.
-        splits: Tensor- and expert-parallel divisions applied before the tensor was sharded.
+        name: Name of the file.
+        values: The opened file, with the interface of safetensors' `safe_open`.
+        found: The index.
+        keys: Keys whose tensors to check, all by default.
     """
-    values = tensor.detach()
-    local = TensorShard.full(tensor.shape)
-    if isinstance(tensor, DTensor):
-        shape, offset = _torch.local_block(tensor)
-        values, local = cast(DTensor, values).to_local(), TensorShard(tuple(offset), tuple(shape))
-    found = {local: values}
-    for split in splits:
-        found = {
-            shard: part
-            for block, part in found.items()
-            for shard, part in _undo(split, block, part)
-        }
-    return {shard: part for shard, part in found.items() if 0 not in shard.shape}
-
-
-def _undo(
-    split: DimSplit, block: TensorShard, values: torch.Tensor
-) -> Iterator[tuple[TensorShard, torch.Tensor]]:
-    """Yield the blocks of ``values`` with their offsets in the tensor before ``split``."""
-    dim, begin = split.dim, block.offset[split.dim]
-    end, position = begin + block.shape[dim], 0
-    for first, count in split.ranges:
-        low, high = max(begin, position), min(end, position + count)
-        if low < high:
-            offset, shape = list(block.offset), list(block.shape)
-            offset[dim], shape[dim] = first + low - position, high - low
-            shard = TensorShard(tuple(offset), tuple(shape))
-            yield shard, values.narrow(dim, low - begin, high - low)
-        position += count
-
-
-ShardSizes = Sequence[tuple[str, TensorShard, int]]
-"""Tensor name, shard, and bytes of every shard of one rank."""
-
-
-def assign_writers(ranks: Sequence[ShardSizes]) -> list[set[tuple[str, TensorShard]]]:
-    """Return the shards that each rank writes: every shard once, with bytes spread evenly.
-
-    Replicas hold the same shards. The result is deterministic, so that all ranks compute the same.
-    """
-    holders: dict[tuple[str, TensorShard], list[int]] = {}
-    sizes: dict[tuple[str, TensorShard], int] = {}
-    for rank, held in enumerate(ranks):
-        for name, shard, size in held:
-            holders.setdefault((name, shard), []).append(rank)
-            sizes[name, shard] = size
-    load = [0] * len(ranks)
-    assigned: list[set[tuple[str, TensorShard]]] = [set() for _ in ranks]
-    for shard in sorted(sizes, key=lambda shard: (-sizes[shard], shard)):
-        rank = min(holders[shard], key=lambda rank: (load[rank], rank))
-        load[rank] += sizes[shard]
-        assigned[rank].add(shard)
-    return assigned
-
-
-def covers(shape: Iterable[int], shards: Iterable[TensorShard]) -> bool:
-    """Return True if disjoint ``shards`` cover a tensor of ``shape``."""
-    return sum(math.prod(shard.shape) for shard in shards) == math.prod(shape)
+    binding = (values.metadata() or {}).get(BINDING, "")
+    if binding != found.content:
+        yield f"{name} belongs to another index: they were not written by the same save"
+        return
+    expected = {
+        shard_key(tensor, number): (entry.dtype, list(shard.shape))
+        for tensor, entry in found.tensors.items()
+        for number, shard in enumerate(entry.pieces.get(name, ()))
+    }
+    present = set(values.keys())
+    if keys is None:
+        for key in sorted(expected.keys() - present):
+            yield f"{name} has no {key}, which is in the index"
+        for key in sorted(present - expected.keys()):
+            yield f"{name} has {key}, which is not in the index"
+    names = {word: str(dtype).removeprefix("torch.") for dtype, word in DTYPES.items()}
+    for key in sorted(present & expected.keys() if keys is None else keys):
+        if key not in present:
+            yield f"{name} has no {key}, which is in the index"
+            continue
+        part = values.get_slice(key)
+        dtype, shape = names.get(part.get_dtype(), part.get_dtype()), list(part.get_shape())
+        if (dtype, shape) != expected[key]:
+            wanted = "{} {}".format(*expected[key])
+            yield f"{name} has {key} as {dtype} {shape} instead of {wanted}"

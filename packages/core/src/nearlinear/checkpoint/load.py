@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping, Set
 from typing import Any
@@ -13,13 +14,16 @@ from torch import nn
 
 from .. import storage
 from ..distributed.consensus import all_gather_json, raise_on_all_ranks
-from ..errors import CheckpointError, join_faults
+from ..errors import CheckpointDamaged, CheckpointError, NearlinearError, join_faults
 from ..fsdp.model_state import model_state
 from ..storage import StoragePath
 from ..storage.threads import map_concurrent
 from . import async_writer, index, reader, state
-from .index import TensorShard, local_tensor_shards
+from .index_schema import Index, shard_key
+from .shards import TensorShard, local_tensor_shards
 from .state import StateTensor
+
+log = logging.getLogger(__name__)
 
 CONCURRENT_FILES = 2
 """Files read at the same time, each hashed while its tensors are copied."""
@@ -43,7 +47,8 @@ def load(
 
     The layout may differ from the one that saved. Random generators are restored if the number of
     ranks is the same. Raises CheckpointError on all ranks if one rank cannot load, before any value
-    is changed wherever the index shows the error.
+    is changed wherever the index shows the error, and its subclass CheckpointDamaged if files are
+    missing or changed.
 
     A collective call.
 
@@ -56,11 +61,19 @@ def load(
         others: Objects passed to `save` under the same names, with a ``load_state_dict()``.
     """
     async_writer.finish()
-    remote, step = _remote_names(model), 0
+    remote, loaded = _remote_names(model), [0, ""]
     with raise_on_all_ranks():
         others |= {"loader": loader, "scheduler": scheduler}
-        step = _load(storage.as_path(folder), model, optimizer, others, remote)
-    return step
+        found = _load(storage.as_path(folder), model, optimizer, others, remote)
+        loaded = [found.step, found.content]
+    of_ranks = all_gather_json(loaded)
+    for rank, other in enumerate(of_ranks):
+        if other != of_ranks[0]:
+            raise CheckpointDamaged(
+                f"ranks 0 and {rank} have read different checkpoints in {folder}: give a folder "
+                "that all nodes share, or copy one checkpoint to all nodes"
+            )
+    return loaded[0]
 
 
 def _remote_names(model: nn.Module) -> set[str]:
@@ -77,10 +90,10 @@ def _load(
     optimizer: torch.optim.Optimizer | None,
     others: Mapping,
     remote: Set[str],
-) -> int:
+) -> Index:
     now, found = state.job_runtime(model), index.read(folder)
     if fault := index.find_missing_file(folder, found):
-        raise CheckpointError(
+        raise CheckpointDamaged(
             f"checkpoint {folder} is incomplete: {fault}; resume from the previous checkpoint"
         )
     wanted = dict(state.prefixed_model_tensors(model))
@@ -94,21 +107,43 @@ def _load(
         wanted |= optimizer_state
     for name, part in others.items():
         if part is not None:
-            part.load_state_dict(_stored_value(folder, found, name))
+            _restore(folder, name, part, _stored_value(folder, found, name))
     scaler = model_state(model).loss_scaler
     if scaler is not None and "loss_scaler" in found.values:  # absent: saved in another precision
-        scaler.load_state_dict(found.values["loss_scaler"])
+        _restore(folder, "loss_scaler", scaler, found.values["loss_scaler"])
     random = state.random_state(now.rank, now.device)
     same_ranks = found.world == now.mesh.world and random.keys() <= found.tensors.keys()
     if same_ranks:
+        for name, each in random.items():
+            saved = found.tensors[name]
+            if (saved.dtype, saved.shape) != ("uint8", each.shape):
+                raise CheckpointError(
+                    f"{folder} has {name} as {saved.dtype} of shape {list(saved.shape)}, which "
+                    "this version of torch cannot restore: load it with the version that saved it"
+                )
         wanted |= random
     _read_tensors(folder, found, wanted)
     if same_ranks:
         state.restore_random_state(random, now.device)
-    return found.step
+    if now.rank == 0 and (missing := index.missing_protections(found)):
+        log.warning("checkpoint %s is not fully protected: %s", folder, missing)
+    return found
 
 
-def _stored_value(folder: StoragePath, found: index.Index, name: str):
+def _restore(folder: StoragePath, name: str, part: Any, saved: Any) -> None:
+    """Call ``load_state_dict`` of an object. Raises CheckpointError."""
+    try:
+        part.load_state_dict(saved)
+    except NearlinearError:
+        raise
+    except Exception as error:
+        raise CheckpointError(
+            f"{folder} has a state of {name} that cannot be restored ({error!r}): use an object "
+            f"of the kind that was saved, or load the checkpoint without {name}"
+        ) from error
+
+
+def _stored_value(folder: StoragePath, found: Index, name: str):
     if name not in found.values:
         raise CheckpointError(
             f"{folder} was saved without {name}: load it without {name}, or use a checkpoint that "
@@ -120,7 +155,7 @@ def _stored_value(folder: StoragePath, found: index.Index, name: str):
 def _check_tensors(
     folder: StoragePath,
     wanted: Mapping[str, StateTensor],
-    found: index.Index,
+    found: Index,
     group: str,
     remote: Set[str],
 ) -> None:
@@ -153,9 +188,7 @@ Copy = tuple[TensorShard, TensorShard, TensorShard, torch.Tensor]
 """Saved shard, local shard, their intersection, and the memory of the local shard."""
 
 
-def _read_tensors(
-    folder: StoragePath, found: index.Index, wanted: Mapping[str, StateTensor]
-) -> None:
+def _read_tensors(folder: StoragePath, found: Index, wanted: Mapping[str, StateTensor]) -> None:
     """Copy the shards that this rank holds into ``wanted``.
 
     Many ranks read a small part of a file. Only ranks that read a large part hash the file, and
@@ -170,7 +203,7 @@ def _read_tensors(
                     common = saved.intersect(shard)
                     if common is not None:
                         copies = needed.setdefault(file, {})
-                        key = index.shard_key(name, number)
+                        key = shard_key(name, number)
                         copies.setdefault(key, []).append((saved, shard, common, values))
 
     hashed = {
@@ -185,55 +218,52 @@ def _read_tensors(
     def read(file: str) -> None:
         copies = needed.get(file, {})
         if file in hashed:
-            _read_and_hash(folder / file, found.files[file], copies)
+            _read_and_hash(folder / file, found, copies)
         else:
-            _read_shards(folder / file, found.files[file], copies)
+            _read_shards(folder / file, found, copies)
 
     for _ in map_concurrent(read, sorted(needed.keys() | hashed), CONCURRENT_FILES):
         pass
 
 
-def _read_shards(
-    path: StoragePath, file: index.FileEntry, needed: Mapping[str, list[Copy]]
-) -> None:
+def _read_shards(path: StoragePath, found: Index, needed: Mapping[str, list[Copy]]) -> None:
     """Copy from some shards of a file, by their keys. Raises CheckpointError."""
     try:
         with reader.open_tensors(path) as values, torch.no_grad():
+            for fault in index.header_faults(path.name, values, found, needed):
+                raise SafetensorError(fault)
             for key, copies in needed.items():
                 for copy in copies:
                     _copy(values, key, copy)
     except (OSError, SafetensorError) as error:
-        index.check_content(path, file)  # raises the specific error if the file has changed
-        raise CheckpointError(
+        index.check_content(path, found.files[path.name])  # raises the specific error on a change
+        raise CheckpointDamaged(
             f"{path} cannot be read ({error}): resume from the previous checkpoint"
         ) from None
 
 
-def _read_and_hash(
-    path: StoragePath, file: index.FileEntry, needed: Mapping[str, list[Copy]]
-) -> None:
-    """Copy from some shards of a file, and check the hash of the whole file."""
+def _read_and_hash(path: StoragePath, found: Index, needed: Mapping[str, list[Copy]]) -> None:
+    """Copy from some shards of a file, and check its header and the hash of the whole file."""
     fault = None
     try:
         hashing = reader.HashingReader(path)
+    except OSError as error:
+        raise index.unreadable(path, error) from None
+    try:
         with hashing.tensors() as values, torch.no_grad():
-            present = [key for key in values.keys() if key in needed]  # noqa: SIM118 - not a dict
-            if len(present) < len(needed):
-                raise SafetensorError(f"{min(needed.keys() - set(present))} is missing")
-            for key in present:
+            for difference in index.header_faults(path.name, values, found):
+                raise SafetensorError(difference)
+            for key in (key for key in values.keys() if key in needed):  # noqa: SIM118 - no dict
                 if not _read_directly(values, key, needed[key]):
                     for copy in needed[key]:
                         _copy(values, key, copy)
     except SafetensorError as error:
         fault = error
     except OSError as error:
-        raise CheckpointError(
-            f"{path} cannot be read ({error.strerror or error}): make it readable, or resume from "
-            "the previous checkpoint"
-        ) from None
-    index.check_content(path, file, hashing.finish)  # raises the specific error on a change
+        raise index.unreadable(path, error) from None
+    index.check_content(path, found.files[path.name], hashing.finish)  # the specific error first
     if fault is not None:
-        raise CheckpointError(
+        raise CheckpointDamaged(
             f"{path} cannot be read ({fault}): resume from the previous checkpoint"
         )
 

@@ -17,7 +17,7 @@ from ..fsdp.model_state import runtime_of
 from ..storage import StoragePath
 from . import index
 from .hf import meta_model
-from .index import Index, TensorEntry
+from .index_schema import Index, TensorEntry
 
 KEY = "about"
 AXES = ("pipeline", "replicate", "shard", "tensor", "context", "expert")

@@ -16,10 +16,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from .. import storage
-from ..errors import CheckpointError
+from ..errors import CheckpointDamaged
 from ..storage import StoragePath
 from . import index, safetensors_file
-from .index import TensorShard
+from .index_schema import FileEntry, shard_key
+from .shards import TensorShard
 
 READ = 2**20
 """Bytes per read: they stay in the processor's cache until they are hashed."""
@@ -54,12 +55,12 @@ class HashingReader:
         """Open the tensors of the file, to be read in file order."""
         yield SequentialTensors(self._fetch)
 
-    def finish(self) -> index.FileEntry:
+    def finish(self) -> FileEntry:
         """Read to the end; return size and SHA-256. Raises OSError, StorageUnreachable."""
         while self._read(self._discarded):
             pass
         self._source.close()
-        return index.FileEntry(self._position, self._hash.hexdigest())
+        return FileEntry(self._position, self._hash.hexdigest())
 
     def _fetch(self, begin: int, into: memoryview) -> None:
         while self._position < begin:
@@ -94,9 +95,13 @@ class LazyTensors:
         try:
             header = bytearray(safetensors_file.header_length(first))
             fetch(safetensors_file.LENGTH_BYTES, memoryview(header))
-            self._entries = safetensors_file.parse_header(bytes(header))
+            self._entries, self._metadata = safetensors_file.parse_header(bytes(header))
         except ValueError as error:
             raise SafetensorError(f"{error}") from None
+
+    def metadata(self) -> dict[str, str]:
+        """Return the texts stored in the header."""
+        return self._metadata
 
     def keys(self) -> list[str]:
         """Return the names of the tensors in file order."""
@@ -192,7 +197,7 @@ class CheckpointReader:
     def __init__(self, folder, checked: bool = False):
         self.folder, self.index = storage.as_path(folder), index.read(folder)
         if fault := index.find_missing_file(self.folder, self.index):
-            raise CheckpointError(
+            raise CheckpointDamaged(
                 f"checkpoint {folder} is incomplete: {fault}; use another checkpoint"
             )
         self._checked = set(self.index.files) if checked else set()
@@ -209,16 +214,19 @@ class CheckpointReader:
             for number, saved in enumerate(saved_shards):
                 common = saved.intersect(shard)
                 if common is not None:
-                    key = index.shard_key(name, number)
+                    key = shard_key(name, number)
                     values[common.slices_in(shard)] = self._read(file, key, common.slices_in(saved))
         return values
 
     def _read(self, file: str, key: str, inside: tuple[slice, ...]) -> torch.Tensor:
-        if file not in self._checked:
+        new = file not in self._checked
+        if new:
             index.check_content(self.folder / file, self.index.files[file])
             self._checked.add(file)
         try:
             with open_tensors(self.folder / file) as values:
+                for fault in index.header_faults(file, values, self.index) if new else ():
+                    raise CheckpointDamaged(f"{self.folder} is damaged: {fault}")
                 return values.get_slice(key)[inside] if inside else values.get_tensor(key)
         except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{self.folder / file} cannot be read: {error}") from None
+            raise CheckpointDamaged(f"{self.folder / file} cannot be read: {error}") from None

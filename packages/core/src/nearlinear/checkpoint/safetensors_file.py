@@ -23,22 +23,15 @@ from typing import Any
 import torch
 
 from .. import storage
-from .index import FileEntry
-
-DTYPES = {
-    torch.complex64: "C64", torch.float64: "F64", torch.int64: "I64", torch.uint64: "U64",
-    torch.float32: "F32", torch.int32: "I32", torch.uint32: "U32",
-    torch.bfloat16: "BF16", torch.float16: "F16", torch.int16: "I16", torch.uint16: "U16",
-    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
-    torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
-}  # fmt: skip
-"""Dtype names in the header, in the order of a file: wider dtypes first, for alignment."""
+from ..storage.threads import Pace, run_in_thread
+from . import sealed_json
+from .index_schema import DTYPES, FileEntry
 
 LENGTH_BYTES = 8
 """Bytes of the integer that gives the header's length."""
 MAX_HEADER_BYTES = 100_000_000
 """Limit of the safetensors library."""
-CHUNK = 16 * 2**20
+CHUNK = 4 * 2**20
 """Bytes that are hashed while the next chunk is written."""
 
 TensorSpecs = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
@@ -51,8 +44,12 @@ def file_order(tensors: TensorSpecs) -> list[str]:
     return sorted(tensors, key=lambda name: (rank[tensors[name][0]], name))
 
 
-def encode_header(tensors: TensorSpecs) -> bytes:
+def encode_header(tensors: TensorSpecs, metadata: Mapping[str, str] | None = None) -> bytes:
     """Return the bytes before the values of ``tensors``, which follow in `file_order`.
+
+    Args:
+        tensors: Dtypes and shapes.
+        metadata: Texts to store in the header.
 
     Raises ValueError for a dtype that safetensors does not support.
     """
@@ -63,7 +60,7 @@ def encode_header(tensors: TensorSpecs) -> bytes:
             f"{unknown[0]} is {dtype}, which safetensors files do not support: convert it to "
             "another dtype"
         )
-    header: dict = {"__metadata__": {"format": "pt"}}
+    header: dict = {"__metadata__": {"format": "pt", **(metadata or {})}}
     end = 0
     for name in file_order(tensors):
         dtype, shape = tensors[name]
@@ -92,15 +89,15 @@ def header_length(first: bytes | bytearray) -> int:
     return length
 
 
-def parse_header(header: bytes) -> dict[str, HeaderEntry]:
-    """Parse the JSON of a header into entries in file order. Raises ValueError.
+def parse_header(header: bytes) -> tuple[dict[str, HeaderEntry], dict[str, str]]:
+    """Parse the JSON of a header into entries in file order, and metadata. Raises ValueError.
 
     Values must follow one another without gaps, as the safetensors library requires.
     """
-    parsed = json.loads(header)
-    if not isinstance(parsed, dict):
-        raise ValueError("header is not a JSON object")
-    parsed.pop("__metadata__", None)
+    parsed = sealed_json.parse(header)
+    metadata = parsed.pop("__metadata__", {})
+    if not isinstance(metadata, dict):
+        raise ValueError("header has invalid metadata")
     dtypes = {word: dtype for dtype, word in DTYPES.items()}
     found, end = {}, 0
     try:
@@ -110,9 +107,9 @@ def parse_header(header: bytes) -> dict[str, HeaderEntry]:
             if min(shape, default=0) < 0 or list(entry["data_offsets"]) != [begin, last]:
                 raise ValueError(f"{name} is at invalid offsets {entry['data_offsets']}")
             found[name], end = HeaderEntry(dtype, shape, LENGTH_BYTES + len(header) + begin), last
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, OverflowError, RuntimeError) as error:
         raise ValueError(f"header is invalid: {error!r}") from None
-    return found
+    return found, metadata
 
 
 def tensor_bytes(values: torch.Tensor) -> memoryview:
@@ -139,17 +136,30 @@ class SafetensorsWriter:
             os.fsync(self.file.fileno())
 
 
-def write_file(path, tensors: dict[str, torch.Tensor]) -> FileEntry:
+def write_file(
+    path,
+    tensors: dict[str, torch.Tensor],
+    metadata: Mapping[str, str] | None = None,
+    pace: Pace | None = None,
+) -> FileEntry:
     """Write contiguous CPU tensors to ``path`` and return the size and SHA-256 of the file.
+
+    With ``pace``, hashing and writing run on two background threads of bounded speed.
 
     The file appears atomically and is durable when this returns. Raises OSError,
     StorageUnreachable, and ValueError for a dtype that safetensors does not support.
     """
     specs = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
-    parts = [memoryview(encode_header(specs))]
+    parts = [memoryview(encode_header(specs, metadata))]
     parts += [tensor_bytes(tensors[name]) for name in file_order(specs)]
-    with _HashThread() as hashing:
-        storage.as_path(path).write(hashing.tee(_chunks(parts)), sum(map(len, parts)))
+    size = sum(map(len, parts))
+    with _HashThread(pace) as hashing:
+        chunks = hashing.tee(_chunks(parts))
+        if pace is None:
+            storage.as_path(path).write(chunks, size)
+        else:
+            paced = pace.pace(chunks)
+            run_in_thread(lambda: storage.as_path(path).write(paced, size))()
     return hashing.result
 
 
@@ -162,8 +172,8 @@ def _chunks(parts: list[memoryview]) -> Iterator[memoryview]:
 class _HashThread:
     """SHA-256 on a separate thread. Hashing releases the GIL, as writing does."""
 
-    def __init__(self):
-        self._digest, self._size = hashlib.sha256(), 0
+    def __init__(self, pace: Pace | None):
+        self._digest, self._size, self._pace = hashlib.sha256(), 0, pace
         self._chunks: queue.SimpleQueue = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._hash, name="checkpoint hash", daemon=True)
 
@@ -188,5 +198,6 @@ class _HashThread:
         self._thread.join()
 
     def _hash(self) -> None:
-        while (chunk := self._chunks.get()) is not None:
+        chunks = iter(self._chunks.get, None)
+        for chunk in chunks if self._pace is None else self._pace.pace(chunks):
             self._digest.update(chunk)

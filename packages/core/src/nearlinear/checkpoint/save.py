@@ -2,12 +2,12 @@
 
 The plan of a save assigns shards to ranks, and all ranks agree on it. A plan is valid as long as
 the state's tensors keep their memory, from the first step of the optimizer on; their values may
-change. The checkpoints of a run lie in one folder: `latest` finds the newest complete one, and
-`save_and_prune` deletes old ones.
+change. The checkpoints of a run lie in one folder, where `save_and_prune` deletes old ones.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -20,13 +20,14 @@ import torch
 from torch import nn
 
 from .. import storage
-from ..distributed.consensus import all_gather_json, raise_on_all_ranks
+from ..distributed.consensus import all_gather_json
 from ..errors import CheckpointError
 from ..fsdp.model_state import model_state
 from ..storage import StoragePath, StorageUnreachable
 from . import async_writer, index, metadata, state
 from .async_writer import PendingSave, RankWriter, file_name
-from .index import Index, TensorShard, assign_writers, local_tensor_shards
+from .index_schema import FileEntry, Index, TensorEntry, content_hash, describe, shard_key
+from .shards import TensorShard, assign_writers, local_tensor_shards
 from .state import StateTensor
 
 ShardMemory = dict[str, dict[TensorShard, torch.Tensor]]
@@ -174,33 +175,40 @@ class SavePlan:
             changed_by: Optimizer whose step waits for deferred copies. Without it, all copies are
                 complete when this returns.
         """
+        world = len(self.described)
         memory = {key: (replaced or {}).get(key, tensor) for key, tensor in self.memory.items()}
 
-        def make_index(files: list[index.FileEntry | None]) -> Index:
-            return self._index(step, files, self.values | values)
+        def make_content() -> str:
+            described = describe(step, world, self.tensors, self.values | values)
+            return content_hash(described)
+
+        def make_index(files: list[FileEntry | None]) -> Index:
+            present = {file_name(rank, world): file for rank, file in enumerate(files) if file}
+            return Index(step, world, self.tensors, present, self.values | values)
 
         return async_writer.start(
             self.writer,
             folder,
             f"{self.name}/{step}",
             memory,
+            make_content,
             make_index,
             on_complete,
             changed_by,
             self.deferrable if changed_by is not None else frozenset(),
         )
 
-    def _index(self, step: int, files: list[index.FileEntry | None], values: dict) -> Index:
-        """Return the index, equal on every rank."""
-        world = len(self.described)
-        tensors: dict[str, index.TensorEntry] = {}
+    @functools.cached_property
+    def tensors(self) -> dict[str, TensorEntry]:
+        """Tensors of the index, equal on every rank."""
+        found: dict[str, TensorEntry] = {}
         for rank, written in enumerate(self.assigned):
             for name, shards in written.items():
                 entry = self.described[rank][name]
-                tensor = index.TensorEntry(entry["dtype"], tuple(entry["shape"]), {})
-                tensors.setdefault(name, tensor).pieces[file_name(rank, world)] = shards
-        present = {file_name(rank, world): file for rank, file in enumerate(files) if file}
-        return Index(step, world, tensors, present, values)
+                tensor = TensorEntry(entry["dtype"], tuple(entry["shape"]), {})
+                file = file_name(rank, len(self.described))
+                found.setdefault(name, tensor).pieces[file] = shards
+        return found
 
 
 def make_save_plan(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> SavePlan:
@@ -227,7 +235,7 @@ def make_save_plan(model: nn.Module, optimizer: torch.optim.Optimizer | None) ->
     memory, deferrable = {}, set()
     for name, shards in assigned[now.rank].items():
         for number, shard in enumerate(shards):
-            key = index.shard_key(name, number)
+            key = shard_key(name, number)
             memory[key] = local[name][shard]
             if name in parameters or name.startswith(f"{state.OPTIMIZER}/"):
                 deferrable.add(key)
@@ -284,26 +292,17 @@ def _step_folders(folder: StoragePath) -> dict[int, StoragePath]:
 
 def _is_complete(place: StoragePath) -> bool:
     try:
-        return not index.find_missing_file(place, index.read(place))
+        return not index.find_missing_file(place, index.read(place, signed=False))
     except StorageUnreachable:  # unknown: resuming from an older checkpoint would lose steps
         raise
     except CheckpointError:
         return False
 
 
-def latest(folder) -> StoragePath | None:
-    """Return the newest checkpoint that is complete on all ranks, or None. A collective call.
-
-    Raises CheckpointError on all ranks if one of them cannot list the folder.
-    """
-    async_writer.finish()
-    local: list[int] = []
-    with raise_on_all_ranks():
-        folder = storage.as_path(folder)
-        local = steps(folder)
-    seen = all_gather_json(local)
-    common = set(seen[0]).intersection(*seen[1:])
-    return step_folder(folder, max(common)) if common else None
+def indexed_steps(folder: StoragePath) -> list[int]:
+    """Return the steps whose folder has an index, intact or not."""
+    folders = _step_folders(folder)
+    return sorted(step for step, place in folders.items() if index.NAME in place.file_sizes())
 
 
 def save_and_prune(

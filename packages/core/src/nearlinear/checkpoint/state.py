@@ -19,9 +19,9 @@ from ..fsdp.model_state import (
     parameter_state,
     runtime_of,
 )
-from .index import TensorEntry, TensorShard, local_tensor_shards
+from .index_schema import MODEL, OPTIMIZER, RANDOM, TensorEntry
+from .shards import TensorShard, local_tensor_shards
 
-MODEL, OPTIMIZER, RANDOM = "model", "optimizer", "random"
 _WRAPPER = "_checkpoint_wrapped_module."  # inserted into names by activation checkpointing
 
 

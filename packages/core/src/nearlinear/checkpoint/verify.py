@@ -17,28 +17,26 @@ from .. import storage
 from ..errors import CheckpointError
 from ..storage import StoragePath
 from . import index
-from .index import FileEntry, Index
+from .index_schema import FileEntry, Index
 from .reader import CheckpointReader, open_tensors
-from .safetensors_file import DTYPES
-
-_TORCH_NAMES = {word: str(dtype).removeprefix("torch.") for dtype, word in DTYPES.items()}
 
 
 def find_faults(
-    folder, on_progress: Callable[[int], object] = lambda bytes_read: None
+    folder, on_progress: Callable[[int], object] = lambda bytes_read: None, signed: bool = True
 ) -> Iterator[str]:
     """Yield a message for every fault of the checkpoint in ``folder``, as faults are found.
 
     Args:
         folder: The checkpoint.
         on_progress: Called with the size of each file after it was read.
+        signed: Require a signature if a key is set in the environment.
 
     Raises:
         StorageUnreachable: The storage cannot be read, so that the checkpoint may be intact.
     """
     folder = storage.as_path(folder)
     try:
-        found = index.read(folder)
+        found = index.read(folder, signed)
     except storage.StorageUnreachable:
         raise
     except CheckpointError as error:
@@ -63,30 +61,11 @@ def _file_faults(path: StoragePath, file: FileEntry, found: Index) -> Iterator[s
         yield f"{path} cannot be read ({error.strerror})"
         return
     try:
-        yield from _tensor_faults(path, found)
+        with open_tensors(path) as values:
+            for fault in index.header_faults(path.name, values, found):
+                yield f"{path.parent / fault}"
     except (OSError, SafetensorError) as error:
         yield f"{path} is not a complete safetensors file ({error})"
-
-
-def _tensor_faults(path: StoragePath, found: Index) -> Iterator[str]:
-    """Yield a message for every difference between the tensors of a file and the index."""
-    expected = {
-        index.shard_key(name, number): (tensor.dtype, list(shard.shape))
-        for name, tensor in found.tensors.items()
-        for number, shard in enumerate(tensor.pieces.get(path.name, ()))
-    }
-    with open_tensors(path) as values:
-        present = set(values.keys())
-        for key in sorted(expected.keys() - present):
-            yield f"{path} has no {key}, which is in the index"
-        for key in sorted(present - expected.keys()):
-            yield f"{path} has {key}, which is not in the index"
-        for key in sorted(present & expected.keys()):
-            part = values.get_slice(key)
-            dtype = _TORCH_NAMES.get(part.get_dtype(), part.get_dtype())
-            if (dtype, list(part.get_shape())) != expected[key]:
-                wanted = "{} {}".format(*expected[key])
-                yield f"{path} has {key} as {dtype} {part.get_shape()} instead of {wanted}"
 
 
 @dataclass(frozen=True)

@@ -45,9 +45,8 @@ class MoEConfig:
     """factor of the router z-loss, added with any load balancing [0.001]"""
 
     def __post_init__(self) -> None:
-        for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff"):
-            if (getattr(self, name) or 0.0) < 0:
-                raise ConfigError(f"{name} = {getattr(self, name)}: must be 0 or more")
+        coefficients = ("moe_aux_loss_coeff", "moe_z_loss_coeff")
+        schema.check_ranges(self, dict.fromkeys(coefficients, (0.0, 1e6)))
         allowed = get_args(LoadBalancing)
         if self.moe_load_balancing not in (None, *allowed):
             raise ConfigError(

@@ -179,6 +179,7 @@ class ParallelConfig:
     """accepted for SMP compatibility; has no effect"""
 
     def __post_init__(self) -> None:
+        schema.check_ranges(self, {})
         at_least_one = (
             "tensor_parallel_degree context_parallel_degree expert_parallel_degree "
             "pipeline_parallel_degree microbatches activation_loading_horizon scale_window "

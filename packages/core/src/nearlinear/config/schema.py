@@ -11,6 +11,7 @@ import dataclasses
 import difflib
 import inspect
 import json
+import math
 import operator
 import textwrap
 import tomllib
@@ -20,6 +21,15 @@ from functools import cache
 from pathlib import Path
 
 from ..errors import ConfigError
+
+MAX_INTEGER, MAX_DEPTH = 2**62, 32
+"""Limits of integers, and of the nesting of tables and lists."""
+MAX_NAME_BYTES = 255
+MAX_TEXT, MAX_TABLE_TEXT = 4096, 2**17
+"""Characters of a text (Linux' limit of a path), and of a text in a table of free keys."""
+
+Ranges = typing.Mapping[str, tuple[float, float]]
+"""Least and greatest allowed value of numbers, by dotted key."""
 
 
 def build(cls, data, where: str = "", nearby=()):
@@ -36,7 +46,7 @@ def build(cls, data, where: str = "", nearby=()):
     """
     if not isinstance(data, typing.Mapping):
         path = where or "the config"
-        raise ConfigError(f"{path} = {data!r}: expected a table of keys and values")
+        raise ConfigError(f"{path} = {shown(data)}: expected a table of keys and values")
     hints = typing.get_type_hints(cls)
     values = {}
     for key, value in data.items():
@@ -61,13 +71,92 @@ def unknown_key(key, where: str, known) -> ConfigError:
     close = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
     place = f" in [{where}]" if where else ""
     hint = f"did you mean {close[0]!r}?" if close else f"known keys: {', '.join(known)}"
-    return ConfigError(f"unknown key {key!r}{place}: {hint}")
+    return ConfigError(f"unknown key {shown(key)}{place}: {hint}")
 
 
-def coerce(value: typing.Any, kind: typing.Any, key: str) -> typing.Any:
+def shown(value: typing.Any, limit: int = 80) -> str:
+    """Return ``repr(value)`` on one line of at most ``limit`` characters, for messages."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # an integer of thousands of digits, or deep nesting
+        text = f"a very large {type(value).__name__}"
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."
+
+
+def check_value(value: typing.Any, key: str, text_limit: int = MAX_TEXT) -> None:
+    """Check plain data: finite floats, integers of 62 bits, texts without NUL, flat nesting.
+
+    Raises:
+        ConfigError: A number or text in ``value`` is outside of the limits.
+    """
+    pending = [(value, 0)]
+    while pending:
+        each, depth = pending.pop()
+        if depth > MAX_DEPTH:
+            raise ConfigError(f"{key[:80]}: tables and lists are nested more than {MAX_DEPTH} deep")
+        if isinstance(each, float) and not math.isfinite(each):
+            raise ConfigError(f"{key} = {each}: must be a finite number")
+        if isinstance(each, int) and abs(each) > MAX_INTEGER:
+            raise ConfigError(f"{key} = {shown(each)}: must be at most 2^62")
+        if isinstance(each, str):
+            _check_text(each, key, text_limit)
+        elif isinstance(each, typing.Mapping):
+            pending += [(part, depth + 1) for pair in each.items() for part in pair]
+        elif isinstance(each, list | tuple):
+            pending += [(part, depth + 1) for part in each]
+
+
+def _check_text(text: str, key: str, limit: int) -> None:
+    if len(text) > limit:
+        raise ConfigError(
+            f"{key} = {shown(text)}: has {len(text)} characters, and at most {limit} are allowed"
+        )
+    if "\0" in text:
+        raise ConfigError(f"{key} = {shown(text)}: must not contain the character NUL")
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise ConfigError(f"{key} = {ascii(text)[:80]}: is not Unicode text")
+
+
+def check_path(path: str, key: str) -> None:
+    """Raise ConfigError if a part of ``path`` is longer than the name of a file can be."""
+    for part in path.split("/"):
+        if len(part.encode(errors="replace")) > MAX_NAME_BYTES:
+            raise ConfigError(
+                f"{key} = {shown(path)}: a name in the path has {len(part)} characters, and file "
+                f"systems allow {MAX_NAME_BYTES} bytes"
+            )
+
+
+def check_ranges(config: typing.Any, ranges: Ranges, where: str = "") -> None:
+    """Check all values of a config, however it was built, and the ranges of its numbers.
+
+    Raises:
+        ConfigError: A value is not finite, too large, or outside of its range.
+    """
+    for f in dataclasses.fields(config):
+        value: typing.Any = getattr(config, f.name)
+        key = f"{where}{f.name}"
+        if dataclasses.is_dataclass(value):
+            check_ranges(value, ranges, f"{key}.")
+            continue
+        if value is None:
+            continue
+        is_table = isinstance(value, dict)
+        check_value(value, key, MAX_TABLE_TEXT if is_table else MAX_TEXT)
+        least, greatest = ranges.get(key, (-math.inf, math.inf))
+        if key in ranges and value < least:
+            raise ConfigError(f"{key} = {value}: must be at least {least:g}")
+        if key in ranges and value > greatest:
+            raise ConfigError(f"{key} = {value}: must be at most {greatest:g}")
+
+
+def coerce(value: typing.Any, kind: typing.Any, key: str, text_limit: int = MAX_TEXT) -> typing.Any:
     """Convert ``value`` to type ``kind``; ConfigError with the allowed values if impossible."""
     if kind is typing.Any:
+        check_value(value, key, text_limit)
         return value
+    if not isinstance(value, (typing.Mapping, list, tuple)):  # their parts are checked one by one
+        check_value(value, key, text_limit)
     origin, options = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
         if value is None and type(None) in options:
@@ -75,7 +164,7 @@ def coerce(value: typing.Any, kind: typing.Any, key: str) -> typing.Any:
         refusals = []
         for option in (o for o in options if o is not type(None)):
             try:
-                return coerce(value, option, key)
+                return coerce(value, option, key, text_limit)
             except ConfigError as error:
                 refusals.append(error)
         raise refusals[-1]
@@ -85,19 +174,20 @@ def coerce(value: typing.Any, kind: typing.Any, key: str) -> typing.Any:
         allowed = ", ".join(json.dumps(o) for o in options)
         close = difflib.get_close_matches(str(value), [str(o) for o in options], n=1)
         hint = f" (did you mean {close[0]!r}?)" if close else ""
-        raise ConfigError(f"{key} = {value!r}: allowed are {allowed}{hint}")
+        raise ConfigError(f"{key} = {shown(value)}: allowed are {allowed}{hint}")
     if dataclasses.is_dataclass(kind):
         same = isinstance(value, typing.cast(type, kind))
         return value if same else build(kind, value, key)
     if origin in (tuple, list):
         if not isinstance(value, list | tuple):
-            raise ConfigError(f"{key} = {value!r}: expected a list")
+            raise ConfigError(f"{key} = {shown(value)}: expected a list")
         return origin(coerce(v, options[0], f"{key}[{i}]") for i, v in enumerate(value))
     if kind is dict or origin is dict:
         if not isinstance(value, typing.Mapping):
-            raise ConfigError(f"{key} = {value!r}: expected a table of keys and values")
+            raise ConfigError(f"{key} = {shown(value)}: expected a table of keys and values")
         of = options[1] if options else typing.Any
-        return {k: coerce(v, of, f"{key}.{k}") for k, v in value.items()}
+        check_value(list(value), key)
+        return {k: coerce(v, of, f"{key}.{k}", MAX_TABLE_TEXT) for k, v in value.items()}
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if kind is int and isinstance(value, float) and value.is_integer():
@@ -107,14 +197,15 @@ def coerce(value: typing.Any, kind: typing.Any, key: str) -> typing.Any:
     if isinstance(value, kind) and (kind is bool or not isinstance(value, bool)):
         return value
     names = {int: "an integer", float: "a number", bool: "true or false", str: "a text"}
-    raise ConfigError(f"{key} = {value!r}: expected {names.get(kind, kind.__name__)}")
+    raise ConfigError(f"{key} = {shown(value)}: expected {names.get(kind, kind.__name__)}")
 
 
 def read(path) -> dict:
     """Read the plain data of a ``.toml`` or ``.json`` file. Raises ConfigError with its path."""
     path = Path(path)
     if path.suffix not in (".toml", ".json"):
-        raise ConfigError(f"{path}: a config file ends in .toml or .json")
+        raise ConfigError(f"{shown(str(path), 300)}: a config file ends in .toml or .json")
+    check_value(str(path), "the path of a config file")
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -126,22 +217,49 @@ def read(path) -> dict:
     kind = path.suffix[1:].upper()
     try:
         data = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
+    except RecursionError:
+        raise ConfigError(
+            f"{path}: tables and lists are nested more than {MAX_DEPTH} deep"
+        ) from None
     except ValueError as error:
         raise ConfigError(f"{path}: not valid {kind}: {error}") from None
     if not isinstance(data, dict):
         raise ConfigError(f"{path}: the {kind} is not a table of keys and values")
+    _check_depth(data, str(path))
     return data
+
+
+def _check_depth(data: typing.Any, where: str) -> None:
+    """Raise ConfigError if tables and lists are nested more than `MAX_DEPTH` deep."""
+    level = [data]
+    for _ in range(MAX_DEPTH + 1):
+        level = [
+            part
+            for each in level
+            if isinstance(each, dict | list)
+            for part in (each.values() if isinstance(each, dict) else each)
+        ]
+        if not level:
+            return
+    raise ConfigError(f"{where}: tables and lists are nested more than {MAX_DEPTH} deep")
 
 
 def assign(data: dict, setting: str) -> None:
     """Apply one ``a.b=value`` to nested ``data`` in place; the value is TOML, or else text."""
     key, equals, text = setting.partition("=")
     if not equals or not all(key.strip().split(".")):
-        raise ConfigError(f"--set {setting}: expected key=value, as in --set optimizer.lr=1e-3")
+        raise ConfigError(
+            f"--set {shown(setting)}: expected key=value, as in --set optimizer.lr=1e-3"
+        )
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         value = text
+    except (ValueError, RecursionError):  # an integer of thousands of digits, or deep nesting
+        raise ConfigError(f"--set {shown(setting)}: the value is too large or too deep") from None
+    _check_depth(value, f"--set {shown(key)}")
+    if key.count(".") > MAX_DEPTH:
+        raise ConfigError(f"--set {shown(key)}: tables are nested more than {MAX_DEPTH} deep")
     *tables, last = key.strip().split(".")
     for table in tables:
         data = data.setdefault(table, {})

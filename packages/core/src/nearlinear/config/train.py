@@ -285,6 +285,9 @@ class CheckpointConfig:
     ranks this needs train.rank_timeout"""
     resume: bool = True
     """resume from the newest checkpoint in the folder, if there is one"""
+    on_damage: Literal["fallback", "fail"] = "fallback"
+    """if the newest checkpoint is damaged: resume from the newest intact one with a warning, or
+    fail; a run whose checkpoints are all damaged always fails"""
 
 
 @dataclass(frozen=True)
@@ -345,11 +348,16 @@ class TrainConfig:
                 f"{self.model.init_from!r} are both set: remove model.preset, the config.json of "
                 "the folder describes the model"
             )
-        for key, least in _MINIMUMS.items():
-            table, name = key.split(".")
-            value = getattr(getattr(self, table), name)
-            if not value >= least:  # also for NaN
-                raise ConfigError(f"{key} = {value}: must be at least {least}")
+        schema.check_ranges(self, _RANGES)
+        for key, path in (
+            ("model.init_from", self.model.init_from),
+            *(("data.path", folder) for folder in self.data.folders),
+            ("data.resume", self.data.resume),
+            ("data.cache", self.data.cache),
+            ("checkpoint.folder", self.checkpoint.folder),
+            ("run.folder", self.run.folder),
+        ):
+            schema.check_path(path, key)
         if not 0 < self.data.noise_density < 1:
             raise ConfigError(
                 f"data.noise_density = {self.data.noise_density}: must be between 0 and 1"
@@ -402,38 +410,39 @@ for _table in (TrainConfig, *(each.default_factory for each in fields(TrainConfi
     schema.field_docs(_table)
 
 
-_MINIMUMS = {
-    "model.context": 0,
-    "data.sequence_length": 0,
-    "data.mean_noise_span": 1.0,
-    "data.cache_gib": 0.0,
-    "data.vocab_size": 0,
-    "data.eos_id": -1,
-    "data.shuffle_block_mib": 0,
-    "data.shuffle_blocks": 1,
-    "data.read_ahead": 0,
-    "batch.micro_batch_size": 1,
-    "batch.accumulation": 1,
-    "batch.sequences": 0,
-    "optimizer.lr": 0.0,
-    "optimizer.eps": 0.0,
-    "optimizer.warmup_steps": 0,
-    "optimizer.weight_decay": 0.0,
-    "optimizer.clip": 0.0,
-    "train.steps": 1,
-    "train.stop_after": 0,
-    "train.eval_every": 0,
-    "train.eval_sequences": 0,
-    "train.sample_tokens": 0,
-    "train.bad_steps_in_a_row": 0,
-    "train.spike_factor": 0.0,
-    "train.rank_timeout": 0.0,
-    "checkpoint.every": 0,
-    "checkpoint.every_minutes": 0.0,
-    "checkpoint.keep": 1,
-    "run.nproc": 0,
-    "run.log_every": 1,
-    "run.peak_tflops": 0.0,
+_COUNT = 2.0**53  # integers up to this one are exact as floats
+_RANGES: schema.Ranges = {
+    "model.context": (0, _COUNT),
+    "data.sequence_length": (0, _COUNT),
+    "data.mean_noise_span": (1.0, 1e9),
+    "data.cache_gib": (0.0, 1e9),
+    "data.vocab_size": (0, _COUNT),
+    "data.eos_id": (-1, _COUNT),
+    "data.shuffle_block_mib": (0, _COUNT),
+    "data.shuffle_blocks": (1, _COUNT),
+    "data.read_ahead": (0, _COUNT),
+    "batch.micro_batch_size": (1, _COUNT),
+    "batch.accumulation": (1, _COUNT),
+    "batch.sequences": (0, _COUNT),
+    "optimizer.lr": (0.0, 1e3),
+    "optimizer.eps": (0.0, 1.0),
+    "optimizer.warmup_steps": (0, _COUNT),
+    "optimizer.weight_decay": (0.0, 1e3),
+    "optimizer.clip": (0.0, 1e12),
+    "train.steps": (1, _COUNT),
+    "train.stop_after": (0, _COUNT),
+    "train.eval_every": (0, _COUNT),
+    "train.eval_sequences": (0, _COUNT),
+    "train.sample_tokens": (0, _COUNT),
+    "train.bad_steps_in_a_row": (0, _COUNT),
+    "train.spike_factor": (0.0, 1e12),
+    "train.rank_timeout": (0.0, 1e9),
+    "checkpoint.every": (0, _COUNT),
+    "checkpoint.every_minutes": (0.0, 1e9),
+    "checkpoint.keep": (1, _COUNT),
+    "run.nproc": (0, 1e6),
+    "run.log_every": (1, _COUNT),
+    "run.peak_tflops": (0.0, 1e9),
 }
 
 

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from .._torch import all_gather
-from ..errors import CheckpointError, NearlinearError
+from ..errors import CheckpointDamaged, CheckpointError, NearlinearError
 from . import runtime
 
 POLL_INTERVALS = 0.02, 0.5
@@ -56,16 +56,21 @@ def all_gather_json(value: Any) -> list[Any]:
 def raise_on_all_ranks() -> Iterator[None]:
     """Raise CheckpointError on all ranks after the block if it raised NearlinearError on one.
 
+    The error is CheckpointDamaged if all failing ranks raised it.
+
     A collective call. A block with collectives of its own must fail after the last of them.
     """
-    failed = ""
+    failed, damaged = "", False
     try:
         yield
     except NearlinearError as error:
-        failed = str(error)
-    failures = [reason for reason in all_gather_json(failed) if reason]
+        failed, damaged = str(error), isinstance(error, CheckpointDamaged)
+    failures = [each for each in all_gather_json([failed, damaged]) if each[0]]
+    others = [reason for reason, damage in failures if not damage]
+    if others:
+        raise CheckpointError(others[0])
     if failures:
-        raise CheckpointError(failures[0])
+        raise CheckpointDamaged(failures[0][0])
 
 
 class RankUnreachable(Exception):

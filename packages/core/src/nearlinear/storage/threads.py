@@ -7,10 +7,18 @@ checkpoint of a script may still be uploading then.
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
+
+NICENESS = 10
+"""Priority of background threads: on a core that computes as well, they get a tenth of it."""
+CORE_SHARE = 0.5
+"""Largest share of a core, and of the bandwidth that one core can use, of a background thread."""
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -59,3 +67,31 @@ def map_concurrent(work: Callable[[T], R], items: Iterable[T], limit: int) -> It
         for result in in_flight:
             with contextlib.suppress(Exception):
                 result()
+
+
+class Pace:
+    """Bound the share of cores and bandwidth that background threads take from training.
+
+    Threads run at low priority, so that computation on the same core takes precedence, and rest in
+    proportion to the processor time that they used. `hurry` ends the rests once somebody waits.
+    """
+
+    def __init__(self):
+        self._hurried = threading.Event()
+
+    def hurry(self) -> None:
+        """Continue without rests."""
+        self._hurried.set()
+
+    def pace(self, chunks: Iterable[T]) -> Iterator[T]:
+        """Yield ``chunks`` on a background thread, and rest after the work on each of them."""
+        if sys.platform == "linux":  # where a priority belongs to a thread
+            with contextlib.suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+        begin = time.thread_time()
+        for chunk in chunks:
+            yield chunk
+            used = time.thread_time() - begin
+            if threading.main_thread().is_alive():  # otherwise the process waits to end
+                self._hurried.wait(used * (1 / CORE_SHARE - 1))
+            begin = time.thread_time()

@@ -12,11 +12,10 @@ import torch
 from torch import nn
 
 from .. import storage
-from ..checkpoint import index, save
+from ..checkpoint import save
 from ..checkpoint.async_writer import PendingSave
-from ..checkpoint.load import load
+from ..checkpoint.resume import resume
 from ..config.train import CheckpointConfig
-from ..distributed.consensus import raise_on_all_ranks
 from ..storage import StoragePath
 
 
@@ -50,14 +49,11 @@ class CheckpointManager:
         self._since = time.monotonic()
 
     def resume(self) -> int:
-        """Load the newest checkpoint and return its step, or 0. A collective call."""
-        newest = save.latest(self.folder) if self.config.resume else None
-        if newest is not None:
-            known = {}
-            with raise_on_all_ranks():
-                known = index.read(newest).values  # an older version may have saved less
-            others = {name: part for name, part in self.others.items() if name in known}
-            self.saved = load(newest, self.model, self.optimizer, **others)
+        """Load the newest intact checkpoint and return its step, or 0. A collective call."""
+        if self.config.resume:
+            self.saved = resume(
+                self.folder, self.model, self.optimizer, self.others, self.config.on_damage
+            )
         return self.saved
 
     def is_due(self, step: int, last: int) -> bool:

@@ -21,10 +21,10 @@ from ...distributed.consensus import all_gather_json, raise_on_all_ranks
 from ...errors import CheckpointError
 from ...storage import require_local
 from .. import state
-from ..index import TensorShard, assign_writers
 from ..reader import CheckpointReader
 from ..safetensors_file import DTYPES, SafetensorsWriter
 from ..save import ShardMemory, describe_shards, iterate_shards, local_memory
+from ..shards import TensorShard, assign_writers
 from . import meta_model
 from .naming import hf_tensors
 from .writer import MAX_SHARD_BYTES, FolderWriter, OutputFile, OutputTensor, split_into_files

@@ -15,7 +15,7 @@ from ...config.architecture import weight_files
 from ...distributed.consensus import raise_on_all_ranks
 from ...errors import CheckpointError, join_faults
 from .. import state
-from ..index import TensorShard, local_tensor_shards
+from ..shards import TensorShard, local_tensor_shards
 from . import meta_model
 from .naming import HFTensor, hf_tensors, toggle_prefix
 

@@ -21,7 +21,7 @@ from torch import nn
 
 from ...errors import CheckpointError
 from .. import state
-from ..index import TensorShard
+from ..shards import TensorShard
 
 
 @dataclass(frozen=True)

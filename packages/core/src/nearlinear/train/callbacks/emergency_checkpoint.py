@@ -142,7 +142,9 @@ class EmergencyCheckpoint(Callback):
         self._saves += 1
         name = f"emergency/{planned.name}/{self._saves}"
         barrier = StoreBarrier(writer.store, name, writer.rank, writer.world)
-        own = [step, obstacle, index.NAME in folder.file_sizes()]
+        # A folder that an earlier process left may be damaged: `resume` did not load it.
+        complete = self.checkpoints.saved == step and index.NAME in folder.file_sizes()
+        own = [step, obstacle, complete]
         refused, exists = barrier.agree("ready", own, keep_waiting, _decide)
         if refused:
             raise CheckpointError(refused)

@@ -1,0 +1,9 @@
+"""Mutation testing: change core modules in small ways; their tests must fail.
+
+    python -m ci.mutants                                 # 12 mutants of each module
+    python -m ci.mutants --only request_checks --count 40
+    python -m ci.mutants --write                         # writes packages/core/docs/mutants.md
+
+Every mutant runs in a copy of the repository. Results are appended to a file, so that a run that is
+interrupted continues, and mutants of unchanged modules and tests are not run again.
+"""
