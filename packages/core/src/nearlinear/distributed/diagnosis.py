@@ -66,6 +66,11 @@ def failed_in_communication(error: BaseException) -> bool:
     return _is_communication(frames[::-1])
 
 
+def describe_error(error: BaseException) -> str:
+    """Return the source line of user code that raised ``error``, or an empty string."""
+    return _describe([trace.tb_frame for trace in _traces(error.__traceback__)][::-1])
+
+
 def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
     while frame is not None:
         yield frame
@@ -171,8 +176,9 @@ def dead(rank: int, status: RankStatus, heartbeat: Heartbeat) -> Fault:
         cause = f"died (process {heartbeat.pid} has ended)"
     else:
         cause = f"sent no heartbeat for {status.seconds_since_heartbeat:.0f} s and is probably dead"
+    known = "its last operation" if heartbeat.current else "its last heartbeat's operation"
     text = (
-        f"rank {rank} (host {heartbeat.host}) {cause}; its last operation was {heartbeat}, "
+        f"rank {rank} (host {heartbeat.host}) {cause}; {known} was {heartbeat}, "
         f"{status.seconds_since_progress:.0f} s ago. Check its log and its host, then restart "
         "the run."
     )

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -196,7 +197,7 @@ class Trainer:
     def fit(self) -> TrainResult:
         """Train to the last step (or ``train.stop_after``), evaluate, and sample text.
 
-        With a checkpoint folder, SIGTERM saves the run and raises Interrupted.
+        With a checkpoint folder, SIGTERM and the first Ctrl-C save the run and raise Interrupted.
         """
         if self.checkpoints:
             self.stop_signal.install()
@@ -383,10 +384,13 @@ class Trainer:
         self._write_data_state()
         self._save(self.checkpoints)
         folder = self.checkpoints.finish()
-        raise Interrupted(
-            f"SIGTERM: stopped after step {self.done} and saved it in {folder}; run the same "
-            "command again to resume"
+        number = self.stop_signal.number or signal.SIGTERM  # which another rank received
+        error = Interrupted(
+            f"{signal.Signals(number).name}: stopped after step {self.done} and saved it in "
+            f"{folder}; run the same command again to resume"
         )
+        error.exit_code = 128 + number
+        raise error
 
     def _save(self, checkpoints: CheckpointManager) -> None:
         self.watch.at(f"saving the checkpoint of step {self.done}")
