@@ -7,6 +7,7 @@ Each rank writes its own `Heartbeat` and reads that of rank 0, which reads all o
 from __future__ import annotations
 
 import dataclasses
+import faulthandler
 import functools
 import json
 import os
@@ -22,6 +23,10 @@ from .consensus import StoreChannel
 
 STORE_ERRORS = (dist.DistError, RuntimeError)
 """Exceptions raised by a store whose process has ended."""
+
+_SHARED_NAME = "nearlinear-operation"
+_CRASH_OFFSET, _CRASH_LIMIT = 4096, 1 << 16
+"""Place of the crash report in the copy of an operation, and its largest size, in bytes."""
 
 FaultKind = Literal["dead", "stalled", "exited", "deadlock", "failed", "store_lost"]
 
@@ -61,7 +66,8 @@ class Operation:
     """Current operation of this rank, written by its main thread and read by its watchdog.
 
     On Linux, a copy in anonymous memory survives the process as long as a peer has it open.
-    Heartbeats are too rare to tell where a rank died.
+    Heartbeats are too rare to tell where a rank died. Python's fault handler adds the stack of a
+    process that crashes.
     """
 
     def __init__(self):
@@ -73,15 +79,24 @@ class Operation:
         self.since: float = time.monotonic()
         self.shared_fd: int = -1
         """Descriptor of the copy in this process, or -1."""
+        self._reports_crashes = False
 
     def share(self) -> None:
         """Create the copy that peers on this machine can open."""
-        if self.shared_fd < 0 and hasattr(os, "memfd_create") and pid_namespace():
-            self.shared_fd = os.memfd_create(_SHARED_NAME)
-            self._publish()
+        if self.shared_fd >= 0 or not hasattr(os, "memfd_create") or not pid_namespace():
+            return
+        self.shared_fd = os.memfd_create(_SHARED_NAME)
+        self._publish()
+        os.lseek(self.shared_fd, _CRASH_OFFSET, os.SEEK_SET)
+        self._reports_crashes = not faulthandler.is_enabled()
+        if self._reports_crashes:  # otherwise the program has chosen another file
+            faulthandler.enable(self.shared_fd)
 
     def close(self) -> None:
         """Close the copy."""
+        if self._reports_crashes:
+            faulthandler.disable()
+            self._reports_crashes = False
         if self.shared_fd >= 0:
             os.close(self.shared_fd)
             self.shared_fd = -1
@@ -108,7 +123,7 @@ class Operation:
     def _publish(self) -> None:
         if self.shared_fd >= 0:
             line = f"{self.index} {self.progress} {self.since!r} {self.place}\n"
-            os.pwrite(self.shared_fd, line.encode(), 0)
+            os.pwrite(self.shared_fd, line.encode()[:_CRASH_OFFSET], 0)
 
 
 @dataclass(frozen=True)
@@ -137,6 +152,10 @@ class Heartbeat:
     """True if a collective raised an error on this rank, e.g. because a peer died."""
     shared_fd: int = -1
     """Descriptor of `Operation`'s copy in the rank's process, or -1."""
+    thread: int = 0
+    """Identifier of the watched thread."""
+    crash: str = ""
+    """Report of Python's fault handler, read from that copy."""
     current: bool = False
     """True if the operation was read from that copy, because no newer heartbeat came."""
 
@@ -196,8 +215,14 @@ class HeartbeatChannel:
 
     def status(self, rank: int) -> RankStatus:
         """Read the latest heartbeat of ``rank``."""
-        text, now = self._channel.get(str(rank)), time.monotonic()
-        heartbeat = _parse(Heartbeat, text) or self._valid.get(rank)
+        return self._status(rank, _parse(Heartbeat, self._channel.get(str(rank))))
+
+    def last_status(self, rank: int) -> RankStatus:
+        """Return the status of ``rank`` from its last known heartbeat, without the store."""
+        return self._status(rank, None)
+
+    def _status(self, rank: int, heartbeat: Heartbeat | None) -> RankStatus:
+        now, heartbeat = time.monotonic(), heartbeat or self._valid.get(rank)
         if heartbeat is None:
             return RankStatus(None, now - self._started)
         self._valid[rank] = heartbeat
@@ -232,7 +257,6 @@ class HeartbeatChannel:
 
 _LATE = 2.5
 """Seconds without a heartbeat, after which the copy of the operation is newer."""
-_SHARED_NAME = "nearlinear-operation"
 _Message = TypeVar("_Message", Heartbeat, Fault)
 
 
@@ -259,7 +283,7 @@ def _open_shared(heartbeat: Heartbeat) -> BinaryIO | None:
 
 def _with_last_operation(heartbeat: Heartbeat, shared: BinaryIO, age: float) -> Heartbeat:
     """Return the heartbeat of a silent peer with the operation in which it stopped."""
-    line = os.pread(shared.fileno(), 4096, 0).partition(b"\n")[0].decode(errors="replace")
+    line = os.pread(shared.fileno(), _CRASH_OFFSET, 0).partition(b"\n")[0].decode(errors="replace")
     index, progress, since, operation = line.split(" ", 3)
     same = int(index) == heartbeat.operation_index and int(progress) == heartbeat.progress
     return dataclasses.replace(
@@ -269,6 +293,7 @@ def _with_last_operation(heartbeat: Heartbeat, shared: BinaryIO, age: float) -> 
         progress=int(progress),
         seconds_since_progress=max(0.0, time.monotonic() - float(since) - age),
         source_line=heartbeat.source_line if same else "",
+        crash=os.pread(shared.fileno(), _CRASH_LIMIT, _CRASH_OFFSET).decode(errors="replace"),
         current=True,
     )
 

@@ -219,6 +219,9 @@ class Watchdog:
             return self._channel.fault() or self._diagnose()
         except STORE_ERRORS as error:
             log.debug("store of the job: %s", error)
+            first = self._channel.last_status(0)
+            if first.process_exited and first.heartbeat is not None:
+                return dead(0, first, first.heartbeat)
             return Fault(
                 "store_lost",
                 None,
@@ -259,6 +262,7 @@ class Watchdog:
             exited=self._exiting.is_set(),
             collective_failed=self._collective_failed,
             shared_fd=current.shared_fd,
+            thread=self._watched_thread,
         )
         self._channel.send(heartbeat)
 

@@ -22,7 +22,6 @@ from ..config.train import CheckpointConfig
 from ..distributed.consensus import raise_on_all_ranks
 from ..storage import StoragePath
 
-
 CAUGHT_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 REPEATED_INTERRUPT = 0.5
 """Seconds within which several SIGINTs are one Ctrl-C: torchrun repeats the terminal's."""
