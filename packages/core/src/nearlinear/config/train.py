@@ -236,6 +236,9 @@ class LoopConfig:
     rank_timeout: float = 300.0
     """seconds without progress of a rank, or after its death, before the run ends with an error
     that names the rank; 0 = no watchdog"""
+    divergence_every: int = 100
+    """steps between comparisons of the weights and the optimizer's state of replicas, which find
+    silently corrupted data; checkpoints are preceded by one; 0 = never"""
     compile_blocks: bool = False
     """compile all blocks with torch.compile as one graph; the first step takes longer"""
     eval_every: int = 50
@@ -403,6 +406,7 @@ _MINIMUMS = {
     "train.eval_sequences": 0,
     "train.sample_tokens": 0,
     "train.bad_steps_in_a_row": 0,
+    "train.divergence_every": 0,
     "train.spike_factor": 0.0,
     "train.rank_timeout": 0.0,
     "checkpoint.every": 0,

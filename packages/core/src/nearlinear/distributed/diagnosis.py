@@ -230,7 +230,7 @@ def dead(
         cause = f"{how} {heartbeat.pid} has ended)"
     else:
         cause = f"sent no heartbeat for {status.seconds_since_heartbeat:.0f} s and is probably dead"
-    known = "its last operation" if heartbeat.current else "its last heartbeat's operation"
+    known = "its last operation" if heartbeat.current else "its last known operation"
     text = (
         f"rank {rank} (host {heartbeat.host}) {cause}; {known} was {heartbeat}, "
         f"{status.seconds_since_progress:.0f} s ago. Check its log and its host, then restart "

@@ -4,8 +4,8 @@
 one optimizer step and reads top to bottom. `Trainer.fit` runs all steps, evaluates on held-out
 tokens and ends with a text sample. Only rank 0 reports and writes files.
 
-The watchdog, rank timing, emergency checkpoints and bad-step detection are callbacks, see
-`nearlinear.train.callbacks`.
+The watchdog, rank timing, emergency checkpoints, the divergence sentinel and bad-step detection are
+callbacks, see `nearlinear.train.callbacks`.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from ..pipeline_parallel.api import Pipelined
 from . import preflight
 from .callbacks import Callback, TrainStep
 from .callbacks.bad_steps import BadStepDetector
+from .callbacks.divergence import DivergenceSentinel
 from .callbacks.emergency_checkpoint import EmergencyCheckpoint
 from .callbacks.rank_monitor import RankTiming, WatchdogCallback, peak_memory
 from .checkpoint_manager import CheckpointManager, StopSignal
@@ -183,11 +184,16 @@ class Trainer:
             if self.checkpoints and config.checkpoint.emergency:
                 emergency = EmergencyCheckpoint(self.checkpoints)
             on_fault = emergency.save if emergency else None
+            sentinel = None
+            if config.train.divergence_every and self.mesh.world > 1:
+                every = config.train.divergence_every
+                sentinel = DivergenceSentinel(self.model, self.optimizer, every)
             self.watch: Watchdog = watch_ranks(timeout, on_fault, setting=setting)
             self.callbacks: tuple[Callback, ...] = (
                 WatchdogCallback(self.watch, self.model, blocks, self.first_step + 1),
                 *((emergency,) if emergency else ()),
                 RankTiming(blocks, self.device),
+                *((sentinel,) if sentinel else ()),
                 *callbacks,
                 self.bad_steps,  # last, to count the steps that others skip
             )
@@ -337,7 +343,8 @@ class Trainer:
         if self.config.data.sources:
             metrics["epochs"] = self.loader.epochs  # per source of the mixture
         # four decimals keep the JSON line of a thousand ranks short
-        for name, values in step.by_rank.items():
+        shown = {n: values for n, values in step.by_rank.items() if not n.startswith("_")}
+        for name, values in shown.items():
             metrics[name] = [round(value, 4) for value in values]
         return metrics
 
@@ -394,6 +401,7 @@ class Trainer:
 
     def _save(self, checkpoints: CheckpointManager) -> None:
         self.watch.at(f"saving the checkpoint of step {self.done}")
+        self._call("on_checkpoint", self.done)
         checkpoints.save(self.done)
 
     def _introduce(self, last: int) -> None:
