@@ -415,12 +415,13 @@ class Trainer:
         elif self.first_step:
             write(f"data resumed after step {self.first_step}; the model starts from scratch")
         if self.reporter.active:
-            text = schema.to_toml(self.config)
-            Path(self.config.run.folder, "config.toml").write_text(text, encoding="utf-8")
+            self.reporter.write_file("config.toml", schema.to_toml(self.config))
 
     def _write_data_state(self) -> None:
         """Write the position in the data after every step, so that a killed run can resume it."""
-        if self.reporter.active:
+        if not self.reporter.active:
+            return
+        with self.reporter.output("data_state.json"):
             write_data_state(Path(self.config.run.folder), self.done, self.loader)
 
 

@@ -105,7 +105,7 @@ class DivergenceSentinel(Callback):
 
     def on_checkpoint(self, number: int) -> None:
         if self._has_replicas:
-            self._check_state(self._exchange(), f"before the checkpoint of step {number}:")
+            self._check_state(self._exchange(), f"before the checkpoint of step {number}")
 
     def fingerprint(self) -> int:
         """Return the fingerprint of this rank's shards of the parameters and optimizer state."""
