@@ -294,7 +294,8 @@ def _open_events(folder: Path, first_step: int) -> "_TensorBoardEvents | None":
 class _TensorBoardEvents:
     """A TensorBoard event file, in tensorboard's own record format.
 
-    Tensorboard's `EventFileWriter` is not used: its thread does not survive a full disk. A restart event makes TensorBoard discard earlier events of steps after ``first_step``.
+    Tensorboard's `EventFileWriter` is not used: its thread does not survive a full disk. A restart
+    event makes TensorBoard discard earlier events of steps after ``first_step``.
     """
 
     def __init__(self, folder: Path, first_step: int):
