@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import nearlinear as nl
-from ci.fault_injection.ranks import RankProcesses
+from ci.faults.ranks import RankProcesses
 from nearlinear.distributed.watchdog import watch_ranks
 
 

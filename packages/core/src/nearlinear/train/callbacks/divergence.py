@@ -107,9 +107,9 @@ class DivergenceSentinel(Callback):
         if self._has_replicas:
             self._check_state(self._exchange(), f"before the checkpoint of step {number}")
 
-    def fingerprint(self) -> int:
+    def fingerprint(self, optimizer: bool = True) -> int:
         """Return the fingerprint of this rank's shards of the parameters and optimizer state."""
-        return combine(hash_tensor(tensor) for _, tensor in self._tensors())
+        return combine(hash_tensor(tensor) for _, tensor in self._tensors(optimizer))
 
     def _exchange(self) -> list[int]:
         """Return the fingerprints of all ranks. A collective call."""
@@ -142,11 +142,11 @@ class DivergenceSentinel(Callback):
         several = len(faulty) > 1 and doubt
         return f"one of {ranks} (two replicas have no majority)" if several else ranks
 
-    def _tensors(self) -> Iterable[tuple[str, torch.Tensor]]:
+    def _tensors(self, optimizer: bool = True) -> Iterable[tuple[str, torch.Tensor]]:
         """Yield the tensors of which replicas hold equal copies."""
         for parameter, name in state.parameter_names(self.model).items():
             yield name, local_tensor(parameter.data)
-        if not self._whole_optimizer:
+        if not (optimizer and self._whole_optimizer):
             return
         names = state.updated_names(self.model)
         for parameter, values in self.optimizer.state.items():
