@@ -102,13 +102,14 @@ def _listen(host: str, port: int, all_local: bool) -> socket.socket:
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     refused = ""
     for family, _, _, _, address in found:
-        if not all_local and ipaddress.ip_address(address[0].partition("%")[0]).is_loopback:
-            refused = f"{host} is {address[0]} here, which other machines cannot reach"
+        own, number = str(address[0]).partition("%")[0], int(address[1])
+        if not all_local and ipaddress.ip_address(own).is_loopback:
+            refused = f"{host} is {own} here, which other machines cannot reach"
             continue
         try:
-            return socket.create_server(address[:2], family=family, backlog=socket.SOMAXCONN)
+            return socket.create_server((own, number), family=family, backlog=socket.SOMAXCONN)
         except OSError as error:
-            refused = f"{host} ({address[0]}): {error.strerror}"
+            refused = f"{host} ({own}): {error.strerror}"
     if all_local:
         raise OSError(f"cannot listen on {refused}")
     log.warning(

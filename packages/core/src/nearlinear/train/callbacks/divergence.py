@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -73,7 +73,7 @@ class DivergenceSentinel(Callback):
         self._gathered = {}
 
     def rank_metrics(self, step: TrainStep) -> dict[str, float]:
-        values = dict(zip(("_last_loss", "_last_norm"), self._last, strict=True))
+        values: dict[str, float] = {"_last_loss": self._last[0], "_last_norm": self._last[1]}
         if self._collecting:
             self._collecting = False
             gathered = combine(self._gathered[number] for number in sorted(self._gathered))
@@ -148,7 +148,7 @@ class DivergenceSentinel(Callback):
             yield name, local_tensor(parameter.data)
         if not (optimizer and self._whole_optimizer):
             return
-        names = state.updated_names(self.model)
+        names: dict[torch.Tensor, str] = {**state.updated_names(self.model)}
         for parameter, values in self.optimizer.state.items():
             for key, value in values.items():
                 if isinstance(value, torch.Tensor):
@@ -193,7 +193,7 @@ def _grouped(
     return groups
 
 
-def find_different(values: list[Hashable], groups: Mapping[Hashable, list[int]]) -> list[int]:
+def find_different(values: Sequence[Hashable], groups: Mapping[Hashable, list[int]]) -> list[int]:
     """Return the ranks whose value differs from that of the majority of their group.
 
     Without a majority, as among two ranks, all ranks of the group are returned.
