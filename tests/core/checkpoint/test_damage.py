@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import nearlinear as nl
-from ci.fault_injection import bit_flips, crafted
+from ci.faults import bit_flips, crafted
 from nearlinear import cli, storage
 from nearlinear.checkpoint import index, resume, sealed_json, shards
 from nearlinear.errors import CheckpointDamaged, CheckpointError, RankError

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ci.fault_injection.ranks import RankProcesses
+from ci.faults.ranks import RankProcesses
 
 pytestmark = pytest.mark.slow
 UNREACHED_STEP = 10**6  # number of a step that no rank reaches

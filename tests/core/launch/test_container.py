@@ -8,7 +8,6 @@ import subprocess
 import sys
 
 import pytest
-from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from nearlinear.config import train as train_config
 from nearlinear.distributed import process_exit
@@ -66,22 +65,18 @@ def test_missing_container_files_are_reported(tmp_path, capsys):
 
 
 class Failures:
-    """Failed ranks, as torch's elastic agent reports them."""
+    """Failed ranks, as the launcher reports them."""
 
-    def __init__(self, folder, monkeypatch):
-        self.folder, self.monkeypatch, self.found = folder, monkeypatch, {}
+    def __init__(self):
+        self.found = {}
 
-    def add(self, rank: int, code: int, said: str = "") -> None:
-        path = self.folder / f"{rank}.json"
-        if said:
-            self.monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
-            assert process_exit.leave_error(said)
-        self.found[rank] = ProcessFailure(rank, 1000 + rank, code, str(path))
+    def add(self, rank: int, code: int, said: str = "", by_peer: bool = False) -> None:
+        self.found[rank] = local.RankExit(code, said, by_peer, time=1.7e9)
 
 
 @pytest.fixture
-def failures(tmp_path, monkeypatch):
-    return Failures(tmp_path, monkeypatch)
+def failures():
+    return Failures()
 
 
 STOPPED = -signal.SIGTERM
@@ -101,6 +96,11 @@ KILLED = -signal.SIGKILL
          ["hybrid_shard_degree = 3"]),
         ([(2, 3, "")], 1, ["rank 2 of 4 ended with code 3"]),
         ([(0, STOPPED, "")], 1, ["rank 0 of 4 was killed by signal 15"]),
+        # ranks that lost another one describe it, and are not the cause
+        ([(0, 143, "rank 1 died in step 3", True), (1, KILLED, "")], 1,
+         ["rank 1 of 4 was killed by signal 9", "rank 1 died in step 3"]),
+        ([(0, 1, "rank 1 ended in step 3", True), (1, 3, "")], 1,
+         ["rank 1 of 4 ended with code 3", "rank 1 ended in step 3"]),
     ],
 )  # fmt: skip
 def test_first_failure_is_reported(failures, ends, code, words):

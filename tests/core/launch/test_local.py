@@ -1,16 +1,23 @@
-"""Local launcher: ranks through torchrun's API, variables of srun, and cleanup after failures."""
+"""Local launcher: processes of ranks, variables of srun, and cleanup after failures."""
 
+import base64
 import json
 import os
+import pickle
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from datetime import timedelta
 
 import psutil
 import pytest
+import torch.distributed as dist
 
 from nearlinear import cli
+from nearlinear.checkpoint import save
+from nearlinear.distributed import rendezvous
 from nearlinear.errors import ConfigError
 from nearlinear.launch import slurm
 
@@ -124,15 +131,100 @@ def test_ranks_end_with_a_killed_launcher(config):
     job.stdout.close()
 
 
+class Payload:
+    """A pickle that creates a file when it is loaded."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def listening(processes):
+    """Return addresses on which the processes listen for TCP connections."""
+    found = (c for p in processes for c in p.net_connections("tcp") if c.status == "LISTEN")
+    return {(c.laddr.ip, c.laddr.port) for c in found}
+
+
+def poison(port, text):
+    """Write ``text`` to every key of the job's store that another program could know."""
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=10))
+    keys = [key for key in store.list_keys() if "/" in key] if hasattr(store, "list_keys") else []
+    for key in [*keys, "torch.rendezvous.nearlinear", "/torch.rendezvous.nearlinear"]:
+        store.set(key, text)
+    return keys
+
+
 @pytest.mark.slow
-def test_interrupt_stops_all_ranks(config):
-    job = launch(config)
+def test_job_listens_on_loopback_and_unpickles_nothing_and_saves_itself_on_interrupt(
+    small_run, tmp_path
+):
+    small_run["train"] |= {"steps": 100_000, "eval_every": 0, "eval_sequences": 0}
+    small_run["checkpoint"] = {"folder": str(tmp_path / "kept")}
+    small_run["run"]["memory_report"] = False
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps(small_run))
+    job = launch(path)
     ranks = ranks_of(job)
+    assert len(ranks) == 2
+    launcher = psutil.Process(job.pid)
+    assert {ip for ip, _ in listening([launcher, *ranks])} == {"127.0.0.1"}
+    [(_, port)] = listening([launcher])
+    marker = tmp_path / "executed"
+    poison(port, base64.b64encode(pickle.dumps(Payload(marker))).decode())
+    poison(port, pickle.dumps(Payload(marker), protocol=0).decode())
+    time.sleep(2.5)  # two heartbeats
+    assert not marker.exists() and job.poll() is None
     job.send_signal(signal.SIGINT)
     output, _ = job.communicate(timeout=60)
-    assert job.returncode == 128 + signal.SIGINT
-    assert "stopped" in output.splitlines()[-1] and "Traceback" not in output, output
-    assert ended(ranks)
+    assert job.returncode == 128 + signal.SIGINT, output
+    [done] = save.steps(tmp_path / "kept")
+    assert output.splitlines()[-1].startswith(f"stopped: SIGTERM: stopped after step {done}")
+    assert "Traceback" not in output and ended(ranks) and not marker.exists(), output
+
+
+NAMESPACE = "nearlinear-test"
+
+
+def ip(*arguments):
+    return subprocess.run(["ip", *arguments], check=True, capture_output=True)
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux" or os.geteuid() or not shutil.which("ip"),
+    reason="needs root and the command ip, to create a network namespace",
+)
+def test_store_is_unreachable_from_another_network_namespace():
+    """The store of several machines is reachable through its own interface, and only there."""
+    ip("netns", "add", NAMESPACE)
+    try:
+        for number in (1, 2):
+            names = f"nlt{number}", f"nlp{number}"
+            ip("link", "add", names[0], "type", "veth", "peer", "name", names[1])
+            ip("link", "set", names[1], "netns", NAMESPACE)
+            ip("addr", "add", f"10.251.{number}.1/24", "dev", names[0])
+            ip("link", "set", names[0], "up")
+            ip("-n", NAMESPACE, "addr", "add", f"10.251.{number}.2/24", "dev", names[1])
+            ip("-n", NAMESPACE, "link", "set", names[1], "up")
+        local = rendezvous.serve_store("127.0.0.1", 0, all_local=True)
+        shared = rendezvous.serve_store("10.251.1.1", 0, all_local=False)
+        reached = {
+            (name, number)
+            for name, store in (("local", local), ("shared", shared))
+            for number in (1, 2)
+            if reaches(f"10.251.{number}.1", store.port)
+        }
+        assert reached == {("shared", 1)}
+    finally:
+        ip("netns", "delete", NAMESPACE)
+
+
+def reaches(host, port):
+    """Return True if the namespace can connect."""
+    program = f"import socket; socket.create_connection(({host!r}, {port}), 5)"
+    command = ["ip", "netns", "exec", NAMESPACE, sys.executable, "-c", program]
+    return subprocess.run(command, capture_output=True).returncode == 0
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 import nearlinear as nl
-from ci.fault_injection.ranks import RankProcesses, train
+from ci.faults.ranks import RankProcesses, train
 from nearlinear.checkpoint import safetensors_file, save
 from nearlinear.checkpoint.verify import find_faults
 from nearlinear.distributed import watchdog

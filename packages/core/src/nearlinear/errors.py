@@ -27,7 +27,7 @@ class NearlinearError(Exception):
 
 
 class Interrupted(NearlinearError):
-    """A run received SIGTERM and saved itself."""
+    """A run received SIGTERM or Ctrl-C and saved itself."""
 
     word = "stopped"
     everywhere = True

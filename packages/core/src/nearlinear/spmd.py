@@ -138,10 +138,13 @@ def _run_session(folder: Path, ranks: int, timeout: float, backend: str) -> list
     Returns:
         The exit code of each rank; None for ranks that had to be killed at the timeout.
     """
+    from .distributed.rendezvous import loopback_variables
+
     threads = max(1, (os.cpu_count() or 1) // ranks)
     environment = {
         "OMP_NUM_THREADS": str(threads),
         **os.environ,
+        **loopback_variables(),
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),

@@ -15,7 +15,7 @@ from typing import Any
 
 from .. import __version__
 from ..checkpoint import cli as checkpoint_cli
-from ..errors import NearlinearError
+from ..errors import NearlinearError, RankFailure
 from ..launch import cli as launch_cli
 from ..planner import cli as plan_cli
 from . import check, train
@@ -49,7 +49,8 @@ def main(arguments: list[str] | None = None) -> int:
             raise
         from ..distributed.process_exit import leave_error
 
-        if not (leave_error(str(error)) and options.launched_by):
+        by_peer = isinstance(error, RankFailure)
+        if not (leave_error(str(error), by_peer=by_peer) and options.launched_by):
             prefix = f"[rank {rank}] " if "RANK" in os.environ else ""
             print(f"{prefix}{error.word}: {error}", file=sys.stderr, flush=True)
         return error.exit_code

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -144,6 +145,8 @@ def _print_result(config: TrainConfig, result: TrainResult) -> None:
         print(f"loss curve: {plots.save_loss_curve(folder)}")
         if config.run.memory_report:
             print(f"memory: {plots.save_memory(folder)}")
+    except (OSError, ValueError) as error:  # a full disk, or rows that it has cut off
+        print(f"plots: not drawn ({error})", file=sys.stderr)
     except ImportError:
         print('loss curve: not drawn, matplotlib is missing; pip install "nearlinear[notebooks]"')
 

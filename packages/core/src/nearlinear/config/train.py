@@ -250,6 +250,9 @@ class LoopConfig:
     rank_timeout: float = 300.0
     """seconds without progress of a rank, or after its death, before the run ends with an error
     that names the rank; 0 = no watchdog"""
+    divergence_every: int = 100
+    """steps between comparisons of the weights and the optimizer's state of replicas, which find
+    silently corrupted data; checkpoints are preceded by one; 0 = never"""
     compile_blocks: bool = False
     """compile all blocks with torch.compile as one graph; the first step takes longer"""
     self_check: Literal["auto", "always", "off"] = "auto"
@@ -437,6 +440,7 @@ _RANGES: schema.Ranges = {
     "train.bad_steps_in_a_row": (0, _COUNT),
     "train.spike_factor": (0.0, 1e12),
     "train.rank_timeout": (0.0, 1e9),
+    "train.divergence_every": (0, _COUNT),
     "checkpoint.every": (0, _COUNT),
     "checkpoint.every_minutes": (0.0, 1e9),
     "checkpoint.keep": (1, _COUNT),

@@ -8,12 +8,15 @@ shows its source line, and whether it waits in a collective.
 
 from __future__ import annotations
 
+import dataclasses
+import re
 import sys
 import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
+from typing import NamedTuple
 
 import torch
 
@@ -62,47 +65,77 @@ def describe_thread(ident: int) -> tuple[bool, str]:
 
 def failed_in_communication(error: BaseException) -> bool:
     """Return whether a collective raised ``error``, judged by its innermost frame."""
-    frames = [trace.tb_frame for trace in _traces(error.__traceback__)]
-    return _is_communication(frames[::-1])
+    return _is_communication(_stack_of(error))
 
 
-def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
+def describe_error(error: BaseException) -> str:
+    """Return the source line of user code that raised ``error``, or an empty string."""
+    return _describe(_stack_of(error))
+
+
+class _Line(NamedTuple):
+    """One line of a stack."""
+
+    file: str
+    number: int
+    function: str
+
+
+def _outwards(frame: FrameType | None) -> Iterator[_Line]:
     while frame is not None:
-        yield frame
+        yield _Line(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
         frame = frame.f_back
 
 
-def _traces(trace: TracebackType | None) -> Iterator[TracebackType]:
+def _stack_of(error: BaseException) -> list[_Line]:
+    """Return the stack of ``error``, innermost line first."""
+    lines, trace = [], error.__traceback__
     while trace is not None:
-        yield trace
+        code = trace.tb_frame.f_code
+        lines.append(_Line(code.co_filename, trace.tb_lineno, code.co_name))
         trace = trace.tb_next
+    return lines[::-1]
 
 
-def _is_communication(frames: list[FrameType]) -> bool:
-    """Classify a stack by its innermost frame outside of the standard library."""
-    for frame in frames:
-        name = frame.f_code.co_filename
-        if not _is_standard(name) and name != _OPERATOR_DISPATCH:
-            return any(part in name for part in _COMMUNICATION)
+_CRASH_LINE = re.compile(r'  File "(.*)", line (\d+) in (.*)')
+
+
+def _crashed_stack(heartbeat: Heartbeat) -> list[_Line]:
+    """Return the stack of the watched thread from the report of Python's fault handler."""
+    lines: list[_Line] = []
+    inside = False
+    for text in heartbeat.crash.splitlines():
+        if found := _CRASH_LINE.fullmatch(text):
+            if inside:
+                lines.append(_Line(found[1], int(found[2]), found[3]))
+        else:
+            inside = f"{heartbeat.thread:016x} " in text
+    return lines
+
+
+def _is_communication(stack: list[_Line]) -> bool:
+    """Classify a stack by its innermost line outside of the standard library."""
+    for line in stack:
+        if not _is_standard(line.file) and line.file != _OPERATOR_DISPATCH:
+            return any(part in line.file for part in _COMMUNICATION)
     return False
 
 
-def _describe(frames: list[FrameType]) -> str:
-    """Return "collective, file:line in function" for the innermost frame of user code."""
-    calls = (f.f_code for f in frames if f.f_code.co_filename.endswith(_C10D_CALLS))
-    call = next((code.co_name for code in calls), "")
-    user_frames = (
-        frame
-        for frame in frames
-        if not _is_standard(name := frame.f_code.co_filename)
-        and not name.startswith((_TORCH, *_THREAD_BACKEND))
+def _describe(stack: list[_Line]) -> str:
+    """Return "collective, file:line in function" for the innermost line of user code."""
+    calls = (line.function for line in stack if line.file.endswith(_C10D_CALLS))
+    call = next(calls, "")
+    user_lines = (
+        line
+        for line in stack
+        if not _is_standard(line.file) and not line.file.startswith((_TORCH, *_THREAD_BACKEND))
     )
-    frame = next(user_frames, None)
-    if frame is None:
+    line = next(user_lines, None)
+    if line is None:
         return call
-    path = Path(frame.f_code.co_filename)
-    line = f"{path.parent.name}/{path.name}:{frame.f_lineno} in {frame.f_code.co_name}"
-    return f"{call}, {line}" if call else line
+    path = Path(line.file)
+    place = f"{path.parent.name}/{path.name}:{line.number} in {line.function}"
+    return f"{call}, {place}" if call else place
 
 
 def _is_standard(name: str) -> bool:
@@ -149,7 +182,8 @@ def diagnose(
         started[rank] = status, heartbeat
         silent = status.seconds_since_heartbeat > limits.heartbeat_timeout
         if not heartbeat.exited and (status.process_exited or silent):
-            return dead(rank, status, heartbeat)
+            others = (s.heartbeat for each, s in enumerate(ranks) if each != rank)
+            return dead(rank, status, heartbeat, next(filter(None, others), None))
     if len(started) < len(ranks):
         return None
     active = {rank: item for rank, item in started.items() if not item[1].exited}
@@ -165,14 +199,40 @@ def never_started(rank: int, status: RankStatus) -> Fault:
     return Fault("dead", rank, text)
 
 
-def dead(rank: int, status: RankStatus, heartbeat: Heartbeat) -> Fault:
-    """Describe a rank whose process ended or whose heartbeats stopped."""
+def dead(
+    rank: int, status: RankStatus, heartbeat: Heartbeat, peer: Heartbeat | None = None
+) -> Fault:
+    """Describe a rank whose process ended or whose heartbeats stopped.
+
+    gloo aborts a process whose collective does not match the message of another rank.
+
+    Args:
+        rank: The rank.
+        status: Its status.
+        heartbeat: Its last heartbeat.
+        peer: Heartbeat of another rank, to compare collectives.
+    """
+    stack = _crashed_stack(heartbeat)
+    crash = heartbeat.crash.partition("\n")[0].removeprefix("Fatal Python error: ")
+    if crash:
+        heartbeat = dataclasses.replace(heartbeat, source_line=_describe(stack))
+    if crash == "Aborted" and _is_communication(stack):
+        waiting = f"; another rank is in {peer}" if peer is not None else ""
+        text = (
+            f"the ranks' collectives do not match: rank {rank} (host {heartbeat.host}) was aborted "
+            f"in a collective by its backend, in {heartbeat}{waiting}. Call the same collective "
+            f"with equal sizes and dtypes on all ranks; the log of rank {rank} has the backend's "
+            "message."
+        )
+        return Fault("dead", rank, text)
     if status.process_exited:
-        cause = f"died (process {heartbeat.pid} has ended)"
+        how = f"crashed ({crash}; process" if crash else "died (process"
+        cause = f"{how} {heartbeat.pid} has ended)"
     else:
         cause = f"sent no heartbeat for {status.seconds_since_heartbeat:.0f} s and is probably dead"
+    known = "its last operation" if heartbeat.current else "its last known operation"
     text = (
-        f"rank {rank} (host {heartbeat.host}) {cause}; its last operation was {heartbeat}, "
+        f"rank {rank} (host {heartbeat.host}) {cause}; {known} was {heartbeat}, "
         f"{status.seconds_since_progress:.0f} s ago. Check its log and its host, then restart "
         "the run."
     )

@@ -7,13 +7,14 @@ Each rank writes its own `Heartbeat` and reads that of rank 0, which reads all o
 from __future__ import annotations
 
 import dataclasses
+import faulthandler
 import functools
 import json
 import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import BinaryIO, Literal, TypeVar
 
 import torch.distributed as dist
 
@@ -22,6 +23,10 @@ from .consensus import StoreChannel
 
 STORE_ERRORS = (dist.DistError, RuntimeError)
 """Exceptions raised by a store whose process has ended."""
+
+_SHARED_NAME = "nearlinear-operation"
+_CRASH_OFFSET, _CRASH_LIMIT = 4096, 1 << 16
+"""Place of the crash report in the copy of an operation, and its largest size, in bytes."""
 
 FaultKind = Literal["dead", "stalled", "exited", "deadlock", "failed", "store_lost"]
 
@@ -58,7 +63,12 @@ class Fault:
 
 
 class Operation:
-    """Current operation of this rank, written by its main thread and read by its watchdog."""
+    """Current operation of this rank, written by its main thread and read by its watchdog.
+
+    On Linux, a copy in anonymous memory survives the process as long as a peer has it open.
+    Heartbeats are too rare to tell where a rank died. Python's fault handler adds the stack of a
+    process that crashes.
+    """
 
     def __init__(self):
         self.name: str = "start of the run"
@@ -67,18 +77,53 @@ class Operation:
         self.index: int = 0
         self.progress: int = 0
         self.since: float = time.monotonic()
+        self.shared_fd: int = -1
+        """Descriptor of the copy in this process, or -1."""
+        self._reports_crashes = False
+
+    def share(self) -> None:
+        """Create the copy that peers on this machine can open."""
+        if self.shared_fd >= 0 or not hasattr(os, "memfd_create") or not pid_namespace():
+            return
+        self.shared_fd = os.memfd_create(_SHARED_NAME)
+        self._publish()
+        os.lseek(self.shared_fd, _CRASH_OFFSET, os.SEEK_SET)
+        self._reports_crashes = not faulthandler.is_enabled()
+        if self._reports_crashes:  # otherwise the program has chosen another file
+            faulthandler.enable(self.shared_fd)
+
+    def close(self) -> None:
+        """Close the copy."""
+        if self._reports_crashes:
+            faulthandler.disable()
+            self._reports_crashes = False
+        if self.shared_fd >= 0:
+            os.close(self.shared_fd)
+            self.shared_fd = -1
+
+    @property
+    def place(self) -> str:
+        """Name and detail of the operation."""
+        return f"{self.name}, {self.detail}" if self.detail else self.name
 
     def begin(self, name: str, patience: float = 1.0) -> None:
         """Start the next operation. All ranks start the same operations in the same order."""
         self.name, self.detail, self.patience = name, "", patience
         self.index += 1
         self.progress, self.since = 0, time.monotonic()
+        self._publish()
 
     def advance(self, detail: str) -> None:
         """Record progress inside the current operation, e.g. the name of the next block."""
         self.detail = detail
         self.progress += 1
         self.since = time.monotonic()
+        self._publish()
+
+    def _publish(self) -> None:
+        if self.shared_fd >= 0:
+            line = f"{self.index} {self.progress} {self.since!r} {self.place}\n"
+            os.pwrite(self.shared_fd, line.encode()[:_CRASH_OFFSET], 0)
 
 
 @dataclass(frozen=True)
@@ -105,6 +150,14 @@ class Heartbeat:
     """True if the rank left the run and sends no more heartbeats."""
     collective_failed: bool = False
     """True if a collective raised an error on this rank, e.g. because a peer died."""
+    shared_fd: int = -1
+    """Descriptor of `Operation`'s copy in the rank's process, or -1."""
+    thread: int = 0
+    """Identifier of the watched thread."""
+    crash: str = ""
+    """Report of Python's fault handler, read from that copy."""
+    current: bool = False
+    """True if the operation was read from that copy, because no newer heartbeat came."""
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))
@@ -153,6 +206,8 @@ class HeartbeatChannel:
     def __init__(self, store: dist.Store, name: str, rank: int):
         self._channel, self._rank = StoreChannel(store, f"watch/{name}"), rank
         self._latest: dict[int, tuple[int, float]] = {}
+        self._valid: dict[int, Heartbeat] = {}
+        self._shared: dict[int, BinaryIO | None] = {}
         self._started = time.monotonic()
 
     def send(self, heartbeat: Heartbeat) -> None:
@@ -160,24 +215,36 @@ class HeartbeatChannel:
 
     def status(self, rank: int) -> RankStatus:
         """Read the latest heartbeat of ``rank``."""
-        text, now = self._channel.get(str(rank)), time.monotonic()
-        if text is None:
+        return self._status(rank, _parse(Heartbeat, self._channel.get(str(rank))))
+
+    def last_status(self, rank: int) -> RankStatus:
+        """Return the status of ``rank`` from its last known heartbeat, without the store."""
+        return self._status(rank, None)
+
+    def _status(self, rank: int, heartbeat: Heartbeat | None) -> RankStatus:
+        now, heartbeat = time.monotonic(), heartbeat or self._valid.get(rank)
+        if heartbeat is None:
             return RankStatus(None, now - self._started)
-        heartbeat = Heartbeat.from_json(text)
+        self._valid[rank] = heartbeat
         sequence, since = self._latest.get(rank, (0, now))
         if heartbeat.sequence != sequence:
             sequence, since = self._latest[rank] = heartbeat.sequence, now
         visible = heartbeat.pid_namespace == pid_namespace()
-        return RankStatus(heartbeat, now - since, visible and not _is_running(heartbeat.pid))
+        ended = visible and not _is_running(heartbeat.pid)
+        if visible and not ended and rank not in self._shared:
+            self._shared[rank] = _open_shared(heartbeat)
+        late = now - since > _LATE
+        if (ended or late) and (shared := self._shared.get(rank)):
+            heartbeat = _with_last_operation(heartbeat, shared, now - since)
+        return RankStatus(heartbeat, now - since, ended)
 
     def fault(self) -> Fault | None:
         """Read the fault of the job, if any rank has reported one."""
-        text = self._channel.get("fault")
-        return None if text is None else Fault.from_json(text)
+        return _parse(Fault, self._channel.get("fault"))
 
     def report(self, fault: Fault) -> Fault:
         """Report a fault; return the first fault that any rank reported."""
-        return Fault.from_json(self._channel.set_first("fault", fault.to_json()))
+        return _parse(Fault, self._channel.set_first("fault", fault.to_json())) or fault
 
     def acknowledge(self) -> None:
         """Count this rank among those that have handled the fault."""
@@ -186,6 +253,49 @@ class HeartbeatChannel:
     def acknowledged(self) -> int:
         """Number of ranks that have handled the fault."""
         return self._channel.add("acknowledged", 0)
+
+
+_LATE = 2.5
+"""Seconds without a heartbeat, after which the copy of the operation is newer."""
+_Message = TypeVar("_Message", Heartbeat, Fault)
+
+
+def _parse(kind: type[_Message], text: str | None) -> _Message | None:
+    """Parse a message, or return None for a missing one and for text of another program."""
+    if text is None:
+        return None
+    try:
+        return kind.from_json(text)
+    except (ValueError, TypeError):
+        return None
+
+
+def _open_shared(heartbeat: Heartbeat) -> BinaryIO | None:
+    """Open the copy of a peer's operation. None if there is none, or access is refused."""
+    path = f"/proc/{heartbeat.pid}/fd/{heartbeat.shared_fd}"
+    try:
+        if heartbeat.shared_fd >= 0 and _SHARED_NAME in os.readlink(path):
+            return open(path, "rb", buffering=0)
+    except OSError:
+        pass
+    return None
+
+
+def _with_last_operation(heartbeat: Heartbeat, shared: BinaryIO, age: float) -> Heartbeat:
+    """Return the heartbeat of a silent peer with the operation in which it stopped."""
+    line = os.pread(shared.fileno(), _CRASH_OFFSET, 0).partition(b"\n")[0].decode(errors="replace")
+    index, progress, since, operation = line.split(" ", 3)
+    same = int(index) == heartbeat.operation_index and int(progress) == heartbeat.progress
+    return dataclasses.replace(
+        heartbeat,
+        operation=operation,
+        operation_index=int(index),
+        progress=int(progress),
+        seconds_since_progress=max(0.0, time.monotonic() - float(since) - age),
+        source_line=heartbeat.source_line if same else "",
+        crash=os.pread(shared.fileno(), _CRASH_LIMIT, _CRASH_OFFSET).decode(errors="replace"),
+        current=True,
+    )
 
 
 @functools.cache

@@ -29,16 +29,25 @@ def run_callbacks() -> None:
         callback()
 
 
-def leave_error(message: str) -> bool:
+def leave_error(message: str, *, by_peer: bool = False) -> bool:
     """Write the one-line reason of this rank's end to torchelastic's error file, if there is one.
 
-    Returns True if a launcher reads the file.
+    Args:
+        message: The reason.
+        by_peer: True if this rank ends because it lost another one.
+
+    Returns:
+        True if a launcher reads the file. False also if the file cannot be written.
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path is None:
         return False
-    with open(path, "w", encoding="utf-8") as file:
-        json.dump({"message": message, "timestamp": str(int(time.time()))}, file)
+    left = {"message": message, "timestamp": str(int(time.time())), "by_peer": by_peer}
+    try:
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump(left, file)
+    except OSError:
+        return False
     return True
 
 

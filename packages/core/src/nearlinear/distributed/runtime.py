@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..config import parallel
 from ..config.parallel import HOST_MEMORY_BACKEND, ParallelConfig
 from ..errors import ConfigError, NearlinearError
-from . import process_exit
+from . import process_exit, rendezvous
 from .mesh import AXES, AXIS_GROUPS, Mesh
 from .thread_backend import BACKEND as THREAD_BACKEND
 
@@ -331,6 +331,7 @@ def _device() -> torch.device:
 def _join(backend_name: str) -> None:
     backend_name = register_backend(backend_name)
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        os.environ.update(rendezvous.loopback_variables())
         dist.init_process_group(backend_name, store=dist.HashStore(), rank=0, world_size=1)
         return
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
@@ -341,4 +342,4 @@ def _join(backend_name: str) -> None:
         )
     for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"):
         parallel.whole_number(name)
-    dist.init_process_group(backend_name)
+    rendezvous.connect_ranks(backend_name)

@@ -122,6 +122,8 @@ class Watchdog:
             self._ordered_progress = now.mesh.pipeline == 1  # stages have different blocks
             self._ranks_are_threads = runtime.ranks_are_threads()
             self._watched_thread = threading.get_ident()
+            if not self._ranks_are_threads:
+                self.operation.share()
             self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
             self._thread.start()
         return self
@@ -135,37 +137,48 @@ class Watchdog:
             self._wake.set()
             if self._thread is not None:
                 self._thread.join(EXIT_GRACE)
+                if not self._thread.is_alive():
+                    self.operation.close()
 
     def _end_with(self, error: BaseException) -> None:
         """Attribute ``error`` to a rank; raise RankFailure if another rank caused it."""
         stopped = isinstance(error, SystemExit) and runtime.ranks_are_threads()
-        if not (isinstance(error, Exception) or stopped):
+        leaving = isinstance(error, SystemExit | KeyboardInterrupt) and not stopped
+        if not (isinstance(error, Exception) or stopped or leaving):
             return
         in_communication = isinstance(error, dist.DistError) or (
-            not isinstance(error, NearlinearError) and diagnosis.failed_in_communication(error)
+            not (leaving or isinstance(error, NearlinearError))
+            and diagnosis.failed_in_communication(error)
         )
         if self._thread is not None and (in_communication or stopped):
             self._collective_failed = True
             self._wake.set()
             patience = 0 if stopped else HEARTBEAT_TIMEOUT_AFTER_FAILURE
             self._handled.wait(3 * self._interval + patience)
-        if self.fault is None and isinstance(error, Exception):
+        if self.fault is None and not stopped:
             self._report_own(error)
         if self.fault is None:
             return
         self._handled.wait()
         by_peer = self.fault.rank != self._rank and (in_communication or stopped)
-        if self.fault.kind != "failed" or by_peer:
+        if not leaving and (self.fault.kind != "failed" or by_peer):
             raise self.fault.error(self.outcome) from error
         if self.outcome:
             error.add_note(self.outcome)
             log.error("rank %d: %s", self._rank, self.outcome)
 
-    def _report_own(self, error: Exception) -> None:
+    def _report_own(self, error: BaseException) -> None:
         """Report this rank's own ``error`` to all ranks and wait until it is handled."""
-        first_line = f"{type(error).__name__}: {error}".partition("\n")[0]
-        where = f'rank {self._rank} (host {runtime.host()}) failed in "{self.operation.name}"'
-        fault = Fault("failed", self._rank, f"{where}: {first_line}")
+        if isinstance(error, SystemExit):
+            how, cause = "ended the run", f"sys.exit({error.code!r})"
+        elif isinstance(error, KeyboardInterrupt):
+            how, cause = "was interrupted", "SIGINT (Ctrl-C)"
+        else:
+            how, cause = "failed", f"{type(error).__name__}: {error}".partition("\n")[0]
+        line = diagnosis.describe_error(error) if how == "ended the run" else ""
+        place = f'"{self.operation.name}"' + (f" ({line})" if line else "")
+        where = f"rank {self._rank} (host {runtime.host()}) {how} in {place}"
+        fault = Fault("failed", self._rank, f"{where}: {cause}")
         if self._thread is not None:
             with contextlib.suppress(*STORE_ERRORS):  # the watchdog thread reports a lost store
                 self._channel.report(fault)
@@ -206,6 +219,9 @@ class Watchdog:
             return self._channel.fault() or self._diagnose()
         except STORE_ERRORS as error:
             log.debug("store of the job: %s", error)
+            first = self._channel.last_status(0)
+            if first.process_exited and first.heartbeat is not None:
+                return dead(0, first, first.heartbeat)
             return Fault(
                 "store_lost",
                 None,
@@ -236,7 +252,7 @@ class Watchdog:
             host=runtime.host(),
             pid=os.getpid(),
             pid_namespace=pid_namespace(),
-            operation=f"{current.name}, {current.detail}" if current.detail else current.name,
+            operation=current.place,
             operation_index=current.index,
             progress=current.progress,
             seconds_since_progress=now - current.since,
@@ -245,6 +261,8 @@ class Watchdog:
             source_line=source_line,
             exited=self._exiting.is_set(),
             collective_failed=self._collective_failed,
+            shared_fd=current.shared_fd,
+            thread=self._watched_thread,
         )
         self._channel.send(heartbeat)
 
@@ -307,7 +325,7 @@ class Watchdog:
         if not own_stall and self._exiting.wait(EXIT_GRACE):
             return
         try:
-            process_exit.leave_error(str(error))
+            process_exit.leave_error(str(error), by_peer=fault.rank != self._rank)
             print(f"[rank {self._rank}] {error.word}: {error}", file=sys.stderr, flush=True)
             sys.stdout.flush()
         finally:  # also with a full disk

@@ -22,6 +22,7 @@ from ..errors import ConfigError
 from ..hardware import find_instance_type
 from ..storage import is_remote
 from .local import SHUTDOWN_TIMEOUT
+from .secrets import check_secrets
 from .spec import (
     TERMINATION_NOTICE,
     JobInput,
@@ -143,7 +144,10 @@ def _pod_spec(job: JobSpec, config: TrainConfig, name: str) -> dict:
         "name": "pytorch",  # the operator requires this name
         "image": job.image,
         "command": pod_command(job, config),
-        "env": [{"name": key, "value": _escape_dollars(value)} for key, value in variables.items()],
+        "env": [
+            *({"name": key, "value": _escape_dollars(value)} for key, value in variables.items()),
+            *_secret_variables(job),
+        ],
         "resources": _resources(job),
         "volumeMounts": mounts,
     }
@@ -155,6 +159,14 @@ def _pod_spec(job: JobSpec, config: TrainConfig, name: str) -> dict:
         **(gpus if job.num_accelerators else {}),
         **_affinity(job),
     }
+
+
+def _secret_variables(job: JobSpec) -> Iterator[dict]:
+    """Yield variables whose values the kubelet reads from Secrets."""
+    for variable, reference in job.secrets.items():
+        name, _, key = reference.partition("/")
+        source = {"secretKeyRef": {"name": name, "key": key}}
+        yield {"name": variable, "valueFrom": source}
 
 
 def _escape_dollars(text: str) -> str:
@@ -231,6 +243,7 @@ def check_kubernetes_job(job: JobSpec) -> list[Problem]:
         *_check_checkpoints(job),
         *_check_tags(job),
         *check_environment(job),
+        *check_secrets(job, "kubernetes"),
         *check_sagemaker_only_keys(job, "Kubernetes", storage),
     ]
 

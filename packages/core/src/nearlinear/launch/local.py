@@ -1,23 +1,42 @@
-"""Local launcher: start the ranks of one machine through torchrun's API."""
+"""Launcher of one machine: start its ranks, hold the job's store, and report the first failure.
+
+The ranks of one machine meet at a store on the loopback interface. Ranks of several machines meet
+at a store in the launcher of the first one, on the interface of the rendezvous address. A signal to
+the launcher reaches each rank once: ranks have process groups of their own, so that a terminal's
+Ctrl-C does not reach them twice.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import subprocess
 import sys
-import uuid
-from collections.abc import Mapping
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from datetime import datetime
+from pathlib import Path
+from types import FrameType
 
 from ..errors import Interrupted
 from . import slurm
 from .spec import TERMINATION_NOTICE
 
 SHUTDOWN_TIMEOUT = TERMINATION_NOTICE - 10
-"""Seconds that torchrun grants the ranks after SIGTERM; it needs a few of the notice itself."""
+"""Seconds that the ranks have after SIGTERM; the launcher needs a few of the notice itself."""
+PEER_GRACE = 10.0
+"""Seconds in which the other ranks may end by themselves after a failure, with their own report."""
 
-_INTERRUPTED = Interrupted.exit_code
+STOPPING = b"stopping all ranks; Ctrl-C again stops them at once\n"
+_POLL_INTERVAL = 0.05
+_TOLD = (2, Interrupted.exit_code)
+"""Exit codes whose message says everything: a user error, a stop that saved the run."""
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
 @dataclass(frozen=True)
@@ -44,8 +63,22 @@ class ExitStatus:
     """One-line description of a failure."""
 
 
+@dataclass(frozen=True)
+class RankExit:
+    """The end of one rank."""
+
+    code: int
+    """Exit code; negative: the signal that ended the rank."""
+    message: str
+    """Reason that the rank left with `process_exit.leave_error`, or an empty string."""
+    by_peer: bool
+    """True if the rank ended because it lost another rank."""
+    time: float
+    """Time of the end, in seconds since the epoch."""
+
+
 def is_launched_rank() -> bool:
-    """Return True if torchrun, SageMaker or Slurm started this process as a rank.
+    """Return True if a launcher, torchrun, SageMaker or Slurm started this process as a rank.
 
     Translates the variables of a Slurm step to those of torchrun in ``os.environ``.
     """
@@ -73,65 +106,195 @@ def start_ranks(module: str, arguments: list[str], num_ranks: int) -> int:
     return status.code
 
 
-def run_ranks(ranks: LocalRanks, module: str, arguments: list[str]) -> ExitStatus:
-    """Run ``python -m module arguments`` as ``ranks`` and wait for all of them."""
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+def run_ranks(ranks: LocalRanks, module: str, arguments: Sequence[str]) -> ExitStatus:
+    """Run ``python -m module arguments`` as ``ranks`` and wait for all of them.
 
-    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_TIMEOUT))
+    SIGTERM and SIGINT reach the ranks as SIGTERM, on which they save the run and end. A second
+    SIGINT kills them.
+    """
     threads = max(1, (os.cpu_count() or 1) // ranks.num_ranks)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
-    single = ranks.num_hosts == 1
-    config = LaunchConfig(
-        min_nodes=ranks.num_hosts,
-        max_nodes=ranks.num_hosts,
-        nproc_per_node=ranks.num_ranks,
-        rdzv_backend="c10d" if single else "static",
-        rdzv_endpoint="localhost:0" if single else ranks.rendezvous,
-        rdzv_configs={} if single else {"rank": ranks.host_index},
-        run_id=str(uuid.uuid4()) if single else "nearlinear",
-        max_restarts=0,
-    )
-    try:
+    with tempfile.TemporaryDirectory(prefix="nearlinear-ranks-") as folder, _Signals() as signals:
+        variables, store = _rendezvous(ranks)
         # -u: unbuffered, so that output appears immediately
-        elastic_launch(config, sys.executable)("-u", "-m", module, *arguments)
-    except SignalException as error:
-        return ExitStatus(128 + error.sigval)
-    except ChildFailedError as error:
-        return first_failure(error.failures, ranks.num_hosts * ranks.num_ranks)
-    return ExitStatus(0)
+        command = [sys.executable, "-u", "-m", module, *arguments]
+        group = RankGroup(command, ranks, variables, Path(folder))
+        try:
+            exits = group.wait(signals)
+        finally:
+            group.kill()
+            del store
+    failed = {rank: end for rank, end in exits.items() if end.code}
+    if not failed:
+        return ExitStatus(0)
+    status = first_failure(failed, ranks.num_hosts * ranks.num_ranks)
+    if signals.first:
+        saved = next((end.message for end in failed.values() if end.code >= 128), "")
+        return ExitStatus(128 + signals.first, saved)
+    return status
 
 
-def first_failure(failures: Mapping[int, Any], world_size: int) -> ExitStatus:
+def _rendezvous(ranks: LocalRanks) -> tuple[dict[str, str], object]:
+    """Return the variables with which ranks find the store, and the store if it is held here."""
+    from ..distributed import rendezvous
+
+    single = ranks.num_hosts == 1
+    host, _, port = (ranks.rendezvous or f"{rendezvous.LOOPBACK}:0").rpartition(":")
+    if single:
+        host, port = rendezvous.LOOPBACK, "0"
+    store = None
+    if ranks.host_index == 0:
+        local = single or rendezvous.is_loopback(host)
+        store = rendezvous.serve_store(host, int(port), all_local=local)
+        port = str(store.port)
+    return {"MASTER_ADDR": host, "MASTER_PORT": port}, store
+
+
+class RankGroup:
+    """The rank processes of one machine.
+
+    Args:
+        command: Command line of every rank.
+        ranks: Number and place of the ranks.
+        variables: Environment variables of the rendezvous.
+        folder: Private folder for the messages of failing ranks.
+    """
+
+    def __init__(
+        self, command: list[str], ranks: LocalRanks, variables: Mapping[str, str], folder: Path
+    ):
+        self._folder = folder
+        self._first = ranks.host_index * ranks.num_ranks
+        self._processes: dict[int, subprocess.Popen] = {}
+        self._ends: dict[int, float] = {}
+        self._terminated = False
+        for local_rank in range(ranks.num_ranks):
+            rank = self._first + local_rank
+            environment = {
+                **os.environ,
+                **variables,
+                "RANK": str(rank),
+                "LOCAL_RANK": str(local_rank),
+                "GROUP_RANK": str(ranks.host_index),
+                "WORLD_SIZE": str(ranks.num_hosts * ranks.num_ranks),
+                "LOCAL_WORLD_SIZE": str(ranks.num_ranks),
+                "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is held by the launcher
+                "TORCHELASTIC_RESTART_COUNT": "0",
+                "TORCHELASTIC_ERROR_FILE": str(self._error_file(rank)),
+            }
+            self._processes[rank] = subprocess.Popen(command, env=environment, process_group=0)
+
+    def wait(self, signals: _Signals) -> dict[int, RankExit]:
+        """Wait for the end of all ranks, and stop them after a failure or a signal."""
+        passed_on, deadline = 0, float("inf")
+        while self._running():
+            if signals.count > passed_on:
+                if signals.interrupts > 1:
+                    self.kill()
+                else:
+                    self._send(signal.SIGTERM)
+                    deadline = min(deadline, time.monotonic() + SHUTDOWN_TIMEOUT)
+                passed_on = signals.count
+            if deadline == float("inf") and self._failed():
+                deadline = time.monotonic() + PEER_GRACE
+            if time.monotonic() > deadline:
+                if self._terminated:
+                    self.kill()
+                else:
+                    self._send(signal.SIGTERM)
+                    deadline = time.monotonic() + SHUTDOWN_TIMEOUT
+            time.sleep(_POLL_INTERVAL)
+        return {rank: self._exit(rank) for rank in self._processes}
+
+    def kill(self) -> None:
+        """Kill the ranks that are still running."""
+        for process in self._processes.values():
+            if process.poll() is None:
+                process.kill()
+        for process in self._processes.values():
+            process.wait()
+
+    def _send(self, number: int) -> None:
+        self._terminated = True
+        for process in self._processes.values():
+            with suppress(ProcessLookupError):
+                process.send_signal(number)
+
+    def _running(self) -> bool:
+        for rank, process in self._processes.items():
+            if rank not in self._ends and process.poll() is not None:
+                self._ends[rank] = time.time()
+        return len(self._ends) < len(self._processes)
+
+    def _failed(self) -> bool:
+        return any(self._processes[rank].returncode for rank in self._ends)
+
+    def _error_file(self, rank: int) -> Path:
+        return self._folder / f"error-{rank}.json"
+
+    def _exit(self, rank: int) -> RankExit:
+        code, left = self._processes[rank].returncode, {}
+        with suppress(OSError, ValueError):
+            left = json.loads(self._error_file(rank).read_text(encoding="utf-8"))
+        message, by_peer = str(left.get("message", "")), bool(left.get("by_peer"))
+        return RankExit(code, message, by_peer, self._ends[rank])
+
+
+class _Signals:
+    """Count the signals that ask the launcher to stop, instead of ending it."""
+
+    def __init__(self):
+        self.first: int = 0
+        """The first signal, or 0."""
+        self.count: int = 0
+        self.interrupts: int = 0
+        """Number of SIGINTs."""
+        self._previous: dict[int, object] = {}
+
+    def __enter__(self) -> _Signals:
+        if threading.current_thread() is threading.main_thread():
+            self._previous = {n: signal.signal(n, self._receive) for n in _STOP_SIGNALS}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        self.first = self.first or number
+        self.count += 1
+        self.interrupts += number == signal.SIGINT
+        if self.count == 1 and number == signal.SIGINT:
+            os.write(2, STOPPING)
+
+
+def first_failure(failures: Mapping[int, RankExit], world_size: int) -> ExitStatus:
     """Return the status of the rank that failed first.
 
-    Timestamps have whole seconds only, so the kind of exit decides before the time. User errors
-    come first. A rank killed by a signal comes next: it could not leave a message, and the ranks
-    that lost it did. Other failures follow. Ranks that torchrun stopped with SIGTERM come last.
+    Ranks end within one poll of each other, so the kind of exit decides before the time. User
+    errors come first. A rank killed by a signal comes next: it could not leave a message, and the
+    ranks that lost it did. Ranks that only lost another one come after other failures, and ranks
+    that the launcher stopped with SIGTERM come last.
     """
 
     def order(rank: int) -> tuple:
-        failure = failures[rank]
+        end = failures[rank]
         kinds = (
-            failure.exitcode in (2, _INTERRUPTED) and bool(_error_message(failure)),
-            failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM,
-            failure.exitcode > 0,
+            end.code in _TOLD and bool(end.message) and not end.by_peer,
+            end.code < 0 and end.code != -signal.SIGTERM,
+            end.code > 0 and not end.by_peer,
+            end.by_peer,
             True,
         )
-        return kinds.index(True), failure.timestamp, rank
+        return kinds.index(True), end.time, rank
 
     rank = min(failures, key=order)
-    failure = failures[rank]
-    code, message = failure.exitcode, _error_message(failure)
-    if code in (2, _INTERRUPTED) and message:
-        return ExitStatus(code, message)
-    how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
-    reason = f"rank {rank} of {world_size} {how} at {failure.timestamp_isoformat()}"
+    end = failures[rank]
+    if end.code in _TOLD and end.message:
+        return ExitStatus(end.code, end.message)
+    how = f"was killed by signal {-end.code}" if end.code < 0 else f"ended with code {end.code}"
+    when = datetime.fromtimestamp(end.time).strftime("%Y-%m-%d_%H:%M:%S")
+    reason = f"rank {rank} of {world_size} {how} at {when}"
+    # a rank that could not leave a message is described by a rank that lost it
+    message = end.message or next((e.message for e in failures.values() if e.by_peer), "")
     return ExitStatus(1, f"{reason}: {message}" if message else reason)
-
-
-def _error_message(failure: Any) -> str:
-    """Return the message that a rank stored with `leave_error`, or an empty string."""
-    data = failure.error_file_data
-    return data["message"] if isinstance(data.get("message"), str) and "timestamp" in data else ""

@@ -7,12 +7,15 @@ the backend's own format and changes nothing.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,7 +24,24 @@ from ..errors import ConfigError
 from . import kubernetes, slurm
 from .sagemaker import emulate
 from .sagemaker.build_request import build_request, timestamped_name
-from .spec import JobSpec, Problem, check_parallel_layout, raise_if_invalid, token_input
+from .secrets import (
+    check_secrets,
+    export_file,
+    read_secrets,
+    redact_job,
+    redact_request,
+    secrets_in_clear_text,
+)
+from .spec import (
+    JobSpec,
+    Problem,
+    check_environment,
+    check_parallel_layout,
+    raise_if_invalid,
+    token_input,
+)
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -57,6 +77,12 @@ def parse_stand_in(text: str) -> tuple[str, Path]:
 
 def run_job(options: LaunchOptions) -> int:
     """Launch a job and return the exit code. Raises InvalidJob or another ConfigError."""
+    if exposed := secrets_in_clear_text(options.job):
+        log.warning(
+            "job.environment holds secrets in clear text: %s. %s; name them in job.secrets instead",
+            ", ".join(exposed),
+            "They are redacted below" if options.dry_run else "They are readable in the request",
+        )
     return {
         "local": _run_local,
         "slurm": _run_slurm,
@@ -81,6 +107,7 @@ def _run_local(options: LaunchOptions) -> int:
         cause = f"{job.nodes}, but a local job runs on one machine"
         problems.append(Problem("job.nodes", cause, "set it to 1, or choose another job.place"))
     raise_if_invalid(problems)
+    raise_if_invalid([*check_environment(job), *check_secrets(job, "local")])
     tokens = token_input(job, options.config)
     settings = [*([f"data.path={tokens.folder}"] if tokens else []), *options.settings]
     if job.ranks_per_node:
@@ -90,7 +117,7 @@ def _run_local(options: LaunchOptions) -> int:
     if options.dry_run:
         print(" ".join(command))
         return 0
-    return subprocess.call(command, env=os.environ | job.environment)
+    return subprocess.call(command, env=os.environ | job.environment | read_secrets(job))
 
 
 def _run_slurm(options: LaunchOptions) -> int:
@@ -98,8 +125,22 @@ def _run_slurm(options: LaunchOptions) -> int:
     raise_if_invalid([*slurm.check_slurm_job(job), *check_parallel_layout(job, config.parallel)])
     folders = [config.run.folder, config.checkpoint.folder]
     file = str(Path(options.file).resolve())
-    script = slurm.render_script(job, file, options.settings, folders, list(config.data.sources))
-    return _submit_with(["sbatch"], script, options.dry_run)
+    shown = redact_job(job) if options.dry_run else job
+    script = slurm.render_script(shown, file, options.settings, folders, list(config.data.sources))
+    if not job.secrets or options.dry_run:
+        return _submit_with(["sbatch"], script, options.dry_run)
+    with _readable(export_file(read_secrets(job))) as descriptor:
+        command = ["sbatch", f"--export-file={descriptor}"]
+        return _submit_with(command, script, False, pass_fds=[descriptor])
+
+
+@contextmanager
+def _readable(data: bytes) -> Iterator[int]:
+    """Yield a descriptor from which another process can read ``data`` once."""
+    with tempfile.TemporaryFile() as file:  # has no name, and is readable by this user only
+        file.write(data)
+        file.seek(0)
+        yield file.fileno()
 
 
 def _run_kubernetes(options: LaunchOptions) -> int:
@@ -107,14 +148,15 @@ def _run_kubernetes(options: LaunchOptions) -> int:
     raise_if_invalid(
         [*kubernetes.check_kubernetes_job(job), *check_parallel_layout(job, config.parallel)]
     )
-    manifest = kubernetes.render_manifest(job, config, timestamped_name(job.name))
+    shown = redact_job(job) if options.dry_run else job
+    manifest = kubernetes.render_manifest(shown, config, timestamped_name(job.name))
     return _submit_with(["kubectl", "apply", "-f", "-"], manifest, options.dry_run)
 
 
 def _run_sagemaker(options: LaunchOptions) -> int:
     request = build_request(options.job, options.config)
     if options.dry_run:
-        print(json.dumps(request, indent=2))
+        print(json.dumps(redact_request(request), indent=2))
         return 0
     from .sagemaker import jobs
 
@@ -124,7 +166,7 @@ def _run_sagemaker(options: LaunchOptions) -> int:
 def _run_emulated(options: LaunchOptions) -> int:
     request = build_request(options.job, options.config)
     if options.dry_run:
-        print(json.dumps(request, indent=2))
+        print(json.dumps(redact_request(request), indent=2))
         return 0
     folder = Path(options.folder or f"runs/{request['TrainingJobName']}")
     return emulate.run_emulated(
@@ -132,7 +174,7 @@ def _run_emulated(options: LaunchOptions) -> int:
     )
 
 
-def _submit_with(command: list[str], text: str, dry_run: bool) -> int:
+def _submit_with(command: list[str], text: str, dry_run: bool, pass_fds: Sequence[int] = ()) -> int:
     """Pipe ``text`` to ``command``, or print it in a dry run."""
     if dry_run:
         print(text, end="")
@@ -142,4 +184,4 @@ def _submit_with(command: list[str], text: str, dry_run: bool) -> int:
             f"{command[0]} is not installed on this machine. Run with --dry-run, and pass the "
             f"output to {shlex.join(command)} on a machine that has it"
         )
-    return subprocess.run(command, input=text, text=True).returncode
+    return subprocess.run(command, input=text, text=True, pass_fds=pass_fds).returncode

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
 
 from ..errors import ConfigError
+from .secrets import check_secrets
 from .spec import TERMINATION_NOTICE, JobSpec, Problem, check_environment, check_sagemaker_only_keys
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -24,6 +25,7 @@ def check_slurm_job(job: JobSpec) -> list[Problem]:
         *_check_inputs(job),
         *_check_names(job),
         *check_environment(job),
+        *check_secrets(job, "slurm"),
         *check_sagemaker_only_keys(job, "Slurm", storage),
     ]
 
@@ -102,7 +104,10 @@ def _sbatch_options(job: JobSpec) -> list[str]:
 
 
 def _export_lines(job: JobSpec) -> list[str]:
-    return [f"export {name}={shlex.quote(value)}" for name, value in job.environment.items()]
+    """Export the environment, and check that ``--export-file`` has brought the secrets."""
+    exports = [f"export {name}={shlex.quote(value)}" for name, value in job.environment.items()]
+    missing = "is not set: submit with nearlinear launch, or with sbatch --export-file"
+    return exports + [f': "${{{name}:?{missing}}}"' for name in job.secrets]
 
 
 def _srun_command(job: JobSpec, config: str, folders: Sequence[str]) -> str:

@@ -111,6 +111,9 @@ class JobSpec:
     """Kubernetes PersistentVolumeClaim that holds checkpoint_path, writable by all pods"""
     environment: dict[str, str] = field(default_factory=dict)
     """environment variables of every rank"""
+    secrets: dict[str, str] = field(default_factory=dict)
+    """secret environment variables of every rank, as references: name/key of a Kubernetes Secret,
+    name#key of AWS Secrets Manager; env:NAME or file:PATH on Slurm and on this machine"""
     role: str = ""
     """ARN of the IAM role that the job runs as"""
     region: str = ""
@@ -249,7 +252,7 @@ def check_environment(job: JobSpec) -> Iterator[Problem]:
         elif _PER_RANK_VARIABLE.fullmatch(name):
             yield Problem(field, "the launcher sets this variable for each rank", "remove it")
         elif "\0" in value:
-            cause = f"{value!r} contains a NUL character, which ends a value"
+            cause = "its value contains a NUL character, which ends a value"
             yield Problem(field, cause, "remove the character")
 
 

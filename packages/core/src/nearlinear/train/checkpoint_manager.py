@@ -1,8 +1,11 @@
-"""Decide when a run is saved, resume it from its newest checkpoint, and react to SIGTERM."""
+"""Decide when a run is saved, resume it from its newest checkpoint, and react to signals."""
 
 from __future__ import annotations
 
+import math
+import os
 import signal
+import sys
 import threading
 import time
 from types import FrameType
@@ -17,6 +20,11 @@ from ..checkpoint.async_writer import PendingSave
 from ..checkpoint.resume import resume
 from ..config.train import CheckpointConfig
 from ..storage import StoragePath
+
+CAUGHT_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+REPEATED_INTERRUPT = 0.5
+"""Seconds within which several SIGINTs are one Ctrl-C: torchrun repeats the terminal's."""
+STOPPING = "stopping: the run finishes this step and saves it; Ctrl-C again stops at once"
 
 
 class CheckpointManager:
@@ -111,26 +119,67 @@ class CheckpointManager:
 
 
 class StopSignal:
-    """Turn SIGTERM into a flag, so that a run can finish its step and save itself.
+    """Turn SIGTERM and the first Ctrl-C into a flag: the run finishes its step and saves itself.
 
     A reclaimed spot instance, ``nearlinear stop``, Slurm's time limit and Kubernetes' evictions all
-    send SIGTERM and leave some time to act on it.
+    send SIGTERM and leave some time to act on it. A second Ctrl-C ends the process at once, also
+    while its main thread waits in a collective.
     """
 
     def __init__(self):
-        self.received = False
-        self._previous = None
+        self.number: int = 0
+        """The first signal, or 0."""
+        self._previous: dict[int, Any] = {}
+        self._interrupted_at: float = math.inf
+        self._pipe: tuple[int, int] | None = None
+        self._previous_wakeup = -1
+
+    @property
+    def received(self) -> bool:
+        """True after a signal."""
+        return self.number > 0
 
     def install(self) -> None:
-        """Start to catch SIGTERM. Ranks that are threads leave it to their process."""
-        if threading.current_thread() is threading.main_thread():
-            self._previous = signal.signal(signal.SIGTERM, self._receive)
+        """Start to catch the signals. Ranks that are threads leave them to their process.
+
+        SIGINT is caught also where a shell has started the process with SIGINT ignored.
+        """
+        if threading.current_thread() is not threading.main_thread() or self._pipe:
+            return
+        self._previous = {n: signal.signal(n, self._receive) for n in CAUGHT_SIGNALS}
+        self._pipe = read, write = os.pipe()
+        os.set_blocking(write, False)
+        # written by the C handler: a Python handler waits for the main thread
+        self._previous_wakeup = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+        arguments = (read,)
+        threading.Thread(target=self._listen, args=arguments, name="signals", daemon=True).start()
 
     def uninstall(self) -> None:
-        """Restore the previous handler."""
-        if self._previous is not None:
-            signal.signal(signal.SIGTERM, self._previous)
-            self._previous = None
+        """Restore the previous handlers."""
+        if self._pipe is None:
+            return
+        signal.set_wakeup_fd(self._previous_wakeup)
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        os.close(self._pipe[1])  # ends the thread
+        self._pipe = None
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        self.received: bool = True
+        self.number = self.number or number
+
+    def _listen(self, pipe: int) -> None:
+        """Count interrupts on a thread of its own."""
+        with os.fdopen(pipe, "rb", buffering=0) as signals:
+            while numbers := signals.read(1):
+                if numbers[0] in CAUGHT_SIGNALS:
+                    self.number = self.number or numbers[0]
+                if numbers[0] == signal.SIGINT:
+                    self._interrupt()
+
+    def _interrupt(self) -> None:
+        now = time.monotonic()
+        if self._interrupted_at == math.inf:
+            self._interrupted_at = now
+            print(STOPPING, file=sys.stderr, flush=True)
+        elif now - self._interrupted_at > REPEATED_INTERRUPT:
+            os._exit(128 + signal.SIGINT)

@@ -8,12 +8,17 @@ flushed at every step, so that a running job can be watched.
 This module imports no torch: the command line reads the files with it.
 """
 
+import io
 import json
 import logging
 import math
 import os
+import socket
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +50,9 @@ METRICS_FILE = "metrics.jsonl"
 ABOUT_FILE = "about.json"
 """In a run folder: its last step, the tokens per step, and the host of every rank."""
 
+EVENTS = "TensorBoard's event file"
+"""Name of the events in messages."""
+
 MEMORY_FILE = "memory.json"
 """In a run folder: the memory of a step in bytes, by part."""
 
@@ -67,10 +75,38 @@ def format_line(metrics: dict[str, Any]) -> str:
     )
 
 
-class Reporter:
+class Degradable:
+    """Outputs that may fail without ending the run, e.g. on a full disk.
+
+    The first failure of an output is logged as a warning. Later ones are counted.
+    """
+
+    def __init__(self):
+        self.failures: dict[str, int] = {}
+        """Number of failures by output."""
+
+    @contextmanager
+    def output(self, name: str) -> Iterator[None]:
+        """Run the block; log an error of the file system as a warning instead of raising it."""
+        try:
+            yield
+        except (OSError, ValueError) as error:  # ValueError: an output that is closed
+            self.failures[name] = self.failures.get(name, 0) + 1
+            if self.failures[name] == 1:
+                with suppress(OSError, ValueError):
+                    log.warning(
+                        "%s cannot be written (%s). The run goes on without it: free space in "
+                        "run.folder, or set another run.folder for the next run",
+                        name,
+                        error,
+                    )
+
+
+class Reporter(Degradable):
     """Write the metrics of a run on rank 0. On other ranks (``active=False``) nothing happens.
 
-    A resumed run keeps the metrics of the steps up to ``first_step`` and discards later ones.
+    A resumed run keeps the metrics of the steps up to ``first_step`` and discards later ones. An
+    output that cannot be written does not end the run.
     """
 
     def __init__(
@@ -90,16 +126,21 @@ class Reporter:
             tensorboard: Write TensorBoard events where tensorboard is installed.
             first_step: Last step that is done already.
         """
+        super().__init__()
         self._jsonl = self._events = self._bar = None
         self.active = active
         if not active:
             return
         self.folder: Path = Path(folder)
-        self.folder.mkdir(parents=True, exist_ok=True)
-        _discard_later_rows(self.folder / METRICS_FILE, first_step)
-        self._jsonl = open(self.folder / METRICS_FILE, "a", encoding="utf-8")
+        with self.output("run.folder"):
+            self.folder.mkdir(parents=True, exist_ok=True)
+        with self.output(METRICS_FILE):
+            _discard_later_rows(self.folder / METRICS_FILE, first_step)
+        with self.output(METRICS_FILE):
+            self._jsonl = open(self.folder / METRICS_FILE, "ab", buffering=0)
         if tensorboard:
-            self._events = _open_events(self.folder / "tensorboard", first_step)
+            with self.output(EVENTS):
+                self._events = _open_events(self.folder / "tensorboard", first_step)
         if sys.stdout.isatty():
             self._bar = _ProgressBar(steps, first_step)
 
@@ -118,18 +159,26 @@ class Reporter:
             f"{last_step} steps of {tokens_per_step:,} tokens by {len(hosts)} ranks on {where}"
         )
         about = {"steps": last_step, "tokens_per_step": tokens_per_step, "hosts": hosts}
-        (self.folder / ABOUT_FILE).write_text(json.dumps(about), encoding="utf-8")
+        self.write_file(ABOUT_FILE, json.dumps(about))
+
+    def write_file(self, name: str, text: str) -> None:
+        """Write a file of the run folder."""
+        if self.active:
+            with self.output(name):
+                (self.folder / name).write_text(text, encoding="utf-8")
 
     def log_step(self, metrics: dict[str, Any]) -> None:
         """Write the metrics of one step. Names without a format appear in the JSON lines only."""
-        if not self.active or self._jsonl is None:
+        if not self.active:
             return
         self.print(format_line(metrics))
         row = {"step": 0, "time": round(time.time(), 3)} | _replace_non_finite(metrics)
-        self._jsonl.write(json.dumps(row) + "\n")
-        self._jsonl.flush()
+        if self._jsonl:
+            with self.output(METRICS_FILE):
+                _append(self._jsonl, f"{json.dumps(row)}\n".encode())
         if self._events:
-            self._events.write(metrics)
+            with self.output(EVENTS):
+                self._events.write(metrics)
         if self._bar:
             self._bar.update(metrics["step"], metrics.get("loss"))
 
@@ -138,21 +187,35 @@ class Reporter:
         if not self.active:
             return
         self.print(str(report))
-        text = json.dumps(report.as_dict(), indent=1)
-        (self.folder / MEMORY_FILE).write_text(text, encoding="utf-8")
+        self.write_file(MEMORY_FILE, json.dumps(report.as_dict(), indent=1))
 
     def print(self, text: str) -> None:
         """Print a line, above the progress bar if there is one."""
-        if self._bar:
-            self._bar.print(text)
-        elif self.active:
-            print(text, flush=True)
+        if not self.active:
+            return
+        with self.output("the standard output"):
+            if self._bar:
+                self._bar.print(text)
+            else:
+                print(text, flush=True)
 
     def close(self) -> None:
         """Close all files and the progress bar."""
         for sink in (self._bar, self._jsonl, self._events):
             if sink:
-                sink.close()
+                with self.output("run.folder"):
+                    sink.close()
+
+
+def _append(file: FileIO, data: bytes) -> None:
+    """Append ``data`` as a whole: an incomplete part, e.g. on a full disk, is removed again."""
+    end, written = file.seek(0, os.SEEK_END), 0
+    try:
+        while written < len(data):
+            written += file.write(data[written:])
+    except OSError:
+        file.truncate(end)
+        raise
 
 
 def _discard_later_rows(path: Path, first_step: int) -> None:
@@ -229,34 +292,40 @@ def _open_events(folder: Path, first_step: int) -> "_TensorBoardEvents | None":
 
 
 class _TensorBoardEvents:
-    """A TensorBoard event file, written with tensorboard's own writer.
+    """A TensorBoard event file, in tensorboard's own record format.
 
-    A restart event makes TensorBoard discard earlier events of steps after ``first_step``.
+    Tensorboard's `EventFileWriter` is not used: its thread does not survive a full disk. A restart
+    event makes TensorBoard discard earlier events of steps after ``first_step``.
     """
 
     def __init__(self, folder: Path, first_step: int):
         from tensorboard.compat.proto import event_pb2, summary_pb2
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+        from tensorboard.summary.writer.record_writer import RecordWriter
 
         self._events: Any = event_pb2  # generated modules: their classes are made at run time
         self._summaries: Any = summary_pb2
-        self._writer = EventFileWriter(str(folder))
+        self._record_writer = RecordWriter
+        folder.mkdir(parents=True, exist_ok=True)
+        name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}"
+        self._file = open(folder / f"{name}.{time.monotonic_ns()}", "ab", buffering=0)
+        self._add(file_version="brain.Event:2")
         session = self._events.SessionLog
         restart = session(status=session.START)
         self._add(step=first_step + 1, session_log=restart)
 
     def write(self, metrics: dict[str, Any]) -> None:
-        """Write and flush the metrics of one step."""
+        """Write the metrics of one step."""
         values = [
             self._summaries.Summary.Value(tag=tag, simple_value=metrics[name])
             for name, tag in TENSORBOARD_TAGS.items()
             if name in metrics
         ]
         self._add(step=metrics["step"], summary=self._summaries.Summary(value=values))
-        self._writer.flush()
 
     def close(self) -> None:
-        self._writer.close()
+        self._file.close()
 
     def _add(self, **fields: Any) -> None:
-        self._writer.add_event(self._events.Event(wall_time=time.time(), **fields))
+        event, record = self._events.Event(wall_time=time.time(), **fields), io.BytesIO()
+        self._record_writer(record).write(event.SerializeToString())
+        _append(self._file, record.getvalue())

@@ -4,14 +4,15 @@
 one optimizer step and reads top to bottom. `Trainer.fit` runs all steps, evaluates on held-out
 tokens and ends with a text sample. Only rank 0 reports and writes files.
 
-The watchdog, rank timing, emergency checkpoints and bad-step detection are callbacks, see
-`nearlinear.train.callbacks`.
+The watchdog, rank timing, emergency checkpoints, the divergence sentinel and bad-step detection are
+callbacks, see `nearlinear.train.callbacks`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
+import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -42,6 +43,7 @@ from ..pipeline_parallel.api import Pipelined
 from . import preflight
 from .callbacks import Callback, TrainStep
 from .callbacks.bad_steps import BadStepDetector
+from .callbacks.divergence import DivergenceSentinel
 from .callbacks.emergency_checkpoint import EmergencyCheckpoint
 from .callbacks.rank_monitor import RankTiming, WatchdogCallback, peak_memory
 from .checkpoint_manager import CheckpointManager, StopSignal
@@ -192,11 +194,16 @@ class Trainer:
             if self.checkpoints and config.checkpoint.emergency:
                 emergency = EmergencyCheckpoint(self.checkpoints)
             on_fault = emergency.save if emergency else None
+            sentinel = None
+            if config.train.divergence_every and self.mesh.world > 1:
+                every = config.train.divergence_every
+                sentinel = DivergenceSentinel(self.model, self.optimizer, every)
             self.watch: Watchdog = watch_ranks(timeout, on_fault, setting=setting)
             self.callbacks: tuple[Callback, ...] = (
                 WatchdogCallback(self.watch, self.model, blocks, self.first_step + 1),
                 *((emergency,) if emergency else ()),
                 RankTiming(blocks, self.device),
+                *((sentinel,) if sentinel else ()),
                 *callbacks,
                 self.bad_steps,  # last, to count the steps that others skip
             )
@@ -206,7 +213,7 @@ class Trainer:
     def fit(self) -> TrainResult:
         """Train to the last step (or ``train.stop_after``), evaluate, and sample text.
 
-        With a checkpoint folder, SIGTERM saves the run and raises Interrupted.
+        With a checkpoint folder, SIGTERM and the first Ctrl-C save the run and raise Interrupted.
         """
         if self.checkpoints:
             self.stop_signal.install()
@@ -347,7 +354,8 @@ class Trainer:
         if self.config.data.sources:
             metrics["epochs"] = self.loader.epochs  # per source of the mixture
         # four decimals keep the JSON line of a thousand ranks short
-        for name, values in step.by_rank.items():
+        shown = {n: values for n, values in step.by_rank.items() if not n.startswith("_")}
+        for name, values in shown.items():
             metrics[name] = [round(value, 4) for value in values]
         return metrics
 
@@ -394,13 +402,17 @@ class Trainer:
         self._write_data_state()
         self._save(self.checkpoints)
         folder = self.checkpoints.finish()
-        raise Interrupted(
-            f"SIGTERM: stopped after step {self.done} and saved it in {folder}; run the same "
-            "command again to resume"
+        number = self.stop_signal.number or signal.SIGTERM  # which another rank received
+        error = Interrupted(
+            f"{signal.Signals(number).name}: stopped after step {self.done} and saved it in "
+            f"{folder}; run the same command again to resume"
         )
+        error.exit_code = 128 + number
+        raise error
 
     def _save(self, checkpoints: CheckpointManager) -> None:
         self.watch.at(f"saving the checkpoint of step {self.done}")
+        self._call("on_checkpoint", self.done)
         checkpoints.save(self.done)
 
     def _introduce(self, last: int) -> None:
@@ -414,12 +426,13 @@ class Trainer:
         elif self.first_step:
             write(f"data resumed after step {self.first_step}; the model starts from scratch")
         if self.reporter.active:
-            text = schema.to_toml(self.config)
-            Path(self.config.run.folder, "config.toml").write_text(text, encoding="utf-8")
+            self.reporter.write_file("config.toml", schema.to_toml(self.config))
 
     def _write_data_state(self) -> None:
         """Write the position in the data after every step, so that a killed run can resume it."""
-        if self.reporter.active:
+        if not self.reporter.active:
+            return
+        with self.reporter.output("data_state.json"):
             write_data_state(Path(self.config.run.folder), self.done, self.loader)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from ...config.train import TrainConfig
 from ...train.metrics import METRIC_PATTERNS
+from ..secrets import SECRETS_VARIABLE, check_secrets
 from ..spec import JobInput, JobSpec, Problem, check_parallel_layout, raise_if_invalid
 from .container import (
     CODE_CHANNEL,
@@ -39,7 +40,7 @@ def build_request(job: JobSpec, config: TrainConfig) -> dict[str, Any]:
     Raises:
         InvalidJob: The job has problems; the exception lists all of them.
     """
-    raise_if_invalid(check_required_keys(job))
+    raise_if_invalid([*check_required_keys(job), *check_secrets(job, "sagemaker")])
     name = timestamped_name(job.name)
     request = render_request(job, config, name, f"{job.output.rstrip('/')}/{name}")
     raise_if_invalid(
@@ -133,7 +134,10 @@ def _optional_members(job: JobSpec, request: dict) -> dict:
 def environment_variables(job: JobSpec) -> dict[str, str]:
     """Return the environment variables of every container."""
     ranks = job.ranks_per_node or job.accelerators  # without both, one rank per known GPU
-    return ({RANKS_VARIABLE: str(ranks)} if ranks else {}) | job.environment
+    variables = {RANKS_VARIABLE: str(ranks)} if ranks else {}
+    if job.secrets:  # names only: the container reads the values
+        variables[SECRETS_VARIABLE] = json.dumps(job.secrets)
+    return variables | job.environment
 
 
 def max_wait_seconds(job: JobSpec) -> int:

@@ -18,9 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...errors import ConfigError
+from ...errors import ConfigError, NearlinearError
 from ...hardware import find_instance_type
 from .. import local
+from ..secrets import resolve_in_container
 
 CODE_CHANNEL, DRIVER_CHANNEL = "code", "sm_drivers"
 OWN_CHANNELS = (CODE_CHANNEL, DRIVER_CHANNEL)
@@ -202,11 +203,21 @@ def main(root: str = CONTAINER_ROOT) -> int:
     config_file = inputs.root / _CONFIG_FILE
     config_file.write_text(json.dumps(training_config(inputs), indent=1))
     os.environ.update(script_variables(inputs))
+    try:
+        os.environ.update(resolve_in_container(os.environ))
+    except NearlinearError as error:
+        return _fail(inputs, local.ExitStatus(error.exit_code, str(error)))
     status = local.run_ranks(local_ranks(inputs), "nearlinear.cli", ["train", str(config_file)])
     if status.reason and status.code < 128:  # a run stopped by a signal has not failed
-        print(f"error: {status.reason}", file=sys.stderr)
-        failure = inputs.root / "output" / "failure"
-        failure.write_text(status.reason[:_MAX_FAILURE_LENGTH])
+        return _fail(inputs, status)
+    return status.code
+
+
+def _fail(inputs: ContainerInputs, status: local.ExitStatus) -> int:
+    """Print the reason of a failure, write it where SageMaker reads it, and return the code."""
+    print(f"error: {status.reason}", file=sys.stderr)
+    failure = inputs.root / "output" / "failure"
+    failure.write_text(status.reason[:_MAX_FAILURE_LENGTH])
     return status.code
 
 

@@ -103,9 +103,19 @@ def execution_policy(job: JobSpec) -> dict:
         | {"Condition": {"StringLike": {"cloudwatch:namespace": "/aws/sagemaker/*"}}},
         *_image_statements(job.image, scope.partition),
     ]
+    if job.secrets:
+        secrets = [_secret_arn(scope, text.partition("#")[0]) for text in job.secrets.values()]
+        statements.append(_allow("Secrets", "secretsmanager", ["GetSecretValue"], secrets))
     if job.subnets:
         statements.append(_allow("Vpc", "ec2", NETWORK_INTERFACE_ACTIONS, ["*"]))
     return _policy(statements)
+
+
+def _secret_arn(scope: ArnScope, identifier: str) -> str:
+    """Return the ARN of a secret. AWS appends a hyphen and six characters to the name."""
+    if identifier.startswith("arn:"):
+        return identifier
+    return scope.resource("secretsmanager", f"secret:{identifier}-??????")
 
 
 def trust_policy() -> dict:

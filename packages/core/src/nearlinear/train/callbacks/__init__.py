@@ -75,7 +75,8 @@ class Callback:
     def rank_metrics(self, step: TrainStep) -> dict[str, float]:
         """Return numbers of this rank to gather from all ranks into ``step.by_rank``.
 
-        Every rank must return the same names in the same order.
+        Every rank must return the same names in the same order. Names that begin with _ are not
+        logged.
         """
         return {}
 
@@ -91,3 +92,9 @@ class Callback:
 
     def on_step_end(self, step: TrainStep, metrics: dict[str, Any]) -> None:
         """Add metrics of the step to ``metrics``."""
+
+    def on_checkpoint(self, number: int) -> None:
+        """Called before a checkpoint of step ``number`` is written, on all ranks.
+
+        An error prevents the checkpoint. The hook may call collectives.
+        """

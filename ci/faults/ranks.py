@@ -11,7 +11,10 @@ from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-PRELOADED = ["nearlinear.train.trainer", "ci.fault_injection.preload"]
+from nearlinear.distributed import rendezvous
+
+HOST = "127.0.0.1"
+PRELOADED = ["nearlinear.train.trainer", "ci.faults.preload"]
 EXIT_TIMEOUT = 20.0
 """Seconds in which ranks must end by themselves after losing a peer."""
 
@@ -24,16 +27,24 @@ class RankProcesses:
         config: Configuration passed to ``work``.
         log: File to which the output of all ranks is appended.
         work: Importable function ``work(rank, config)``; `train` by default.
+        holds_store: Hold the job's store in this process, as launchers do, instead of in rank 0.
     """
 
-    def __init__(self, count: int, config: dict, log: Path, work: Callable | None = None):
+    def __init__(
+        self,
+        count: int,
+        config: dict,
+        log: Path,
+        work: Callable | None = None,
+        holds_store: bool = False,
+    ):
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        self._store = rendezvous.serve_store(HOST, 0, all_local=True) if holds_store else None
+        port = self._store.port if self._store else free_port()
         self._victim: BaseProcess | None = None
-        arguments = (count, port, work or train, config, str(log))
+        self.started = time.monotonic()
+        arguments = (count, port, work or train, config, str(log), holds_store)
         self.processes: list[BaseProcess] = [
             context.Process(target=run_rank, args=(rank, *arguments)) for rank in range(count)
         ]
@@ -55,6 +66,21 @@ class RankProcesses:
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and all(p.is_alive() for p in self.processes):
             time.sleep(0.005)
+
+    def wait_for_all(self, seconds: float, but_one: bool = False) -> None:
+        """Wait until all ranks, or all but one, have ended, at most ``seconds``."""
+        deadline = time.monotonic() + seconds
+        while sum(p.is_alive() for p in self.processes) > but_one:
+            if time.monotonic() > deadline:
+                return
+            time.sleep(0.005)
+
+    def join_all_with(self, end: Callable[[BaseProcess], None]) -> None:
+        """Call ``end`` for the ranks that are running, and wait for all."""
+        for process in self.processes:
+            if process.is_alive():
+                end(process)
+        self.join()
 
     def kill(self, rank: int) -> None:
         """Send SIGKILL to a rank if it is alive."""
@@ -79,7 +105,15 @@ class RankProcesses:
         return waited
 
 
-def run_rank(rank: int, count: int, port: int, work: Callable, config: dict, log: str) -> None:
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind((HOST, 0))
+        return free.getsockname()[1]
+
+
+def run_rank(
+    rank: int, count: int, port: int, work: Callable, config: dict, log: str, store_is_held: bool
+) -> None:
     """Set up and run one of ``count`` ranks."""
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
@@ -89,9 +123,11 @@ def run_rank(rank: int, count: int, port: int, work: Callable, config: dict, log
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(count),
         "LOCAL_WORLD_SIZE": str(count),
-        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_ADDR": HOST,
         "MASTER_PORT": str(port),
     }
+    if store_is_held:
+        os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
     work(rank, config)
 
 

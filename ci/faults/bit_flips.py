@@ -1,10 +1,10 @@
 """Damage checkpoints and load them: no damage may be loaded silently, crash, or hang.
 
-    python -m ci.fault_injection.bit_flips                       # 2,000 bit flips, 200 indexes
-    python -m ci.fault_injection.bit_flips --flips 100 --crafted 60 --seed 1
+    python -m ci.faults.bit_flips                       # 2,000 bit flips, 200 indexes
+    python -m ci.faults.bit_flips --flips 100 --crafted 60 --seed 1
 
 Bits flip at random positions of all files of a checkpoint, half of them in the index. Crafted
-indexes are changed on purpose and have a matching hash (`ci.fault_injection.crafted`). Every
+indexes are changed on purpose and have a matching hash (`ci.faults.crafted`). Every
 damaged checkpoint is verified and loaded. The exit code is 0 if each load either raised
 CheckpointError or restored exactly the saved state, and verification agreed.
 """
@@ -230,7 +230,7 @@ def _equal(one: dict, other: dict) -> bool:
 
 def main(argv: list[str] | None = None) -> int:
     """Run all trials, print a table, and return 0 if none failed."""
-    parser = argparse.ArgumentParser(prog="python -m ci.fault_injection.bit_flips")
+    parser = argparse.ArgumentParser(prog="python -m ci.faults.bit_flips")
     for name, default in (("flips", 2000), ("crafted", 200), ("seed", 0)):
         parser.add_argument(f"--{name}", type=int, default=default, help="(default: %(default)s)")
     options = parser.parse_args(argv)
