@@ -59,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
             print(f"wrote {report.PAGE.relative_to(runner.ROOT)}")
             return 0
         commit = options.commit or (carry.commit(options.carried) if options.carried else "")
-        runner.set_paths(options.carried)
+        runner.set_paths(options.carried, options.rehearse)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -61,6 +61,8 @@ class Recorder:
         self.checks: list[Check] = []
         self.begin = time.perf_counter()
         self.device = torch.device("cpu" if rehearse else "cuda")
+        if rehearse:
+            torch.set_num_threads(1)  # threads of tiny operations would only wait for each other
 
     @contextlib.contextmanager
     def check(self, name: str) -> Iterator[dict[str, Any]]:

@@ -41,7 +41,8 @@ CASES: dict[str, TrainConfig] = {
     "gpt2 124M, batch 16, selective": train_config(
         "gpt2-small", WORDS, 1024, 16, checkpoint="selective"),
     "gpt2 124M, float32": train_config("gpt2-small", WORDS, 1024, 4, bf16=False),
-    "gpt2 124M, fp16": train_config("gpt2-small", WORDS, 1024, 8, bf16=False, fp16=True),
+    "gpt2 124M, fp16": train_config("gpt2-small", WORDS, 1024, 8, bf16=False, fp16=True,
+                                      init_scale=65536.0),
     "gpt2 124M, 4 micro-batches": train_config("gpt2-small", WORDS, 1024, 8, 4),
     "gpt2 1.5B, batch 1": train_config("gpt2-xl", WORDS, 1024, 1),
     "gpt2 1.5B, batch 4, each": train_config("gpt2-xl", WORDS, 1024, 4, checkpoint="each"),

@@ -34,7 +34,7 @@ LLAMA3_8B = {
 TINY_GPT2 = {"n_embd": 64, "n_head": 4, "n_layer": 2, "n_positions": 32, "vocab_size": 101}
 TINY_LLAMA = {
     "hidden_size": 64,
-    "intermediate_size": 96,
+    "intermediate_size": 192,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "num_hidden_layers": 2,
@@ -124,7 +124,7 @@ def train_config(
     **parallel: Any,
 ) -> TrainConfig:
     """Return a config of one GPU; ``overrides`` must contain the vocabulary size."""
-    optimizer = {key: parallel.pop(key) for key in ("kind", "implementation", "clip")
+    optimizer = {key: parallel.pop(key) for key in ("kind", "implementation", "clip", "lr")
                  if key in parallel}  # fmt: skip
     return load(
         {

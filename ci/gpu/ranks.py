@@ -261,7 +261,13 @@ if BACKEND not in dist.Backend.backend_list:
     dist.Backend.register_backend(BACKEND, HostStagingGroup, devices=["cpu", "cuda"])
 
 
-def run(function: Callable[..., Any], ranks: int, *args: Any, backend: str = BACKEND) -> list[Any]:
+def run(
+    function: Callable[..., Any],
+    ranks: int,
+    *args: Any,
+    backend: str = BACKEND,
+    timeout: float = TIMEOUT,
+) -> list[Any]:
     """Call ``function(rank, *args)`` in ``ranks`` processes on the first GPU, or on the CPU.
 
     ``function`` is a function of a module. Returns the results in rank order, and raises
@@ -269,7 +275,7 @@ def run(function: Callable[..., Any], ranks: int, *args: Any, backend: str = BAC
     """
     arguments = (function, *args)
     return nl.spmd.run(
-        _on_first_gpu, ranks, args=arguments, processes=True, backend=backend, timeout=TIMEOUT
+        _on_first_gpu, ranks, args=arguments, processes=True, backend=backend, timeout=timeout
     )
 
 

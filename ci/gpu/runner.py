@@ -98,8 +98,11 @@ def find_stages(names: str) -> list[Stage]:
     return [stage for stage in STAGES if not asked or stage.name in asked]
 
 
-def set_paths(carried: Path | None) -> None:
-    """Make the checkout and the carried packages importable, here and in child processes."""
+def set_paths(carried: Path | None, rehearse: bool = False) -> None:
+    """Make the checkout and the carried packages importable, here and in child processes.
+
+    Call it before torch is imported.
+    """
     from .carry import unpack
 
     folders = [str((ROOT / path).resolve()) for path in PATH]
@@ -115,7 +118,7 @@ def set_paths(carried: Path | None) -> None:
         "TOKENIZERS_PARALLELISM": "false",
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # torch.cuda.is_available() survives a fork
         "DS_BUILD_OPS": "0",
-    }
+    } | ({"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"} if rehearse else {})
 
 
 def source_hash() -> str:
@@ -183,9 +186,12 @@ def run_stage(stage: Stage, path: Path, settings: Settings, source: str) -> tupl
     context = multiprocessing.get_context("fork")
     process = context.Process(target=_child, args=(stage, path, settings, head))
     process.start()
-    process.join(stage.minutes * 60)
-    stopped = process.is_alive()
-    _end_session(process)
+    stopped = False
+    try:
+        process.join(stage.minutes * 60)
+        stopped = process.is_alive()
+    finally:
+        _end_session(process)
     found = read_result(path)
     if found.get("status") in ("passed", "failed", "refused"):
         return found["status"], found["reason"]

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import os
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils import cpp_extension
 
 import nearlinear as nl
 from nearlinear.config.train import TrainConfig
@@ -63,11 +66,13 @@ class Shape:
     def config(self, recorder: Recorder) -> TrainConfig:
         if recorder.rehearse:
             preset, overrides = self.tiny
-            return train_config(preset, overrides, 32, 2, clip=0.0)
+            return train_config(preset, overrides, 32, 2, clip=0.0, lr=1e-3)
 
         def deep(layers: int) -> TrainConfig:
             overrides = with_layers(self.preset, self.overrides, layers)
-            return train_config(self.preset, overrides, self.sequence, self.micro_batch, clip=0.0)
+            return train_config(
+                self.preset, overrides, self.sequence, self.micro_batch, clip=0.0, lr=2e-5
+            )
 
         return deep(most_layers(deep, recorder.device, SHARE))
 
@@ -217,8 +222,13 @@ def _require(module: str) -> None:
 def deepspeed_zero3(config: TrainConfig, device: torch.device) -> tuple[float, Step]:
     """Build the model with DeepSpeed ZeRO-3, with thresholds for one block at a time."""
     _require("deepspeed")
+    if device.type == "cpu":
+        built = Path(cpp_extension.get_default_build_root()).rglob("deepspeed_shm_comm.so")
+        if not any(built):
+            raise Refused("its CPU extension is not compiled; ci.benchmarks.compare compiles it")
     import deepspeed  # pyright: ignore[reportMissingImports] - optional
 
+    os.environ.setdefault("LOCAL_RANK", "0")  # deepspeed.initialize asserts it
     nl.init({})
     torch.manual_seed(0)
     model = build_model(config.model, device)
@@ -307,7 +317,8 @@ def torchtitan_llama(config: TrainConfig, device: torch.device) -> tuple[float, 
     )
     with torch.device(device):
         model = Transformer(arguments)
-    model.init_weights(buffer_device=device)
+    with torch.no_grad():
+        model.init_weights(buffer_device=device)
     mine = sum(p.numel() for p in model.parameters())
     reference = build_model(config.model, torch.device("meta"))
     expected = sum(p.numel() for p in reference.parameters())
