@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import inspect
 import os
@@ -214,20 +215,23 @@ def _plain_step(
 # --- other libraries --------------------------------------------------------------------------
 
 
-def _require(module: str) -> None:
-    if importlib.util.find_spec(module) is None:
+def _peer(module: str) -> Any:
+    """Import a library of the comparison. Raises Refused if it is missing or fails to import."""
+    if importlib.util.find_spec(module.partition(".")[0]) is None:
         raise Refused("not carried")
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise Refused(f"cannot be imported here: {error}") from error
 
 
 def deepspeed_zero3(config: TrainConfig, device: torch.device) -> tuple[float, Step]:
     """Build the model with DeepSpeed ZeRO-3, with thresholds for one block at a time."""
-    _require("deepspeed")
-    if device.type == "cpu":
+    if device.type == "cpu" and importlib.util.find_spec("deepspeed"):
         built = Path(cpp_extension.get_default_build_root()).rglob("deepspeed_shm_comm.so")
         if not any(built):
             raise Refused("its CPU extension is not compiled; ci.benchmarks.compare compiles it")
-    import deepspeed  # pyright: ignore[reportMissingImports] - optional
-
+    deepspeed = _peer("deepspeed")
     os.environ.setdefault("LOCAL_RANK", "0")  # deepspeed.initialize asserts it
     nl.init({})
     torch.manual_seed(0)
@@ -267,11 +271,9 @@ def deepspeed_zero3(config: TrainConfig, device: torch.device) -> tuple[float, S
 
 def megatron_fsdp(config: TrainConfig, device: torch.device) -> tuple[float, Step]:
     """Build the model with Megatron-FSDP, ZeRO-3, one unit per block."""
-    _require("megatron_fsdp")
+    library = _peer("megatron_fsdp")
     if device.type != "cuda":
         raise Refused("Megatron-FSDP runs on CUDA only")
-    import megatron_fsdp as library  # pyright: ignore[reportMissingImports] - optional
-
     nl.init({})
     torch.manual_seed(0)
     model = build_model(config.model, device)
@@ -293,19 +295,14 @@ def megatron_fsdp(config: TrainConfig, device: torch.device) -> tuple[float, Ste
 
 def torchtitan_llama(config: TrainConfig, device: torch.device) -> tuple[float, Step]:
     """Build torchtitan's Llama with ``fully_shard`` on every block, as torchtitan does."""
-    _require("torchtitan")
+    llama = _peer("torchtitan.models.llama3")
     overrides = config.model.overrides
     if "num_hidden_layers" not in overrides:
         raise Refused("torchtitan has no GPT-2")
-    from torchtitan.models.llama3 import (  # pyright: ignore[reportMissingImports] - optional
-        Transformer,
-        TransformerModelArgs,
-    )
-
     nl.init({})
     torch.manual_seed(0)
     width, hidden = overrides["hidden_size"], overrides["intermediate_size"]
-    arguments = TransformerModelArgs(
+    arguments = llama.TransformerModelArgs(
         dim=width,
         n_layers=overrides["num_hidden_layers"],
         n_heads=overrides["num_attention_heads"],
@@ -316,7 +313,7 @@ def torchtitan_llama(config: TrainConfig, device: torch.device) -> tuple[float, 
         max_seq_len=config.sequence_length,
     )
     with torch.device(device):
-        model = Transformer(arguments)
+        model = llama.Transformer(arguments)
     with torch.no_grad():
         model.init_weights(buffer_device=device)
     mine = sum(p.numel() for p in model.parameters())
