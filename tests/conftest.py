@@ -53,7 +53,8 @@ def slow_first(items: list, workers: int) -> list:
     """
     shares = [[] for _ in range(workers)]
     slow, others = (
-        [item for item in items if bool(item.get_closest_marker("slow")) is wanted] for wanted in (True, False)
+        [item for item in items if bool(item.get_closest_marker("slow")) is wanted]
+        for wanted in (True, False)
     )
     for number, (_, of_file) in enumerate(itertools.groupby(slow, lambda item: item.path)):
         shares[number % workers] += of_file

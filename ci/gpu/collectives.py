@@ -7,6 +7,7 @@ the others wait. `ranks.run` describes the backend of the checks of results.
 from __future__ import annotations
 
 import contextlib
+import functools
 import pickle
 import threading
 from collections.abc import Callable
@@ -56,17 +57,14 @@ def run_codecs(recorder: Recorder) -> None:
     block = sum(p.numel() for p in model.model.layers[0].parameters())
     elements = -(-block // SHARDS)
     repeat = 2 if recorder.rehearse else 20
-    source = torch.randn(SHARDS * elements, device=device)
-    target = torch.empty_like(source)
-    copied = seconds_per_kernel(lambda: target.copy_(source), device, repeat)
-    copy_rate = 2 * source.nbytes / copied / 1e9
+    copy_rate = time_copy(SHARDS * elements, device, repeat)
     with recorder.check("copy on the device, the limit") as figures:
         figures |= {"gb_per_second": significant(copy_rate), "elements": SHARDS * elements}
-    del target, source
-    for name, codec in CODECS.items():
-        if codec is None:
-            continue
-        with recorder.check(f"{name}, block of {block:,} parameters over {SHARDS} ranks") as figures:
+    codecs = {name: codec for name, codec in CODECS.items() if codec is not None}
+    for name, codec in codecs.items():
+        with recorder.check(
+            f"{name}, block of {block:,} parameters over {SHARDS} ranks"
+        ) as figures:
             shard = torch.randn(elements, device=device)
             packed = codec.pack(shard)
             received = packed.repeat(SHARDS, 1)
@@ -78,9 +76,10 @@ def run_codecs(recorder: Recorder) -> None:
             worst = ((output[0] - shard).abs().max() / shard.abs().max()).item()
             if not worst < 0.1:
                 raise AssertionError(f"values change by {worst:.2g} of the largest")
-            pack = seconds_per_kernel(lambda: codec.pack(shard), device, repeat)  # noqa: B023
+            pack = seconds_per_kernel(functools.partial(codec.pack, shard), device, repeat)
             unpack = seconds_per_kernel(
-                lambda: codec.unpack(output, received), device, repeat)  # noqa: B023  # fmt: skip
+                functools.partial(codec.unpack, output, received), device, repeat
+            )
             share = 2 * (pack + unpack) / block_seconds if block_seconds else float("nan")
             figures |= {
                 "pack_us": significant(pack * 1e6),
@@ -97,6 +96,14 @@ def run_codecs(recorder: Recorder) -> None:
                     f"two gathers of the block take {share:.1%} of its compute time; the target is "
                     f"{MAX_CODEC_SHARE:.0%}"
                 )
+
+
+def time_copy(elements: int, device: torch.device, repeat: int) -> float:
+    """Return the GB/s, read and written, of a copy of float32 on the device."""
+    source, target = (torch.ones(elements, device=device) for _ in range(2))
+    return (
+        2 * source.nbytes / seconds_per_kernel(lambda: target.copy_(source), device, repeat) / 1e9
+    )
 
 
 def time_block(config: Any, device: torch.device, rehearse: bool) -> float:
@@ -358,7 +365,7 @@ def copy_between_processes(rank: int, device_type: str, rehearse: bool) -> dict[
     if not output[0].eq(7.0).all():
         raise AssertionError("a write of rank 0 is not visible to the others")
     dist.barrier()
-    del mapped
+    mapped.clear()
     dist.barrier()  # the owner outlives the mappings
     return found
 

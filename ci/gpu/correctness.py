@@ -102,8 +102,8 @@ def run(recorder: Recorder) -> None:
 
 def run_marked_tests(recorder: Recorder, figures: dict[str, Any]) -> None:
     """Run every test marked gpu in one pytest and record the outcomes."""
-    files = [path for path in sorted((ROOT / "tests").rglob("test_*.py"))
-             if "mark.gpu" in path.read_text(encoding="utf-8") and path.parent.name != "ci"]  # fmt: skip
+    modules = sorted((ROOT / "tests").rglob("test_*.py"))
+    files = [path for path in modules if "pytest.mark.gpu" in path.read_text(encoding="utf-8")]
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
         command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider"]
@@ -140,8 +140,10 @@ def check_layouts(recorder: Recorder) -> None:
         failure: Exception | None = None
         try:
             runs = ranks.run(train_layouts, layouts[0].ranks, layouts)
-            trained = {layout.name: list(found)
-                       for layout, found in zip(layouts, zip(*runs, strict=True), strict=True)}  # fmt: skip
+            by_layout = zip(*runs, strict=True)
+            trained = {
+                layout.name: list(found) for layout, found in zip(layouts, by_layout, strict=True)
+            }
         except Exception as error:
             failure = error
         for layout in layouts:
@@ -155,12 +157,8 @@ def check_layouts(recorder: Recorder) -> None:
 
 def train_layouts(rank: int, layouts: list[Layout]) -> list[parity.Run]:
     return [
-        parity.together(
-            rank,
-            layout.family,
-            layout.config,
-            layout.accumulation,
-            **parity.layers(layout.family, layout.layers),
+        functools.partial(parity.together, **parity.layers(layout.family, layout.layers))(
+            rank, layout.family, layout.config, layout.accumulation
         )
         for layout in layouts
     ]
@@ -211,14 +209,8 @@ def check_techniques(recorder: Recorder) -> None:
 def train_alone(technique: Technique) -> parity.Run:
     """Train Llama with four layers on this process's device."""
     try:
-        return parity.together(
-            0,
-            "llama",
-            technique.config,
-            prepare=technique.prepare,
-            then=technique.then,
-            **parity.layers("llama", 4),
-        )
+        train = functools.partial(parity.together, **parity.layers("llama", 4))
+        return train(0, "llama", technique.config, prepare=technique.prepare, then=technique.then)
     finally:
         runtime.shutdown()
 

@@ -82,7 +82,9 @@ class Recorder:
         self.write("running")
         facts = ", ".join(f"{key} {value}" for key, value in check.figures.items()
                           if not isinstance(value, (dict, list)))  # fmt: skip
-        print(f"  {check.status:8}{name} ({check.seconds:.1f} s) {check.reason or facts}", flush=True)
+        print(
+            f"  {check.status:8}{name} ({check.seconds:.1f} s) {check.reason or facts}", flush=True
+        )
         free_memory()
 
     def write(self, status: str, reason: str = "") -> None:

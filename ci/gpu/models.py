@@ -56,7 +56,7 @@ def build_model(config: ModelConfig, device: torch.device) -> Any:
         **config.overrides,
     }
     last = arguments["vocab_size"] - 1
-    family = transformers.CONFIG_MAPPING[architecture["family"]]
+    family: Any = transformers.CONFIG_MAPPING[architecture["family"]]
     with torch.device(device):
         model = transformers.AutoModelForCausalLM.from_config(
             family(**arguments, bos_token_id=last, eos_token_id=last),

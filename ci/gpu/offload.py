@@ -69,7 +69,7 @@ def picture(options: SimpleNamespace, recorder: Recorder) -> dict[str, Any]:
     """Profile a step with offloaded activations and draw its kernels and copies."""
     device = recorder.device
     nl.init({})
-    model = benchmark.build_model(options, device)
+    model: Any = benchmark.build_model(options, device)
     nl.checkpoint_activations(model, options.strategy)
     nl.offload_activations(model, 2)
     ids = torch.randint(0, model.config.vocab_size, (options.batch, options.sequence)).to(device)

@@ -228,7 +228,7 @@ class HostStagingGroup(dist.ProcessGroup):
 
     def _reduced(self, host: torch.Tensor, op: Any) -> torch.Tensor:
         """Return the reduction of every rank's ``host``; gloo lacks the mean in some releases."""
-        options = dist.AllreduceOptions()
+        options: Any = dist.AllreduceOptions()
         mean = op == dist.ReduceOp.AVG
         options.reduceOp = dist.ReduceOp.SUM if mean else op
         self._gloo.allreduce([host], options).wait()

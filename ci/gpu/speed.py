@@ -9,20 +9,19 @@ import os
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.utils import cpp_extension
 
 import nearlinear as nl
 from nearlinear.config.train import TrainConfig
 from nearlinear.fsdp.model_state import find_blocks
 from nearlinear.train.model import flops_per_token, peak_tflops
 
+from . import ranks
 from .measure import (
     Recorder,
     Refused,
@@ -95,7 +94,7 @@ def run(recorder: Recorder) -> None:
         for number in range(1 if recorder.rehearse else ROUNDS):
             for system, builder in builders.items():
                 with recorder.check(f"{shape.name}: {system}, round {number + 1}") as figures:
-                    figures |= measure(config, builder, recorder)
+                    figures |= measure(config, builder, recorder.device, recorder.rehearse)
                     found[system].append(dict(figures))
         with recorder.check(f"{shape.name}: overhead over FSDP2") as figures:
             if not all(found.values()):
@@ -117,25 +116,48 @@ def run_peers(recorder: Recorder) -> None:
     """Measure the carried libraries on each shape."""
     for shape in SHAPES:
         config = shape.config(recorder)
-        for system, builder in PEERS.items():
+        for system, (module, _) in PEERS.items():
             with recorder.check(f"{shape.name}: {system}") as figures:
-                figures |= measure(config, builder, recorder)
+                # An installed DeepSpeed compiles for minutes on the CPU: rehearse if asked to.
+                asked = recorder.carried is not None or not recorder.rehearse
+                if not asked or importlib.util.find_spec(module.partition(".")[0]) is None:
+                    raise Refused("not carried")
+                backend = "gloo" if recorder.rehearse else "nccl"
+                arguments = (system, config, recorder.rehearse)
+                [found] = ranks.run(measure_peer, 1, *arguments, backend=backend, timeout=120.0)
+                if isinstance(found, str):
+                    raise Refused(found)
+                figures |= found
+
+
+def measure_peer(
+    rank: int, system: str, config: TrainConfig, rehearse: bool
+) -> dict[str, Any] | str:
+    """Measure a library in a process of its own, since some keep global state.
+
+    Returns its figures, or the reason for which it cannot run.
+    """
+    device = torch.device("cpu" if rehearse else "cuda")
+    try:
+        return measure(config, PEERS[system][1], device, rehearse)
+    except Refused as error:
+        return str(error)
 
 
 def measure(
     config: TrainConfig,
     builder: Callable[[TrainConfig, torch.device], tuple[Any, Step]],
-    recorder: Recorder,
+    device: torch.device,
+    rehearse: bool,
 ) -> dict[str, Any]:
     """Build a system, time its steps, and return step time, MFU and peak memory."""
-    device = recorder.device
     try:
         flops, step = builder(config, device)
         first = float(step())
         step()
         free_memory()
         reset_peak(device)
-        seconds = seconds_per_call(step, device, 2 if recorder.rehearse else STEPS, warm_up=1)
+        seconds = seconds_per_call(step, device, 2 if rehearse else STEPS, warm_up=1)
         last = float(step())
         if not last < first:
             raise AssertionError(f"the loss rose from {first:.3f} to {last:.3f}: it trains wrongly")
@@ -216,9 +238,7 @@ def _plain_step(
 
 
 def _peer(module: str) -> Any:
-    """Import a library of the comparison. Raises Refused if it is missing or fails to import."""
-    if importlib.util.find_spec(module.partition(".")[0]) is None:
-        raise Refused("not carried")
+    """Import a library of the comparison. Raises Refused if that fails."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -227,10 +247,6 @@ def _peer(module: str) -> Any:
 
 def deepspeed_zero3(config: TrainConfig, device: torch.device) -> tuple[float, Step]:
     """Build the model with DeepSpeed ZeRO-3, with thresholds for one block at a time."""
-    if device.type == "cpu" and importlib.util.find_spec("deepspeed"):
-        built = Path(cpp_extension.get_default_build_root()).rglob("deepspeed_shm_comm.so")
-        if not any(built):
-            raise Refused("its CPU extension is not compiled; ci.benchmarks.compare compiles it")
     deepspeed = _peer("deepspeed")
     os.environ.setdefault("LOCAL_RANK", "0")  # deepspeed.initialize asserts it
     nl.init({})
@@ -338,7 +354,8 @@ def torchtitan_llama(config: TrainConfig, device: torch.device) -> tuple[float, 
 
 
 PEERS = {
-    "DeepSpeed ZeRO-3": deepspeed_zero3,
-    "Megatron-FSDP": megatron_fsdp,
-    "torchtitan": torchtitan_llama,
+    "DeepSpeed ZeRO-3": ("deepspeed", deepspeed_zero3),
+    "Megatron-FSDP": ("megatron_fsdp", megatron_fsdp),
+    "torchtitan": ("torchtitan.models.llama3", torchtitan_llama),
 }
+"""Module and builder of each library."""
