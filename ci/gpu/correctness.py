@@ -26,6 +26,7 @@ from .measure import Recorder, Refused, significant
 from .runner import ROOT
 
 FP32_BOUND = 1e-5
+TEST_PACKAGES = ("msgspec", "tokenizers", "xxhash")  # of fixtures of the marked tests
 HALF_BOUNDS = {"losses": 0.05, "values": 0.01}  # those of tests/core/fsdp/test_float8.py
 
 
@@ -121,7 +122,9 @@ def run_marked_tests(recorder: Recorder, figures: dict[str, Any]) -> None:
     figures["failures"] = outcomes["failed"]
     if outcomes["failed"] or not cases:
         print(done.stdout[-8000:], flush=True)
-        raise AssertionError(f"{len(outcomes['failed'])} of {len(cases)} tests failed")
+        missing = [name for name in TEST_PACKAGES if importlib.util.find_spec(name) is None]
+        hint = f"; missing packages, to be carried: {', '.join(missing)}" if missing else ""
+        raise AssertionError(f"{len(outcomes['failed'])} of {len(cases)} tests failed{hint}")
     if recorder.rehearse and outcomes["passed"]:
         raise AssertionError("a test marked gpu passed without a GPU")
 
