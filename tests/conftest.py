@@ -34,7 +34,7 @@ def pytest_collection_modifyitems(items):
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     if workers > 1:
         items[:] = slow_first(items, workers)
-    on_gpu = [item for item in items if "gpu" in item.keywords]
+    on_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if not on_gpu:
         return
     import torch
@@ -53,7 +53,8 @@ def slow_first(items: list, workers: int) -> list:
     """
     shares = [[] for _ in range(workers)]
     slow, others = (
-        [item for item in items if ("slow" in item.keywords) is wanted] for wanted in (True, False)
+        [item for item in items if bool(item.get_closest_marker("slow")) is wanted]
+        for wanted in (True, False)
     )
     for number, (_, of_file) in enumerate(itertools.groupby(slow, lambda item: item.path)):
         shares[number % workers] += of_file

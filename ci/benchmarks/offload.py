@@ -43,6 +43,9 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m ci.benchmarks.offload")
     for name, default in (("width", 7168), ("heads", 64), ("layers", 12), ("sequence", 2048)):
         parser.add_argument(f"--{name}", type=int, default=default, help="(default: %(default)s)")
+    parser.add_argument(
+        "--vocabulary", type=int, default=50257, help="token ids (default: %(default)s)"
+    )
     parser.add_argument("--batch", type=int, default=4, help="sequences (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=10, help="timed steps (default: %(default)s)")
     parser.add_argument(
@@ -106,7 +109,7 @@ def measure(way: str, options) -> tuple[float, float, float]:
 
 def build_model(options, device: torch.device) -> torch.nn.Module:
     config = GPT2Config(
-        vocab_size=50257,
+        vocab_size=options.vocabulary,
         n_positions=options.sequence,
         n_embd=options.width,
         n_head=options.heads,

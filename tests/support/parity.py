@@ -126,7 +126,7 @@ def together(
 
     ``prepare(model)`` is called before sharding, ``then(model)`` after it.
     """
-    mesh, run = nl.init(config), Run()
+    mesh, run, device = nl.init(config), Run(), runtime.current().device
     with nl.spmd.one_at_a_time(seed=0):
         model = build(family, **changes)
     model = nl.transform(model)
@@ -135,12 +135,13 @@ def together(
     then(model)
     updates = nl.shard_optimizer(adamw(model, rate), model)
     for step in range(steps):
-        mine = split(rows(step, tokens=tokens), mesh.data_ranks)[mesh.data_rank(rank)]
-        totals = torch.zeros(2, dtype=torch.float64)
+        batch = {key: value.to(device) for key, value in rows(step, tokens=tokens).items()}
+        mine = split(batch, mesh.data_ranks)[mesh.data_rank(rank)]
+        totals = torch.zeros(2, dtype=torch.float64, device=device)
         for batch in nl.accumulate(model, split(mine, accumulation)):
             loss = forward_and_backward(model, batch)
             targets = int((batch["labels"][:, 1:] != -100).sum())
-            totals += torch.tensor([loss.item() * targets, targets])
+            totals += totals.new_tensor([loss.item() * targets, targets])
         if step == 0:
             run.gradients = whole(model, gradient)
             run.norm = nl.clip_grad_norm_(model, float("inf"))
@@ -184,12 +185,12 @@ def gathered(value: torch.Tensor, cuts) -> torch.Tensor:
             lies += count
         dist.all_reduce(everything, group=runtime.current().group(cut.axis))
         value = everything
-    return value.clone()
+    return value.to("cpu", copy=True)
 
 
 def assembled(value: DTensor) -> torch.Tensor:
     """Assemble a DTensor; unlike full_tensor, also if two mesh dims shard one dim unevenly."""
-    whole = torch.zeros(value.shape, dtype=value.dtype)
+    whole = torch.zeros(value.shape, dtype=value.dtype, device=value.device)
     for piece, block in local_tensor_shards(value).items():
         whole[piece.slices_in(TensorShard.full(whole.shape))] = block
     for dim, place in enumerate(value.placements):
