@@ -396,7 +396,9 @@ def summarize(cells: Iterable[Cell]) -> str:
     by_result = defaultdict(list)
     for cell in cells:
         by_result[cell.result].append(cell.kind)
-    if not by_result or set(by_result) == {"none"}:
+    if not by_result:
+        return "?"
+    if set(by_result) == {"none"}:
         return "–"
     if len(by_result) == 1:
         return _shown(next(iter(by_result)))
@@ -452,7 +454,7 @@ def render(cells: Iterable[Cell]) -> str:
         "- **equal**: loss and gradients are those of one process.",
         "- **refused**: nearlinear rejects the combination before the first step, with the reason.",
         "- **WRONG**, **CRASH**: faults, listed below.",
-        "- **–**: not applicable.",
+        "- **–**: not applicable. **?**: not measured.",
         "",
     ]  # fmt: skip
     for technique in names:
