@@ -321,7 +321,7 @@ class Unpredictable(transformers.Qwen2ForCausalLM):
     """A model of which one process cannot be compared: its forward pass draws numbers."""
 
     def forward(self, *args, **kwargs):
-        output = super().forward(*args, **kwargs)
+        output: Any = super().forward(*args, **kwargs)
         output.loss = output.loss * torch.rand(())
         return output
 
