@@ -271,7 +271,7 @@ def _run(
         if isinstance(cause, NearlinearError) and not isinstance(cause, RankError):
             return "refused", " ".join(str(cause).split())
         if isinstance(cause, TimeoutError) or cause is None:
-            return "crash", f"{HANG} {CELL_SECONDS:g} s: {' '.join(str(error).split())[:160]}"
+            return "crash", f"{HANG} {CELL_SECONDS:g} s: {str(error).partition(chr(10))[0]}"
         return "crash", _describe_error(cause)
 
 
