@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...checkpoint.index import TensorShard, local_tensor_shards
+from ...checkpoint.shards import TensorShard, local_tensor_shards
 from ...config.moe import MoEConfig
 from ...config.parallel import ParallelConfig
 from ...config.train import TrainConfig
