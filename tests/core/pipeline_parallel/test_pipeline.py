@@ -473,3 +473,18 @@ def test_clip_grad_norm_of_parameters_on_one_stage():
     alone(**families.batch(0, 8)).loss.backward()
     expected = alone.model.embed_tokens.weight.grad.norm().item()
     assert nl.spmd.run(run, 2, timeout=60) == pytest.approx([expected] * 2, abs=1e-5)
+
+
+def test_a_composite_of_several_models_raises():
+    """The config of an image and text model has the widths of both in configs of their own."""
+    text = parity.FAMILIES["llama"][1] | {"model_type": "persimmon"}
+    config = transformers.FuyuConfig(text_config=text, patch_size=2, num_channels=3)
+
+    def run(rank):
+        nl.init({"pipeline_parallel_degree": 2})
+        with nl.spmd.one_at_a_time(seed=0):
+            model = transformers.FuyuForCausalLM(config)
+        nl.pipeline(model)
+
+    with pytest.raises(RankError, match="no hidden_size, but those of several models"):
+        nl.spmd.run(run, 2)

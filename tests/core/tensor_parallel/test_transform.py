@@ -417,6 +417,13 @@ def test_transform_rejects_indivisible_models_with_the_reason():
     sizes = {"vocab_size": 97, "d_model": 16, "n_layers": 1, "n_heads": 2, "resid_pdrop": 0.1}
     message = transform_error(lambda: transformers.MptForCausalLM(transformers.MptConfig(**sizes)))
     assert "resid_pdrop = 0.1" in message and "Set it to 0" in message
+
+    def sparse():
+        model = parity.build("llama")
+        model.model.layers[1].mlp.activation_sparsity = 0.95  # as in Gemma 3n
+        return model
+
+    assert "model.layers.1.mlp of LlamaForCausalLM keeps the largest" in transform_error(sparse)
     message = transform_error(lambda: parity.build("llama"), times=2)
     assert "transformed already" in message
 

@@ -143,6 +143,8 @@ def _check_losses(model: HuggingFaceModel) -> None:
 def _derive_split(model: HuggingFaceModel, head: str) -> ModelSplit:
     """Find the modules before and after the blocks by a forward pass without any of them."""
     names = {module: name for name, module in model.named_modules()}
+    if not hasattr(model.config, "hidden_size"):
+        raise _indivisible(model, "its config has no hidden_size, but those of several models")
     blocks = find_blocks(model)
     base, _, stack = names[blocks[0]].rpartition(".")[0].rpartition(".")
     holder = model.get_submodule(base)

@@ -61,6 +61,12 @@ def check_model(model: HuggingFaceModel, plan: TensorParallelPlan | None, mesh: 
         for name in expand(model, pattern):
             width = _outputs(model, name, pattern in plan.transposed) if plan else 0
             _check_divides(degree, width // parts, f"the width of {name}")
+    for name, module in model.named_modules():
+        if getattr(module, "activation_sparsity", 0.0):
+            raise ConfigError(
+                f"{KEY} > 1: {name} of {type(model).__name__} keeps the largest activations only, "
+                f"by statistics over columns of which every rank has a part; {_REMEDY}."
+            )
     vocabulary = model.get_input_embeddings().weight.shape[0]
     if model.get_output_embeddings().weight.shape[0] != vocabulary:
         raise ConfigError(
