@@ -76,7 +76,7 @@ class Trials:
 
     def run(self, flips: int, indexes: int) -> Report:
         """Run all trials on one rank."""
-        nl.spmd.run(self._run, 1, args=(flips, indexes))
+        nl.spmd.run(self._run, 1, args=(flips, indexes), timeout=24 * 3600)
         return self.report
 
     def _run(self, rank: int, flips: int, indexes: int) -> None:
