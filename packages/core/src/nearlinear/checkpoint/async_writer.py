@@ -140,7 +140,7 @@ class PendingSave:
         """Reason why the save failed, or ""."""
         self.error_raised: bool = False
         """True once `wait` has raised the error."""
-        self.pace = Pace()
+        self.pace: Pace = Pace()
         """Speed limit of the writing threads, lifted once somebody waits."""
         self._deadline: float | None = None
         self._dead_rank: int | None = None
