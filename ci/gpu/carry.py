@@ -19,10 +19,13 @@ SITE = "site"
 WHEELS = (
     "megatron-fsdp==0.6.1",
     "torchtitan==0.2.2",  # the release of torch 2.11's time
-    *("torchdata==0.11.0", "datasets==5.2.0", "dill==0.4.1", "multiprocess==0.70.19",
-      "tyro==1.0.17", "docstring-parser==0.18.0", "typeguard==4.5.2"),  # needs of torchtitan
+    *("torchdata==0.11.0", "tyro==1.0.17", "docstring-parser==0.18.0",
+      "typeguard==4.5.2"),  # needs of torchtitan, but for datasets: its tables are too large
     *("hjson==3.1.0", "pydantic==2.14.4", "pydantic-core==2.50.5", "annotated-types==0.8.0",
-      "typing-inspection==0.4.5"),  # needs of DeepSpeed
+      "typing-inspection==0.4.5", "einops==0.8.2"),  # needs of DeepSpeed
+    *("matplotlib==3.11.2", "contourpy==1.3.3", "kiwisolver==1.5.1", "pillow==13.0.0",
+      "fonttools==4.68.0", "cycler==0.12.1", "pyparsing==3.3.3", "python-dateutil==2.9.0.post0",
+      "six==1.17.0"),  # pictures of profiles
     "torchao==0.18.0",  # float8 products, 8-bit optimizer states
     "msgspec==0.21.0",  # JSON lines of data_prep, in tests marked gpu
 )  # fmt: skip
