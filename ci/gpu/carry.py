@@ -22,7 +22,8 @@ WHEELS = (
     *("torchdata==0.11.0", "tyro==1.0.17", "docstring-parser==0.18.0",
       "typeguard==4.5.2"),  # needs of torchtitan, but for datasets: its tables are too large
     *("hjson==3.1.0", "pydantic==2.14.4", "pydantic-core==2.50.5", "annotated-types==0.8.0",
-      "typing-inspection==0.4.5", "einops==0.8.2"),  # needs of DeepSpeed
+      "typing-inspection==0.4.5", "einops==0.8.2", "msgpack==1.2.4",
+      "py-cpuinfo==9.0.0"),  # needs of DeepSpeed
     *("matplotlib==3.11.2", "contourpy==1.3.3", "kiwisolver==1.5.1", "pillow==13.0.0",
       "fonttools==4.68.0", "cycler==0.12.1", "pyparsing==3.3.3", "python-dateutil==2.9.0.post0",
       "six==1.17.0"),  # pictures of profiles
