@@ -88,6 +88,10 @@ SUPPORTED_ARGUMENTS = (
 )
 
 
+class MissingAttribute(ConfigError, AttributeError):
+    """An attribute that a mask has not: an error of the user's config, and False to `hasattr`."""
+
+
 class OpaqueMask:
     """Base of masks that a model may only pass on: every operation on them raises ConfigError."""
 
@@ -98,7 +102,7 @@ class OpaqueMask:
     def __getattr__(self, name: str):
         if name.startswith("__"):
             raise AttributeError(name)
-        raise changed_mask(name)
+        raise MissingAttribute(str(changed_mask(name)))
 
 
 def _refuse(name: str):

@@ -208,7 +208,8 @@ class Boundary(PassThrough):
     """Replaces the first block of the model, the last one or both.
 
     The first block of later stages returns the received hidden states. The last block of earlier
-    stages keeps those to send.
+    stages keeps those to send, and returns zeros of the whole batch to the rest of ``forward``:
+    tensor ranks have rows of hidden states, which GPT-2 would view as (B, S, E).
     """
 
     def __init__(
@@ -223,6 +224,7 @@ class Boundary(PassThrough):
             hidden = self.state.received
         if self.is_last:
             self.state.result = hidden
+            hidden = hidden.new_zeros(()).expand(*self.state.shape, hidden.shape[-1])
         return super().forward(hidden)
 
 
@@ -245,6 +247,8 @@ class StageState:
     """Called with (micro-batch index, model output) on the last stage, which returns the result."""
     index: int = 0
     """Index of the current micro-batch."""
+    shape: tuple[int, int] = (0, 0)
+    """(B, S) of the current micro-batch."""
     received: torch.Tensor | None = None
     """Hidden states from the previous stage, during a forward pass."""
     result: torch.Tensor | None = None
@@ -290,7 +294,7 @@ def _stage_arguments(stage: nn.Module, state: StageState) -> dict[str, Any]:
     Later stages get zeros in place of embeddings, see `Boundary`.
     """
     arguments = forward_transforms(stage).enter((), dict(state.micro_batches[state.index]))
-    shape = _batch_shape(arguments)
+    state.shape = shape = _batch_shape(arguments)
     excluded = (() if state.is_first else FIRST_STAGE_ARGUMENTS) + (
         () if state.is_last else LAST_STAGE_ARGUMENTS
     )
