@@ -56,7 +56,7 @@ def hang(ranks: RankProcesses, folder: Path) -> None:
 
 DEAD = (
     r"\(host \S+\) (died \(process \d+ has ended\)|sent no heartbeat for \d+ s and is probably "
-    r'dead); its last operation was "step \d+, .*, \d+ s ago. Check its log'
+    r'dead); its last operation was "(after )?step \d+.*, \d+ s ago. Check its log'
 )
 FAULTS = {
     kill: f"rank 1 {DEAD}",

@@ -330,7 +330,6 @@ LONG = "a" * 64
         ),
         ({"environment": {"PET_NNODES": "1"}}, "job.environment.PET_NNODES", "remove"),
         ({"environment": {"RANK": "0"}}, "job.environment.RANK", "remove"),
-        ({"environment": {"A": "\0"}}, "job.environment.A", "remove the character"),
         ({"output": "s3://a/b"}, "job.output", "checkpoint_claim"),
         ({"checkpoints": "s3://a/b"}, "job.checkpoints", "checkpoint_claim"),
         ({"spot": True}, "job.spot", "remove"),

@@ -243,7 +243,6 @@ def test_failing_task_fails_the_script(small_run, scheduler, tmp_path):
         ({"environment": {"RANK": "0"}}, "job.environment.RANK", "remove"),
         ({"environment": {"SLURM_PROCID": "0"}}, "job.environment.SLURM_PROCID", "remove"),
         ({"environment": {"LOCAL_RANK": "0"}}, "job.environment.LOCAL_RANK", "remove"),
-        ({"environment": {"A": "\0"}}, "job.environment.A", "remove the character"),
         ({"output": "s3://a/b"}, "job.output", "run.folder"),
         ({"checkpoints": "s3://a/b"}, "job.checkpoints", "run.folder"),
         ({"spot": True}, "job.spot", "remove"),

@@ -9,8 +9,8 @@ import nearlinear as nl
 PACKAGE = Path(nl.__file__).parent
 
 MAX_LINES = 60
-MAX_FILES = 20
-MAX_FILES_OF_TRAINER = 4
+MAX_FILES = 22
+MAX_FILES_OF_TRAINER = 5
 ONLY_WITH_THREADS = {"distributed/thread_backend.py"}
 """Process group of ranks that are threads; ranks on a cluster are processes."""
 
@@ -40,6 +40,6 @@ def files_of_a_step(rank: int, config: dict) -> set[str]:
 def test_step_of_two_replicas_and_two_shards_enters_few_files(small_run):
     config = small_run | {"parallel": {"hybrid_shard_degree": 2}}
     files = set.union(*nl.spmd.run(files_of_a_step, 4, args=(config,)))
-    assert len(files) <= MAX_FILES, sorted(files)
+    assert len(files) <= MAX_FILES, " ".join(sorted(files))
     of_trainer = {file for file in files if file.startswith("train/")}
     assert len(of_trainer) <= MAX_FILES_OF_TRAINER, sorted(of_trainer)

@@ -134,11 +134,6 @@ class StopSignal:
         self._pipe: tuple[int, int] | None = None
         self._previous_wakeup = -1
 
-    @property
-    def received(self) -> bool:
-        """True after a signal."""
-        return self.number > 0
-
     def install(self) -> None:
         """Start to catch the signals. Ranks that are threads leave them to their process.
 

@@ -292,7 +292,7 @@ class Trainer:
 
         # flags of one rank reach all ranks, so that all act on them after the same step
         flags = self.checkpoints.flags() if self.checkpoints else (False, False)
-        totals[2:] = totals.new_tensor([self.stop_signal.received, *flags])
+        totals[2:] = totals.new_tensor([self.stop_signal.number > 0, *flags])
         sums, step.by_rank = sum_and_gather(totals, self._rank_metrics(step))
         self.stopping = sums[2] > 0
         if self.checkpoints:
