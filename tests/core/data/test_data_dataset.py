@@ -129,7 +129,7 @@ def test_large_splits_are_checked_by_size_and_log_one_line(folder, monkeypatch, 
     with caplog.at_level(logging.INFO, "nearlinear.data"):
         for _ in range(3):
             TokenDataset(folder, sequence_length=8)
-    assert len(caplog.records) == 1 and "data_prep verify" in caplog.text
+    assert len(caplog.records) == 1 and "nearlinear data verify" in caplog.text
     (folder / "train/shard-00001.bin").write_bytes(b"xx")
     with pytest.raises(DataError, match="shard-00001.bin is truncated"):
         TokenDataset(folder, sequence_length=8)
