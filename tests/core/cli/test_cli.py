@@ -99,6 +99,7 @@ def test_env_prints_versions_and_no_secrets():
         (["optimizer.lr=nan"], "optimizer.lr = nan"),
         (["optimizer.beta1=1.5"], "optimizer.beta1 = 1.5: must be from 0 to 1"),
         (["batch.micro_batch_size=1e30"], "must be at most 2^62"),
+        (["batch.micro_batch_size=1e10"], "more than 2^31 samples"),
         (["run.folder=/proc/nowhere"], "run.folder = /proc/nowhere cannot be written"),
         (["run.peak_tflops=-1"], "run.peak_tflops = -1.0"),
         (["parallel.communication_backend=mpi"], "Allowed here: auto, nearlinear, gloo"),

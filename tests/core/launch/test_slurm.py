@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from ci.emulation import slurm as real
+from nearlinear.errors import ConfigError
 from nearlinear.launch import slurm, spec
 
 SRUN = """\
@@ -257,6 +258,11 @@ def test_failing_task_fails_the_script(small_run, scheduler, tmp_path):
 def test_problem_names_field_and_remedy(changes, where, fix):
     (problem,) = slurm.check_slurm_job(on_cpus({}, **changes))
     assert problem.field == where and fix in problem.remedy
+
+
+def test_environment_of_every_backend_refuses_nul():
+    with pytest.raises(ConfigError, match="job.environment.A = .*must not contain .* NUL"):
+        on_cpus({}, environment={"A": "\0"})
 
 
 @pytest.mark.parametrize(

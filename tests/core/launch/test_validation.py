@@ -131,14 +131,7 @@ SEEDED = [
 
 @pytest.mark.parametrize(("changes", "where", "fix"), SEEDED)
 def test_problem_names_field_and_remedy(changes, where, fix):
-    found = good()
-    for path, value in changes.items():
-        holder, last = at(found, path)
-        if value is GONE:
-            del holder[last]
-        else:
-            holder[last] = value
-    named = find_problems(found, *job_and_config())
+    named = find_problems(changed(changes), *job_and_config())
     assert named and all(where in problem.field for problem in named), named
     assert any(fix in problem.remedy for problem in named), named
 

@@ -5,7 +5,6 @@ one line on stderr and exit code 2; ``--debug`` adds the traceback.
 """
 
 import argparse
-import difflib
 import logging
 import os
 import sys
@@ -15,6 +14,7 @@ from typing import Any
 
 from .. import __version__
 from ..checkpoint import cli as checkpoint_cli
+from ..config.schema import did_you_mean
 from ..errors import NearlinearError, RankFailure
 from ..launch import cli as launch_cli
 from ..planner import cli as plan_cli
@@ -70,8 +70,7 @@ class _Parser(argparse.ArgumentParser):
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
             known = [str(choice) for choice in action.choices]
-            close = difflib.get_close_matches(str(value), known, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else f"choose from {', '.join(known)}"
+            hint = did_you_mean(str(value), known) or f"choose from {', '.join(known)}"
             raise argparse.ArgumentError(action, f"unknown value {value!r}: {hint}")
 
 

@@ -44,15 +44,22 @@ def _gpt2(width: int, layers: int, heads: int, context: int) -> Architecture:
     }
 
 
+def _hidden_sizes(width: int, layers: int, heads: int) -> dict[str, int]:
+    """Return the sizes of blocks whose inner width is four times that of the hidden states."""
+    return {
+        "hidden_size": width,
+        "intermediate_size": 4 * width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+    }
+
+
 def _neox(width: int, layers: int, heads: int, context: int) -> Architecture:
     return {
         "family": "gpt_neox",
         "context": context,
         "shape": {
-            "hidden_size": width,
-            "intermediate_size": 4 * width,
-            "num_hidden_layers": layers,
-            "num_attention_heads": heads,
+            **_hidden_sizes(width, layers, heads),
         },
     }
 
@@ -91,10 +98,7 @@ def _bert(width: int, layers: int, heads: int, context: int) -> Architecture:
         "family": "bert",
         "context": context,
         "shape": {
-            "hidden_size": width,
-            "intermediate_size": 4 * width,
-            "num_hidden_layers": layers,
-            "num_attention_heads": heads,
+            **_hidden_sizes(width, layers, heads),
             "hidden_dropout_prob": 0.0,
             "attention_probs_dropout_prob": 0.0,
             "pad_token_id": None,  # an attention mask excludes padding

@@ -17,6 +17,7 @@ import textwrap
 import tomllib
 import types
 import typing
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
@@ -65,12 +66,23 @@ def build(cls, data, where: str = "", nearby=()):
     return cls(**values)
 
 
+def did_you_mean(value: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """Return a question with the nearest of the ``known`` values, or "" if none is near.
+
+    Args:
+        value: A value that is not known.
+        known: The known values.
+        cutoff: Similarity from which a value is near, see `difflib.get_close_matches`.
+    """
+    close = difflib.get_close_matches(value, list(known), n=1, cutoff=cutoff)
+    return f"did you mean {close[0]!r}?" if close else ""
+
+
 def unknown_key(key, where: str, known) -> ConfigError:
     """Build the error for an unknown key, with the nearest known key."""
     known = sorted(known)
-    close = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
     place = f" in [{where}]" if where else ""
-    hint = f"did you mean {close[0]!r}?" if close else f"known keys: {', '.join(known)}"
+    hint = did_you_mean(str(key), known, cutoff=0.5) or f"known keys: {', '.join(known)}"
     return ConfigError(f"unknown key {shown(key)}{place}: {hint}")
 
 
@@ -172,8 +184,8 @@ def coerce(value: typing.Any, kind: typing.Any, key: str, text_limit: int = MAX_
         if value in options and type(value) in {type(o) for o in options}:
             return value
         allowed = ", ".join(json.dumps(o) for o in options)
-        close = difflib.get_close_matches(str(value), [str(o) for o in options], n=1)
-        hint = f" (did you mean {close[0]!r}?)" if close else ""
+        nearest = did_you_mean(str(value), map(str, options))
+        hint = f" ({nearest})" if nearest else ""
         raise ConfigError(f"{key} = {shown(value)}: allowed are {allowed}{hint}")
     if dataclasses.is_dataclass(kind):
         same = isinstance(value, typing.cast(type, kind))

@@ -12,13 +12,13 @@ training, warm pools and EFA, 2026-11.
 
 from __future__ import annotations
 
-import difflib
 import functools
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from ...config.schema import did_you_mean
 from ...data.open import CHANNEL
 from ...errors import ConfigError
 from ...hardware import find_instance_type
@@ -123,9 +123,8 @@ def _check_text(value: str, shape: Any, field: str) -> Iterator[Problem]:
 def _suggest(value: str, known: Iterable[str]) -> str:
     """Return the nearest of the ``known`` names, or a list of them."""
     known = list(known)
-    close = difflib.get_close_matches(value, known, n=1, cutoff=0.6)
-    if close:
-        return f"did you mean {close[0]!r}?"
+    if nearest := did_you_mean(value, known):
+        return nearest
     if len(known) < _MAX_LISTED_NAMES:
         return f"allowed are {', '.join(known)}"
     return f"allowed are {len(known)} names, such as {', '.join(known[:3])}"
