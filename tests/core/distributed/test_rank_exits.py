@@ -78,7 +78,7 @@ from nearlinear.train.checkpoint_manager import StopSignal
 stop = StopSignal()
 stop.install()
 print("ready", flush=True)
-while not stop.received:
+while not stop.number:
     time.sleep(0.01)
 print("received", stop.number, flush=True)
 time.sleep(60)
