@@ -1,6 +1,7 @@
 """`spmd.run` on threads and processes: results, failures, timeouts, and messages."""
 
 import os
+import signal
 import sys
 import threading
 import time
@@ -104,6 +105,52 @@ def test_error_names_killed_process_and_signal():
 
     with pytest.raises(nl.spmd.RankError, match="rank 1 of 3 failed: .* by signal 9"):
         nl.spmd.run(work, 3, processes=True, timeout=120)
+
+
+def _surroundings(rank):
+    """Return the process that imported torch, a variable, and the working directory."""
+    with open(f"/proc/{os.getppid()}/stat") as status:
+        starter = int(status.read().rpartition(")")[2].split()[1])
+    return starter, os.environ.get("OF_THIS_TEST"), os.getcwd()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_processes_of_later_runs_see_the_current_environment_and_folder(monkeypatch, tmp_path):
+    (first, *_), _ = nl.spmd.run(_surroundings, 2, processes=True)
+    monkeypatch.chdir(tmp_path)
+    assert nl.spmd.run(_surroundings, 1, processes=True) == [(first, None, str(tmp_path))]
+    monkeypatch.setenv("OF_THIS_TEST", "set")
+    (other, *values), _ = nl.spmd.run(_surroundings, 2, processes=True)
+    assert other != first and values == ["set", str(tmp_path)]
+
+
+def _runs(process: int) -> bool:
+    try:
+        with open(f"/proc/{process}/stat") as status:
+            return status.read().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_interrupted_run_leaves_no_process(tmp_path):
+    def work(rank):
+        (tmp_path / str(rank)).write_text(str(os.getpid()))
+        time.sleep(60)
+
+    def interrupt():
+        while len(list(tmp_path.iterdir())) < 2:
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt).start()
+    with pytest.raises(KeyboardInterrupt):
+        nl.spmd.run(work, 2, processes=True)
+    left = [int(path.read_text()) for path in tmp_path.iterdir()]
+    deadline = time.monotonic() + 20
+    while any(map(_runs, left)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(map(_runs, left))
 
 
 @pytest.fixture

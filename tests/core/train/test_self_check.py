@@ -41,16 +41,23 @@ def differences(rank, family, parallel, kinds=("plain",), **changes):
     return compare.compare(kind, small, config, kinds)
 
 
+TESTED = [
+    ("gpt2", 4, TENSOR | CONTEXT),
+    ("gpt_neox", 4, TENSOR | PIPELINE),
+    ("llama", 4, CONTEXT | PIPELINE),
+    ("llama_tied", 4, TENSOR | {"hybrid_shard_degree": 1}),
+    ("mistral", 4, TENSOR | CONTEXT),
+    ("mixtral", 4, TENSOR | EXPERT),
+]
+
+
+def test_only_tested_families_skip_the_check():
+    assert {full_config(family).model_type for family, *_ in TESTED} == check.TESTED_FAMILIES
+
+
 @pytest.mark.parametrize(
     ("family", "ranks", "parallel"),
-    [
-        ("gpt2", 4, TENSOR | CONTEXT),
-        ("gpt_neox", 4, TENSOR | PIPELINE),
-        ("llama", 4, CONTEXT | PIPELINE),
-        ("llama_tied", 4, TENSOR | {"hybrid_shard_degree": 1}),
-        ("mistral", 4, TENSOR | CONTEXT),
-        ("mixtral", 4, TENSOR | EXPERT),
-    ],
+    TESTED,
     ids=lambda value: value if isinstance(value, str) else None,
 )
 def test_tested_families_equal_one_process(family, ranks, parallel):

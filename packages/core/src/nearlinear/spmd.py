@@ -5,9 +5,10 @@ in a notebook cell) or, with ``processes=True``, as processes over gloo, as on a
 share one random generator and one address space: build models inside ``with one_at_a_time():`` or
 with `nearlinear.deferred_init`, which takes the same lock.
 
-Processes are slower to start than threads and run exactly the code of a cluster. They are children
-of one fresh interpreter (`distributed.rank_worker`) instead of this process, since a fork of a
-process that has used its thread pools can hang. When one rank fails, the others are stopped.
+Processes run exactly the code of a cluster. They are forks of a second interpreter
+(`distributed.rank_worker`) instead of this process, since a fork of a process that has used its
+thread pools can hang. That interpreter imports torch once and serves later calls, too, until it has
+been idle for some minutes. When one rank fails, the others are stopped.
 
 Example::
 
@@ -146,40 +147,106 @@ def _run_session(folder: Path, ranks: int, timeout: float, backend: str) -> list
         **os.environ,
         **loopback_variables(),
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks),
     }
-    command = [sys.executable, "-m", "nearlinear.distributed.rank_worker"]
-    command += [str(folder), str(os.getpid()), backend, str(timeout), *_imported_models()]
     for rank in range(ranks):
         (folder / f"output-{rank}").touch()
-    with open(folder / "output", "wb") as output:
-        starter = subprocess.Popen(
-            command,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,  # so that all ranks can be killed with it
-        )
+    request = {
+        "folder": str(folder),
+        "workdir": os.getcwd(),
+        "ranks": ranks,
+        "backend": backend,
+        "timeout": timeout,
+        "modules": _imported_libraries(),
+    }
+    starter = _take_starter(environment)
     try:
-        starter.wait()
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(starter.pid, signal.SIGKILL)
-        starter.wait()
+        starter.run(request)
+    except BaseException:
+        starter.kill()
+        raise
+    _keep_starter(starter)
     if not (folder / "codes").exists():
         said = (folder / "output").read_text(errors="replace")
-        code = starter.returncode
-        raise NearlinearError(
-            f"the process that starts the ranks ended with code {code}: {said[-2000:]}"
-        )
+        raise NearlinearError(f"the process that starts the ranks failed: {said[-2000:]}")
     return json.loads((folder / "codes").read_text())
 
 
-def _imported_models() -> list[str]:
-    """List transformers' model modules that this process has imported; the ranks need them too."""
-    return [name for name in sys.modules if name.startswith("transformers.models.")]
+class _Starter:
+    """A second interpreter that runs sessions of ranks, one after another (`rank_worker`)."""
+
+    def __init__(self, environment: dict[str, str]):
+        self.environment = environment
+        self._session: int | None = None
+        self._output = tempfile.TemporaryFile()
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "nearlinear.distributed.rank_worker", str(os.getpid())],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._output,
+            start_new_session=True,  # a Ctrl-C of the terminal reaches this process only
+            text=True,
+        )
+
+    def serves(self, environment: dict[str, str]) -> bool:
+        """Return True if the process runs and has imported its libraries in ``environment``."""
+        ours, theirs = ({**e, "PYTEST_CURRENT_TEST": ""} for e in (environment, self.environment))
+        return ours == theirs and self._process.poll() is None
+
+    def run(self, request: dict[str, Any]) -> None:
+        """Run a session to its end. The ranks and all their children have ended then."""
+        requests, replies = self._process.stdin, self._process.stdout
+        assert requests and replies
+        with suppress(BrokenPipeError):
+            requests.write(json.dumps(request) + "\n")
+            requests.flush()
+        started = replies.readline()
+        if not started:
+            code = self._process.wait()
+            self._output.seek(0)
+            said = self._output.read().decode(errors="replace")
+            raise NearlinearError(
+                f"the process that starts the ranks ended with code {code}: {said[-2000:]}"
+            )
+        self._session = int(started)
+        replies.readline()
+        self._session = None
+
+    def kill(self) -> None:
+        """Stop the process and a session that is running."""
+        for group in filter(None, (self._session, self._process.pid)):
+            with suppress(ProcessLookupError):
+                os.killpg(group, signal.SIGKILL)
+        self._process.communicate()
+
+
+_idle_starter: list[_Starter] = []
+os.register_at_fork(after_in_child=_idle_starter.clear)
+
+
+def _take_starter(environment: dict[str, str]) -> _Starter:
+    """Return the idle starter, or a new one if ``environment`` has changed since its start."""
+    with suppress(IndexError):
+        starter = _idle_starter.pop()
+        if starter.serves(environment):
+            return starter
+        starter.kill()
+    return _Starter(environment)
+
+
+def _keep_starter(starter: _Starter) -> None:
+    """Keep ``starter`` for the next call: one per process, as it holds some memory."""
+    # the kernel ends it with the thread that started it
+    if threading.current_thread() is threading.main_thread() and not _idle_starter:
+        _idle_starter.append(starter)
+    else:
+        starter.kill()
+
+
+def _imported_libraries() -> list[str]:
+    """List the modules that are slow to import, that ranks need too, and that nobody edits."""
+    names = ("nearlinear.", "transformers.models.")
+    return [name for name in sorted(sys.modules) if name.startswith(names)]
 
 
 def _raise_first_failure(

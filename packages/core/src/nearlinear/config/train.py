@@ -257,8 +257,8 @@ class LoopConfig:
     """compile all blocks with torch.compile as one graph; the first step takes longer"""
     self_check: Literal["auto", "always", "off"] = "auto"
     """before the first step, compare a small twin of the model in this layout with one process, and
-    refuse a layout that differs: for families other than those of the presets (auto), all, or
-    none; results are cached"""
+    refuse a layout that differs: for families other than GPT-2, GPT-NeoX, Llama, Mistral and
+    Mixtral (auto), all, or none; results are cached"""
     eval_every: int = 50
     """steps between evaluations on held-out tokens; 0 = only at the end"""
     eval_sequences: int = 256

@@ -1,7 +1,8 @@
 """Processes of `nearlinear.spmd.run(processes=True)`: the starter and the ranks that it forks.
 
-Importing torch and models takes longer than many runs. The starter imports them once; the ranks
-are forks of it, made before it has used any of them.
+Importing torch and models takes longer than many runs. The starter imports them once. It reads
+requests from its standard input, one JSON object a line, and forks a session for each, which forks
+the ranks. The starter itself never uses what it has imported, so that its forks are safe.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import json
 import multiprocessing
 import os
 import pickle
+import select
+import signal
 import sys
 import time
 import traceback
@@ -23,27 +26,69 @@ from . import process_exit
 from .runtime import register_backend
 
 PRELOADED = ["torch.distributed.fsdp", "torch.distributed.tensor"]
-EXIT_GRACE = 3.0  # seconds for the other ranks to notice a dead one themselves
+EXIT_GRACE = 3.0
+"""Seconds for the other ranks to notice a dead one themselves."""
+IDLE_LIMIT = 300.0
+"""Seconds without a request after which the starter ends."""
+
+# on other systems than Linux, libraries may not survive a fork
+_context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
 
 
-def start_ranks(folder: Path, backend: str, timeout: float, modules: list[str]) -> None:
+def serve() -> None:
+    """Run the sessions that standard input asks for, until it ends or has been idle for long.
+
+    Replies with two lines to each request: the process id of the session, and its end.
+    """
+    import_libraries(PRELOADED)
+    while select.select([sys.stdin], [], [], IDLE_LIMIT)[0]:
+        line = sys.stdin.readline()
+        if not line:
+            return
+        request = json.loads(line)
+        import_libraries(request.pop("modules"))
+        session = _context.Process(target=run_session, args=(os.getpid(),), kwargs=request)
+        session.start()
+        print(session.pid, flush=True)
+        session.join()
+        print("ended", flush=True)
+
+
+def import_libraries(names: list[str]) -> None:
+    """Import modules before the fork. A rank that needs a missing one raises the error."""
+    for name in names:
+        with suppress(ImportError):
+            import_module(name)
+
+
+def run_session(
+    parent: int, folder: str, workdir: str, ranks: int, backend: str, timeout: float
+) -> None:
     """Start the ranks, wait for them, and write their exit codes to ``folder``."""
     deadline = time.monotonic() + timeout
-    for name in [*PRELOADED, *modules]:
-        with suppress(ImportError):  # a rank that needs it raises the error
-            import_module(name)
-    # on other systems than Linux, libraries may not survive a fork
-    fork = sys.platform == "linux"
-    context = multiprocessing.get_context("fork") if fork else multiprocessing.get_context("spawn")
-    ranks = [
-        context.Process(target=run_rank, args=(rank, folder, backend, os.getpid()))
-        for rank in range(int(os.environ["WORLD_SIZE"]))
+    os.setsid()  # so that all ranks and their children can be killed together
+    process_exit.end_with_parent(parent)
+    redirect_output(Path(folder) / "output")
+    os.chdir(workdir)
+    os.environ |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    processes = [
+        _context.Process(target=run_rank, args=(rank, Path(folder), backend, os.getpid()))
+        for rank in range(ranks)
     ]
-    for rank in ranks:
-        rank.start()
-    wait_for_ranks(ranks, deadline)
-    codes = [rank.exitcode for rank in ranks]
-    (folder / "codes").write_text(json.dumps(codes))
+    for process in processes:
+        process.start()
+    wait_for_ranks(processes, deadline)
+    partial = Path(folder) / ".codes"
+    partial.write_text(json.dumps([process.exitcode for process in processes]))
+    partial.rename(partial.with_name("codes"))
+    os.killpg(os.getpgrp(), signal.SIGKILL)
+
+
+def redirect_output(file: Path) -> None:
+    """Send standard output and standard error of this process to ``file``."""
+    output = os.open(file, os.O_WRONLY | os.O_CREAT)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
 
 
 def wait_for_ranks(ranks: Sequence[BaseProcess], deadline: float) -> None:
@@ -60,9 +105,7 @@ def wait_for_ranks(ranks: Sequence[BaseProcess], deadline: float) -> None:
 def run_rank(rank: int, folder: Path, backend: str, parent: int) -> None:
     """Run one rank from start to exit, its output redirected to a file."""
     process_exit.end_with_parent(parent)
-    output = os.open(folder / f"output-{rank}", os.O_WRONLY)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
+    redirect_output(folder / f"output-{rank}")
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     status = call_function(folder, backend)
     sys.stdout.flush()
@@ -94,7 +137,5 @@ def call_function(folder: Path, backend: str) -> int:
 
 
 if __name__ == "__main__":
-    folder, parent, backend, timeout, *modules = sys.argv[1:]
-    process_exit.end_with_parent(int(parent))
-    start_ranks(Path(folder), backend, float(timeout), modules)
-    os._exit(0)  # the process that waits for this one kills ranks that are still running
+    process_exit.end_with_parent(int(sys.argv[1]))
+    serve()
