@@ -5,14 +5,16 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import multiprocessing
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterable
+from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 
 from .mutations import Mutation, sample
@@ -23,6 +25,11 @@ TABLE = ROOT / "packages/core/docs/mutants.md"
 RESULTS = ROOT / "artifacts/mutants.jsonl"
 COPIED = ("packages/core/src", "packages/collectives/src", "tests", "ci", "data_prep",
           "pyproject.toml")  # fmt: skip
+PRELOADED = ("pytest", "torch.distributed.fsdp", "torch.distributed.tensor", "hypothesis", "moto",
+             "transformers.models.gpt2.modeling_gpt2", "transformers.models.llama.modeling_llama",
+             "transformers.models.mixtral.modeling_mixtral")  # fmt: skip
+"""Modules that many tests import. Each run of tests is a fork that has them."""
+
 KILLED, SURVIVED, TIMEOUT = "killed", "survived", "timeout"
 TIMEOUT_FACTOR, TIMEOUT_EXTRA = 3.0, 60.0
 """A mutant may take this many times the seconds of the unchanged module, and more seconds."""
@@ -49,31 +56,35 @@ class TestRuns:
                 shutil.copy(source, target)
 
     def run(self, tests: list[str], timeout: float) -> tuple[str, float]:
-        """Return the result of the tests, which stop at the first failure, and the seconds."""
-        paths = [str(self.copy / part) for part in (*COPIED[:2], ".")]
-        environment = os.environ | {
-            "PYTHONPATH": os.pathsep.join(paths),
-            "PYTHONDONTWRITEBYTECODE": "1",
-            "OMP_NUM_THREADS": "1",
-        }
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
+        """Return the result of the tests, which stop at the first failure, and the seconds.
+
+        They run in a fork of this process, which has imported the libraries and nothing of ours.
+        """
         begin = time.monotonic()
-        with subprocess.Popen(
-            [*command, *(f"{TESTS}/{name}" for name in tests)],
-            cwd=self.copy,
-            env=environment,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        ) as process:
-            try:
-                code = process.wait(timeout)
-            except subprocess.TimeoutExpired:
-                code = None
-            finally:
-                _kill_group(process.pid)
+        process = multiprocessing.get_context("fork").Process(target=self._test, args=(tests,))
+        process.start()
+        assert process.pid
+        process.join(timeout)
+        code = process.exitcode
+        _kill_group(process.pid)
+        process.join()
         seconds = time.monotonic() - begin
         return TIMEOUT if code is None else KILLED if code else SURVIVED, seconds
+
+    def _test(self, tests: list[str]) -> None:
+        os.setsid()
+        silence = os.open(os.devnull, os.O_RDWR)
+        for stream in range(3):
+            os.dup2(silence, stream)
+        os.chdir(self.copy)
+        paths = [str(self.copy / part) for part in (*COPIED[:2], ".")]
+        sys.path[:0] = paths
+        sys.dont_write_bytecode = True
+        os.environ |= {"PYTHONPATH": os.pathsep.join(paths), "PYTHONDONTWRITEBYTECODE": "1"}
+        import pytest
+
+        arguments = ["-x", "-q", "-p", "no:cacheprovider"]
+        os._exit(pytest.main([*arguments, *(f"{TESTS}/{name}" for name in tests)]))
 
     def run_mutant(
         self, module: str, mutation: Mutation, tests: list[str], timeout: float
@@ -190,6 +201,11 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     chosen = [m for m in TARGETS if not options.only or any(part in m for part in options.only)]
     if options.count:
+        # read when torch is imported, see tests/conftest.py
+        os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        for name in PRELOADED:
+            with suppress(ImportError):
+                import_module(name)
         with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
             runs = TestRuns(Path(folder))
             for module in chosen:
