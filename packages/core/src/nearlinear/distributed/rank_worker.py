@@ -32,7 +32,8 @@ IDLE_LIMIT = 300.0
 """Seconds without a request after which the starter ends."""
 
 # on other systems than Linux, libraries may not survive a fork
-_context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
+_fork = sys.platform == "linux"
+_context = multiprocessing.get_context("fork") if _fork else multiprocessing.get_context("spawn")
 
 
 def serve() -> None:
