@@ -54,7 +54,7 @@ KINDS = {"recompute": "plain,packed", "deferred": "plain", "ep2": "plain,right"}
 """Kinds of batches that show the faults of a technique; the others take all kinds."""
 
 RANKS = 2
-CELL_SECONDS = 60.0
+CELL_SECONDS = 180.0
 """Time limit of one comparison."""
 
 HANG = "no result in"

@@ -95,7 +95,7 @@ SMOKE = ("compute", "zero3", "fsdp2", "fsdp2_nl", "hybrid", "two_hop", "ours", "
 @pytest.mark.skipif(unavailable_reason() is not None, reason=str(unavailable_reason()))
 def test_all_systems_train_the_same_model():
     names = tuple(name for name in SMOKE if peers.is_installed(SYSTEMS[name].requires))
-    config = CompareConfig(systems=names, rate="1gbit", steps=1, **SMALL)
+    config = CompareConfig(systems=names, nodes=2, rate="1gbit", steps=1, **SMALL)
     records = run.run_comparison(config, timelines=True)
     assert len(records) == 3 * len(names)
     assert report.deviating_systems(records) == []
