@@ -109,6 +109,22 @@ def test_masks_are_those_of_the_model(kind, documents):
             torch.testing.assert_close(grads[name], parameter.grad, rtol=0, atol=1e-5)
 
 
+def test_eager_attention_of_a_padded_query_is_refused():
+    """The averages of its whole sequence differ from the zeros of other attentions."""
+    batch = padded_batch("left")
+    with pytest.raises(nl.spmd.RankError, match="predicted from a padded token"):
+        nl.spmd.run(loss_and_gradients, 2, args=("Gemma2", batch))
+    first = batch["attention_mask"].cumsum(1) == 1
+    batch["labels"] = batch["labels"].masked_fill(first, -100)
+    model = build_family("Gemma2")
+    loss = model(**batch).loss
+    loss.backward()
+    for found, grads in nl.spmd.run(loss_and_gradients, 2, args=("Gemma2", batch)):
+        assert found == pytest.approx(loss.item(), abs=1e-5)
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(grads[name], parameter.grad, rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("tokens", [3, 7, 13])
 @pytest.mark.parametrize("family", ["gpt2", "llama", "mistral"])
 def test_indivisible_sequence_lengths_equal_one_process(family, tokens):

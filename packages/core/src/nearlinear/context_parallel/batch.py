@@ -215,14 +215,30 @@ def split_arguments(given: dict, rank: int, ranks: int, documents: bool) -> tupl
         positions = torch.arange(length, device=tokens.device).unsqueeze(0)
     local["position_ids"] = local_part(positions)
     local["attention_mask"] = None if mask is None else PaddingMask()
-    if "labels" in given:
-        shifted = given.get("shift_labels")
-        if shifted is None:
-            shifted = functional.pad(given["labels"], (0, 1), value=IGNORED_LABEL)[:, 1:]
+    shifted = _shifted_labels(given)
+    if shifted is not None:
         local["labels"] = local["shift_labels"] = local_part(shifted, IGNORED_LABEL)
     local["use_cache"] = False
     keep = given.get("logits_to_keep", 0)
     return local, FullBatch(length, "labels" in given, keep, whole)
+
+
+def _shifted_labels(given: dict) -> torch.Tensor | None:
+    """Return the label that each token predicts (B, S), or None without labels."""
+    if "labels" not in given:
+        return None
+    shifted = given.get("shift_labels")
+    if shifted is None:
+        shifted = functional.pad(given["labels"], (0, 1), value=IGNORED_LABEL)[:, 1:]
+    return shifted
+
+
+def predicts_from_padding(given: dict) -> bool:
+    """Return whether a token that ``attention_mask`` hides predicts a label."""
+    mask, shifted = given.get("attention_mask"), _shifted_labels(given)
+    if mask is None or shifted is None or mask.shape != shifted.shape:
+        return False
+    return bool(((mask == 0) & (shifted != IGNORED_LABEL)).any())
 
 
 def gather_logits(logits: torch.Tensor, batch: FullBatch, group: dist.ProcessGroup) -> torch.Tensor:

@@ -24,7 +24,7 @@ from ..errors import ConfigError, NearlinearError
 from ..fsdp.forward_transforms import forward_transforms
 from ..fsdp.model_state import HuggingFaceModel, ShardingExtension, model_state, set_model_state
 from ..tensor_parallel.loss import install_loss
-from .batch import FLAGS, FullBatch, gather_logits, split_arguments
+from .batch import FLAGS, FullBatch, gather_logits, predicts_from_padding, split_arguments
 from .masks import ATTENTION_NAME, SequenceMask, current_batch, use_whole_sequences
 from .ring_attention import EXCHANGES, attention
 
@@ -129,6 +129,7 @@ class ContextParallel(ShardingExtension):
     def __init__(self, model: HuggingFaceModel, group: dist.ProcessGroup, comm_type: str):
         self.model, self.exchange = model, EXCHANGES[comm_type](group)
         self.counts_by_mask = _counts_by_mask(model)
+        self.eager = model.config._attn_implementation == "eager"
         self.batch: FullBatch | None = None
         self.attended = False
 
@@ -141,6 +142,13 @@ class ContextParallel(ShardingExtension):
                     "this model derives positions from attention_mask, which "
                     "context_parallel_degree > 1 splits. Pass position_ids too."
                 )
+        if self.eager and predicts_from_padding(given):
+            raise ConfigError(
+                "a label is predicted from a padded token. Its eager attention averages all "
+                "tokens, later ones included, which context_parallel_degree > 1 does not "
+                "reproduce. Pad on the right, or set the label of the first token after padding "
+                "to -100."
+            )
         embeddings = given.get("inputs_embeds")
         if isinstance(embeddings, torch.Tensor):
             group, ranks = self.exchange.group, self.exchange.ranks
