@@ -58,14 +58,21 @@ def test_every_schedule_on_four_ranks(schedule):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("family", FAMILIES[1:])
-def test_every_family_on_every_schedule(family, schedule):
+@pytest.mark.parametrize(
+    ("number", "family", "schedule"),
+    [
+        (at + order, family, schedule)
+        for at, family in enumerate(FAMILIES[1:])
+        for order, schedule in enumerate(SCHEDULES)
+        if (at + order) % 4 < 2
+    ],
+)
+def test_half_of_all_pairs_of_family_and_schedule(number, family, schedule):
     """Run one step, alternately on 2 and 4 ranks, so that both meet every family and schedule.
 
     Other tests run three steps with every schedule and every family.
     """
-    ranks = (2, 4)[(FAMILIES.index(family) + list(SCHEDULES).index(schedule)) % 2]
+    ranks = (2, 4)[number % 2]
     layers = 8 if schedule in SEVERAL and ranks == 4 else 4
     config = {"pipeline_parallel_degree": ranks, "microbatches": 2 * ranks, "pipeline": schedule}
     found = nl.spmd.run(pipelines.piped, ranks, args=(family, config, 1, layers))
