@@ -46,7 +46,7 @@ def test_a_crash_or_a_hang_ends_one_cell():
 SAMPLE = (
     "qwen2 qwen3 qwen3_moe qwen2_moe olmo olmo2 olmo3 phi phi3 granite granitemoe cohere cohere2 "
     "glm glm4 starcoder2 smollm3 ernie4_5 helium exaone4 arcee apertus gemma gemma2 stablelm "
-    "gpt_oss olmoe persimmon nemotron"
+    "gpt_oss olmoe persimmon nemotron minimax_m3_vl_text"
 )
 """Families without tests of their own that both tensor and pipeline parallelism support."""
 

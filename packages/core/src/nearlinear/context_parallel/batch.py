@@ -113,7 +113,7 @@ def _refuse(name: str):
 
 
 for _name in ("getitem", "add", "radd", "sub", "rsub", "mul", "rmul", "and", "or", "invert",
-              "neg", "len", "bool", "iter", "lt", "le", "gt", "ge"):  # fmt: skip
+              "neg", "len", "bool", "iter", "eq", "ne", "lt", "le", "gt", "ge"):  # fmt: skip
     setattr(OpaqueMask, f"__{_name}__", _refuse(_name))
 
 

@@ -108,8 +108,9 @@ def _add_shared_experts(model: nn.Module, columns: dict[str, int], rows: list[st
         mixture = stacked.removesuffix(".experts.down_proj")
         for shared in SHARED_EXPERTS:
             if expand(model, f"{mixture}.{shared}.down_proj"):
-                for name in ("gate_proj", "up_proj"):
-                    columns.setdefault(f"{mixture}.{shared}.{name}", 1)
+                for name, parts in (("gate_proj", 1), ("up_proj", 1), ("gate_up_proj", 2)):
+                    if expand(model, f"{mixture}.{shared}.{name}"):
+                        columns.setdefault(f"{mixture}.{shared}.{name}", parts)
                 if f"{mixture}.{shared}.down_proj" not in rows:
                     rows.append(f"{mixture}.{shared}.down_proj")
 
