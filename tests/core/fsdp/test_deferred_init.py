@@ -250,6 +250,22 @@ def test_meta_parameters_built_elsewhere_are_refused():
     nl.spmd.run(work, 1)
 
 
+def test_buffer_made_from_a_parameter_is_refused():
+    class Quantized(torch.nn.Linear):
+        def __init__(self):
+            super().__init__(4, 4)
+            self.register_buffer("rounded", torch.zeros_like(self.weight))
+
+    def work(rank):
+        nl.init()
+        with nl.deferred_init():
+            model = torch.nn.ModuleList([Quantized(), Quantized()])
+        with pytest.raises(nl.errors.ConfigError, match="buffer rounded of Quantized"):
+            nl.shard(model)
+
+    nl.spmd.run(work, 1)
+
+
 def largest_held(rank, config):
     """Largest number of materialized elements while sharding, and number at the end."""
     nl.init(config)

@@ -1,6 +1,7 @@
 """The units of a model are found: by Hugging Face's own names, or as the largest stack."""
 
 import pytest
+import transformers
 from torch import nn
 
 import nearlinear as nl
@@ -53,3 +54,20 @@ def test_blocks_that_share_a_parameter_are_refused():
 def test_find_blocks_without_a_stack_is_an_error():
     with pytest.raises(ConfigError, match="Linear has no list of equal blocks"):
         find_blocks(nn.Linear(2, 2))
+
+
+def test_find_blocks_leaves_the_input_embeddings_in_the_root_unit():
+    """Models of images and text call the table of their text model by itself."""
+    config = transformers.ModernBertConfig(
+        num_hidden_layers=2, hidden_size=16, intermediate_size=16, num_attention_heads=2,
+        vocab_size=9, tie_word_embeddings=False, pad_token_id=0,
+    )  # fmt: skip
+    bert = transformers.ModernBertForMaskedLM(config)
+    assert find_blocks(bert) == list(bert.model.layers)
+
+
+def test_find_blocks_looks_into_stacks_of_stacks():
+    stages = [nn.ModuleList([nn.Linear(2, 2) for _ in range(count)]) for count in (1, 2)]
+    model = nn.Module()
+    model.stages = nn.ModuleList(stages)
+    assert find_blocks(model) == [*stages[0], *stages[1]]

@@ -8,6 +8,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import nearlinear as nl
+from nearlinear.errors import ConfigError
 from tests.support import tiny
 from tests.support.processes import in_turn
 
@@ -126,3 +127,29 @@ def test_sharding_twice_is_refused():
             nl.shard(model)
 
     nl.spmd.run(twice, 1)
+
+
+class CallsForward(nn.Module):
+    """A model that calls its blocks past their hooks, like SqueezeBERT."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(4, 4) for _ in range(2)])
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block.forward(x)
+        return x
+
+
+def test_model_that_calls_forward_of_its_blocks_is_refused():
+    def work(rank):
+        nl.init({})
+        torch.manual_seed(0)
+        with pytest.raises(ConfigError, match="CallsForward calls the method forward"):
+            nl.shard(CallsForward())
+        return nl.shard(CallsForward(), blocks=[])(torch.ones(1, 4)).tolist()
+
+    torch.manual_seed(0)
+    expected = CallsForward()(torch.ones(1, 4)).tolist()
+    assert nl.spmd.run(work, 2) == [expected] * 2

@@ -414,6 +414,10 @@ def test_transform_rejects_indivisible_models_with_the_reason():
     classifier = transformers.LlamaForSequenceClassification
     message = transform_error(lambda: classifier(parity.build("llama").config))
     assert "LlamaForSequenceClassification has no language model head" in message
+    size = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "vocab_size": 9}
+    masked = transformers.ModernBertConfig(num_hidden_layers=2, pad_token_id=0, **size)
+    message = transform_error(lambda: transformers.ModernBertForMaskedLM(masked))
+    assert "ModernBertForMaskedLM is not a causal language model" in message
     sizes = {"vocab_size": 97, "d_model": 16, "n_layers": 1, "n_heads": 2, "resid_pdrop": 0.1}
     message = transform_error(lambda: transformers.MptForCausalLM(transformers.MptConfig(**sizes)))
     assert "resid_pdrop = 0.1" in message and "Set it to 0" in message

@@ -398,6 +398,12 @@ def materialize(model: nn.Module, unit: nn.Module, device: torch.device) -> None
     rank's part; the full values exist briefly on the CPU, one parameter at a time. Raises
     ConfigError.
     """
+    for name, buffer in unit.named_buffers():
+        if buffer.is_meta:
+            raise ConfigError(
+                f"the buffer {name} of {type(unit).__name__} is made from a parameter, which has "
+                "no values yet: build the model without nl.deferred_init()"
+            )
     layout = model_state(model).layout
     names = {parameter: name for name, parameter in model.named_parameters()}
     new = {}

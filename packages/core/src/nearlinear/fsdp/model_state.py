@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -339,24 +340,42 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
 
     Hugging Face models name the classes of their blocks in ``_no_split_modules``, some of them also
     the class of their embeddings. A module with a parameter that is tied to another module's is no
-    block, so that tied parameters stay together in the root unit. For any other model the blocks
-    are the children of the ``nn.ModuleList`` or ``nn.Sequential`` that holds the most parameters in
-    modules of one class. Raises ConfigError if there is none.
+    block, so that tied parameters stay together in the root unit. Neither is one that holds the
+    table of input embeddings, which models of images and text call by itself. For any other model
+    the blocks are the children of the ``nn.ModuleList`` or ``nn.Sequential`` that holds the most
+    parameters in modules of one class. Raises ConfigError if there is none.
     """
     names = set(getattr(model, "_no_split_modules", None) or ())
     named = [module for module in model.modules() if _original_class_name(module) in names]
     outermost = _without_nested(named)
-    shared = tied_blocks(model, outermost)
-    outermost = [module for module in outermost if module not in shared]
+    shared, table = tied_blocks(model, outermost), _input_embeddings(model)
+    outermost = [
+        module for module in outermost if module not in shared and table not in module.modules()
+    ]
     if outermost and outermost != [model]:
         return outermost
-    stacks = [list(m.children()) for m in model.modules() if _is_stack(m)]
+    stacks = [_children_of_stack(m) for m in model.modules() if _is_stack(m)]
     if not stacks:
         raise ConfigError(
             f"{type(model).__name__} has no list of equal blocks to shard by: pass them, as in "
             "nl.shard(model, blocks=list(model.layers))"
         )
     return max(stacks, key=lambda blocks: sum(p.numel() for b in blocks for p in b.parameters()))
+
+
+def _input_embeddings(model: nn.Module) -> nn.Module | None:
+    """Return the table of input embeddings of a Hugging Face model, if it names one."""
+    with suppress(AttributeError, NotImplementedError):
+        return model.get_input_embeddings()  # type: ignore[operator]
+    return None
+
+
+def _children_of_stack(stack: nn.Module) -> list[nn.Module]:
+    """Return the blocks of a stack, or of a stack of stacks."""
+    children = list(stack.children())
+    if all(isinstance(child, nn.ModuleList) for child in children):
+        return [block for child in children for block in child.children()]
+    return children
 
 
 def tied_blocks(model: nn.Module, blocks: list[nn.Module]) -> dict[nn.Module, str]:

@@ -104,10 +104,10 @@ def set_prefetch_schedule(
         for part in with_inner([unit]):  # without a list, FSDP2 would choose for inner units
             part.set_modules_to_backward_prefetch(with_inner(backwards[i + 1 : i + 1 + depth]))
     resident = blocks[: num_resident_blocks(sizes, depth, live)]
-    for unit in with_inner(list(dict.fromkeys([*resident, blocks[-1]]))):
+    for unit in with_inner(list(dict.fromkeys([*resident, *blocks[-1:]]))):
         unit.set_reshard_after_forward(False, recurse=False)
     schedule = PrefetchSchedule(
-        tuple(with_inner(forwards)), tuple(with_inner([root, blocks[0], *resident[1:]]))
+        tuple(with_inner(forwards)), tuple(with_inner([root, *blocks[:1], *resident[1:]]))
     )
     root.register_forward_hook(schedule.free_after_evaluation)
     return schedule

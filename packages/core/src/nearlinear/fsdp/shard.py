@@ -11,9 +11,12 @@ Gradients are averages over all data ranks; `nearlinear.accumulate` adds the two
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import logging
 import os
+import re
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -166,6 +169,8 @@ def _shard_model(
     """Shard a model whose whole forward pass runs on this rank."""
     state, settings = model_state(model), runtime.config
     blocks = find_blocks(model) if blocks is None else list(blocks)
+    if blocks:
+        _check_calls(model, blocks)
     modules = set(model.modules())
     for block in blocks:
         if block not in modules:
@@ -302,6 +307,22 @@ def _check_transformed(model: nn.Module, runtime: Runtime) -> None:
 def _units(modules: list[nn.Module]) -> list[FSDPModule]:
     """Return ``modules``, which are sharded, by the type that has FSDP2's methods."""
     return [module for module in modules if isinstance(module, FSDPModule)]
+
+
+def _check_calls(model: nn.Module, blocks: list[nn.Module]) -> None:
+    """Raise ConfigError if the model calls ``block.forward``, past the hook that gathers it."""
+    parts = {part for block in blocks for part in block.modules()}
+    for kind in {type(module) for module in model.modules() if module not in parts}:
+        forward = inspect.unwrap(kind.forward)
+        if "forward" not in getattr(getattr(forward, "__code__", None), "co_names", ()):
+            continue
+        with suppress(OSError, TypeError):  # no source
+            if re.search(r"(?<!super\(\))\.forward\(", inspect.getsource(forward)):
+                raise ConfigError(
+                    f"{kind.__name__} calls the method forward of its blocks, so that they are not "
+                    "gathered before: call nl.shard(model, blocks=[]), which makes one unit of the "
+                    "model"
+                )
 
 
 def _place(model: nn.Module, unit: nn.Module, runtime: Runtime) -> None:

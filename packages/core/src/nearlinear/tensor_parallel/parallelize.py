@@ -46,6 +46,11 @@ def check_model(model: HuggingFaceModel, plan: TensorParallelPlan | None, mesh: 
             f"{KEY} > 1: {type(model).__name__} has no language model head. Set {KEY} = 1, or use "
             "the causal language model."
         )
+    if getattr(config, "is_encoder_decoder", False) or not _has_causal_loss(model):
+        raise ConfigError(
+            f"{KEY} > 1: {type(model).__name__} is not a causal language model, whose loss can be "
+            f"computed from a divided vocabulary. Set {KEY} = 1."
+        )
     if plan is not None and not plan.whole_states:
         _check_regions(model, plan)
         for name in ("num_attention_heads", "num_key_value_heads"):
@@ -78,6 +83,14 @@ def check_model(model: HuggingFaceModel, plan: TensorParallelPlan | None, mesh: 
             f"{KEY} = {degree} is larger than the vocabulary, {vocabulary}. Lower it."
         )
     _check_modules(model, plan)
+
+
+def _has_causal_loss(model: HuggingFaceModel) -> bool:
+    """Return whether transformers gives ``model`` the loss of causal language models."""
+    from transformers.loss import loss_utils
+
+    causal = loss_utils.ForCausalLMLoss
+    return loss_utils.LOSS_MAPPING.get(getattr(model, "loss_type", None), causal) is causal
 
 
 def choose_plan(model: HuggingFaceModel, mesh: Mesh) -> TensorParallelPlan:

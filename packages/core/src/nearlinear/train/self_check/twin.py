@@ -111,7 +111,7 @@ _SMALL = {
     "n_group": 2, "num_expert_group": 2, "topk_group": 1, "time_step_rank": 4, "mamba_dt_rank": 4,
     "hidden_size_per_layer_input": 16, "laurel_rank": 8, "image_size": IMAGE, "patch_size": PATCH,
     "rel_extent": 64, "d_rel": 8, "num_kv_shared_layers": 0, "index_topk": 8, "o_groups": 2,
-    "num_random_blocks": 1, "block_size": 8, "expert_capacity": 4096, "max_window_layers": 1,
+    "num_random_blocks": 1, "block_size": 8, "max_window_layers": 1,
     "num_nextn_predict_layers": 0, "attn_layer_offset": 1, "expert_layer_offset": 1,
     "num_mel_bins": 16, "encoder_hash_byte_group_vocab": 64, "type_vocab_size": 2,
 }  # fmt: skip
@@ -126,6 +126,8 @@ _IDS = ("_token_id", "_token_index", "_index", "_token_ids")
 OVERRIDES: dict[str, dict[str, Any]] = {
     "falcon_h1": {"mamba_d_ssm": 128},
     "mamba2": {"num_heads": 8},
+    "mobilebert": {"embedding_size": 32},  # of the hidden size it would leave a layer of no rows
+    "nllb-moe": {"expert_capacity": 4096},  # no token is dropped, in a batch of any size
     "reformer": {"axial_pos_embds": False},
 }
 """Further values by model type, for sizes that depend on each other."""
