@@ -145,11 +145,12 @@ class CallsForward(nn.Module):
 def test_model_that_calls_forward_of_its_blocks_is_refused():
     def work(rank):
         nl.init({})
-        torch.manual_seed(0)
+        with nl.spmd.one_at_a_time(seed=0):
+            model = CallsForward()
         with pytest.raises(ConfigError, match="CallsForward calls the method forward"):
-            nl.shard(CallsForward())
-        return nl.shard(CallsForward(), blocks=[])(torch.ones(1, 4)).tolist()
+            nl.shard(model)
+        return nl.shard(model, blocks=[])(torch.ones(1, 4)).tolist()
 
-    torch.manual_seed(0)
-    expected = CallsForward()(torch.ones(1, 4)).tolist()
+    with nl.spmd.one_at_a_time(seed=0):
+        expected = CallsForward()(torch.ones(1, 4)).tolist()
     assert nl.spmd.run(work, 2) == [expected] * 2
