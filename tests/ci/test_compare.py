@@ -1,8 +1,6 @@
 """`ci.benchmarks.compare`: arithmetic, validation, and a small comparison of all systems."""
 
 import json
-import os
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -34,21 +32,6 @@ def test_table_shows_medians_and_their_ratios():
     _, _, fsdp2, ours = report.render(CompareConfig(systems=()), records).splitlines()
     assert fsdp2.split(" | ")[1:] == ["5.00", "4.00-6.00", "3.0", "560.5", "1.00x |"]
     assert ours.split(" | ")[1:] == ["2.50", "2.00-9.00", "3.0", "199.0", "2.00x |"]
-
-
-def test_stale_build_locks_are_removed(tmp_path, monkeypatch):
-    old, young, other = (tmp_path / name for name in ("deepspeed_shm", "deepspeed_adam", "mine"))
-    for folder in (old, young, other):
-        folder.mkdir()
-        (folder / "lock").touch()
-    monkeypatch.setattr(training, "BUILD_TIMEOUT", 0.5)
-    for folder in (old, other):
-        os.utime(folder / "lock", (0, 0))
-    begin = time.monotonic()
-    training.remove_stale_build_locks(str(tmp_path))
-    assert time.monotonic() - begin > 0.3  # waited for a possible build
-    assert not any((folder / "lock").exists() for folder in (old, young))
-    assert (other / "lock").exists()
 
 
 def test_systems_with_deviating_losses_are_reported():

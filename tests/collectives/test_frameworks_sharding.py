@@ -134,6 +134,9 @@ def zero3(rank, backend, port):
     )
     import deepspeed
 
+    from ci.benchmarks.compare.training import without_inference_kernel
+
+    without_inference_kernel()
     if backend == "nearlinear":
         import nearlinear_collectives  # noqa: F401
     deepspeed.init_distributed(dist_backend=backend)

@@ -7,15 +7,11 @@ rank's micro-batches and returns the mean of their losses on this rank.
 from __future__ import annotations
 
 import os
-import time
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from .config import CompareConfig
-
-BUILD_TIMEOUT = 300.0  # seconds; DeepSpeed's extension takes 70 on two cores
 
 
 def build_model(config: CompareConfig) -> torch.nn.Module:
@@ -184,12 +180,8 @@ class DeepSpeedZero3:
                 billions of parameters and keep the whole model gathered within a micro-batch.
         """
         import deepspeed
-        from torch.utils import cpp_extension
 
-        if dist.get_rank() == 0:
-            default = cpp_extension.get_default_build_root()
-            remove_stale_build_locks(os.environ.get("TORCH_EXTENSIONS_DIR", default))
-        dist.barrier()
+        without_inference_kernel()
         deepspeed.init_distributed(dist_backend=dist.get_backend(), verbose=False)
         model = build_model(config)
         settings = deepspeed_config(config, zero3_thresholds(model) if scaled else {})
@@ -285,25 +277,11 @@ def zero3_thresholds(model: torch.nn.Module) -> dict:
     }
 
 
-def remove_stale_build_locks(folder: str) -> None:
-    """Wait for builds of DeepSpeed's extension in ``folder`` and remove the locks of killed ones.
+def without_inference_kernel() -> None:
+    """Keep DeepSpeed from compiling an all-reduce for a minute that only its inference calls."""
+    from deepspeed import ops
 
-    A killed build leaves its lock behind, and torch would wait for it forever.
-    """
-    for lock in Path(folder).rglob("deepspeed*/lock"):
-        while (created := _modification_time(lock)) is not None:
-            if time.time() - created > BUILD_TIMEOUT:
-                lock.unlink(missing_ok=True)
-            else:
-                time.sleep(0.1)
-
-
-def _modification_time(path: Path) -> float | None:
-    """Return the modification time, or None if the file does not exist."""
-    try:
-        return path.stat().st_mtime
-    except FileNotFoundError:
-        return None
+    ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 ADAPTERS = {
