@@ -7,6 +7,7 @@ can be continued. A family runs in a process of its own; a crash or a hang ends 
     python -m ci.models --families llama,gemma3_text --techniques cp2,tp2
     python -m ci.models --json cells.jsonl --jobs 2           all families, resumable
     python -m ci.models --json cells.jsonl --again wrong,crash --write
+    PYTHONPATH=FOLDER python -m ci.models --write PAGE        another transformers, in FOLDER
 """
 
 from __future__ import annotations
@@ -433,7 +434,7 @@ def render(cells: Iterable[Cell]) -> str:
     }
     measured = {name: {cell.kind for cell in ordered if cell.technique == name} for name in names}
     lines = [
-        "# Model families",
+        f"# Model families of transformers {transformers.__version__}",
         "",
         "`python -m ci.models --write` measures this page: it builds a small twin of each family",
         "of transformers from a reduced config, trains one step of it with each technique on two",
@@ -446,8 +447,8 @@ def render(cells: Iterable[Cell]) -> str:
             for name in names
         ),
         "",
-        f"Measured {datetime.date.today()} with transformers {transformers.__version__} and torch "
-        f"{torch.__version__.partition('+')[0]} on CPU ranks: {len(built)} families.",
+        f"Measured {datetime.date.today()} with torch {torch.__version__.partition('+')[0]} on "
+        f"CPU ranks: {len(built)} families.",
         f"Cells: {counts['equal']} equal, {counts['refused']} refused with the reason, "
         f"{counts['wrong']} wrong, {counts['crash']} crashed.",
         "",
@@ -525,7 +526,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=1, help="families at a time (1)")
     parser.add_argument("--json", default="", metavar="OUT", help="file of cells; continued")
     parser.add_argument("--again", default="", help="results to measure again, e.g. wrong,crash")
-    parser.add_argument("--write", action="store_true", help=f"write {PAGE.name}")
+    parser.add_argument(
+        "--write", nargs="?", const=PAGE, type=Path, metavar="PAGE", help=f"write {PAGE.name}"
+    )
     options = parser.parse_args(arguments)
     for name, given, allowed in (
         ("--techniques", options.techniques, TECHNIQUES),
@@ -571,7 +574,7 @@ def main(arguments: list[str] | None = None) -> int:
         )
     chosen = [c for c in cells.values() if (c.family, c.task) in set(families)]
     if options.write:
-        PAGE.write_text(render(cells.values()))
+        options.write.write_text(render(cells.values()))
     faults = [cell for cell in chosen if cell.result in ("wrong", "crash")]
     grouped = itertools.groupby(sorted(c.result for c in chosen))
     print(", ".join(f"{len(list(group))} {result}" for result, group in grouped))

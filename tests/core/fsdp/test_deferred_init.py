@@ -250,6 +250,28 @@ def test_meta_parameters_built_elsewhere_are_refused():
     nl.spmd.run(work, 1)
 
 
+class SetsData(torch.nn.Module):
+    """Initializes a parameter as Bamba of transformers 4 does."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList([torch.nn.Linear(2, 3, bias=False) for _ in range(2)])
+        for layer in self.layers:
+            with torch.device("cpu"):
+                layer.weight.data = torch.arange(6.0).view(3, 2)
+
+
+def test_values_set_as_data_are_kept():
+    def work(rank):
+        nl.init()
+        with nl.deferred_init():
+            model = SetsData()
+        assert model.layers[0].weight.is_meta
+        return [p.full_tensor().flatten().tolist() for p in nl.shard(model).parameters()]
+
+    assert nl.spmd.run(work, 2) == [[[0.0, 1.0, 2.0, 3.0, 4.0, 5.0]] * 2] * 2
+
+
 def test_buffer_made_from_a_parameter_is_refused():
     class Quantized(torch.nn.Linear):
         def __init__(self):

@@ -1,6 +1,7 @@
 """Partitions of blocks into stages, micro-batches, and errors of `nl.pipeline`."""
 
 import logging
+import sys
 from itertools import combinations
 
 import pytest
@@ -220,6 +221,16 @@ def test_unsupported_models_raise():
     mixtral.config.output_router_logits = True
     with pytest.raises(nl.errors.ConfigError, match="one loss over the routers"):
         nl.pipeline(mixtral)
+
+
+def test_model_that_ignores_the_padding_of_single_rows_is_refused(monkeypatch):
+    """As Bamba in transformers 4, whose micro-batches would differ from its batches."""
+    model = families.build("llama")
+    source = sys.modules[type(model).__module__]
+    monkeypatch.setattr(source, "apply_mask_to_padding_states", lambda x, mask: x, raising=False)
+    nl.init({})
+    with pytest.raises(nl.errors.ConfigError, match="padding of batches of one row"):
+        nl.pipeline(model)
 
 
 def test_wrong_order_of_calls_raises():

@@ -298,13 +298,19 @@ class InitRecorder(TorchDispatchMode):
 
 
 class _ValuesOfConstants(TorchFunctionMode):
-    """Creates ``torch.tensor(values, device="meta")`` by a copy, which the recorder sees."""
+    """Turns constants into copies, which the recorder sees.
+
+    They are ``torch.tensor(values, device="meta")``, and values set as ``parameter.data``.
+    """
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         device = kwargs.get("device")
         if func is torch.tensor and device is not None and torch.device(device).type == "meta":
             return func(*args, **kwargs | {"device": "cpu"}).to("meta")
+        if func == torch.Tensor.data.__set__ and args[0].is_meta and not args[1].is_meta:
+            with torch.no_grad():
+                return args[0].copy_(args[1])
         return func(*args, **kwargs)
 
 

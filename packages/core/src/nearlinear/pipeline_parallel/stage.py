@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import copy
 import inspect
+import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -19,6 +20,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from .. import _torch
 from ..errors import ConfigError, NearlinearError
 from ..fsdp.forward_transforms import forward_transforms
 from ..fsdp.model_state import find_blocks, model_state, set_model_state
@@ -85,7 +87,7 @@ def find_model_split(model: HuggingFaceModel, parts: Mapping | None = None) -> M
     if parts is not None:
         split = ModelSplit(base, tuple(parts["first"]), parts["blocks"], tuple(parts["last"]), head)
         if not _problem(model, split):
-            _check_losses(model)
+            _check_model(model)
             return split
         if named:
             _check_split(model, split)  # raises
@@ -129,15 +131,28 @@ def _check_split(model: HuggingFaceModel, split: ModelSplit) -> None:
             f"nl.pipeline(model, parts={KNOWN_SPLITS['gpt2']}), or set "
             "pipeline_parallel_degree = 1."
         )
-    _check_losses(model)
+    _check_model(model)
 
 
-def _check_losses(model: HuggingFaceModel) -> None:
+def _check_model(model: HuggingFaceModel) -> None:
+    """Raise ConfigError for a model that differs if its batch is divided into micro-batches."""
     if getattr(model.config, "output_router_logits", False):
         raise ConfigError(
             "nl.pipeline: output_router_logits = true in the model's config needs one loss over "
             "the routers of all stages, which a pipeline cannot compute. Set it to false."
         )
+    for source in {type(module).__module__ for module in model.modules()}:
+        apply_mask = getattr(sys.modules.get(source), "apply_mask_to_padding_states", None)
+        if apply_mask is None:
+            continue
+        with _torch.unset_fake(), torch.device("cpu"):
+            masked = apply_mask(torch.ones(1, 2, 1), torch.tensor([[0, 1]]))
+            if masked.tolist() != [[[0.0], [1.0]]]:
+                raise _indivisible(
+                    model,
+                    "this transformers ignores the padding of batches of one row, and a later one "
+                    "does not (pip install -U transformers)",
+                )
 
 
 def _derive_split(model: HuggingFaceModel, head: str) -> ModelSplit:
