@@ -1,6 +1,7 @@
 """Command line: run with faults, run undisturbed, compare, and print the table."""
 
 import argparse
+import itertools
 import json
 import os
 import random
@@ -9,6 +10,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from nearlinear.checkpoint.verify import compare_checkpoints, find_faults
 
 from . import kinds
 from .kinds import KINDS, Kind, Lab
+from .places import Place, Places, open_places
 from .ranks import RankProcesses
 
 RANK_TIMEOUT = 10.0
@@ -70,12 +73,20 @@ def run_lab(options: argparse.Namespace, folder: Path) -> int:
     run = folder / "disturbed"
     mounted = kinds.mount_small_disk(run / "run")
     wanted = options.only.split(",") if options.only else list(KINDS)
+    left_out = {}
     if not mounted and "disk" in wanted:
-        print("kind disk is left out: mounting a file system needs root")
-        wanted.remove("disk")
+        left_out["disk"] = "mounting a file system needs root"
     try:
         begin = time.monotonic()
-        trials = run_with_faults(options, data, run, [KINDS[name] for name in wanted])
+        needed = {KINDS[name].place for name in wanted}
+        with open_places(needed) as (places, missing):
+            left_out |= {
+                name: missing[KINDS[name].place] for name in wanted if KINDS[name].place in missing
+            }
+            for name, reason in left_out.items():
+                print(f"kind {name} is left out: {reason}")
+            kinds_left = [KINDS[name] for name in wanted if name not in left_out]
+            trials = run_with_faults(options, data, run, kinds_left, places)
         seconds = time.monotonic() - begin
         log = (run / "log").read_text(errors="replace")
         last = max(save.steps(run / "checkpoints"), default=0)
@@ -92,7 +103,7 @@ def run_lab(options: argparse.Namespace, folder: Path) -> int:
         different = compare_checkpoints(
             *(save.step_folder(each / "checkpoints", last) for each in (compared, run))
         )
-        page = format_page(options, trials, last, len(different), seconds)
+        page = format_page(options, trials, last, len(different), seconds, left_out)
         print(page)
         for each in [*(trial for trial in trials if trial.fault or not trial.named)][:20]:
             print(f"  {each.kind.name}: {each.fault or 'the cause was not named'}")
@@ -112,22 +123,23 @@ def run_lab(options: argparse.Namespace, folder: Path) -> int:
 
 
 def run_with_faults(
-    options: argparse.Namespace, data: str, folder: Path, wanted: list[Kind]
+    options: argparse.Namespace, data: str, folder: Path, wanted: list[Kind], places: Places
 ) -> list[Trial]:
-    """Inject the faults in turn, then let the run end."""
+    """Inject the faults in turn, then stop the run."""
     rng, trials = random.Random(options.seed), []
     end = time.monotonic() + options.seconds
     config = run_config(options, data, folder / "run", folder)
     checkpoints, log = folder / "checkpoints", folder / "log"
-    queue: list[Kind] = []
-    ranks, waiting = start(config, log), None
+    turns = (kind for _ in itertools.count() for kind in rng.sample(wanted, len(wanted)))
+    kind, waiting = next(turns), None
+    ranks = start(config, log, places.opened[kind.place])
     while len(trials) < options.trials and time.monotonic() < end:
-        if not queue:
-            queue = rng.sample(wanted, len(wanted))
         resumed_at = wait_for_progress(ranks, folder)
         if not ranks.running:
             raise SystemExit(f"the run ended without a fault:\n{log.read_text()[-3000:]}")
-        trial, lab = Trial(queue.pop()), Lab(ranks, folder / "run", checkpoints, rng)
+        trial, lab = Trial(kind), Lab(ranks, folder / "run", checkpoints, rng, places)
+        kind = next(turns)
+        place = places.opened[kind.place]
         if waiting is not None:
             waiting.recovery = resumed_at
         waiting = None
@@ -140,12 +152,15 @@ def run_with_faults(
             finish_ended(trial, lab, log, offset, begin)
             check_state(trial, checkpoints, before, options.every)
             if trial.kind.name == "rot":
-                ranks = restart_with_rot(trial, lab, config, log)
+                ranks = restart_with_rot(trial, lab, config, log, place)
             else:
-                ranks = start(config, log)
+                ranks = start(config, log, place)
             waiting = trial
         else:
             finish_survived(trial, lab, folder, log, offset)
+            if place is not ranks.place:
+                ranks.join_all_with(lambda process: process.terminate())
+                ranks = start(config, log, place)
         trials.append(trial)
         print(
             f"{len(trials)}: {trial.kind.name}, named {trial.named}, detected after "
@@ -158,8 +173,9 @@ def run_with_faults(
     return trials
 
 
-def start(config: dict, log: Path) -> RankProcesses:
-    return RankProcesses(2, config, log, kinds.train, holds_store=True)
+def start(config: dict, log: Path, place: Place) -> RankProcesses:
+    config = config | {"parallel": config["parallel"] | {"communication_backend": place.backend}}
+    return RankProcesses(2, config, log, kinds.train, place)
 
 
 def wait_for_progress(ranks: RankProcesses, folder: Path) -> float:
@@ -189,14 +205,16 @@ def last_step(folder: Path) -> int:
 
 def finish_ended(trial: Trial, lab: Lab, log: Path, offset: int, begin: float) -> None:
     """Wait for the end of the ranks, and read the cause that they report."""
-    stopped = trial.kind.name == "stop"
-    lab.ranks.wait_for_all(RANK_TIMEOUT * 6, but_one=stopped)
+    stopped = trial.kind.leaves
+    lab.ranks.wait_for_all(RANK_TIMEOUT * 6, but_one=stopped > 0)
     trial.detection = time.monotonic() - begin
     hung = sum(process.is_alive() for process in lab.ranks.processes) - stopped
     lab.ranks.join_all_with(lambda process: process.kill())
     if hung > 0:
         trial.fault = f"{hung} ranks did not end within {RANK_TIMEOUT * 6:.0f} s"
     (lab.folder.parent / "order").unlink(missing_ok=True)
+    if trial.kind.undo is not None:
+        trial.kind.undo(lab)
     with open(log, errors="replace") as file:
         file.seek(offset)
         said = file.read()
@@ -209,13 +227,16 @@ def finish_survived(trial: Trial, lab: Lab, folder: Path, log: Path, offset: int
     """Check that the run goes on, and undo the fault."""
     before, begin = last_step(folder), time.monotonic()
     time.sleep(SURVIVAL)
-    if trial.kind.undo is not None:
-        trial.kind.undo(lab)
+    undo = trial.kind.undo
+    if undo is not None and not trial.kind.lasts:
+        undo(lab)
     deadline = time.monotonic() + 30
     while lab.ranks.running and last_step(folder) <= before and time.monotonic() < deadline:
         time.sleep(0.05)
     trial.detection = time.monotonic() - begin - SURVIVAL
     trial.recovery = 0.0
+    if undo is not None and trial.kind.lasts:
+        undo(lab)
     with open(log, errors="replace") as file:
         file.seek(0)  # one warning per start of the run
         trial.named = re.search(trial.kind.cause, file.read()) is not None
@@ -235,11 +256,13 @@ def check_state(trial: Trial, checkpoints: Path, before: int, every: int) -> Non
     trial.fault = trial.fault or "; ".join(map(str, found[:3]))
 
 
-def restart_with_rot(trial: Trial, lab: Lab, config: dict, log: Path) -> RankProcesses:
+def restart_with_rot(
+    trial: Trial, lab: Lab, config: dict, log: Path, place: Place
+) -> RankProcesses:
     """Restart from a damaged checkpoint: the run must refuse it, or resume from an older one."""
     repair = kinds.damage(lab)
     offset = log.stat().st_size
-    ranks = start(config, log)
+    ranks = start(config, log, place)
     first = last_step(lab.folder.parent)
     deadline = time.monotonic() + START_TIMEOUT
     while ranks.running and time.monotonic() < deadline:
@@ -254,7 +277,7 @@ def restart_with_rot(trial: Trial, lab: Lab, config: dict, log: Path) -> RankPro
         trial.fault = f"damage after step {first} was reported as: {said[-300:]!r}"
     if repair is not None:
         repair()
-    return start(config, log)
+    return start(config, log, place)
 
 
 def finished_checkpoints(folder: Path) -> list[Path]:
@@ -292,7 +315,12 @@ def prepare_data(folder: Path) -> str:
 
 
 def format_page(
-    options: argparse.Namespace, trials: list[Trial], last: int, different: int, seconds: float
+    options: argparse.Namespace,
+    trials: list[Trial],
+    last: int,
+    different: int,
+    seconds: float,
+    left_out: Mapping[str, str],
 ) -> str:
     """Return the table with its command, as a page of the documentation."""
     command = f"python -m ci.faults --trials {len(trials)} --seed {options.seed}"
@@ -301,9 +329,10 @@ def format_page(
     lines = [
         "# Faults",
         "",
-        "`ci.faults` injects faults into a training run of two replicas on one machine, restarts "
-        "it, and compares",
-        "the result with an undisturbed run. Written by:",
+        "`ci.faults` injects faults into a training run of two replicas, restarts it, and compares "
+        "the result with an undisturbed run.",
+        "The ranks run on one machine: as its processes, on emulated nodes, or in a memory cgroup. "
+        "Written by:",
         "",
         "```sh",
         command,
@@ -333,6 +362,7 @@ def format_page(
             )
     survived = ", ".join(kind.name for kind in KINDS.values() if not kind.ends_run)
     lines += ["", f"The run survives {survived}; detection is then the time to its next step."]
+    lines += ["", *(f"Left out: {name}, because {why}." for name, why in left_out.items())]
     return "\n".join(lines) + "\n"
 
 

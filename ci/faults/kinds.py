@@ -14,10 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from . import places
+from .places import Places
 from .ranks import RankProcesses
 
 STEP_PAUSE = 0.1
 """Seconds between the steps of a disturbed run, so that it does not end before the last trial."""
+SLOW_RATE = "50mbit"
+SPARE_MEMORY = 64 << 20
+"""Bytes that the ranks of a cgroup may have beyond their own when the limit is set."""
 
 
 @dataclass
@@ -29,6 +34,7 @@ class Lab:
     """Folder of the run, on a small file system of its own where the lab may mount one."""
     checkpoints: Path
     rng: random.Random
+    places: Places
 
     def order(self, act: str, rank: int) -> None:
         """Make ``rank`` do ``act`` in its next step, see `Orders`."""
@@ -49,8 +55,14 @@ class Kind:
     ends_run: bool = True
     undo: Callable[[Lab], None] | None = None
     """Called before the restart, or at the end of a fault that the run survives."""
+    lasts: bool = False
+    """True if the run must go on before the fault is undone."""
     saved: bool = False
     """True if the ranks are able to save the last complete step."""
+    place: str = "launcher"
+    """Place of the ranks, see `ci.faults.places`."""
+    leaves: int = 0
+    """Number of ranks that cannot end by themselves."""
 
 
 def victim(lab: Lab) -> int:
@@ -65,6 +77,46 @@ def stop(lab: Lab) -> None:
     process = lab.ranks.processes[victim(lab)]
     if process.is_alive():
         os.kill(process.pid, signal.SIGSTOP)
+
+
+def stop_first(lab: Lab) -> None:
+    process = lab.ranks.processes[0]
+    if process.is_alive():
+        os.kill(process.pid, signal.SIGSTOP)
+
+
+def cut_link(lab: Lab) -> None:
+    assert lab.places.cluster is not None
+    lab.places.cluster.link_down(1)
+
+
+def restore_link(lab: Lab) -> None:
+    assert lab.places.cluster is not None
+    lab.places.cluster.link_up(1)
+
+
+def slow_link(lab: Lab) -> None:
+    assert lab.places.cluster is not None
+    lab.places.cluster.set_rate(SLOW_RATE)
+
+
+def restore_rate(lab: Lab) -> None:
+    assert lab.places.cluster is not None
+    lab.places.cluster.set_rate(None)
+
+
+def fill_shm(lab: Lab) -> None:
+    places.fill_shm(lab.ranks.place.nodes[0])
+
+
+def limit_memory(lab: Lab) -> None:
+    """Limit the memory of both ranks, and let one of them exceed the limit."""
+    places.limit_memory(lab.ranks.place.cgroup, SPARE_MEMORY)
+    lab.order("allocate", victim(lab))
+
+
+def lift_limit(lab: Lab) -> None:
+    places.limit_memory(lab.ranks.place.cgroup, None)
 
 
 def interrupt(lab: Lab) -> None:
@@ -127,12 +179,15 @@ def damage(lab: Lab) -> Callable[[], None] | None:
 
 _DEAD = r"\(host \S+\) died \(process \d+ has ended\); its last operation was"
 _LOST = r"the connection to the job's store is lost"
+_SILENT = r"\(host \S+\) sent no heartbeat for \d+ s: it is dead, stopped or unreachable"
 KINDS = {
     kind.name: kind
     for kind in (
         Kind("kill", "SIGKILL of a rank", kill, rf"rank \d {_DEAD}|{_LOST}"),
         Kind("stop", "SIGSTOP of a rank", stop,
-             r"rank \d \(host \S+\) sent no heartbeat for \d+ s and is probably dead"),
+             rf"rank \d {_SILENT}", leaves=1),
+        Kind("freeze", "SIGSTOP of rank 0, which holds the store", stop_first,
+             rf"rank 0 {_SILENT}", place="rank 0", leaves=1),
         Kind("exit", "sys.exit(3) in a rank", ordered("exit"),
              r"rank \d \(host \S+\) ended the run in .*: sys.exit\(3\)", saved=True),
         Kind("raise", "an exception in a rank", ordered("raise"),
@@ -148,6 +203,18 @@ KINDS = {
              r"SIG\w+: stopped after step \d+ and saved it", saved=True),
         Kind("terminate", "SIGTERM to one rank", terminate,
              r"SIGTERM: stopped after step \d+ and saved it", saved=True),
+        Kind("partition", "a link between two nodes that drops all packets", cut_link,
+             rf"(?s)(?=.*rank 0 {_SILENT})(?=.*rank 1 {_SILENT})", place="nodes",
+             undo=restore_link),
+        Kind("outage", "the same for two seconds", cut_link, "", place="nodes",
+             ends_run=False, undo=restore_link),
+        Kind("slow", f"links of {SLOW_RATE} between two nodes", slow_link, "", place="nodes",
+             ends_run=False, undo=restore_rate, lasts=True),
+        Kind("shm", "a full /dev/shm from the start on", fill_shm, "", place="shm",
+             ends_run=False),
+        Kind("memory", "a rank that exceeds the memory limit of its cgroup", limit_memory,
+             r"rank \d \(host \S+\) died \(process \d+ has ended; the kernel's out-of-memory",
+             place="cgroup", undo=lift_limit),
         Kind("disk", "a full run.folder", fill_disk, r"cannot be written \(\[Errno 28\]",
              ends_run=False, undo=free_disk),
         Kind("clock", "a wall clock that jumps by an hour on a rank", ordered("clock"), "",
@@ -216,6 +283,9 @@ def obey(act: str, trainer: Any) -> None:
     if act == "clock":
         now, shift = time.time, random.choice((-3600.0, 3600.0))
         time.time = lambda: now() + shift  # type: ignore[assignment]
+    hoard = []
+    while act == "allocate":
+        hoard.append(bytes([1]) * (4 << 20))
     while act == "hang":
         time.sleep(0.1)
 

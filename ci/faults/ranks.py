@@ -13,6 +13,8 @@ from pathlib import Path
 
 from nearlinear.distributed import rendezvous
 
+from .places import HERE, Place
+
 HOST = "127.0.0.1"
 PRELOADED = ["nearlinear.train.trainer", "ci.faults.preload"]
 EXIT_TIMEOUT = 20.0
@@ -27,7 +29,7 @@ class RankProcesses:
         config: Configuration passed to ``work``.
         log: File to which the output of all ranks is appended.
         work: Importable function ``work(rank, config)``; `train` by default.
-        holds_store: Hold the job's store in this process, as launchers do, instead of in rank 0.
+        place: Surroundings of the ranks.
     """
 
     def __init__(
@@ -36,15 +38,16 @@ class RankProcesses:
         config: dict,
         log: Path,
         work: Callable | None = None,
-        holds_store: bool = False,
+        place: Place = HERE,
     ):
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
-        self._store = rendezvous.serve_store(HOST, 0, all_local=True) if holds_store else None
-        port = self._store.port if self._store else free_port()
+        self.place = place
+        self._store = rendezvous.serve_store(HOST, 0, all_local=True) if place.holds_store else None
+        port = self._store.port if self._store else place.port() or free_port()
         self._victim: BaseProcess | None = None
         self.started = time.monotonic()
-        arguments = (count, port, work or train, config, str(log), holds_store)
+        arguments = (count, port, work or train, config, str(log), place)
         self.processes: list[BaseProcess] = [
             context.Process(target=run_rank, args=(rank, *arguments)) for rank in range(count)
         ]
@@ -112,21 +115,23 @@ def free_port() -> int:
 
 
 def run_rank(
-    rank: int, count: int, port: int, work: Callable, config: dict, log: str, store_is_held: bool
+    rank: int, count: int, port: int, work: Callable, config: dict, log: str, place: Place
 ) -> None:
     """Set up and run one of ``count`` ranks."""
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
+    place.enter(rank)
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(count),
         "LOCAL_WORLD_SIZE": str(count),
-        "MASTER_ADDR": HOST,
+        "MASTER_ADDR": place.address,
         "MASTER_PORT": str(port),
+        **place.variables(rank),
     }
-    if store_is_held:
+    if place.holds_store:
         os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
     work(rank, config)
 

@@ -28,13 +28,16 @@ pytestmark = [
 
 # Program of every rank: random collectives, equal on all ranks, until one fails.
 PROGRAM = f"""
-import json, random, sys, time
+import json, os, random, sys, time
 from datetime import timedelta
 import torch
 import torch.distributed as dist
 import nearlinear_collectives
 
 torch.set_num_threads(1)
+if len(sys.argv) > 2:  # a secret of every node
+    node = int(os.environ["GROUP_RANK"])
+    os.environ["NEARLINEAR_COLLECTIVES_SECRET"] = sys.argv[2 + node]
 dist.init_process_group("nearlinear", timeout=timedelta(seconds={TIMEOUT}))
 rank, ranks = dist.get_rank(), dist.get_world_size()
 draw = random.Random(int(sys.argv[1]))
@@ -131,3 +134,22 @@ def test_disconnected_node_is_named_after_the_timeout(cluster, seed):
             leader = cut[0] * RANKS_PER_NODE
             assert f"rank {leader} (host node{cut[0]}" in report["error"], (rank, report)
         assert report["when"] - moment < TIMEOUT + LATE, report
+
+
+def test_node_with_another_secret_is_refused(cluster):
+    secrets = ["one", "one", "other"]
+    ranks = cluster.start(
+        [sys.executable, "-W", "ignore", "-c", PROGRAM, "0", *secrets],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    try:
+        cluster.wait(ranks, timeout=120)
+        reports = [rank.stdout.read().decode() for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+            rank.stdout.close()
+    assert not any("joined" in report for report in reports)
+    assert any("it does not hold this group's key" in report for report in reports), reports

@@ -173,6 +173,10 @@ class Cluster:
         """Return the node's IPv4 address; ``nodeN`` resolves to it inside the cluster."""
         return f"{SUBNET}.{self._checked(node) + 1}"
 
+    def holder(self, node: int) -> int:
+        """Return the id of the process whose namespaces make up the node."""
+        return self._holders[self._checked(node)].pid
+
     def start(
         self,
         command: Sequence[str],

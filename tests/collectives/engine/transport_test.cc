@@ -38,7 +38,7 @@ using Bytes = std::vector<unsigned char>;
 namespace {
 
 constexpr int kNodes = 8;
-constexpr uint64_t kCookie = 0x5eed;
+const Key kKey = hmac_sha256("transport_test", "key");
 std::string transport_name = "tcp";
 int me = -1;  // this process's node
 
@@ -73,7 +73,7 @@ std::vector<std::string> exchange(const std::string &address, int nodes) {
 std::unique_ptr<Transport> join(int nodes) {
   std::unique_ptr<Transport> net = create();
   CHECK(!net->address().empty() && net->address().size() <= 200);
-  net->connect(exchange(net->address(), nodes), me, kCookie, 20'000);
+  net->connect(exchange(net->address(), nodes), me, kKey, 20'000);
   return net;
 }
 
@@ -328,7 +328,7 @@ void killed_before_connecting(int nodes) {
   const std::vector<std::string> addresses = exchange(net->address(), nodes);
   if (me == 1) kill(getpid(), SIGKILL);
   try {
-    net->connect(addresses, me, kCookie, 20'000);
+    net->connect(addresses, me, kKey, 20'000);
     CHECK(!"connected with the dead");
   } catch (const LinkFailure &failure) {
     CHECK(failure.node == 1 && says(failure, "node 1"));
@@ -346,7 +346,7 @@ void killed_while_connecting(int nodes) {
     }).detach();
   }
   try {
-    net->connect(addresses, me, kCookie, 20'000);
+    net->connect(addresses, me, kKey, 20'000);
     while (me == 1) sleep_ms(1);
     throw LinkFailure(await_failure(*net));
   } catch (const LinkFailure &failure) {
@@ -363,7 +363,7 @@ void a_missing_node_is_named(int nodes) {
     return;
   }
   try {
-    net->connect(addresses, me, kCookie, 300);
+    net->connect(addresses, me, kKey, 300);
     CHECK(!"connected with nobody");
   } catch (const LinkFailure &) {
     CHECK(!"node 2 lives");
@@ -379,7 +379,7 @@ void a_failed_start_is_told(int nodes) {
   const std::vector<std::string> addresses = exchange(net->address(), nodes);
   if (me != 2) {
     try {
-      net->connect(addresses, me, kCookie, me == 0 ? 300 : 30'000);
+      net->connect(addresses, me, kKey, me == 0 ? 300 : 30'000);
       CHECK(!"connected with nobody");
     } catch (const LinkFailure &failure) {
       CHECK(me == 1 && failure.node == 0 && !std::strcmp(failure.what(), "node 2 is missing"));
@@ -391,6 +391,19 @@ void a_failed_start_is_told(int nodes) {
   meet(nodes);
 }
 
+// Nodes of two jobs, or of a job and an impostor, refuse each other and say why.
+void another_key_is_refused(int nodes) {
+  const std::unique_ptr<Transport> net = create();
+  const std::vector<std::string> addresses = exchange(net->address(), nodes);
+  try {
+    net->connect(addresses, me, me == 0 ? kKey : hmac_sha256("another", "key"), 300);
+    CHECK(!"connected with another key");
+  } catch (const std::runtime_error &error) {
+    CHECK(says(error, "does not hold this group's key"));
+  }
+  meet(nodes);
+}
+
 void strangers_are_ignored(int nodes) {
   const std::unique_ptr<Transport> net = create();
   const std::vector<std::string> addresses = exchange(net->address(), nodes);
@@ -398,16 +411,16 @@ void strangers_are_ignored(int nodes) {
   const tcp::Address port = tcp::parse_address(addresses[0].substr(0, addresses[0].find(' ')));
   if (me == nodes - 1) {
     tcp::Hello hello;
-    hello.kind = tcp::kData;
-    hello.cookie = kCookie + 1;
+    hello.kind = tcp::kControl;
     hello.node = 1;
     hello.nodes = nodes;
     const std::string noise(1000, 'G'), raw(reinterpret_cast<char *>(&hello), sizeof hello);
-    tcp::Hello unlikely = hello;  // a member's cookie, but an invalid node
-    unlikely.cookie = kCookie;
+    tcp::Hello unlikely = hello;
     unlikely.node = nodes + 3;
     const std::string absurd(reinterpret_cast<char *>(&unlikely), sizeof unlikely);
-    for (const std::string &words : {std::string(), noise, raw.substr(0, 11), raw, absurd}) {
+    const std::string unproven = raw + std::string(sizeof(Key), '\0');
+    for (const std::string &words :
+         {std::string(), noise, raw.substr(0, 11), raw, absurd, unproven}) {
       tcp::Socket one(socket(port.family(), SOCK_STREAM, 0));
       CHECK(::connect(one.get(), port.raw(), port.bytes()) == 0);
       CHECK(send(one.get(), words.data(), words.size(), 0) == static_cast<ssize_t>(words.size()));
@@ -415,7 +428,28 @@ void strangers_are_ignored(int nodes) {
     }
   }
   meet(nodes);
-  net->connect(addresses, me, kCookie, 20'000);
+  std::thread liar;
+  if (me == nodes - 1) {
+    liar = std::thread([&] {  // a stranger that returns the member's own proof
+      const tcp::Socket one(socket(port.family(), SOCK_STREAM, 0));
+      CHECK(::connect(one.get(), port.raw(), port.bytes()) == 0);
+      tcp::Hello hello;
+      hello.kind = tcp::kControl;
+      hello.node = 1;
+      hello.nodes = nodes;
+      tcp::Answer answer;
+      CHECK(send(one.get(), &hello, sizeof hello, 0) == sizeof hello);
+      CHECK(recv(one.get(), &answer, sizeof answer, MSG_WAITALL) == sizeof answer);
+      CHECK(answer.hello.node == 0 && !equal(answer.proof, kKey) && !equal(answer.proof, Key{}));
+      CHECK(send(one.get(), answer.proof.data(), answer.proof.size(), 0) == sizeof answer.proof);
+      char byte;
+      CHECK(recv(one.get(), &byte, 1, 0) <= 0);  // refused
+      board->flag = 1;
+    });
+  }
+  while (me > 0 && !board->flag) sleep_ms(1);  // node 0 listens until all others are connected
+  net->connect(addresses, me, kKey, 20'000);
+  if (liar.joinable()) liar.join();
   std::list<Item> items;
   for (int k = 1; k < nodes; ++k) {
     items.push_back({1, (me + k) % nodes, true, Bytes(100'003)});
@@ -640,6 +674,7 @@ const std::vector<Scenario> scenarios = {
     {"a_missing_node_is_named", a_missing_node_is_named, {3}},
     {"a_failed_start_is_told", a_failed_start_is_told, {3}},
     {"strangers_are_ignored", strangers_are_ignored, {3}},
+    {"another_key_is_refused", another_key_is_refused, {2}},
     {"leaving_in_order", leaving_in_order, {3}},
     {"leaving_in_the_middle", leaving_in_the_middle, {3}},
     {"part_of_a_message", part_of_a_message, {2}},

@@ -52,6 +52,25 @@ def test_masks_are_built_from_the_whole_batch():
         assert full.masks.shape == (1, 6) and full.masks.local_length == 4
 
 
+@pytest.mark.parametrize(
+    "compute",
+    [
+        lambda mask: mask[0],
+        lambda mask: 1 - mask,
+        lambda mask: ~mask,
+        lambda mask: mask.sum(),
+        bool,
+        lambda mask: torch.where(mask, 1, 0),
+        lambda mask: mask.view(-1),
+    ],
+)
+def test_model_that_computes_with_its_mask_is_refused(compute):
+    mask = PaddingMask()
+    assert mask.to(torch.bool).view(2, -1) is mask and mask.dim() == mask.ndim == 2
+    with pytest.raises(nl.errors.ConfigError, match="the model computes with its attention mask"):
+        compute(mask)
+
+
 IDS = torch.zeros(2, 8, dtype=torch.long)
 
 

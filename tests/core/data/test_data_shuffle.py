@@ -96,3 +96,9 @@ def test_different_keys_give_different_orders():
 def test_out_of_range_index_is_rejected(index):
     with pytest.raises(ValueError, match=r"\[0, 10\)"):
         permute(np.array(index), 10, 0)
+
+
+@pytest.mark.parametrize("n", [0, -1, 2**48 + 1])
+def test_permute_refuses_numbers_of_items_that_it_cannot_shuffle(n):
+    with pytest.raises(ValueError, match=r"permute shuffles 1 to 2\*\*48 items"):
+        permute(np.arange(0), n, 0)

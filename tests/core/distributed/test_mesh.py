@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 import nearlinear as nl
 from nearlinear.config.parallel import ParallelConfig
-from nearlinear.distributed.mesh import AXES, Mesh
+from nearlinear.distributed.mesh import AXES, Mesh, dim_to_slice
 
 sizes = st.integers(1, 4)
 meshes = st.builds(Mesh, sizes, sizes, sizes, sizes, sizes)
@@ -81,3 +81,17 @@ def test_device_mesh_coordinates_match_mesh():
         assert list(device_mesh.get_coordinate()) == [at["replicate"], at["shard"], at["tensor"]]
 
     nl.spmd.run(check, 8)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dim"),
+    [
+        ((8, 3), 0),  # divisible
+        ((33, 4), 0),  # not divisible, but long
+        ((31, 4), 1),
+        ((9, 10), 1),  # 12 / 10 of the memory instead of 12 / 9
+        ((2, 5, 9), 2),
+    ],
+)
+def test_optimizer_state_of_four_replicas_is_cut_where_it_is_most_even(shape, dim):
+    assert dim_to_slice(shape, 4) == dim

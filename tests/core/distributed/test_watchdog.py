@@ -88,8 +88,9 @@ def test_fault_messages_name_rank_operation_and_remedy():
         "longer."
     )
     assert diagnose([status(stalled=1), status(stalled=1, age=31)], LIMITS).text == (
-        "rank 1 (host node-a) sent no heartbeat for 31 s and is probably dead; its last known "
-        'operation was "operation 7", 32 s ago. Check its log and its host, then restart the run.'
+        "rank 1 (host node-a) sent no heartbeat for 31 s: it is dead, stopped or unreachable; its "
+        'last known operation was "operation 7", 32 s ago. Check its log and its host, then '
+        "restart the run."
     )
 
 

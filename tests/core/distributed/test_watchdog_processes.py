@@ -50,20 +50,29 @@ def stop(ranks: RankProcesses, folder: Path) -> None:
     os.kill(ranks.processes[1].pid, signal.SIGSTOP)
 
 
+def stop_first(ranks: RankProcesses, folder: Path) -> None:
+    """Stop rank 0, which also holds the store: reads from the store never end."""
+    os.kill(ranks.processes[0].pid, signal.SIGSTOP)
+
+
 def hang(ranks: RankProcesses, folder: Path) -> None:
     (folder / "hangs").touch()
 
 
 DEAD = (
-    r"\(host \S+\) (died \(process \d+ has ended\)|sent no heartbeat for \d+ s and is probably "
-    r'dead); its last operation was "(after )?step \d+.*, \d+ s ago. Check its log'
+    r"\(host \S+\) (died \(process \d+ has ended\)|sent no heartbeat for \d+ s: it is dead, "
+    r'stopped or unreachable); its last operation was "(after )?step \d+.*, \d+ s ago. Check its'
+)
+SILENT = (
+    r"\(host \S+\) sent no heartbeat for \d+ s: it is dead, stopped or unreachable; its last "
+    r'operation was "(after )?step \d+'
 )
 FAULTS = {
     kill: f"rank 1 {DEAD}",
     kill_first: r"the connection to the job's store is lost: the process that holds it, rank 0's "
     rf"or its launcher's on \S+, has died|rank 0 {DEAD}",
-    stop: r"rank 1 \(host \S+\) sent no heartbeat for \d+ s and is probably dead; its last "
-    r'operation was "step \d+, ',
+    stop: rf"rank 1 {SILENT}",
+    stop_first: rf"rank 0 {SILENT}",
     hang: r'rank 1 \(host \S+\) has been stuck in "step \d+, loading a batch" '
     r"\(distributed/test_watchdog_processes.py:\d+ in read_or_hang\) for \d+ s; rank \d and "
     r'others are waiting in "step \d+, micro-batch 1',
@@ -86,7 +95,7 @@ def test_other_ranks_name_the_faulty_rank_and_exit(small_run, tmp_path, fault):
         time.sleep(0.05)
     time.sleep(2)  # at least one heartbeat
     fault(ranks, folder)
-    faulty = ranks.processes[0 if fault is kill_first else 1]
+    faulty = ranks.processes[0 if fault in (kill_first, stop_first) else 1]
     others = [process for process in ranks.processes if process is not faulty]
     for process in others:
         process.join(60)

@@ -1,6 +1,7 @@
 """Validation of SageMaker jobs: each problem is reported with its remedy before submission."""
 
 import copy
+import sys
 
 import pytest
 
@@ -9,7 +10,11 @@ from nearlinear.errors import ConfigError
 from nearlinear.launch import spec
 from nearlinear.launch.sagemaker.build_request import render_request
 from nearlinear.launch.sagemaker.container import RANKS_VARIABLE
-from nearlinear.launch.sagemaker.request_checks import check_against_model, check_rules
+from nearlinear.launch.sagemaker.request_checks import (
+    check_against_model,
+    check_rules,
+    input_shape,
+)
 from nearlinear.launch.spec import InvalidJob, Problem, check_parallel_layout
 
 ACCOUNT = "123456789012"
@@ -251,6 +256,21 @@ def test_unlike_names_are_listed_and_many_names_are_counted():
     mode, kind = (remedies[name] for name in sorted(remedies))
     assert mode == "allowed are rw, ro"
     assert kind.startswith("allowed are ") and kind.count("ml.") == 3 and "names, such as" in kind
+
+
+def test_misspelled_names_get_the_nearest_one_as_remedy():
+    found = changed({f"{MACHINES}/InstanceType": "ml.p4d.24xlarg", "Tagz": []})
+    remedies = {problem.field: problem.remedy for problem in check_against_model(found)}
+    assert remedies == {
+        f"{MACHINES}.InstanceType": "did you mean 'ml.p4d.24xlarge'?",
+        "Tagz": "did you mean 'Tags'?",
+    }
+
+
+def test_missing_boto3_is_reported_with_the_command_that_installs_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "botocore.loaders", None)
+    with pytest.raises(ConfigError, match=r'pip install "nearlinear\[sagemaker\]"'):
+        input_shape("CreateTrainingJob", "another-service")  # shapes of known ones are cached
 
 
 ONE_RANK = {"job__nodes": 1, "parallel__sharded_data_parallel_degree": 1}

@@ -116,3 +116,15 @@ def test_loss_gathers_three_numbers_per_token(ranks, calls):
     for made, sizes in nl.spmd.run(count, ranks):
         assert made == ({"all_gather": calls} if calls else {})
         assert sizes == ({"all_gather": ranks * 3 * 12 * 4} if calls else {})
+
+
+def loss_with_the_vocabulary_of_the_logits(rank):
+    nl.init({"tensor_parallel_degree": 2})
+    group = runtime.current().group("tensor")
+    logits, labels = random_batch(0, 1, 4, 8)
+    losses.CausalLoss(group, 4 * rank)(logits[..., :4], labels, 4)
+
+
+def test_vocabulary_size_that_is_that_of_a_part_is_refused():
+    with pytest.raises(nl.errors.RankError, match="takes the size of its vocabulary from the logi"):
+        nl.spmd.run(loss_with_the_vocabulary_of_the_logits, 2)

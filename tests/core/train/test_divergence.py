@@ -1,6 +1,8 @@
 """Divergence sentinel: fingerprints see single bits, and a run stops before it saves bad state."""
 
+import functools
 import itertools
+import json
 import random
 from pathlib import Path
 
@@ -10,9 +12,11 @@ import torch
 
 import nearlinear as nl
 from nearlinear.checkpoint import save
+from nearlinear.checkpoint.verify import compare_checkpoints
 from nearlinear.errors import RankError
 from nearlinear.train.callbacks import Callback, divergence
 from nearlinear.train.callbacks.divergence import (
+    ReplicasDiverged,
     combine,
     find_different,
     groups_of_copies,
@@ -149,6 +153,76 @@ def test_run_stops_and_keeps_its_good_checkpoints(
     if every:  # no false alarm: the same run without a fault
         nl.spmd.run(train, 4, args=(clean, (4, 3, False)))
         assert max(save.steps(Path(tmp_path / "clean"))) == 8
+
+
+class FlipBitOnce(FlipBit):
+    """Flip the bit once, as memory does, and not again when the step is repeated."""
+
+    rewound = None
+
+    def on_step_end(self, step, metrics):
+        if self.rewound is None:
+            super().on_step_end(step, metrics)
+
+    def on_rewind(self, number):
+        self.rewound = number
+
+
+def train_with_replay(rank: int, config: dict, kind: type, arguments: tuple) -> int | None:
+    faults = kind(*arguments)
+    nl.Trainer(config, callbacks=[faults]).fit()
+    return getattr(faults, "rewound", None)
+
+
+def replayed_run(small_run: dict, folder: Path) -> dict:
+    small_run["parallel"] = {"hybrid_shard_degree": 1}
+    small_run["train"] = {"steps": 8, "eval_sequences": 0, "sample_tokens": 0,
+                          "divergence_every": 4, "on_divergence": "replay"}  # fmt: skip
+    small_run["run"] |= {"folder": str(folder / "run"), "memory_report": False, "log_every": 1}
+    checkpoint = {"folder": str(folder / "kept"), "every": 2, "keep": 1}
+    return small_run | {"checkpoint": checkpoint}
+
+
+def test_replay_after_a_flipped_bit_ends_in_the_state_of_an_undisturbed_run(
+    small_run, tmp_path, capfd
+):
+    faulty = replayed_run(small_run, tmp_path / "faulty")
+    run = functools.partial(nl.spmd.run, train_with_replay, 2)
+    rewound = run(args=(faulty, FlipBitOnce, (1, 3, False)))
+    assert rewound == [2, 2]
+    output = capfd.readouterr().out
+    assert "Repeating the steps after step 2, the newest checkpoint" in output
+    assert "found no difference up to step 4: a bit was flipped" in output
+    rows = (tmp_path / "faulty" / "run" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(row)["step"] for row in rows] == list(range(1, 9))
+    clean = replayed_run(small_run, tmp_path / "clean")
+    run(args=(clean, FlipBitOnce, (2, 3, False)))  # no such rank
+    folders = (save.step_folder(Path(each["checkpoint"]["folder"]), 8) for each in (faulty, clean))
+    different = (each.name for each in compare_checkpoints(*folders))
+    # ranks that are threads share one random generator, whose state this run does not use
+    assert not [name for name in different if not name.startswith("random/")]
+
+
+@pytest.mark.parametrize(
+    ("step", "kept", "words"),
+    [
+        (3, 2, r"step 4: after step 3, .*\. The replay .* same step on the same ranks: a determin"),
+        (1, 0, r"before the checkpoint of step 2, .*there is no checkpoint to replay from"),
+    ],
+)
+def test_fault_that_comes_back_is_called_deterministic(small_run, tmp_path, step, kept, words):
+    config = replayed_run(small_run, tmp_path)
+    with pytest.raises(RankError, match=words):
+        nl.spmd.run(train_with_replay, 2, args=(config, FlipBit, (1, step, False)))
+    assert max(save.steps(tmp_path / "kept"), default=0) == kept
+
+
+def test_different_faults_of_a_step_and_its_replay_point_to_hardware():
+    first = ReplicasDiverged("step 4: rank 1", 4, [1])
+    assert "a deterministic bug" in str(ReplicasDiverged("again", 4, [1]).judge_replay(first))
+    for step, ranks in ((4, [2]), (3, [1])):
+        verdict = str(ReplicasDiverged("now", step, ranks).judge_replay(first))
+        assert "defective hardware" in verdict and "step 4: rank 1" in verdict
 
 
 def corrupted_gather(rank: int, config: dict) -> None:

@@ -13,7 +13,7 @@ from .build import SHIPPED, engine_library
 
 log = logging.getLogger("nearlinear_collectives")
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 PEER_INFO_BYTES = 512
 OWN_TIMEOUT = -1
 

@@ -135,10 +135,12 @@ void Group::connect(const unsigned char *peer_infos, int64_t timeout_ms) {
     std::vector<std::string> addresses;
     for (const auto &ranks : topology_.nodes)
       addresses.push_back(peer_infos_[static_cast<size_t>(ranks[0])].address);
-    uint64_t cookie = 0;
-    for (const PeerInfo &peer : peer_infos_) cookie = cookie * 0x100000001b3ULL ^ peer.nonce;
+    std::string nonces;
+    for (const PeerInfo &peer : peer_infos_)
+      nonces.append(reinterpret_cast<const char *>(&peer.nonce), sizeof peer.nonce);
+    const Key key = hmac_sha256(setting("SECRET"), nonces);
     try {
-      net_->connect(addresses, topology_.node, cookie, timeout_ms);
+      net_->connect(addresses, topology_.node, key, timeout_ms);
     } catch (const LinkFailure &failure) {
       const int rank = topology_.nodes[static_cast<size_t>(failure.node)][0];
       fail(NLC_PEER_DIED, rank_text(rank) + ": " + failure.what());

@@ -20,7 +20,7 @@
 extern "C" {
 #endif
 
-#define NLC_ABI_VERSION 1
+#define NLC_ABI_VERSION 2
 #define NLC_PEER_INFO_BYTES 512
 #define NLC_ANY_TIMEOUT (-1) /* the group's own timeout */
 

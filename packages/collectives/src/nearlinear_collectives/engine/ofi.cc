@@ -99,7 +99,7 @@ class OfiTransport : public Transport {
 
   std::string address() const override { return address_; }
 
-  void connect(const std::vector<std::string> &addresses, int my_node, uint64_t cookie,
+  void connect(const std::vector<std::string> &addresses, int my_node, const Key &key,
                int64_t timeout_ms) override {
     std::vector<std::string> doors, names;
     for (const std::string &address : addresses) {
@@ -107,7 +107,7 @@ class OfiTransport : public Transport {
       doors.push_back(address.substr(0, space));
       names.push_back(space == std::string::npos ? "" : address.substr(space + 1));
     }
-    control_.connect(doors, my_node, cookie, timeout_ms);
+    control_.connect(doors, my_node, key, timeout_ms);
     links_.resize(addresses.size());
     for (size_t node = 0; node < links_.size(); ++node) {
       if (static_cast<int>(node) == my_node) continue;
@@ -117,7 +117,8 @@ class OfiTransport : public Transport {
                                          "all nodes use the provider %s?",
                                          node, endpoint_.provider()));
     }
-    group_tag_ = (cookie & 0x7fff) << 48;
+    const Key tag = hmac_sha256(text_of(key), "tag");  // the tag crosses the network
+    group_tag_ = (static_cast<uint64_t>(tag[0] & 0x7f) << 8 | tag[1]) << 48;
   }
 
   void post_send(int node, const void *data, size_t bytes, Request *request) override {

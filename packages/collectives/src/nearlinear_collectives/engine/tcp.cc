@@ -97,9 +97,9 @@ class TcpTransport : public Transport {
 
   std::string address() const override { return control_.address(); }
 
-  void connect(const std::vector<std::string> &addresses, int my_node, uint64_t cookie,
+  void connect(const std::vector<std::string> &addresses, int my_node, const Key &key,
                int64_t timeout_ms) override {
-    std::vector<tcp::Socket> sockets = control_.connect(addresses, my_node, cookie, timeout_ms);
+    std::vector<tcp::Socket> sockets = control_.connect(addresses, my_node, key, timeout_ms);
     links_.resize(sockets.size());
     for (size_t node = 0; node < links_.size(); ++node) {
       if (!sockets[node]) continue;

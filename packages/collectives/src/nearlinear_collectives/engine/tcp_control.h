@@ -44,13 +44,13 @@ class Control {
 
   // Return the data connections, by node.
   std::vector<Socket> connect(const std::vector<std::string> &addresses, int my_node,
-                              uint64_t cookie, int64_t timeout_ms) {
+                              const Key &key, int64_t timeout_ms) {
     const Clock::time_point deadline = after_ms(timeout_ms);
     me_ = my_node;
     peers_.resize(addresses.size());
     for (size_t node = 0; node < addresses.size(); ++node) peers_[node].address = addresses[node];
     std::vector<Socket> data(addresses.size());
-    Mesh mesh(listener_.get(), interface_, addresses, my_node, cookie);
+    Mesh mesh(listener_.get(), interface_, addresses, my_node, key);
     while (!mesh.complete()) {
       for (Mesh::Connection &made : mesh.step(50)) {
         set_liveness(made.fd.get());
@@ -60,6 +60,11 @@ class Control {
           data[static_cast<size_t>(made.node)] = std::move(made.fd);
       }
       wait(0, [](int, uint32_t) {});
+      // Without a control connection, only its data connection tells that a node has died.
+      for (int node = 0; node < nodes(); ++node)
+        if (!peer(node).fd && has_ended(data[static_cast<size_t>(node)]))
+          throw LinkFailure(node, format("node %d (%s) closed its connection while waiting for %s",
+                                         node, peer(node).address.c_str(), mesh.missing().c_str()));
       try {
         check([](int) { return false; });
       } catch (const LinkFailure &failure) {
@@ -254,6 +259,13 @@ class Control {
     event.data.u64 = tag;
     if (::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, fd, &event) != 0)
       throw system_failure("cannot wait for a connection");
+  }
+
+  static bool has_ended(const Socket &one) {
+    char byte;
+    if (!one) return false;
+    const ssize_t n = ::recv(one.get(), &byte, 1, MSG_PEEK | MSG_DONTWAIT);
+    return n == 0 || (n < 0 && errno != EAGAIN && errno != EINTR);
   }
 
   void adopt(int node, Socket fd) {

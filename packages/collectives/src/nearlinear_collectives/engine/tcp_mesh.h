@@ -2,16 +2,26 @@
 //
 // Each node connects one of the two and accepts the other (the lower index connects data), so that
 // both sides of a pair notice when the other's process is gone: its port refuses the connection.
-// Both first send a hello with the group's cookie; connections without it are dropped.
+// Both prove that they hold the group's key, which never crosses the network: each side sends a
+// random challenge, and answers with an HMAC of both. Connections without a proof are dropped.
+//
+//   connecting side                    accepting side
+//   hello with challenge          ->
+//                                 <-   hello with challenge, proof of "A"
+//   proof of "C"                  ->
+//
+// All messages have a fixed size. A stranger's bytes therefore cause no allocation.
 #pragma once
 
 #include <poll.h>
+#include <sys/random.h>
 
 #include <algorithm>
 #include <list>
 #include <string>
 #include <vector>
 
+#include "hmac.h"
 #include "tcp_socket.h"
 #include "transport.h"
 
@@ -21,13 +31,27 @@ enum Kind : uint16_t { kData = 0, kControl = 1 };
 
 struct Hello {
   uint32_t magic = 0x4e4c4354;
-  uint16_t version = 1;
+  uint16_t version = 2;
   uint16_t kind = 0;
-  uint64_t cookie = 0;
   int32_t node = -1;
   int32_t nodes = 0;
+  std::array<uint8_t, 16> challenge{};
 };
-static_assert(sizeof(Hello) == 24);
+static_assert(sizeof(Hello) == 32);
+
+struct Answer {
+  Hello hello{};
+  Key proof{};
+};
+static_assert(sizeof(Answer) == 64);
+
+// Return the proof of one side ('C' connects, 'A' accepts) that it holds `key`.
+inline Key prove(const Key &key, char side, const Hello &connecting, const Hello &accepting) {
+  std::string text(1, side);
+  text.append(reinterpret_cast<const char *>(&connecting), sizeof connecting);
+  text.append(reinterpret_cast<const char *>(&accepting), sizeof accepting);
+  return hmac_sha256(text_of(key), text);
+}
 
 class Mesh {
  public:
@@ -38,12 +62,12 @@ class Mesh {
   };
 
   Mesh(int listener, const Interface &from, const std::vector<std::string> &addresses, int my_node,
-       uint64_t cookie)
+       const Key &key)
       : listener_(listener),
         from_(from),
         addresses_(addresses),
         me_(my_node),
-        cookie_(cookie),
+        key_(key),
         answered_(addresses.size(), false) {
     answered_[at(me_)] = true;
     for (int node = 0; node < nodes(); ++node)
@@ -110,7 +134,8 @@ class Mesh {
     std::string address;
     Socket fd{};
     bool greeted = false;  // this side's hello is sent
-    Hello reply{};
+    Hello mine{};
+    Answer reply{};
     size_t got = 0;
     Clock::time_point next{};  // time of the next attempt
     Clock::time_point refused_since{};
@@ -120,7 +145,9 @@ class Mesh {
   struct Guest {
     Socket fd;
     Hello hello{};
-    size_t got = 0;
+    Hello mine{};
+    Key proof{};
+    size_t got = 0;  // bytes of the hello and the proof
   };
 
   static size_t at(int node) { return static_cast<size_t>(node); }
@@ -129,17 +156,19 @@ class Mesh {
   Hello hello(Kind kind) const {
     Hello mine;
     mine.kind = kind;
-    mine.cookie = cookie_;
     mine.node = me_;
     mine.nodes = nodes();
+    if (::getrandom(mine.challenge.data(), mine.challenge.size(), 0) !=
+        static_cast<ssize_t>(mine.challenge.size()))
+      throw system_failure("cannot get random bytes (getrandom)");
     return mine;
   }
 
-  bool is_member(const Hello &theirs) const {
+  bool is_plausible(const Hello &theirs) const {
     const Hello expected;
     return theirs.magic == expected.magic && theirs.version == expected.version &&
-           theirs.cookie == cookie_ && theirs.nodes == nodes() && theirs.kind <= kControl &&
-           theirs.node >= 0 && theirs.node < nodes();
+           theirs.nodes == nodes() && theirs.kind <= kControl && theirs.node >= 0 &&
+           theirs.node < nodes();
   }
 
   void dial(Call &call) {
@@ -179,8 +208,9 @@ class Mesh {
       int error = 0;
       socklen_t bytes = sizeof error;
       ::getsockopt(call.fd.get(), SOL_SOCKET, SO_ERROR, &error, &bytes);
-      const Hello mine = hello(call.kind);
-      if (error == 0 && ::send(call.fd.get(), &mine, sizeof mine, MSG_NOSIGNAL) != sizeof mine)
+      call.mine = hello(call.kind);
+      if (error == 0 &&
+          ::send(call.fd.get(), &call.mine, sizeof call.mine, MSG_NOSIGNAL) != sizeof call.mine)
         error = errno;
       if (error != 0) {
         hang_up(call, error, std::strerror(error));
@@ -199,9 +229,20 @@ class Mesh {
     }
     call.got += static_cast<size_t>(n);
     if (call.got < sizeof call.reply) return false;
-    if (is_member(call.reply) && call.reply.node == call.node && call.reply.kind == call.kind)
+    const Hello &theirs = call.reply.hello;
+    if (!is_plausible(theirs) || theirs.node != call.node || theirs.kind != call.kind) {
+      hang_up(call, 0, "another program answers there");
+      return false;
+    }
+    if (!equal(call.reply.proof, prove(key_, 'A', call.mine, theirs))) {
+      hang_up(call, 0, "it does not hold this group's key");
+      return false;
+    }
+    const Key proof = prove(key_, 'C', call.mine, theirs);
+    if (::send(call.fd.get(), proof.data(), proof.size(), MSG_NOSIGNAL) ==
+        static_cast<ssize_t>(proof.size()))
       return true;
-    hang_up(call, 0, "another program answers there");
+    hang_up(call, 0, "it closed the connection before the proof");
     return false;
   }
 
@@ -218,18 +259,20 @@ class Mesh {
 
   // Return true if this connection is done: it became a member, or was dropped.
   bool listen_to(Guest &guest) {
-    const ssize_t n = ::recv(guest.fd.get(), reinterpret_cast<char *>(&guest.hello) + guest.got,
-                             sizeof guest.hello - guest.got, 0);
+    constexpr size_t kHello = sizeof guest.hello, kAll = kHello + sizeof guest.proof;
+    const bool greeting = guest.got < kHello;
+    char *to = greeting ? reinterpret_cast<char *>(&guest.hello) + guest.got
+                        : reinterpret_cast<char *>(&guest.proof) + (guest.got - kHello);
+    const ssize_t n = ::recv(guest.fd.get(), to, (greeting ? kHello : kAll) - guest.got, 0);
     if (n < 0 && (errno == EAGAIN || errno == EINTR)) return false;
     if (n > 0) {
       guest.got += static_cast<size_t>(n);
-      if (guest.got < sizeof guest.hello) return false;
-      const Hello &theirs = guest.hello;
-      const Hello mine = hello(static_cast<Kind>(theirs.kind));
-      if (is_member(theirs) && !answered_[at(theirs.node)] &&
-          theirs.kind == (theirs.node < me_ ? kData : kControl) &&
-          ::send(guest.fd.get(), &mine, sizeof mine, MSG_NOSIGNAL) == sizeof mine) {
-        answered_[at(theirs.node)] = true;
+      if (guest.got < kHello || (!greeting && guest.got < kAll)) return false;
+      if (greeting && may_enter(guest.hello) && answer(guest)) return false;
+      const int node = guest.hello.node;
+      if (!greeting && may_enter(guest.hello) &&
+          equal(guest.proof, prove(key_, 'C', guest.hello, guest.mine))) {
+        answered_[at(node)] = true;
         return true;
       }
     }
@@ -237,11 +280,24 @@ class Mesh {
     return true;
   }
 
+  // Return true if a connection of this kind of that node is still missing.
+  bool may_enter(const Hello &theirs) const {
+    return is_plausible(theirs) && theirs.node != me_ && !answered_[at(theirs.node)] &&
+           theirs.kind == (theirs.node < me_ ? kData : kControl);
+  }
+
+  // Send this side's challenge and proof; return false if the connection is broken.
+  bool answer(Guest &guest) {
+    guest.mine = hello(static_cast<Kind>(guest.hello.kind));
+    const Answer mine{guest.mine, prove(key_, 'A', guest.hello, guest.mine)};
+    return ::send(guest.fd.get(), &mine, sizeof mine, MSG_NOSIGNAL) == sizeof mine;
+  }
+
   int listener_;
   Interface from_;
   std::vector<std::string> addresses_;
   int me_;
-  uint64_t cookie_;
+  Key key_;
   std::vector<bool> answered_;  // nodes whose outgoing connection is complete
   std::list<Call> calls_;
   std::list<Guest> guests_;

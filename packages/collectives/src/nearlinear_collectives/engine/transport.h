@@ -20,6 +20,8 @@
 #include <string>
 #include <vector>
 
+#include "hmac.h"
+
 namespace nlc {
 
 struct Request {
@@ -39,10 +41,10 @@ class Transport {
   // Address of this end for its peers; opaque, at most 200 bytes, no zero bytes.
   virtual std::string address() const = 0;
 
-  // Connect to every other node at its address. `cookie` identifies the group: other connections
-  // are refused. Throws LinkFailure (a node's process is gone) or std::runtime_error with the nodes
+  // Connect to every other node at its address. Nodes prove to each other that they hold `key`:
+  // other connections are refused. Throws LinkFailure (a node's process is gone) or std::runtime_error with the nodes
   // missing after timeout_ms.
-  virtual void connect(const std::vector<std::string> &addresses, int my_node, uint64_t cookie,
+  virtual void connect(const std::vector<std::string> &addresses, int my_node, const Key &key,
                        int64_t timeout_ms) = 0;
 
   // Empty messages complete at once and are not sent.

@@ -253,6 +253,10 @@ class LoopConfig:
     divergence_every: int = 100
     """steps between comparisons of the weights and the optimizer's state of replicas, which find
     silently corrupted data; checkpoints are preceded by one; 0 = never"""
+    on_divergence: Literal["stop", "replay"] = "stop"
+    """if replicas differ: stop, or repeat the steps since the newest checkpoint. The run goes on if
+    the difference does not come back (a flipped bit), and stops if it does (a bug); replay needs
+    checkpoint.folder"""
     compile_blocks: bool = False
     """compile all blocks with torch.compile as one graph; the first step takes longer"""
     self_check: Literal["auto", "always", "off"] = "auto"
@@ -369,6 +373,8 @@ class TrainConfig:
             value = getattr(self.optimizer, name)
             if not 0 <= value <= 1 or (name != "min_lr_ratio" and value == 1):
                 raise ConfigError(f"optimizer.{name} = {value}: must be from 0 to 1")
+        if self.train.on_divergence == "replay":
+            self._check_replay()
         if self.optimizer.kind == "adamw_8bit":
             self._check_adamw_8bit()
         if self.batch.micro_batch_size * self.batch.accumulation > 2**31:
@@ -387,6 +393,17 @@ class TrainConfig:
                 f"data.sequence_length = {self.data.sequence_length} is longer than the model's "
                 f"context of {self.model.longest_sequence} tokens: lower it, or raise model.context"
             )
+
+    def _check_replay(self) -> None:
+        for key, value, reason in (
+            ("checkpoint.folder", self.checkpoint.folder, "steps are replayed from a checkpoint"),
+            ("train.divergence_every", self.train.divergence_every, "replicas are not compared"),
+        ):
+            if not value:
+                raise ConfigError(
+                    f'train.on_divergence = "replay" and {key} = {value!r}: {reason}; set {key}, '
+                    'or train.on_divergence = "stop"'
+                )
 
     def _check_adamw_8bit(self) -> None:
         for key, value, required, reason in (

@@ -227,9 +227,11 @@ def dead(
         return Fault("dead", rank, text)
     if status.process_exited:
         how = f"crashed ({crash}; process" if crash else "died (process"
-        cause = f"{how} {heartbeat.pid} has ended)"
+        killer = "; the kernel's out-of-memory killer was at work" if status.out_of_memory else ""
+        cause = f"{how} {heartbeat.pid} has ended{killer})"
     else:
-        cause = f"sent no heartbeat for {status.seconds_since_heartbeat:.0f} s and is probably dead"
+        seconds = f"{status.seconds_since_heartbeat:.0f}"
+        cause = f"sent no heartbeat for {seconds} s: it is dead, stopped or unreachable"
     known = "its last operation" if heartbeat.current else "its last known operation"
     text = (
         f"rank {rank} (host {heartbeat.host}) {cause}; {known} was {heartbeat}, "

@@ -19,6 +19,7 @@ from typing import BinaryIO, Literal, TypeVar
 import torch.distributed as dist
 
 from ..errors import RankFailure
+from . import process_exit
 from .consensus import StoreChannel
 
 STORE_ERRORS = (dist.DistError, RuntimeError)
@@ -181,6 +182,8 @@ class RankStatus:
     """Age of the latest heartbeat; before the first one, seconds since the watch started."""
     process_exited: bool = False
     """True if the process is known to have ended."""
+    out_of_memory: bool = False
+    """True if the kernel has ended a process of this rank's container for lack of memory."""
 
     @property
     def seconds_since_progress(self) -> float:
@@ -209,6 +212,7 @@ class HeartbeatChannel:
         self._valid: dict[int, Heartbeat] = {}
         self._shared: dict[int, BinaryIO | None] = {}
         self._started = time.monotonic()
+        self._memory_kills = process_exit.memory_kills()
 
     def send(self, heartbeat: Heartbeat) -> None:
         self._channel.set(str(self._rank), heartbeat.to_json())
@@ -236,7 +240,8 @@ class HeartbeatChannel:
         late = now - since > _LATE
         if (ended or late) and (shared := self._shared.get(rank)):
             heartbeat = _with_last_operation(heartbeat, shared, now - since)
-        return RankStatus(heartbeat, now - since, ended)
+        out_of_memory = ended and process_exit.memory_kills() > self._memory_kills
+        return RankStatus(heartbeat, now - since, ended, out_of_memory)
 
     def fault(self) -> Fault | None:
         """Read the fault of the job, if any rank has reported one."""

@@ -1,7 +1,8 @@
-"""The end of a rank: callbacks before it leaves, its error file, and the death of its parent."""
+"""The end of a rank: callbacks, its error file, its parent's death, and the lack of memory."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -9,6 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _callbacks: list[Callable[[], None]] = []
@@ -62,3 +64,32 @@ def end_with_parent(parent: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGTERM)
+
+
+def memory_cgroup() -> tuple[Path | None, str]:
+    """Return the folder of this process's memory cgroup, or None, and its file of kernel events."""
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+        places = {line.split(":", 2)[1]: line.split(":", 2)[2].lstrip("/") for line in lines}
+        for controllers, path in places.items():
+            if "memory" in controllers.split(","):  # version 1
+                return _existing(Path("/sys/fs/cgroup/memory"), path), "memory.oom_control"
+        if "" in places:
+            return _existing(Path("/sys/fs/cgroup"), places[""]), "memory.events"
+    return None, ""
+
+
+def _existing(root: Path, path: str) -> Path | None:
+    """Return ``root/path``, or ``root`` where a container mounts its own cgroup there."""
+    return next((each for each in (root / path, root) if each.is_dir()), None)
+
+
+def memory_kills() -> int:
+    """Return the number of processes of this cgroup that the kernel ended for lack of memory."""
+    folder, name = memory_cgroup()
+    if folder is not None:
+        with contextlib.suppress(OSError):
+            for line in (folder / name).read_text(encoding="ascii").splitlines():
+                if line.startswith("oom_kill "):
+                    return int(line.split()[1])
+    return 0

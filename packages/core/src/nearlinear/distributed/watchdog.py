@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from .. import _torch
 from ..errors import NearlinearError
-from . import diagnosis, process_exit, runtime, thread_backend
+from . import diagnosis, process_exit, rendezvous, runtime, thread_backend
 from .diagnosis import Limits, dead, diagnose, never_started
 from .heartbeat import STORE_ERRORS, Fault, Heartbeat, HeartbeatChannel, Operation, pid_namespace
 
@@ -85,6 +85,8 @@ class Watchdog:
         self._changing, self._inconsistent = threading.Lock(), False
         self._handled, self._exiting, self._wake = (threading.Event() for _ in range(3))
         self._collective_failed, self._sequence, self._rank0_host = False, 0, "its host"
+        self._own_fault: Fault | None = None  # reported to all ranks with the next heartbeat
+        self._store_answers = True
         self._thread: threading.Thread | None = None
 
     def at(self, name: str, patience: float = 1.0) -> None:
@@ -113,6 +115,7 @@ class Watchdog:
         self._rank, self._world = now.rank, now.mesh.world
         self.fault, self.outcome = None, ""
         self._collective_failed = self._inconsistent = False
+        self._own_fault, self._store_answers = None, True
         for event in (self._handled, self._exiting, self._wake):
             event.clear()
         if self._timeout and self._world > 1:
@@ -180,8 +183,7 @@ class Watchdog:
         where = f"rank {self._rank} (host {runtime.host()}) {how} in {place}"
         fault = Fault("failed", self._rank, f"{where}: {cause}")
         if self._thread is not None:
-            with contextlib.suppress(*STORE_ERRORS):  # the watchdog thread reports a lost store
-                self._channel.report(fault)
+            self._own_fault = fault
             self._wake.set()
             self._handled.wait()
         elif self._world == 1:
@@ -199,23 +201,60 @@ class Watchdog:
     def _watch(self) -> None:
         try:
             while self.fault is None and not self._exiting.is_set():
-                self.fault = self._exchange()
+                self.fault = self._exchange_in_time()
                 if self.fault is None:
                     self._wake.wait(self._interval)
                     self._wake.clear()
             if self.fault is not None:
                 self._handle()
-            with contextlib.suppress(*STORE_ERRORS):
-                self._say_goodbye()
+            if self._store_answers:
+                with contextlib.suppress(*STORE_ERRORS):
+                    self._say_goodbye()
         finally:
             self._handled.set()
         if self.fault is not None:
             self._terminate(self.fault)
 
+    def _exchange_in_time(self) -> Fault | None:
+        """Run `_exchange`; return a fault if the job's store does not answer for too long.
+
+        A read from the store never ends if the process that holds it is stopped, or if the network
+        drops all packets. A thread of its own therefore waits for it.
+        """
+        results: list[Fault | None] = []
+        thread = threading.Thread(
+            target=lambda: results.append(self._exchange()), name="heartbeat", daemon=True
+        )
+        thread.start()
+        waited = 0.0  # counted by polls, so that a process that was suspended waits on
+        while True:
+            thread.join(self._interval)
+            if not thread.is_alive():
+                return results[0]
+            waited += self._interval
+            if waited > self._heartbeat_timeout(self._collective_failed):
+                self._store_answers = False
+                return self._own_fault or self._silent_store(waited)
+
+    def _silent_store(self, seconds: float) -> Fault:
+        """Describe a store that does not answer, from this rank's point of view."""
+        first = self._channel.last_status(0)
+        if self._rank and first.heartbeat is not None and not rendezvous.launched_by_agent():
+            return dead(0, first, first.heartbeat)  # rank 0 holds the store
+        return Fault(
+            "store_lost",
+            None,
+            f"the job's store has not answered for {seconds:.0f} s: the process that holds it, "
+            f"rank 0's or its launcher's on {self._rank0_host}, is stopped, or the network is "
+            "down. Check both, then restart the run.",
+        )
+
     def _exchange(self) -> Fault | None:
         """Send one heartbeat and return the fault of the job, if any."""
         try:
             self._send_heartbeat()
+            if self._own_fault is not None:
+                return self._channel.report(self._own_fault)
             return self._channel.fault() or self._diagnose()
         except STORE_ERRORS as error:
             log.debug("store of the job: %s", error)

@@ -17,6 +17,7 @@ from torch import nn
 from .. import storage
 from ..checkpoint import save
 from ..checkpoint.async_writer import PendingSave
+from ..checkpoint.load import load
 from ..checkpoint.resume import resume
 from ..config.train import CheckpointConfig
 from ..storage import StoragePath
@@ -63,6 +64,12 @@ class CheckpointManager:
                 self.folder, self.model, self.optimizer, self.others, self.config.on_damage
             )
         return self.saved
+
+    def reload(self) -> int:
+        """Load the newest checkpoint of this run again and return its step. A collective call."""
+        return load(
+            save.step_folder(self.folder, self.saved), self.model, self.optimizer, **self.others
+        )
 
     def is_due(self, step: int, last: int) -> bool:
         """Return True if the run should be saved after ``step`` of ``last``."""

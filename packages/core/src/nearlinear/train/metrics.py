@@ -134,6 +134,26 @@ class Reporter(Degradable):
         self.folder: Path = Path(folder)
         with self.output("run.folder"):
             self.folder.mkdir(parents=True, exist_ok=True)
+        self._open_outputs(first_step, tensorboard)
+        if sys.stdout.isatty():
+            self._bar = _ProgressBar(steps, first_step)
+
+    def rewind(self, step: int) -> None:
+        """Discard the metrics after ``step``: the run repeats the steps after it."""
+        if not self.active:
+            return
+        with self.output(METRICS_FILE):
+            if self._jsonl is not None:
+                self._jsonl.close()
+        tensorboard = self._events is not None
+        with self.output(EVENTS):
+            if self._events is not None:
+                self._events.close()
+        self._jsonl = self._events = None
+        self._open_outputs(step, tensorboard)
+
+    def _open_outputs(self, first_step: int, tensorboard: bool) -> None:
+        """Open the files of metrics, which then hold the steps up to ``first_step`` only."""
         with self.output(METRICS_FILE):
             _discard_later_rows(self.folder / METRICS_FILE, first_step)
         with self.output(METRICS_FILE):
@@ -141,8 +161,6 @@ class Reporter(Degradable):
         if tensorboard:
             with self.output(EVENTS):
                 self._events = _open_events(self.folder / "tensorboard", first_step)
-        if sys.stdout.isatty():
-            self._bar = _ProgressBar(steps, first_step)
 
     def introduce(self, last_step: int, tokens_per_step: int, hosts: list[str]) -> None:
         """Print the extent of the run and write it to ``about.json``.

@@ -43,7 +43,7 @@ from ..pipeline_parallel.api import Pipelined
 from . import preflight
 from .callbacks import Callback, TrainStep
 from .callbacks.bad_steps import BadStepDetector
-from .callbacks.divergence import DivergenceSentinel
+from .callbacks.divergence import DivergenceSentinel, ReplicasDiverged
 from .callbacks.emergency_checkpoint import EmergencyCheckpoint
 from .callbacks.rank_monitor import RankTiming, WatchdogCallback, peak_memory
 from .checkpoint_manager import CheckpointManager, StopSignal
@@ -176,6 +176,7 @@ class Trainer:
             self.done: int = self.first_step
             self.stop_signal: StopSignal = StopSignal()
             self.stopping: bool = False
+            self._replayed: ReplicasDiverged | None = None  # its steps are being repeated
 
             # metrics
             precision = config.parallel.precision
@@ -233,21 +234,13 @@ class Trainer:
             self.reporter.close()
 
     def _run(self, last: int) -> TrainResult:
-        loop, metrics, eval_loss = self.config.train, {"loss": math.nan}, math.nan
+        loop, metrics = self.config.train, {"loss": math.nan}
         while self.done < last:
-            metrics = self._step_with_memory_report()
-            self.watch.at(f"after step {self.done}")
-            if self.stopping and self.done < last:
-                self._stop_early(metrics)
-            due = self.done == last or (loop.eval_every and self.done % loop.eval_every == 0)
-            if due and self.held_out:
-                self.watch.at(f"the evaluation after step {self.done}")
-                metrics["eval_loss"] = eval_loss = self.evaluate()
-            if due or self.done % self.config.run.log_every == 0:
-                self.reporter.log_step(metrics)
-            self._write_data_state()
-            if self.checkpoints and self.checkpoints.is_due(self.done, last):
-                self._save(self.checkpoints)
+            try:
+                metrics = self._run_step(last)
+            except ReplicasDiverged as error:
+                self._rewind(error)
+        eval_loss = metrics.get("eval_loss", math.nan)
         self.watch.at("the text sample at the end")
         generates = loop.sample_tokens and self.config.model.trained_objective == "causal"
         if sample := self.sample() if generates else "":
@@ -257,6 +250,54 @@ class Trainer:
             self.checkpoints.finish()
         guessing = math.log(self.dataset.manifest.vocab_size)
         return TrainResult(self.done, metrics["loss"], eval_loss, guessing, sample)
+
+    def _run_step(self, last: int) -> dict[str, Any]:
+        """Run one step with all that follows it, and return its metrics."""
+        loop = self.config.train
+        metrics = self._step_with_memory_report()
+        self.watch.at(f"after step {self.done}")
+        if self.stopping and self.done < last:
+            self._stop_early(metrics)
+        due = self.done == last or (loop.eval_every and self.done % loop.eval_every == 0)
+        if due and self.held_out:
+            self.watch.at(f"the evaluation after step {self.done}")
+            metrics["eval_loss"] = self.evaluate()
+        if due or self.done % self.config.run.log_every == 0:
+            self.reporter.log_step(metrics)
+        self._write_data_state()
+        if self.checkpoints and self.checkpoints.is_due(self.done, last):
+            self._save(self.checkpoints)
+        if self._replayed is not None and self.done >= self._replayed.step:
+            self.reporter.print(
+                f"the replay found no difference up to step {self.done}: a bit was flipped, and "
+                "the run goes on with the repeated steps. Test the memory and the accelerator of "
+                "the host named above"
+            )
+            self._replayed = None
+        return metrics
+
+    def _rewind(self, error: ReplicasDiverged) -> None:
+        """Go back to the newest checkpoint after a divergence, to learn if it comes back.
+
+        Raises ``error`` without `replay`, and a verdict if this step is a replay already.
+        """
+        if self._replayed is not None:
+            raise error.judge_replay(self._replayed)
+        if self.config.train.on_divergence != "replay":
+            raise error
+        if self.checkpoints is None or not self.checkpoints.saved:
+            raise ReplicasDiverged(
+                f"{error.finding}; there is no checkpoint to replay from", error.step, error.ranks
+            )
+        self.watch.at("loading the checkpoint", STARTUP_PATIENCE)
+        self.optimizer.zero_grad()
+        self.done = self.checkpoints.reload()
+        self._replayed = error
+        self._call("on_rewind", self.done)
+        self.reporter.rewind(self.done)
+        self.reporter.print(
+            f"{error.finding}. Repeating the steps after step {self.done}, the newest checkpoint"
+        )
 
     def step(self) -> dict[str, Any]:
         """Run one optimizer step and return the job's metrics, equal on every rank.

@@ -98,3 +98,6 @@ class Callback:
 
         An error prevents the checkpoint. The hook may call collectives.
         """
+
+    def on_rewind(self, number: int) -> None:
+        """Called after the run went back to the state after step ``number``, to repeat steps."""

@@ -44,6 +44,39 @@ class ReplicasDiverged(NearlinearError):
     everywhere = True
     exit_code: int = 1
 
+    def __init__(self, finding: str, step: int, ranks: Sequence[int], remedy: str = ""):
+        """
+        Args:
+            finding: The difference, with the ranks and their hosts.
+            step: Step in which it was found.
+            ranks: The faulty ranks.
+            remedy: Replaces the usual one.
+        """
+        super().__init__(f"{finding}. {remedy or _REMEDY}")
+        self.finding = finding
+        self.step = step
+        self.ranks = list(ranks)
+
+    def judge_replay(self, first: ReplicasDiverged) -> ReplicasDiverged:
+        """Return the error of a replay that found this difference after the difference ``first``.
+
+        A deterministic bug comes back in the same step and on the same ranks.
+        """
+        if (self.step, self.ranks) == (first.step, first.ranks):
+            verdict = (
+                "The replay from the newest checkpoint differed in the same step on the same "
+                "ranks: a deterministic bug, not a flipped bit. An operation depends on the rank, "
+                "a collective is wrong, or the hardware of this host repeats its fault. Run "
+                "the step on another host, then compare the named tensors rank by rank"
+            )
+        else:
+            verdict = (
+                f"A replay of the steps before had a different fault ({first.finding}). Faults "
+                "that come back elsewhere point to defective hardware: take the named hosts out "
+                "of the job, then resume from the newest checkpoint"
+            )
+        return ReplicasDiverged(self.finding, self.step, self.ranks, verdict)
+
 
 class DivergenceSentinel(Callback):
     """Compare fingerprints of the state between ranks, and stop the run on all of them."""
@@ -72,6 +105,9 @@ class DivergenceSentinel(Callback):
         self._collecting = step.number % self.every == 0
         self._gathered = {}
 
+    def on_rewind(self, number: int) -> None:
+        self._last = (math.nan, math.nan)
+
     def rank_metrics(self, step: TrainStep) -> dict[str, float]:
         values: dict[str, float] = {"_last_loss": self._last[0], "_last_norm": self._last[1]}
         if self._collecting:
@@ -84,28 +120,33 @@ class DivergenceSentinel(Callback):
 
     def on_gradients_ready(self, step: TrainStep) -> None:
         self._last = step.loss, step.grad_norm
-        before = f"step {step.number}: after step {step.number - 1}"
+        number = step.number
+        before = f"step {number}: after step {number - 1}"
         if "_state_high" in step.by_rank:
-            self._check_state(_joined("_state", step.by_rank), before)
+            self._check_state(_joined("_state", step.by_rank), before, number)
         if "_gathered_high" in step.by_rank:
             faulty = find_different(_joined("_gathered", step.by_rank), self._copies)
             if faulty:
                 raise ReplicasDiverged(
-                    f"step {step.number}: the parameters gathered for the forward pass differ from "
-                    f"those of other ranks on {self._name(faulty)}. {_REMEDY}"
+                    f"step {number}: the parameters gathered for the forward pass differ from "
+                    f"those of other ranks on {self._name(faulty)}",
+                    number,
+                    faulty,
                 )
         for name in ("loss", "norm"):
             values = _merge_close(step.by_rank[f"_last_{name}"], self._replicas)
             if faulty := find_different(values, self._replicas):
-                self._check_state(self._exchange(), before)
+                self._check_state(self._exchange(), before, number)
                 raise ReplicasDiverged(
-                    f"{before}, replicas have different values of the {name}: "
-                    f"{self._name(faulty)}. {_REMEDY}"
+                    f"{before}, replicas have different values of the {name}: {self._name(faulty)}",
+                    number,
+                    faulty,
                 )
 
     def on_checkpoint(self, number: int) -> None:
         if self._has_replicas:
-            self._check_state(self._exchange(), f"before the checkpoint of step {number}")
+            when = f"before the checkpoint of step {number}"
+            self._check_state(self._exchange(), when, number)
 
     def fingerprint(self, optimizer: bool = True) -> int:
         """Return the fingerprint of this rank's shards of the parameters and optimizer state."""
@@ -115,7 +156,7 @@ class DivergenceSentinel(Callback):
         """Return the fingerprints of all ranks. A collective call."""
         return all_gather_json(self.fingerprint())
 
-    def _check_state(self, fingerprints: list[int], when: str) -> None:
+    def _check_state(self, fingerprints: list[int], when: str, number: int) -> None:
         faulty = find_different(fingerprints, self._replicas)
         if not faulty:
             return
@@ -131,7 +172,9 @@ class DivergenceSentinel(Callback):
         more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
         raise ReplicasDiverged(
             f"{when}, replicas hold different states: {self._name(faulty)} in "
-            f"{', '.join(names[:_SHOWN]) or 'tensors that are equal by now'}{more}. {_REMEDY}"
+            f"{', '.join(names[:_SHOWN]) or 'tensors that are equal by now'}{more}",
+            number,
+            faulty,
         )
 
     def _name(self, faulty: list[int]) -> str:
@@ -168,7 +211,8 @@ class DivergenceSentinel(Callback):
 _REMEDY = (
     "No checkpoint of this state was written. Run the same command again to resume from the last "
     "checkpoint, and test the memory and the accelerator of the named host; if it happens at the "
-    "same step again, an operation is not deterministic across ranks"
+    "same step again, an operation is not deterministic across ranks "
+    '(train.on_divergence = "replay" finds out by itself)'
 )
 
 

@@ -81,6 +81,9 @@ class EmergencyCheckpoint(Callback):
         yield
         self._remember_boundary(step.number)
 
+    def on_rewind(self, number: int) -> None:
+        self._boundary = None  # of a later step
+
     def _remember_boundary(self, step: int) -> None:
         computed = torch.cuda.Event() if self._device.type == "cuda" else None
         if computed is not None:
