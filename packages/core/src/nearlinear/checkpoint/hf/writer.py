@@ -14,14 +14,18 @@ from typing import Any
 import torch
 from torch import nn
 
+from ... import storage
 from ...config.architecture import CONFIG, INDEX, WEIGHTS
 from ...errors import CheckpointError
+from ...storage import StoragePath
 from ...storage.local import sync_directory
 from ..safetensors_file import SafetensorsWriter, file_order
 from .naming import HFTensor
 
 MAX_SHARD_BYTES = 5 * 10**9
 """Default size limit of a file, as in transformers."""
+TOKENIZER_FOLDER = "tokenizer"
+"""Folder of the tokenizer beside the checkpoints of a run, and in a folder of token shards."""
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -93,8 +97,10 @@ class FolderWriter:
     path: Path
     overwrite: bool = False
     """Replace a model in ``path``."""
-    tokenizer: Path | None = None
+    tokenizer: str | os.PathLike[str] | StoragePath | None = None
     """Folder whose tokenizer files are copied."""
+    config: str = CONFIG
+    """File that marks a folder of the kind to write."""
 
     @property
     def partial(self) -> Path:
@@ -110,12 +116,12 @@ class FolderWriter:
                     "(--overwrite)"
                 )
             if not self.path.is_dir() or (any(self.path.iterdir())
-                                          and not (self.path / CONFIG).is_file()):  # fmt: skip
+                                          and not (self.path / self.config).is_file()):  # fmt: skip
                 raise CheckpointError(
-                    f"{self.path} is not a model folder ({CONFIG} is missing) and is not "
+                    f"{self.path} is not a model folder ({self.config} is missing) and is not "
                     "overwritten: choose another folder"
                 )
-        if self.tokenizer and not _tokenizer_files(self.tokenizer):
+        if self.tokenizer and not tokenizer_files(self.tokenizer):
             raise CheckpointError(
                 f"tokenizer = {self.tokenizer} has no tokenizer files: pass a folder with "
                 "tokenizer.json, as written by data_prep (tokens/tokenizer), or none"
@@ -137,8 +143,14 @@ class FolderWriter:
             _write_configs(bare, written, self.partial)
             if len(written) > 1:
                 _write_index(bare, written, self.partial)
-            for path in _tokenizer_files(self.tokenizer) if self.tokenizer else ():
-                shutil.copyfile(path, self.partial / path.name)
+        self.publish()
+
+    def publish(self) -> None:
+        """Add the tokenizer and move the folder to ``path``. Raises CheckpointError."""
+        with self._report_os_errors():
+            found = tokenizer_files(self.tokenizer) if self.tokenizer else {}
+            for name, data in found.items():
+                (self.partial / name).write_bytes(data)
             sync_directory(self.partial)
             old = self.path.with_name(f".{self.path.name}.old")
             if self.path.exists():
@@ -163,8 +175,11 @@ class FolderWriter:
             ) from None
 
 
-def _tokenizer_files(folder: Path) -> list[Path]:
-    return [path for name in TOKENIZER_FILES if (path := folder / name).is_file()]
+def tokenizer_files(folder: str | os.PathLike[str] | StoragePath) -> dict[str, bytes]:
+    """Return the files of the tokenizer in ``folder`` by name, empty without a tokenizer."""
+    place = storage.as_path(folder)
+    present = place.file_sizes()
+    return {name: (place / name).read() for name in TOKENIZER_FILES if name in present}
 
 
 def _write_configs(bare: Any, written: Sequence[OutputFile], folder: Path) -> None:
