@@ -226,7 +226,7 @@ def _user_message(error: Exception) -> str | None:
     if isinstance(error, ModuleNotFoundError) and error.name:
         return (
             f"the package {error.name.split('.')[0]} is not installed: run "
-            "`pip install -e 'packages/core[data]'` in the repository's folder"
+            "`pip install 'nearlinear[data]'`"
         )
     from nearlinear.errors import NearlinearError
 

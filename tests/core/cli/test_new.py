@@ -81,7 +81,9 @@ def test_from_conversations_and_a_model_to_chat(home, capsys, monkeypatch):
     assert config.data.document_mask and config.data.packing == "best_fit"
     monkeypatch.setattr("sys.stdin", io.StringIO("Which number follows 3?\n"))
     run_all(found, "train.sample_tokens=0", "run.memory_report=false")
-    assert transformers.AutoTokenizer.from_pretrained("my-run/hf").chat_template
+    words = transformers.AutoTokenizer.from_pretrained("my-run/hf")
+    ends = transformers.GenerationConfig.from_pretrained("my-run/hf").eos_token_id
+    assert words.chat_template and words.convert_ids_to_tokens(ends) == ["<|endoftext|>", "<|end|>"]
 
 
 def test_chat_without_a_template_is_refused(home, capsys):

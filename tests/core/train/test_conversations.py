@@ -113,3 +113,25 @@ def test_mixture_with_text_keeps_the_marks(run, chats, tmp_path):
             seen[talk] += 1
             assert 0 < inside.float().mean() < (0.7 if talk else 1.01)
     assert seen[True] and seen[False]
+
+
+def test_sequences_without_targets_have_no_effect(run, chats, tmp_path):
+    """A user's long message fills whole sequences; the others give the loss."""
+    talks = [conversation(number, turns=1) for number in range(12)]
+    for talk in talks:
+        talk[1]["content"] = talk[1]["content"] * 8
+    file = write_conversations(tmp_path / "long.jsonl", talks)
+    prepare(sources.chat([file]), tmp_path / "long", tokenizer=str(chats / "tokenizer"),
+            val_fraction=0.2, progress=False)  # fmt: skip
+    run["data"] = {"path": str(tmp_path / "long"), "sequence_length": 16}
+    run["train"]["eval_sequences"] = 8
+    expected = losses(0, run)
+    batches = nl.Trainer(run).loader
+    rows = [row for _ in range(4) for batch in next(batches) for row in batch["labels"]]
+    without = sum(bool((row[1:] == -100).all()) for row in rows)
+    assert 4 <= without < len(rows)
+    runtime.shutdown()
+    run["batch"] = {"micro_batch_size": 1}
+    run["parallel"] = {"hybrid_shard_degree": 2}
+    for found in nl.spmd.run(losses, ranks=4, args=(run,)):
+        assert found == pytest.approx(expected, abs=1e-5)

@@ -167,6 +167,17 @@ def test_targets_must_be_linear_layers_of_blocks(run, target):
         nl.Trainer(run)
 
 
+def test_frozen_matrices_count_four_flops_per_parameter(run):
+    trainer = nl.Trainer(run)
+    frozen = {"embed_tokens", "lm_head"}
+    attention = 12 * 2 * 32 * trainer.config.sequence_length
+    expected = attention + 4.0 * 300 * 32  # the output layer
+    for name, parameter in trainer.model.named_parameters():
+        if parameter.dim() == 2 and not frozen & set(name.split(".")):
+            expected += parameter.numel() * (6.0 if "lora" in name else 4.0)
+    assert trainer.flops_per_token == expected
+
+
 def test_live_export_names_the_command(run, tmp_path):
     trainer = nl.Trainer(run)
     with pytest.raises(CheckpointError, match="nearlinear export"):

@@ -76,6 +76,8 @@ def _generate(options: argparse.Namespace, arguments: list[str]) -> int:
 
 
 def _chat(options: argparse.Namespace, arguments: list[str]) -> int:
+    from ..checkpoint.hf.writer import turn_end
+
     model, tokenizer = load_model(options.model)
     if not tokenizer.chat_template:
         raise ConfigError(
@@ -107,7 +109,7 @@ def stream(
     tokenizer: Any,
     prompt: list[int],
     options: argparse.Namespace,
-    stop: list[int] | None = None,
+    stop: int | None = None,
 ) -> str:
     """Generate after ``prompt``, print the text as it is made, and return it.
 
@@ -116,7 +118,7 @@ def stream(
         tokenizer: Its tokenizer.
         prompt: Token ids.
         options: tokens, temperature, top_k and seed.
-        stop: Further ids that end the text, besides the model's own.
+        stop: Id that ends the text, besides the model's own.
 
     Raises ConfigError if the prompt leaves no room in the model's context.
     """
@@ -130,7 +132,7 @@ def stream(
             f"the prompt has {len(prompt)} tokens and the model's context {context}: shorten it"
         )
     own = model.generation_config.eos_token_id
-    ends = {*(own if isinstance(own, list) else [own]), tokenizer.eos_token_id, *(stop or [])}
+    ends = {*(own if isinstance(own, list) else [own]), tokenizer.eos_token_id, stop}
     sampling = {"do_sample": options.temperature > 0}
     if options.temperature > 0:
         sampling |= {"temperature": options.temperature, "top_k": options.top_k}
@@ -146,17 +148,6 @@ def stream(
         **sampling,
     )
     return tokenizer.decode(found[0, len(prompt) :], skip_special_tokens=True)
-
-
-def turn_end(tokenizer: Any) -> list[int]:
-    """Return the control token that ends an assistant's turn in the chat template, if any."""
-    words = "answer"
-    messages = [{"role": "user", "content": "question"}, {"role": "assistant", "content": words}]
-    text = tokenizer.apply_chat_template(messages, tokenize=False)
-    rest = text[text.rindex(words) + len(words) :]
-    ids = tokenizer(rest, add_special_tokens=False)["input_ids"]
-    special = set(tokenizer.added_tokens_decoder)
-    return next(([token] for token in ids if token in special), [])
 
 
 def load_model(name: str) -> tuple[Any, Any]:

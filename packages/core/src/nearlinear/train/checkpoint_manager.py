@@ -81,8 +81,9 @@ class CheckpointManager:
     def write_tokenizer(self, folder: StoragePath) -> None:
         """Copy the tokenizer in ``folder`` beside the checkpoints, where an export finds it."""
         target = self.folder / TOKENIZER_FOLDER
-        target.mkdir()
-        for name, data in tokenizer_files(folder).items():
+        if files := tokenizer_files(folder):
+            target.mkdir()
+        for name, data in files.items():
             (target / name).put(data)
 
     def is_due(self, step: int, last: int) -> bool:

@@ -151,7 +151,8 @@ def parallelize(model: nn.Module, config: TrainConfig) -> tuple[nn.Module, list[
 def flops_per_token(model: PreTrainedModel, sequence_length: int) -> float:
     """Return the model FLOPS of forward and backward per token of a sequence.
 
-    NaN for an encoder-decoder, whose halves compute different tokens.
+    A frozen matrix has no gradient of its own: 4 instead of 6 per parameter. NaN for an
+    encoder-decoder, whose halves compute different tokens.
     """
     config: Any = model.config
     if getattr(config, "is_encoder_decoder", False):
@@ -160,15 +161,19 @@ def flops_per_token(model: PreTrainedModel, sequence_length: int) -> float:
     tables = {id(model.get_input_embeddings().weight)}
     tables -= {id(head.weight)}  # tied: the head's matrix
     matrices = sum(
-        p.numel() * (_active_expert_share(config) if ".experts." in name else 1)
+        _flops(p) * (_active_expert_share(config) if ".experts." in name else 1)
         for name, p in model.named_parameters()
         if p.dim() >= 2 and id(p) not in tables
     )
     positions = getattr(getattr(model, "transformer", None), "wpe", None)
     if positions is not None:
-        matrices -= positions.weight.numel()
+        matrices -= _flops(positions.weight)
     attention = 12 * config.num_hidden_layers * config.hidden_size * sequence_length
-    return 6.0 * matrices + attention
+    return matrices + attention
+
+
+def _flops(matrix: nn.Parameter) -> float:
+    return matrix.numel() * (6.0 if matrix.requires_grad else 4.0)
 
 
 def _active_expert_share(config) -> float:

@@ -149,7 +149,6 @@ class Trainer:
             if config.data.document_mask:
                 check_document_mask(model)
             self.num_parameters: int = sum(p.numel() for p in model.parameters())
-            self.flops_per_token: float = flops_per_token(model, config.sequence_length)
 
             # self-check
             watch.at("the self-check of the layout", STARTUP_PATIENCE)
@@ -157,6 +156,7 @@ class Trainer:
 
             if config.lora.rank:
                 add_adapters(model, config.lora, config.model.init_from)
+            self.flops_per_token: float = flops_per_token(model, config.sequence_length)
 
             # parallelize
             watch.at("sharding the model", STARTUP_PATIENCE)

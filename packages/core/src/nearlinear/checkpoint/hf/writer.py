@@ -151,6 +151,7 @@ class FolderWriter:
             found = tokenizer_files(self.tokenizer) if self.tokenizer else {}
             for name, data in found.items():
                 (self.partial / name).write_bytes(data)
+            _end_generation_with_turns(self.partial)
             sync_directory(self.partial)
             old = self.path.with_name(f".{self.path.name}.old")
             if self.path.exists():
@@ -180,6 +181,32 @@ def tokenizer_files(folder: str | os.PathLike[str] | StoragePath) -> dict[str, b
     place = storage.as_path(folder)
     present = place.file_sizes()
     return {name: (place / name).read() for name in TOKENIZER_FILES if name in present}
+
+
+def _end_generation_with_turns(folder: Path) -> None:
+    """Let generation end at the end of an assistant's turn, if there is a chat template."""
+    config = folder / "generation_config.json"
+    if not config.is_file() or not (folder / "tokenizer.json").is_file():
+        return
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    if tokenizer.chat_template and (end := turn_end(tokenizer)) is not None:
+        settings = json.loads(config.read_text(encoding="utf-8"))
+        known = settings.get("eos_token_id")
+        ids = {*(known if isinstance(known, list) else [known]), end} - {None}
+        settings["eos_token_id"] = sorted(ids)
+        config.write_text(f"{json.dumps(settings, indent=2)}\n", encoding="utf-8")
+
+
+def turn_end(tokenizer: Any) -> int | None:
+    """Return the id of the control token that ends an assistant's turn in the chat template."""
+    words = "answer"
+    messages = [{"role": "user", "content": "question"}, {"role": "assistant", "content": words}]
+    text = tokenizer.apply_chat_template(messages, tokenize=False)
+    rest = text[text.rindex(words) + len(words) :]
+    ids = tokenizer(rest, add_special_tokens=False)["input_ids"]
+    return next((token for token in ids if token in tokenizer.added_tokens_decoder), None)
 
 
 def _write_configs(bare: Any, written: Sequence[OutputFile], folder: Path) -> None:
