@@ -107,7 +107,7 @@ def fit(rank: int, config: dict) -> int:
 
 
 @pytest.mark.parametrize("family", SHAPES)
-def test_saved_adapters_resume_and_are_exported(run, bases, tmp_path, family, token_folder):
+def test_saved_adapters_resume_and_are_exported(run, bases, tmp_path, family, capsys):
     """Save on 2 ranks, resume on one; both exports give the logits of the trained model."""
     run["model"]["init_from"] = str(bases / family)
     run["checkpoint"] = {"folder": "auto"}
@@ -133,7 +133,11 @@ def test_saved_adapters_resume_and_are_exported(run, bases, tmp_path, family, to
     assert (before(ids).logits - expected).abs().max() > 1e-2
     for model in (merged, adapted):
         torch.testing.assert_close(model.eval()(ids).logits, expected, atol=1e-5, rtol=1e-5)
-    assert (tmp_path / "merged" / "tokenizer.json").is_file()
+    for model in (folder, tmp_path / "merged", tmp_path / "adapter"):
+        options = ["--prompt", "The model", "--tokens", "4", "--temperature", "0"]
+        assert cli.main(["generate", str(model), *options]) == 0
+    said = {line for line in capsys.readouterr().out.splitlines() if line.startswith("The model")}
+    assert len(said) == 1
 
 
 def test_adapter_export_without_adapters_is_refused(run, tmp_path, capsys):

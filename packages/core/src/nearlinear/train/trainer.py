@@ -37,7 +37,7 @@ from ..distributed import runtime
 from ..distributed.mesh import Mesh
 from ..distributed.watchdog import Watchdog, watch_ranks
 from ..errors import ConfigError, Interrupted
-from ..fsdp.accumulate import accumulate
+from ..fsdp.accumulate import NoTargets, accumulate
 from ..fsdp.clip_grad import clip_grad_norm_
 from ..fsdp.loss_scaler import LossScaler
 from ..fsdp.model_state import model_state
@@ -283,20 +283,25 @@ class Trainer:
 
         # loss times targets, targets, stop signal, checkpoint failed, checkpoint interval elapsed
         totals = torch.zeros(5, dtype=torch.float64, device=self.device)
-        batches = accumulate(self.model, micro_batches, two_hop=config.train.two_hop)
-        for index, batch in enumerate(batches, 1):
-            self._call("on_micro_batch", step, index)
-            if isinstance(self.model, Pipelined):
-                loss = self.model.step(batch)
-            else:
-                loss = self.model(**batch).loss  # FSDP moves the batch to the device
-                loss.backward()
-            targets = count_targets(self.model, batch)
-            if targets:  # without targets the loss is not a number
-                totals[0] += loss.detach().double() * targets
-            totals[1] += targets
+        try:
+            batches = accumulate(self.model, micro_batches, two_hop=config.train.two_hop)
+            for index, batch in enumerate(batches, 1):
+                self._call("on_micro_batch", step, index)
+                if isinstance(self.model, Pipelined):
+                    loss = self.model.step(batch)
+                else:
+                    loss = self.model(**batch).loss  # FSDP moves the batch to the device
+                    loss.backward()
+                targets = count_targets(self.model, batch)
+                if targets:  # without targets the loss is not a number
+                    totals[0] += loss.detach().double() * targets
+                totals[1] += targets
+        except NoTargets:  # on all ranks: conversations may have sequences without an answer
+            step.skip_reason = "none of its sequences has a target"
         self._call("on_backward_end", step)
-        grad_norm = clip_grad_norm_(self.model, config.optimizer.clip or math.inf)
+        grad_norm = 0.0
+        if not step.skip_reason:
+            grad_norm = clip_grad_norm_(self.model, config.optimizer.clip or math.inf)
 
         # flags of one rank reach all ranks, so that all act on them after the same step
         flags = self.checkpoints.flags() if self.checkpoints else (False, False)
@@ -308,7 +313,7 @@ class Trainer:
                 self.checkpoints.finish()  # raises on all ranks
             self.checkpoints.interval_elapsed = sums[4] > 0
 
-        step.loss, step.grad_norm = sums[0] / sums[1], grad_norm
+        step.loss, step.grad_norm = sums[0] / sums[1] if sums[1] else math.nan, grad_norm
         if self.scaler and self.scaler.overflow:  # no rank has gradients
             step.overflow, step.grad_norm = True, math.inf
         self._call("on_gradients_ready", step)
