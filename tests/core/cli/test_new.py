@@ -48,7 +48,7 @@ def small_base(folder, template=""):
     write_tokenizer(folder, template)
     shape = transformers.LlamaConfig(
         vocab_size=320, hidden_size=32, intermediate_size=48, num_hidden_layers=1,
-        num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=256,
+        num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=256, eos_token_id=0,
     )  # fmt: skip
     transformers.AutoModelForCausalLM.from_config(shape).save_pretrained(folder)
     return folder

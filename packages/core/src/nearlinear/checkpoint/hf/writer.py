@@ -191,10 +191,11 @@ def _end_generation_with_turns(folder: Path) -> None:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    if tokenizer.chat_template and (end := turn_end(tokenizer)) is not None:
+    if tokenizer.chat_template:
         settings = json.loads(config.read_text(encoding="utf-8"))
         known = settings.get("eos_token_id")
-        ids = {*(known if isinstance(known, list) else [known]), end} - {None}
+        known = known if isinstance(known, list) else [known]
+        ids = {*known, tokenizer.eos_token_id, turn_end(tokenizer)} - {None}
         settings["eos_token_id"] = sorted(ids)
         config.write_text(f"{json.dumps(settings, indent=2)}\n", encoding="utf-8")
 
