@@ -14,6 +14,7 @@ from data_prep.arguments import SOURCES, parser
 
 if TYPE_CHECKING:
     from data_prep.sources import Source
+    from data_prep.tokenizer import TextTokenizer
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -53,7 +54,7 @@ def _prepare(options: argparse.Namespace) -> None:
     manifest = prepare(
         source,
         out,
-        tokenizer=options.tokenizer,
+        tokenizer=_tokenizer(options),
         eos_token=options.eos_token,
         val_fraction=options.val_fraction,
         seed=options.seed,
@@ -175,6 +176,8 @@ def _source(options: argparse.Namespace) -> "Source":
         return sources.jsonl(options.files, options.text_field, options.skip_bad_lines)
     if options.source == "parquet":
         return sources.parquet(options.files, options.text_field)
+    if options.source == "chat":
+        return sources.chat(options.files, options.skip_bad_lines)
     if options.source == "text":
         return sources.text(options.paths, options.document)
     if options.source == "hf":
@@ -184,6 +187,21 @@ def _source(options: argparse.Namespace) -> "Source":
     if options.source == "openwebtext":
         return sources.openwebtext(options.revision)
     return sources.botocore()
+
+
+def _tokenizer(options: argparse.Namespace) -> "str | TextTokenizer":
+    """Return the tokenizer's name, or the tokenizer with the template of --chat-template."""
+    if not getattr(options, "chat_template", None):
+        return options.tokenizer
+    from dataclasses import replace
+    from pathlib import Path
+
+    from data_prep.tokenizer import load
+
+    found = load(options.tokenizer, options.eos_token)
+    config = json.loads(found.config)
+    config["chat_template"] = Path(options.chat_template).read_text(encoding="utf-8")
+    return replace(found, config=json.dumps(config))
 
 
 def _parse_pairs(options: list[str]) -> dict[str, int | str]:
@@ -208,7 +226,7 @@ def _user_message(error: Exception) -> str | None:
     if isinstance(error, ModuleNotFoundError) and error.name:
         return (
             f"the package {error.name.split('.')[0]} is not installed: run "
-            "`pip install -e 'packages/core[data]'` in the repository's folder"
+            "`pip install 'nearlinear[data]'`"
         )
     from nearlinear.errors import NearlinearError
 

@@ -2,7 +2,7 @@
 
 import argparse
 
-SOURCES = ("botocore", "openwebtext", "jsonl", "text", "parquet", "hf")
+SOURCES = ("botocore", "openwebtext", "jsonl", "text", "chat", "parquet", "hf")
 FORMATS = ("smp-json", "hf-arrow", "nanogpt", "datatrove")
 PEERS = ("nanogpt", "datatrove", "huggingface")
 
@@ -13,6 +13,7 @@ _EXAMPLES = """examples:
   nearlinear data prepare parquet crawl/ --workers 32 --dedup exact
   nearlinear data prepare jsonl crawl/ --filters gopher,c4,fineweb --near-duplicates minhash
   nearlinear data prepare text books/ --document paragraph --tokenizer llama/tokenizer.json
+  nearlinear data prepare chat dialogs.jsonl --tokenizer models/my-chat-model
   nearlinear data prepare hf HuggingFaceFW/fineweb-edu --config sample-10BT
   nearlinear data prepare jsonl crawl/ --engine slurm --tasks 200 \\
       --engine-option time=2:00:00 --engine-option partition=cpu
@@ -87,6 +88,12 @@ def _add_sources(command: argparse.ArgumentParser, options: argparse.ArgumentPar
     text.add_argument("paths", nargs="+", metavar="PATH")
     text.add_argument("--document", choices=("file", "line", "paragraph"), default="file",
                       help="unit of a document (default: file)")  # fmt: skip
+    chat = source("chat", "conversations as JSON lines of messages with role and content; only the "
+                  "assistant's tokens are targets")  # fmt: skip
+    chat.add_argument("files", nargs="+", metavar="FILE")
+    chat.add_argument("--skip-bad-lines", action="store_true", help="skip unreadable lines")
+    chat.add_argument("--chat-template", metavar="FILE",
+                      help="template (Jinja) instead of the tokenizer's")  # fmt: skip
     parquet = source("parquet", "Parquet files, or folders of them; each row is a document")
     parquet.add_argument("files", nargs="+", metavar="FILE")
     _add_text_field(parquet)
@@ -119,8 +126,9 @@ def _preparing_options() -> argparse.ArgumentParser:
     group = options.add_argument_group("preparation")
     add = group.add_argument
     add("--out", metavar="DIR", help="output folder, or s3://bucket/prefix (default: data/SOURCE)")
-    add("--tokenizer", default="gpt2", metavar="gpt2|PATH",
-        help="gpt2, or the path of a tokenizer.json (default: gpt2)")  # fmt: skip
+    add("--tokenizer", default="gpt2", metavar="gpt2|PATH|NAME",
+        help="gpt2, the path of a tokenizer.json or of a model, or a model of the Hugging Face Hub "
+        "(default: gpt2)")  # fmt: skip
     add("--eos-token", metavar="TOKEN", help="end-of-text token, if the tokenizer does not name it")
     add("--val-fraction", type=float, default=0.01, metavar="F",
         help="share of the documents held out for validation (default: 0.01)")  # fmt: skip

@@ -154,7 +154,7 @@ def _prepare_on_engine(
         from data_prep import engines
     except ModuleNotFoundError as error:
         raise DataError(
-            f"--engine needs datatrove ({error}): run `pip install 'packages/core[datatrove]'`"
+            f"--engine needs datatrove ({error}): run `pip install 'nearlinear[datatrove]'`"
         ) from None
     tasks = min(tasks, len(plan.splits))
     if engine == "slurm":

@@ -82,7 +82,7 @@ def datatrove_version() -> str:
     except (ImportError, PackageNotFoundError) as error:
         raise DataError(
             f"filters and near-duplicates need datatrove and spaCy ({error}): run "
-            "`pip install 'packages/core[datatrove]' spacy`"
+            "`pip install 'nearlinear[datatrove]' spacy`"
         ) from None
 
 

@@ -48,6 +48,8 @@ class Encoder:
         unknown = set(names) - set(BACKENDS)
         if unknown:
             raise DataError(f"no backend {sorted(unknown)[0]!r}: use {', '.join(BACKENDS)}")
+        if tokenizer.marks_targets:  # only the tokenizer itself knows the template
+            names = ()
         self.tokenizer, self._candidates = tokenizer, [*names, "tokenizers"]
         self._select_next()
 
@@ -68,7 +70,7 @@ class Encoder:
 
     @cached_property
     def _can_split(self) -> bool:
-        return text_chunks.can_split(self.tokenizer)
+        return not self.tokenizer.marks_targets and text_chunks.can_split(self.tokenizer)
 
     def verify_sample(self, texts: Sequence[str]) -> None:
         """Compare with the reference on the first texts of a split; switch backends on a mismatch.

@@ -52,6 +52,11 @@ def export(
         raise DataError(
             f"{out} exists and is not an empty folder: name another folder, or remove it"
         )
+    if manifest.marks_targets:
+        raise DataError(
+            f"{folder} holds conversations, of which only some tokens are targets: no other format "
+            "here records them, and another tool would train on all; export the original files"
+        )
     if kind == "nanogpt" and manifest.dtype.itemsize != 2:
         raise DataError(
             f"nanoGPT reads ids of 2 bytes, but a vocabulary of {manifest.vocab_size} needs 4: "

@@ -165,7 +165,7 @@ class _DatasetBuilder:
         val_writer = ShardWriter(
             merged,
             "val",
-            vocab_size=self.plan.tokenizer.vocab_size,
+            vocab_size=self.plan.tokenizer.num_ids,
             eos_id=self.plan.tokenizer.eos_id,
             shard_tokens=self.plan.settings["shard_tokens"],
         )
@@ -210,6 +210,7 @@ class _DatasetBuilder:
                        "encoders": sorted({record["backend"] for record in self.records})},
             plan={"inputs": inputs, "splits": splits},
             statistics=statistics,
+            marks_targets=tokenizer.marks_targets,
         )  # fmt: skip
 
     def _final_split(
@@ -284,7 +285,7 @@ def _read_documents(
     plan: PreparationPlan, folder: Path, shards: tuple[Shard, ...]
 ) -> Iterator[np.ndarray]:
     """Yield the tokens of each document of some shards, with EOS."""
-    dtype = dtype_for(plan.tokenizer.vocab_size)
+    dtype = dtype_for(plan.tokenizer.num_ids)
     for shard in shards:
         tokens = np.memmap(folder / shard.file, dtype=dtype, mode="r")
         start = 0

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from data_prep.chat import ChatTokenizer
 from data_prep.sources import Input, InputSplit, Source, portable, rebuild
 from data_prep.sources.files import find_inputs
 from data_prep.storage_paths import read_json, write_json
@@ -49,6 +50,10 @@ class PreparationPlan:
             "eos_token": tokenizer.eos_token,
             **options,
         }
+        if source.conversations:
+            tokenizer = ChatTokenizer.from_tokenizer(tokenizer)
+            template = tokenizer.chat_template.encode()
+            settings["chat_template_sha256"] = hashlib.sha256(template).hexdigest()
         return cls(source, tokenizer, settings, tuple(source.splits()), source.inputs)
 
     @property
@@ -103,7 +108,11 @@ class PreparationPlan:
             "settings": self.settings,
             "source": portable(self.source.spec),
             "provenance": self.source.provenance,
-            "tokenizer": {"name": self.tokenizer.name, "eos_token": self.tokenizer.eos_token},
+            "tokenizer": {
+                "name": self.tokenizer.name,
+                "eos_token": self.tokenizer.eos_token,
+                "config": self.tokenizer.config,
+            },
             "inputs": self.inputs,
             "splits": self.splits,
         }
@@ -118,9 +127,12 @@ class PreparationPlan:
         spec, tokenizer = document["source"], document["tokenizer"]
         text = (folder / TOKENIZER_FILE).read().decode("utf-8")
         source = Source("memory", lambda: ()) if spec is None else rebuild(spec)
+        words = TextTokenizer(
+            tokenizer["name"], text, tokenizer["eos_token"], tokenizer.get("config", "{}")
+        )
         return cls(
             source,
-            TextTokenizer(tokenizer["name"], text, tokenizer["eos_token"]),
+            ChatTokenizer.from_tokenizer(words) if source.conversations else words,
             document["settings"],
             tuple(InputSplit(*split) for split in document["splits"]),
             tuple(Input(*file) for file in document["inputs"]),

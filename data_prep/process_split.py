@@ -111,7 +111,7 @@ class SplitWriter:
             ShardWriter(
                 folder,
                 subset,
-                vocab_size=plan.tokenizer.vocab_size,
+                vocab_size=plan.tokenizer.num_ids,
                 eos_id=plan.tokenizer.eos_id,
                 shard_tokens=plan.settings["shard_tokens"],
             )

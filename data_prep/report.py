@@ -193,7 +193,7 @@ def first_document(folder: str | Path) -> str:
     shard = manifest.splits["train"][0]
     count = int(read_index(path, shard, manifest.dtype)[0])
     raw = b"".join((path / shard.file).stream(0, count * manifest.dtype.itemsize))
-    ids = np.frombuffer(raw, manifest.dtype)
+    ids = np.frombuffer(raw, manifest.dtype) % manifest.vocab_size  # without marks
     text = (path / manifest.tokenizer["file"]).read().decode("utf-8")
     return TextTokenizer(manifest.tokenizer["name"], text, "").decode(ids[:-1].tolist())
 

@@ -14,8 +14,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from nearlinear.config.architecture import model_folder
 from nearlinear.data.format import TOKENIZER_FILE
-from nearlinear.errors import DataError
+from nearlinear.errors import CheckpointError, DataError
 from nearlinear.storage import StoragePath
 
 GPT2_SHA256 = {
@@ -35,6 +36,21 @@ class TextTokenizer:
     json_text: str
     """Content of tokenizer.json, which is copied beside the shards."""
     eos_token: str
+    config: str = "{}"
+    """Content of tokenizer_config.json, with the chat template if there is one."""
+
+    marks_targets = False
+    """True if the ids of tokens that are no targets are larger by the size of the vocabulary."""
+
+    @property
+    def chat_template(self) -> str:
+        """Template of conversations (Jinja), or ""."""
+        return json.loads(self.config).get("chat_template") or ""
+
+    @property
+    def num_ids(self) -> int:
+        """Number of ids in the shards, with those of tokens that are no targets."""
+        return self.vocab_size * (2 if self.marks_targets else 1)
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -81,7 +97,8 @@ class TextTokenizer:
         parent = (folder / TOKENIZER_FILE).parent
         parent.mkdir()
         (folder / TOKENIZER_FILE).put(self.json_text.encode("utf-8"))
-        config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": self.eos_token}
+        config = json.loads(self.config)
+        config |= {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": self.eos_token}
         (parent / "tokenizer_config.json").put((json.dumps(config, indent=1) + "\n").encode())
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -137,13 +154,24 @@ def load(name: str, eos_token: str | None = None) -> TextTokenizer:
                 f"gpt2's end-of-text token is {_GPT2_EOS}, not {eos_token}: leave out --eos-token"
             )
         return tokenizer
-    path = Path(name) / "tokenizer.json" if Path(name).is_dir() else Path(name)
+    try:
+        path = model_folder(name, weights=False)
+    except CheckpointError as error:
+        raise DataError(f"no tokenizer at {name}: {error}") from None
+    path = path / "tokenizer.json" if path.is_dir() else path
     if not path.is_file():
-        raise DataError(f"no tokenizer at {path}: give `gpt2` or the path of a tokenizer.json")
+        raise DataError(
+            f"no tokenizer at {path}: give `gpt2`, the path of a tokenizer.json, or a model of the "
+            "Hugging Face Hub that has one"
+        )
     try:
         text = path.read_bytes().decode("utf-8")
-        candidates = [eos_token] if eos_token else [*_configured_eos(path), *_KNOWN_EOS]
-        tokenizer = TextTokenizer(path.name, text, candidates[0])
+        config = _read_config(path.parent)
+        configured = config.get("eos_token")
+        if isinstance(configured, dict):
+            configured = configured.get("content")
+        candidates = [eos_token] if eos_token else [*filter(None, [configured]), *_KNOWN_EOS]
+        tokenizer = TextTokenizer(path.name, text, candidates[0], json.dumps(config))
         vocabulary = tokenizer.tokenizer.get_vocab(with_added_tokens=True)
     except Exception as error:  # tokenizers raises plain Exception
         raise DataError(
@@ -156,7 +184,7 @@ def load(name: str, eos_token: str | None = None) -> TextTokenizer:
             f"{path} has none of the end-of-text tokens {', '.join(candidates)}: name another "
             "with --eos-token"
         )
-    tokenizer = TextTokenizer(tokenizer.name, text, found)
+    tokenizer = TextTokenizer(tokenizer.name, text, found, tokenizer.config)
     model = json.loads(text)["model"]
     if dropout := model.get("dropout"):
         raise DataError(
@@ -198,13 +226,20 @@ def _check_control_tokens(tokenizer: TextTokenizer, path: Path, unknown: str | N
         )
 
 
-def _configured_eos(path: Path) -> list[str]:
-    config = path.with_name("tokenizer_config.json")
-    if not config.is_file():
-        return []
-    token = json.loads(config.read_text(encoding="utf-8")).get("eos_token")
-    token = token.get("content") if isinstance(token, dict) else token
-    return [token] if token else []
+_RUNNABLE_KEYS = ("auto_map", "tokenizer_class", "tokenizer_file", "name_or_path")
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    """Return the tokenizer_config.json in ``folder`` with its chat template, without code."""
+    config, template = folder / "tokenizer_config.json", folder / "chat_template.jinja"
+    found = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
+    found = {key: value for key, value in found.items() if key not in _RUNNABLE_KEYS}
+    if isinstance(named := found.get("chat_template"), list):  # several templates
+        by_name = {each["name"]: each["template"] for each in named}
+        found["chat_template"] = by_name.get("default") or next(iter(by_name.values()))
+    if template.is_file():
+        found["chat_template"] = template.read_text(encoding="utf-8")
+    return found
 
 
 def _gpt2_file(name: str) -> str:

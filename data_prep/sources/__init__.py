@@ -10,13 +10,14 @@ from importlib.metadata import version
 from typing import Any
 
 from data_prep.sources.botocore_docs import botocore_documents, data_folder
+from data_prep.sources.conversations import chat
 from data_prep.sources.hub import huggingface, openwebtext
 from data_prep.sources.source import Input, InputSplit, Source
 from data_prep.sources.tables import jsonl, parquet
 from data_prep.sources.text_files import text
 from data_prep.storage_paths import is_remote
 
-__all__ = ["Input", "InputSplit", "Source", "botocore", "botocore_documents", "huggingface",
+__all__ = ["Input", "InputSplit", "Source", "botocore", "botocore_documents", "chat", "huggingface",
            "jsonl", "openwebtext", "parquet", "portable", "rebuild", "text"]  # fmt: skip
 
 
@@ -36,6 +37,7 @@ def rebuild(spec: dict[str, Any]) -> Source:
     """Recreate a source from its `spec`, in a worker, on another host, or on resumption."""
     makers: dict[str, Callable[..., Source]] = {
         "botocore": botocore,
+        "chat": chat,
         "huggingface": huggingface,
         "jsonl": jsonl,
         "parquet": parquet,

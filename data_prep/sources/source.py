@@ -68,6 +68,8 @@ class Source:
     """Yield the documents of an input split, in lists that fit into memory."""
     spec: dict[str, Any] | None = None
     """Arguments from which `data_prep.sources.rebuild` recreates the source elsewhere."""
+    conversations: bool = False
+    """True if documents are conversations (JSON), of which the assistant's tokens are targets."""
     revision: Callable[[], str | None] | None = None
     """Identify the text of a source without `inputs`; None if it cannot be known."""
 

@@ -32,7 +32,7 @@ from nearlinear.errors import DataError, NearlinearError
 
 logger = logging.getLogger("data_prep")
 
-_JSON_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json", ".json.gz", ".json.zst")
+JSON_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json", ".json.gz", ".json.zst")
 _NEWLINE, _OPENING_BRACE, _CLOSING_BRACE = b"\n{}"
 _PARQUET_ROWS = 256
 _MAX_BATCH_BYTES = 1024 * 1024
@@ -51,7 +51,7 @@ def jsonl(
     Raises:
         DataError: A line is not an object with the field; the message names file and line.
     """
-    inputs = find_inputs(files, suffixes=_JSON_SUFFIXES)
+    inputs = find_inputs(files, suffixes=JSON_SUFFIXES)
 
     def read(split: InputSplit) -> Iterator[list[str]]:
         path, field = inputs[split.input].path, TextField(text_field)
@@ -74,7 +74,7 @@ def jsonl(
                         where = f"{path}:{number + _count_lines_before(path, split.start)}"
                         raise _line_error(line, text_field, where)
                     skipped += 1
-                    where = _line_location(split, path, number)
+                    where = line_location(split, path, number)
                     first = first or _line_error(line, text_field, where)
         if skipped:
             logger.warning("skipped %d bad lines, the first: %s", skipped, first)
@@ -171,7 +171,7 @@ def _line_error(line: bytes, text_field: str, where: str) -> DataError:
     raise AssertionError(f"{where} is valid")
 
 
-def _line_location(split: InputSplit, path: str, number: int) -> str:
+def line_location(split: InputSplit, path: str, number: int) -> str:
     """Locate line `number` of a split without reading the file before the split."""
     return f"{path} (line {number} from byte {split.start})" if split.start else f"{path}:{number}"
 

@@ -54,6 +54,7 @@ def small_run(token_folder, tmp_path):
         "batch": {"micro_batch_size": 2, "accumulation": 2},
         "optimizer": {"lr": 5e-3, "warmup_steps": 2},
         "train": {"steps": 6, "eval_every": 3, "eval_sequences": 16, "sample_tokens": 4},
+        "checkpoint": {"folder": ""},
         "run": {"folder": str(tmp_path / "run"), "tensorboard": False},
     }
 

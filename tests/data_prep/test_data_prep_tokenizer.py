@@ -187,7 +187,7 @@ def test_bpe_dropout_is_refused(tmp_path, gpt2):
 
 
 def test_invalid_tokenizer_files_are_named(tmp_path):
-    with pytest.raises(DataError, match="no tokenizer at .*give `gpt2` or the path"):
+    with pytest.raises(DataError, match="no tokenizer at .*give `gpt2`, the path"):
         load(str(tmp_path / "none.json"))
     (tmp_path / "bad.json").write_text('{"a": 1}')
     with pytest.raises(DataError, match="bad.json is not a tokenizer.json"):

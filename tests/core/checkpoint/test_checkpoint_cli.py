@@ -269,10 +269,11 @@ def test_export_uses_config_and_tokenizer_of_the_run(small_run, tmp_path, capsys
     if not has_data:
         text = (run / "config.toml").read_text()
         (run / "config.toml").write_text(text.replace(small_run["data"]["path"], "gone"))
+        shutil.rmtree(run / "checkpoints" / "tokenizer")
     code, lines, _ = command(capsys, "export", run / "checkpoints", tmp_path / "hf")
     assert code == 0 and len(lines) == (1 if has_data else 2)
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
-    assert loaded.config.vocab_size == 300 and loaded.config.eos_token_id == 299
+    assert loaded.config.vocab_size == 300 and loaded.config.eos_token_id == 0
     for name, value in loaded.named_parameters():
         assert torch.equal(value, results[0][name])
     assert (tmp_path / "hf" / "tokenizer.json").is_file() == has_data

@@ -110,6 +110,7 @@ def layout_run(tokens, folder, preset, ranks, degrees=None):
         "batch": {"micro_batch_size": 8 // ranks},
         "optimizer": {"lr": 5e-3, "warmup_steps": 2},
         "train": {"steps": 6, "eval_every": 3, "eval_sequences": 16, "sample_tokens": 4},
+        "checkpoint": {"folder": ""},
         "run": {"folder": str(folder / "run"), "tensorboard": False},
         "parallel": degrees or {},
     }

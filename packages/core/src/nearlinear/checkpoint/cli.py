@@ -39,12 +39,13 @@ examples:
 """
 EXPORT_EXAMPLES = """\
 examples:
+  nearlinear checkpoint export runs/gpt2 gpt2-hf                 the newest checkpoint of a run
   nearlinear checkpoint export runs/gpt2/checkpoints/step-00000500 gpt2-hf
   nearlinear checkpoint export step-00000500 gpt2-hf --dtype bfloat16 --tokenizer tokens/tokenizer
   nearlinear checkpoint export step-00000500 gpt2-hf --config run.toml
   python -c "from transformers import pipeline as p; print(p('text-generation', 'gpt2-hf')('The'))"
 """
-FOLDERS = "a checkpoint, or a folder of several, also s3://bucket/prefix"
+FOLDERS = "a checkpoint, a folder of several, or a run folder, also s3://bucket/prefix"
 MAX_SHOWN = 20  # differences printed without --all
 
 RowsOf = Callable[[str], int]
@@ -89,17 +90,31 @@ def add_commands(commands, describe_model: DescribeModel) -> None:
          "write a model for transformers' from_pretrained", "Write the model of a checkpoint as a "
          "Hugging Face folder: safetensors files, config.json, and the tokenizer."),
     ):  # fmt: skip
-        action = actions.add_parser(
-            name,
-            help=summary,
-            description=description or None,
-            epilog=examples,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-        add(action.add_argument)
+        action = _add_command(actions, name, add, run, examples, summary, description)
         action.add_argument("--debug", action="store_true", default=argparse.SUPPRESS,
             help="show tracebacks of errors")  # fmt: skip
-        action.set_defaults(run=run)
+    shorter = EXPORT_EXAMPLES.replace("nearlinear checkpoint export", "nearlinear export")
+    short = _add_command(
+        commands, "export", _add_export, _export, shorter,
+        "write the model of a run for transformers (checkpoint export)", "Write the model of a run "
+        "or checkpoint as a Hugging Face folder: safetensors files, config.json, the tokenizer.",
+    )  # fmt: skip
+    short.set_defaults(described=describe_model)
+
+
+def _add_command(
+    commands, name: str, add: Callable, run: Callable, examples: str, summary: str, description: str
+) -> argparse.ArgumentParser:
+    command = commands.add_parser(
+        name,
+        help=summary,
+        description=description or None,
+        epilog=examples,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add(command.add_argument)
+    command.set_defaults(run=run)
+    return command
 
 
 def _add_inspect(add) -> None:
@@ -127,7 +142,7 @@ def _add_diff(add) -> None:
 
 
 def _add_export(add) -> None:
-    add("folder", metavar="FOLDER", help="a checkpoint, or a folder of several: the newest one")
+    add("folder", metavar="FOLDER", help="a run, a folder of checkpoints, or a checkpoint")
     add("out", metavar="OUT", help="the folder to write")
     add("--format", choices=["hf"], default="hf", help="hf: Hugging Face folder (default)")
     add("--config", default="", metavar="FILE", help="config of the model: config.toml of a run, "
@@ -136,9 +151,11 @@ def _add_export(add) -> None:
     add("--dtype", choices=["float32", "bfloat16", "float16"], default="",
         help="dtype of the tensors (default: as saved)")  # fmt: skip
     add("--tokenizer", default="", metavar="FOLDER", help="folder with tokenizer.json, or none "
-        "(default: the tokenizer of the run's data, if it exists)")  # fmt: skip
+        "(default: the tokenizer beside the checkpoints)")  # fmt: skip
     add("--max-shard-bytes", type=int, default=0, metavar="N",
         help="size limit of a file in bytes (default: 5 GB)")  # fmt: skip
+    add("--adapter", action="store_true", help="write the adapters of LoRA alone, for peft "
+        "(default: merged into the weights)")  # fmt: skip
     add("--overwrite", action="store_true", help="replace an existing model in OUT")
 
 
@@ -218,13 +235,19 @@ def _export(options: argparse.Namespace, arguments) -> int:
     import torch
 
     from . import index, metadata
-    from .hf.export import export_checkpoint
-    from .hf.writer import MAX_SHARD_BYTES
+    from .hf.export import export_adapter, export_checkpoint
+    from .hf.writer import MAX_SHARD_BYTES, TOKENIZER_FOLDER, tokenizer_files
 
     folder = metadata.find_checkpoints(options.folder)[-1]
     model, tokenizer = _find_model_config(folder, index.read(folder), options)
     if options.tokenizer:
         tokenizer = None if options.tokenizer == "none" else Path(options.tokenizer)
+    elif tokenizer_files(beside := folder.parent / TOKENIZER_FOLDER):
+        tokenizer = beside
+    if options.adapter:
+        export_adapter(folder, options.out, tokenizer=tokenizer, overwrite=options.overwrite)
+        print(f"{options.out}: the adapters of {folder.name}, for peft.PeftModel.from_pretrained")
+        return 0
     written = export_checkpoint(
         folder,
         options.out,

@@ -12,24 +12,29 @@ import torch
 from torch import nn
 
 from .. import storage
+from ..config import train as train_config
 from ..errors import CheckpointError
 from ..fsdp.model_state import runtime_of
 from ..storage import StoragePath
 from . import index
-from .hf import meta_model
+from .hf import adapters, meta_model
 from .index_schema import Index, TensorEntry
 
 KEY = "about"
+RUN_CONFIG = "config.toml"
+"""The config in a run folder."""
 AXES = ("pipeline", "replicate", "shard", "tensor", "context", "expert")
 NUM_LARGEST = 5
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def describe_run(model: nn.Module) -> dict:
-    """Return the model config and the mesh degrees to store under ``values["about"]``."""
+    """Return model config, mesh degrees and adapters to store under ``values["about"]``."""
     mesh = runtime_of(model).mesh
     layout = {axis: getattr(mesh, axis) for axis in AXES}
-    return {"model": meta_model.config_dict(model), "layout": layout}
+    described = {"model": meta_model.config_dict(model), "layout": layout}
+    settings = adapters.adapter_settings(model)
+    return described if settings is None else described | {adapters.KEY: settings}
 
 
 def model_config(found: Index) -> dict | None:
@@ -50,17 +55,42 @@ def _stored_description(found: Index) -> dict:
 def find_checkpoints(folder) -> list[StoragePath]:
     """Return ``folder`` if it is a checkpoint, or the checkpoints in it, oldest first.
 
-    Unfinished checkpoints are left out. Raises CheckpointError if there is no checkpoint.
+    The checkpoints of a run folder are those of its config.toml. Unfinished checkpoints are left
+    out. Raises CheckpointError if there is no checkpoint.
     """
     folder = storage.as_path(folder)
     if index.NAME in folder.file_sizes():
         return [folder]
-    steps = (place for place in folder.subfolders() if place.name.startswith("step-"))
-    found = [place for place in steps if index.NAME in place.file_sizes()]
+    found = _checkpoints_in(folder)
+    if not found and RUN_CONFIG in folder.file_sizes():
+        found = _checkpoints_of_run(folder)
     if not found:
         index.read(folder)  # raises the specific error for this folder
         raise CheckpointError(
             f"{folder} contains no checkpoint: pass a checkpoint, or a folder of step-* folders"
+        )
+    return found
+
+
+def _checkpoints_in(folder: StoragePath) -> list[StoragePath]:
+    steps = (place for place in folder.subfolders() if place.name.startswith("step-"))
+    return [place for place in steps if index.NAME in place.file_sizes()]
+
+
+def _checkpoints_of_run(folder: StoragePath) -> list[StoragePath]:
+    """Return the checkpoints of the run in ``folder``. Raises CheckpointError if it has none."""
+    config = train_config.load(str(folder / RUN_CONFIG)).checkpoint
+    if not config.folder:
+        raise CheckpointError(
+            f"the run in {folder} has written no checkpoints (checkpoint.folder is empty), so that "
+            "its model is lost: remove the key and train again"
+        )
+    place = folder / "checkpoints" if config.folder == "auto" else storage.as_path(config.folder)
+    found = _checkpoints_in(place)
+    if not found:
+        raise CheckpointError(
+            f"the run in {folder} has no complete checkpoint in {place} yet: wait for the first "
+            "one, or end the run with Ctrl-C, which saves it"
         )
     return found
 

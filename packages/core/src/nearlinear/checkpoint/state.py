@@ -22,6 +22,7 @@ from ..fsdp.model_state import (
 from .index_schema import MODEL, OPTIMIZER, RANDOM, TensorEntry
 from .shards import TensorShard, local_tensor_shards
 
+_BASE_LAYER = ".base_layer."  # inserted by peft
 _WRAPPER = "_checkpoint_wrapped_module."  # inserted into names by activation checkpointing
 
 
@@ -39,7 +40,7 @@ def job_runtime(model: nn.Module) -> Runtime:
 
 def parameter_names(model: nn.Module) -> dict[nn.Parameter, str]:
     """Return the name of every parameter; the first name of tied parameters."""
-    return {parameter: strip_wrappers(name) for name, parameter in model.named_parameters()}
+    return {parameter: _plain(name, model) for name, parameter in model.named_parameters()}
 
 
 def updated_names(model: nn.Module) -> dict[nn.Parameter, str]:
@@ -51,6 +52,12 @@ def updated_names(model: nn.Module) -> dict[nn.Parameter, str]:
 def strip_wrappers(name: str) -> str:
     """Return a parameter's name without the parts inserted by wrappers."""
     return name.replace(_WRAPPER, "")
+
+
+def _plain(name: str, model: nn.Module) -> str:
+    """Return a name without the parts inserted by wrappers and by adapters of ``model``."""
+    name = strip_wrappers(name)
+    return name.replace(_BASE_LAYER, ".") if hasattr(model, "peft_config") else name
 
 
 @dataclass(frozen=True)
@@ -93,11 +100,11 @@ def model_tensors(model: nn.Module) -> dict[str, StateTensor]:
         for parameter, name in parameter_names(model).items()
     }
     # The state dict contains all names of a tied parameter.
-    known = {strip_wrappers(name) for name, _ in model.named_parameters(remove_duplicate=False)}
-    persistent = {strip_wrappers(name) for name in model.state_dict()} - known
+    known = {_plain(name, model) for name, _ in model.named_parameters(remove_duplicate=False)}
+    persistent = {_plain(name, model) for name in model.state_dict()} - known
     for name, buffer in model.named_buffers():
-        if strip_wrappers(name) in persistent:
-            found[strip_wrappers(name)] = StateTensor(buffer)
+        if _plain(name, model) in persistent:
+            found[_plain(name, model)] = StateTensor(buffer)
     return found
 
 

@@ -18,7 +18,7 @@ from ..config.schema import did_you_mean
 from ..errors import NearlinearError, RankFailure
 from ..launch import cli as launch_cli
 from ..planner import cli as plan_cli
-from . import check, train
+from . import check, generate, new, train
 from .watch import command as watch
 
 
@@ -82,6 +82,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"nearlinear {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="command", required=True)
+    new.add_new(commands)
     commands.add_parser("data", help="turn text into token shards; verify, inspect, export them")
     train.add_train(commands)
     train.add_tune(commands)
@@ -90,6 +91,7 @@ def build_parser() -> argparse.ArgumentParser:
         train.add_config_arguments(command)
     launch_cli.add_commands(commands)
     watch.add_commands(commands)
+    generate.add_commands(commands)
     checkpoint_cli.add_commands(commands, _describe_model)
     environment = commands.add_parser("env", help="print versions and devices for a bug report")
     environment.set_defaults(run=_print_environment)

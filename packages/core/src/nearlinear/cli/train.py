@@ -135,10 +135,12 @@ def _fit(config: TrainConfig) -> int:
 def _print_result(config: TrainConfig, result: TrainResult) -> None:
     """Print the final losses, draw the figures, and print the paths of all files."""
     folder = Path(config.run.folder)
-    held_out = "" if math.isnan(result.eval_loss) else f", held-out {result.eval_loss:.4f}"
-    print(f"done: {result.steps} steps, loss {result.loss:.4f}{held_out} (guessing: "
-          f"{result.guessing:.4f})")  # fmt: skip
+    losses = {"loss": result.loss, "held-out": result.eval_loss}
+    known = [f", {name} {loss:.4f}" for name, loss in losses.items() if not math.isnan(loss)]
+    print(f"done: {result.steps} steps{''.join(known)} (guessing: {result.guessing:.4f})")
     print(f"metrics: {folder / 'metrics.jsonl'}")
+    if config.checkpoint_folder:
+        print(f"model: nearlinear generate {folder}, or nearlinear export {folder} OUT")
     try:
         from .. import plots
 

@@ -10,6 +10,7 @@ Imports neither torch nor transformers, so that a wrong folder is found before a
 from __future__ import annotations
 
 import json
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any, TypedDict
@@ -202,6 +203,51 @@ NOT_SHAPE_KEYS = ("model_type", "architectures", "dtype", "torch_dtype", "auto_m
 """Keys of a config.json that do not describe the shape of the model."""
 
 
+_TOKENIZER_PATTERNS = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*",
+                      "merges.txt", "chat_template.jinja")  # fmt: skip
+_MODEL_PATTERNS = ("config.json", "generation_config.json", "*.safetensors", INDEX)
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?(?:@[\w.-]+)?")
+
+
+def model_folder(name: str, *, download: bool = True, weights: bool = True) -> Path:
+    """Return the folder of a model: a local folder, or a copy of a model of the Hugging Face Hub.
+
+    The Hub's library downloads a model once, into its cache (``HF_HOME``). A name whose first part
+    is a local folder is a path.
+
+    Args:
+        name: A folder, or a name as in ``org/model`` or ``org/model@revision``.
+        download: False: use the cache only.
+        weights: False: the config and the tokenizer are enough.
+
+    Raises CheckpointError if a model of the Hub is not available.
+    """
+    path = Path(name)
+    if path.is_dir() or not HUB_NAME.fullmatch(name) or (len(path.parts) > 1
+                                                          and path.parent.is_dir()):  # fmt: skip
+        return path
+    repository, _, revision = name.partition("@")
+    wanted: list[str] = [*(_MODEL_PATTERNS if weights else ()), *_TOKENIZER_PATTERNS]
+    try:
+        from huggingface_hub import snapshot_download
+
+        found = snapshot_download(
+            repository,
+            revision=revision or None,
+            allow_patterns=wanted,
+            ignore_patterns=["*/*"],
+            local_files_only=not download,
+        )
+    except Exception as error:  # each version of the library raises its own types
+        reason = " ".join(str(error).split())[:300]
+        raise CheckpointError(
+            f"{name} is not a folder, and cannot be downloaded from the Hugging Face Hub "
+            f"({type(error).__name__}: {reason}): check the path or the name; without a network, "
+            f"download it elsewhere (hf download {repository} --local-dir FOLDER)"
+        ) from None
+    return Path(found)
+
+
 def weight_files(folder: Path) -> list[Path]:
     """Return the safetensors files of the model in ``folder``.
 
@@ -271,11 +317,13 @@ def _read_json(path: Path) -> dict:
 def read_architecture(folder: str) -> Architecture:
     """Return the architecture of the model in ``folder``, in the form of `get_preset`.
 
-    Raises ConfigError if the folder holds no model that can be trained.
+    ``folder`` may be a name, see `model_folder`. Raises ConfigError if there is no model that can
+    be trained.
     """
     try:
-        weight_files(Path(folder))
-        found = read_config(Path(folder))
+        place = model_folder(folder)
+        weight_files(place)
+        found = read_config(place)
     except CheckpointError as error:
         raise ConfigError(f"model.init_from: {error}") from None
     family = found["model_type"]
@@ -307,5 +355,5 @@ def check_vocabulary(folder: str, data: str, needed: int) -> None:
         raise DataError(
             f"{data} holds ids up to {needed - 1}, but the model in {folder} has {size} ids: "
             "prepare the data with the model's own tokenizer (nearlinear data ... --tokenizer "
-            f"{folder}/tokenizer.json)"
+            f"{folder})"
         )

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from ..errors import ConfigError
+from ..errors import CheckpointError, ConfigError
 from . import architecture, schema
 from . import parallel as parallel_config
 from .activation_strategy import parse_strategy
@@ -39,8 +39,8 @@ class ModelConfig:
     overrides: dict[str, Any] = field(default_factory=dict)
     """keys of the Hugging Face model config to change, e.g. n_layer = 2"""
     init_from: str = ""
-    """Hugging Face folder (config.json, safetensors) to start from instead of a preset; empty =
-    random initialization"""
+    """model to start from instead of a preset: a Hugging Face folder (config.json, safetensors), or
+    a name on the Hub, as in org/model or org/model@revision; empty = random initialization"""
 
     @property
     def architecture(self) -> Architecture:
@@ -57,7 +57,12 @@ class ModelConfig:
     @property
     def is_readable(self) -> bool:
         """True if the architecture is known here; a job's folder may be on its machines only."""
-        return not self.init_from or Path(self.init_from).is_dir()
+        if not self.init_from:
+            return True
+        try:
+            return architecture.model_folder(self.init_from, download=False).is_dir()
+        except CheckpointError:  # not downloaded yet
+            return False
 
     @property
     def name(self) -> str:
@@ -81,6 +86,20 @@ class ModelConfig:
             )
         tokens: Any = coerce(override, int, f"model.overrides.{key}")
         return tokens or self.architecture["context"]
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """Low-rank adapters (LoRA) beside the frozen weights of a model."""
+
+    rank: int = 0
+    """rank of the adapters, with peft; 0 = train all weights"""
+    alpha: float = 16.0
+    """scale: the product of an adapter's matrices is multiplied by alpha / rank"""
+    targets: list[str] = field(default_factory=list)
+    """names of the linear layers with adapters, e.g. ["q_proj", "v_proj"]; empty = all of them"""
+    dropout: float = 0.0
+    """dropout of the inputs of adapters"""
 
 
 @dataclass(frozen=True)
@@ -277,11 +296,12 @@ class LoopConfig:
 class CheckpointConfig:
     """Checkpoints of the run."""
 
-    folder: str = ""
-    """folder shared by all nodes, or s3://bucket/prefix; empty = no checkpoints"""
+    folder: str = "auto"
+    """folder shared by all nodes, or s3://bucket/prefix; auto = checkpoints in run.folder; empty =
+    no checkpoints: the trained model is lost"""
     every: int = 0
-    """steps between checkpoints; 0 = only at the end and on SIGTERM"""
-    every_minutes: float = 0.0
+    """steps between checkpoints, besides those at the end, on SIGTERM and on Ctrl-C; 0 = none"""
+    every_minutes: float = 30.0
     """minutes between checkpoints; 0 = by steps only"""
     keep: int = 2
     """number of newest checkpoints to keep"""
@@ -337,6 +357,7 @@ class TrainConfig:
     """
 
     model: ModelConfig = field(default_factory=ModelConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     data: DataConfig = field(default_factory=DataConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     moe: MoEConfig = field(default_factory=MoEConfig)
@@ -369,6 +390,8 @@ class TrainConfig:
             raise ConfigError(
                 f"data.noise_density = {self.data.noise_density}: must be between 0 and 1"
             )
+        if not 0 <= self.lora.dropout < 1:
+            raise ConfigError(f"lora.dropout = {self.lora.dropout}: must be from 0 to below 1")
         for name in ("min_lr_ratio", "beta1", "beta2"):
             value = getattr(self.optimizer, name)
             if not 0 <= value <= 1 or (name != "min_lr_ratio" and value == 1):
@@ -407,7 +430,7 @@ class TrainConfig:
 
     def _check_adamw_8bit(self) -> None:
         for key, value, required, reason in (
-            ("checkpoint.folder", self.checkpoint.folder, "", "its states cannot be saved"),
+            ("checkpoint.folder", self.checkpoint_folder, "", "its states cannot be saved"),
             ("optimizer.implementation", self.optimizer.implementation, "fused",
              "it has its own implementation"),
             ("parallel.offload_optimizer", self.parallel.offload_optimizer, False,
@@ -424,6 +447,14 @@ class TrainConfig:
         """Tokens per training sequence."""
         return self.data.sequence_length or self.model.longest_sequence
 
+    @property
+    def checkpoint_folder(self) -> str:
+        """Folder of the checkpoints with ``auto`` resolved; empty if the run writes none."""
+        folder = self.checkpoint.folder
+        if folder != "auto":
+            return folder
+        return "" if self.optimizer.kind == "adamw_8bit" else f"{self.run.folder}/checkpoints"
+
 
 # At import, in one thread: ast of CPython 3.11 fails if several threads parse at once (gh-106905).
 for _table in (TrainConfig, *(each.default_factory for each in fields(TrainConfig))):
@@ -433,6 +464,8 @@ for _table in (TrainConfig, *(each.default_factory for each in fields(TrainConfi
 _COUNT = 2.0**53  # integers up to this one are exact as floats
 _RANGES: schema.Ranges = {
     "model.context": (0, _COUNT),
+    "lora.rank": (0, _COUNT),
+    "lora.alpha": (0.0, 1e6),
     "data.sequence_length": (0, _COUNT),
     "data.mean_noise_span": (1.0, 1e9),
     "data.cache_gib": (0.0, 1e9),

@@ -127,6 +127,8 @@ class WindowRows:
     """Positions in the flattened rows at which documents begin, int64, ascending. Include the first
     position of each row, also if a document continues there, and its first padding position. None
     if not requested."""
+    ignored: np.ndarray | None = None
+    """True for tokens that are no targets, bool [N, L]. None if all tokens are."""
 
 
 class TokenDataset:
@@ -241,13 +243,21 @@ class TokenDataset:
             self.reads.faults(extents)
         tokens = np.empty(shape, dtype=np.int64)
         starts, filled = self._stream.read(pieces, tokens)
+        ignored = None
+        if self.manifest.marks_targets:
+            for row, count in enumerate(filled):
+                tokens[row, count:] = self.manifest.eos_id  # uninitialized memory until here
+            ignored = tokens >= self.manifest.vocab_size
+            tokens -= ignored * self.manifest.vocab_size
         if self._plan is None:
-            return WindowRows(tokens, None, self._begins(pieces, starts) if documents else None)
+            begins = self._begins(pieces, starts) if documents else None
+            return WindowRows(tokens, None, begins, ignored)
         for row, count in enumerate(filled):
             if count < self.sequence_length:
                 tokens[row, count:] = self.manifest.eos_id
                 starts.append(row * self.sequence_length + count)
-        return WindowRows(tokens, np.array(filled), np.array(sorted(starts)) if documents else None)
+        begins = np.array(sorted(starts)) if documents else None
+        return WindowRows(tokens, np.array(filled), begins, ignored)
 
     def _begins(self, pieces: np.ndarray, places: list[int]) -> np.ndarray:
         """Return the document starts of windows made of `pieces` at `places`, as in `begins`."""

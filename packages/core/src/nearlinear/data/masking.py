@@ -48,6 +48,8 @@ def batch_arrays(dataset, windows: np.ndarray, masks: Masks) -> dict[str, np.nda
     """Return the batch of `make_batch` as int64 arrays."""
     rows = dataset.rows(windows, documents=masks.documents)
     labels = rows.tokens.copy()
+    if rows.ignored is not None:
+        labels[rows.ignored] = IGNORED_LABEL
     if masks.eos:
         labels[rows.tokens == dataset.manifest.eos_id] = IGNORED_LABEL
     if rows.filled is not None:

@@ -69,6 +69,8 @@ class Mixture:
         self.split: str = first.split
         self.sequence_length: int = first.sequence_length
         self.packing: str = first.packing
+        self.marks_targets: bool = any(each.manifest.marks_targets for each in self.sources)
+        """True if a source holds conversations, of which only some tokens are targets."""
         self.reads: ReadCounters | None = None
         self.tokens: int = sum(source.tokens for source in self.sources)
         ends = np.cumsum([len(source) for source in self.sources])
@@ -114,15 +116,19 @@ class Mixture:
         tokens = np.empty((len(indices), length), dtype=np.int64)
         filled = np.full(len(indices), length)
         begins = [np.empty(0, dtype=np.int64)]
+        ignored = np.zeros(tokens.shape, bool) if self.marks_targets else None
         for source, at, its in self._by_source(indices):
             found = source.rows(its, documents)
             tokens[at] = found.tokens
+            if ignored is not None and found.ignored is not None:
+                ignored[at] = found.ignored
             if found.filled is not None:
                 filled[at] = found.filled
             if documents:
                 begins.append(at[found.begins // length] * length + found.begins % length)
         filled = None if self.packing == "concat" else filled
-        return WindowRows(tokens, filled, np.sort(np.concatenate(begins)) if documents else None)
+        starts = np.sort(np.concatenate(begins)) if documents else None
+        return WindowRows(tokens, filled, starts, ignored)
 
     def extents(self, first: np.ndarray, end: np.ndarray) -> np.ndarray:
         """Return byte ranges like `TokenDataset.extents`. Files are numbered as in `files`."""

@@ -87,6 +87,10 @@ def accumulate(
     return AccumulationStep(model, list(micro_batches), weight, two_hop).run()
 
 
+class NoTargets(DataError):
+    """A step without a target on any rank, so that it has no mean loss."""
+
+
 class AccumulationStep:
     """Weights of a step's micro-batches, and flags for their synchronization."""
 
@@ -338,8 +342,8 @@ def _global_targets(runtime: Runtime, counts: list[float]) -> float:
     return targets
 
 
-def _no_targets() -> DataError:
-    return DataError(
+def _no_targets() -> NoTargets:
+    return NoTargets(
         "this step has no target token on any rank, so that the mean loss is undefined: check the "
         "labels, or use longer sequences"
     )

@@ -132,7 +132,8 @@ def _path_settings(job: JobSpec, config: TrainConfig) -> dict[str, str]:
         return data
     # Relative output folders move to the claim, which outlives the pods.
     claim = PurePosixPath(job.checkpoint_path)
-    folders = {"run.folder": config.run.folder, "checkpoint.folder": config.checkpoint.folder}
+    checkpoints = "" if config.checkpoint.folder == "auto" else config.checkpoint.folder
+    folders = {"run.folder": config.run.folder, "checkpoint.folder": checkpoints}
     moved = {name: folder for name, folder in folders.items() if not is_remote(folder)}
     return data | {name: str(claim / folder) for name, folder in moved.items()}
 

@@ -123,7 +123,7 @@ def _run_local(options: LaunchOptions) -> int:
 def _run_slurm(options: LaunchOptions) -> int:
     job, config = options.job, options.config
     raise_if_invalid([*slurm.check_slurm_job(job), *check_parallel_layout(job, config.parallel)])
-    folders = [config.run.folder, config.checkpoint.folder]
+    folders = [config.run.folder, config.checkpoint_folder]
     file = str(Path(options.file).resolve())
     shown = redact_job(job) if options.dry_run else job
     script = slurm.render_script(shown, file, options.settings, folders, list(config.data.sources))

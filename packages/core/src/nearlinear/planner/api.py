@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import logging
 import math
 import re
 from collections.abc import Sequence
@@ -29,6 +30,8 @@ from .memory import estimate, vocabulary_of
 from .result import PlanResult
 from .step_time import step_time
 from .workload import workload_from_config
+
+log = logging.getLogger(__name__)
 
 
 def plan(
@@ -75,6 +78,11 @@ def plan(
         )
     if not isinstance(config, TrainConfig):
         config = train_config.load(config, settings)
+    if config.lora.rank:
+        log.warning(
+            "lora.rank = %d: the plan is for training all weights; adapters take less memory",
+            config.lora.rank,
+        )
     if not isinstance(cluster, Cluster):
         cluster = _cluster(cluster, config)
     constants = constants_for(cluster.node)

@@ -17,9 +17,12 @@ from torch import nn
 from .. import storage
 from ..checkpoint import save
 from ..checkpoint.async_writer import PendingSave
+from ..checkpoint.hf.writer import TOKENIZER_FOLDER, tokenizer_files
 from ..checkpoint.load import load
 from ..checkpoint.resume import resume
-from ..config.train import CheckpointConfig
+from ..config.train import CheckpointConfig, TrainConfig
+from ..distributed.consensus import raise_on_all_ranks
+from ..errors import CheckpointError
 from ..storage import StoragePath
 
 CAUGHT_SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -33,23 +36,23 @@ class CheckpointManager:
 
     def __init__(
         self,
-        config: CheckpointConfig,
+        config: TrainConfig,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         **others: Any,
     ):
         """
         Args:
-            config: The table [checkpoint], with a folder.
+            config: The config of a run with checkpoints.
             model: The sharded model.
             optimizer: Its optimizer.
             others: Further objects with ``state_dict`` and ``load_state_dict``, by name.
         """
-        self.config: CheckpointConfig = config
+        self.config: CheckpointConfig = config.checkpoint
         self.model: nn.Module = model
         self.optimizer: torch.optim.Optimizer = optimizer
         self.others: dict[str, Any] = others
-        self.folder: StoragePath = storage.as_path(config.folder)
+        self.folder: StoragePath = storage.as_path(config.checkpoint_folder)
         self.saved = 0
         """Step of the newest checkpoint, which may still be in progress; 0: there is none."""
         self.saving: PendingSave | None = None
@@ -58,12 +61,31 @@ class CheckpointManager:
         self._since = time.monotonic()
 
     def resume(self) -> int:
-        """Load the newest intact checkpoint and return its step, or 0. A collective call."""
+        """Load the newest intact checkpoint and return its step, or 0. A collective call.
+
+        Raises CheckpointError if ``checkpoint.resume`` is off and there are checkpoints.
+        """
         if self.config.resume:
             self.saved = resume(
                 self.folder, self.model, self.optimizer, self.others, self.config.on_damage
             )
-        return self.saved
+            return self.saved
+        with raise_on_all_ranks():
+            if steps := save.indexed_steps(self.folder):
+                raise CheckpointError(
+                    f"checkpoint.resume = false, and {self.folder} holds the checkpoint of step "
+                    f"{steps[-1]} of an earlier run, which would be taken for the newest of this "
+                    "run: set another run.folder or checkpoint.folder, or delete the folder"
+                )
+        return 0
+
+    def write_tokenizer(self, folder: StoragePath) -> None:
+        """Copy the tokenizer in ``folder`` beside the checkpoints, where an export finds it."""
+        target = self.folder / TOKENIZER_FOLDER
+        if files := tokenizer_files(folder):
+            target.mkdir()
+        for name, data in files.items():
+            (target / name).put(data)
 
     def reload(self) -> int:
         """Load the newest checkpoint of this run again and return its step. A collective call."""

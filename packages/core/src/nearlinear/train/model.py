@@ -9,6 +9,7 @@ counted. GPU peaks are dense datasheet numbers; the peak of a CPU is measured wi
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -39,18 +40,19 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def build_model(config: ModelConfig, vocabulary: int) -> PreTrainedModel:
+def build_model(config: ModelConfig, vocabulary: int, eos_id: int = -1) -> PreTrainedModel:
     """Return the language model of ``config`` with ``vocabulary`` ids, on the meta device.
 
-    Its head is that of ``config.trained_objective``.
+    Its head is that of ``config.trained_objective``. Generation ends at ``eos_id``, the token that
+    ends the documents; -1: the last id.
 
     Raises ConfigError if transformers cannot build the model.
     """
     architecture = config.architecture
     arguments = {
         "vocab_size": vocabulary,
-        "bos_token_id": vocabulary - 1,
-        "eos_token_id": vocabulary - 1,
+        "bos_token_id": eos_id if eos_id >= 0 else vocabulary - 1,
+        "eos_token_id": eos_id if eos_id >= 0 else vocabulary - 1,
         **architecture["shape"],
         context_key(architecture["family"]): config.longest_sequence,
         "use_cache": False,
@@ -103,10 +105,11 @@ def describe(config: TrainConfig, rows: Callable[[str], int]) -> tuple[dict, Pat
             the vocabulary size if the token shards are missing.
     """
     folder = Path(config.data.folder)
-    try:
-        vocabulary = Manifest.read(folder).vocab_size if config.data.folder else 0
-    except DataError:
-        vocabulary = 0
+    vocabulary, eos_id = 0, -1
+    with contextlib.suppress(DataError):
+        if config.data.folder:
+            manifest = Manifest.read(folder)
+            vocabulary, eos_id = manifest.vocab_size, manifest.eos_id
     if not vocabulary or config.model.trained_objective != "causal":  # which may add ids
         model = build_model(config.model, 1)
         embeddings = model.get_input_embeddings()
@@ -114,7 +117,7 @@ def describe(config: TrainConfig, rows: Callable[[str], int]) -> tuple[dict, Pat
         vocabulary = rows(f"{name}.weight")
     tokenizer = folder / "tokenizer"
     has_tokenizer = bool(config.data.folder) and (tokenizer / "tokenizer.json").is_file()
-    model = build_model(config.model, vocabulary)
+    model = build_model(config.model, vocabulary, eos_id)
     described = meta_model.config_dict(model)
     assert described is not None  # a class of transformers
     return described, tokenizer if has_tokenizer else None
@@ -148,7 +151,8 @@ def parallelize(model: nn.Module, config: TrainConfig) -> tuple[nn.Module, list[
 def flops_per_token(model: PreTrainedModel, sequence_length: int) -> float:
     """Return the model FLOPS of forward and backward per token of a sequence.
 
-    NaN for an encoder-decoder, whose halves compute different tokens.
+    A frozen matrix has no gradient of its own: 4 instead of 6 per parameter. NaN for an
+    encoder-decoder, whose halves compute different tokens.
     """
     config: Any = model.config
     if getattr(config, "is_encoder_decoder", False):
@@ -157,15 +161,19 @@ def flops_per_token(model: PreTrainedModel, sequence_length: int) -> float:
     tables = {id(model.get_input_embeddings().weight)}
     tables -= {id(head.weight)}  # tied: the head's matrix
     matrices = sum(
-        p.numel() * (_active_expert_share(config) if ".experts." in name else 1)
+        _flops(p) * (_active_expert_share(config) if ".experts." in name else 1)
         for name, p in model.named_parameters()
         if p.dim() >= 2 and id(p) not in tables
     )
     positions = getattr(getattr(model, "transformer", None), "wpe", None)
     if positions is not None:
-        matrices -= positions.weight.numel()
+        matrices -= _flops(positions.weight)
     attention = 12 * config.num_hidden_layers * config.hidden_size * sequence_length
-    return 6.0 * matrices + attention
+    return matrices + attention
+
+
+def _flops(matrix: nn.Parameter) -> float:
+    return matrix.numel() * (6.0 if matrix.requires_grad else 4.0)
 
 
 def _active_expert_share(config) -> float:

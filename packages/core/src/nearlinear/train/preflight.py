@@ -4,19 +4,25 @@ Checks the layout against the number of ranks, the token shards, their fit to th
 output folders. Imports no torch, to keep the start-up time of a failing command short.
 """
 
+import contextlib
+import dataclasses
 import functools
+import hashlib
+import importlib.metadata
+import importlib.util
 import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from .. import storage
+from .. import __version__, storage
 from ..config import architecture
 from ..config.architecture import layers_key
 from ..config.parallel import ParallelConfig, divisors
 from ..config.schema import coerce
-from ..config.train import TrainConfig
+from ..config.train import LoraConfig, TrainConfig
+from ..data.cache import cache_folder
 from ..data.dataset import TokenDataset
 from ..data.mixture import Mixture
 from ..data.source import NoSplit
@@ -43,10 +49,13 @@ def check_run(config: TrainConfig, world: int, ranks_per_node: int = 0) -> Mesh:
     _warn_unused(config)
     mesh = Mesh.from_config(config.parallel, world, ranks_per_node)
     check_model_divides(config, mesh)
+    check_lora(config, mesh)
     config.batch.micro_batches(mesh.data_ranks)
-    open_dataset(config, "train")
+    data = open_dataset(config, "train")
     if config.train.eval_sequences:
         open_dataset(config, "val")
+    if world > 1 and config.model.overrides:
+        _check_overrides(config, data.manifest.vocab_size)
     state = read_data_state(config)
     if state and state["step"] >= config.train.steps:
         raise ConfigError(
@@ -60,13 +69,18 @@ def check_run(config: TrainConfig, world: int, ranks_per_node: int = 0) -> Mesh:
             config.train.steps,
         )
     _check_folder("run.folder", config.run.folder, storage.require_local)
-    if config.checkpoint.folder:
-        _check_folder("checkpoint.folder", config.checkpoint.folder)
+    if config.checkpoint_folder:
+        _check_folder("checkpoint.folder", config.checkpoint_folder)
     return mesh
 
 
 def _warn_unused(config: TrainConfig) -> None:
-    """Log a warning for every setting without effect."""
+    """Log a warning for every setting without effect, and for a model that will not be saved."""
+    if not config.checkpoint_folder:
+        reason = "adamw_8bit's states cannot be saved" if config.checkpoint.folder else "is empty"
+        log.warning(
+            "checkpoint.folder: %s, so that the trained model is lost at the end of the run", reason
+        )
     if config.parallel.microbatches > 1 and config.parallel.pipeline_parallel_degree == 1:
         log.warning(
             "parallel.microbatches = %d has no effect without a pipeline; batch.accumulation sets "
@@ -112,6 +126,52 @@ def check_model_divides(config: TrainConfig, mesh: Mesh) -> None:
             f"parallel.pipeline_parallel_degree = {mesh.pipeline}: {name} has only {layers} "
             f"layers; allowed are 1 to {layers}"
         )
+
+
+def check_lora(config: TrainConfig, mesh: Mesh) -> None:
+    """Raise ConfigError if the adapters of ``config`` cannot be trained on ``mesh``."""
+    rank, loss = config.lora.rank, config.model.trained_objective
+    if not rank:
+        if config.lora != LoraConfig():
+            raise ConfigError("lora.rank = 0: the other keys of [lora] have no effect; set it to 8")
+        return
+    if importlib.util.find_spec("peft") is None:
+        raise ConfigError(
+            f'lora.rank = {rank}: adapters require peft; pip install "nearlinear[lora]"'
+        )
+    if not config.model.init_from:
+        raise ConfigError(
+            f"lora.rank = {rank}: the weights of model.preset = {config.model.preset!r} are random "
+            "and would be frozen; set model.init_from to a trained model"
+        )
+    for axis in ("tensor", "pipeline", "expert"):
+        if (degree := getattr(mesh, axis)) > 1:
+            raise ConfigError(
+                f"lora.rank = {rank} and parallel.{axis}_parallel_degree = {degree}: adapters are "
+                "sharded and replicated only; set the degree to 1"
+            )
+    if config.parallel.fp8 or loss != "causal":
+        other = "parallel.fp8 = true" if config.parallel.fp8 else f"the objective {loss!r}"
+        raise ConfigError(f"lora.rank = {rank} and {other} cannot be combined: set lora.rank = 0")
+
+
+def _check_overrides(config: TrainConfig, vocabulary: int) -> None:
+    """Raise ConfigError if the model cannot be built, before its ranks are started.
+
+    Building takes seconds, most of them to import torch, so that a success is remembered.
+    """
+    versions = [__version__, *map(importlib.metadata.version, ("torch", "transformers"))]
+    words = json.dumps([versions, dataclasses.asdict(config.model), vocabulary], default=str)
+    known = cache_folder(config.data.cache or None) / "models"
+    done = known / hashlib.sha256(words.encode()).hexdigest()[:32]
+    if done.exists():
+        return
+    from .model import build_model
+
+    build_model(config.model, vocabulary)
+    with contextlib.suppress(OSError):  # a full disk
+        known.mkdir(exist_ok=True)
+        done.touch()
 
 
 def _check_divides(key: str, degree: int, size: str, count: object) -> None:

@@ -11,6 +11,7 @@ callbacks, see `nearlinear.train.callbacks`.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import signal
 import time
@@ -23,8 +24,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from .. import storage
 from ..checkpoint.hf.importing import import_hf
+from ..checkpoint.hf.writer import TOKENIZER_FOLDER
 from ..config import schema
+from ..config.architecture import model_folder
 from ..config.train import TrainConfig, load
 from ..data.dataset import TokenDataset
 from ..data.loader import Loader
@@ -33,7 +37,7 @@ from ..distributed import runtime
 from ..distributed.mesh import Mesh
 from ..distributed.watchdog import Watchdog, watch_ranks
 from ..errors import ConfigError, Interrupted
-from ..fsdp.accumulate import accumulate
+from ..fsdp.accumulate import NoTargets, accumulate
 from ..fsdp.clip_grad import clip_grad_norm_
 from ..fsdp.loss_scaler import LossScaler
 from ..fsdp.model_state import model_state
@@ -49,6 +53,7 @@ from .callbacks.rank_monitor import RankTiming, WatchdogCallback, peak_memory
 from .checkpoint_manager import CheckpointManager, StopSignal
 from .data import build_loader, check_document_mask, write_data_state
 from .evaluate import generate, held_out_loss
+from .lora import add_adapters
 from .metrics import Reporter
 from .model import build_model, flops_per_token, parallelize, peak_tflops
 from .objectives import build_objective
@@ -121,6 +126,7 @@ class Trainer:
         self.device: torch.device = now.device
         torch.manual_seed(config.parallel.random_seed + self.rank)  # dropout
 
+        preflight.check_lora(config, self.mesh)
         timeout, setting = config.train.rank_timeout, "train.rank_timeout"
         with watch_ranks(timeout, setting=setting) as watch:
             # data
@@ -139,15 +145,18 @@ class Trainer:
             # model
             watch.at("building the model", STARTUP_PATIENCE)
             vocabulary = objective.vocabulary if objective else self.dataset.manifest.vocab_size
-            model = build_model(config.model, vocabulary)
+            model = build_model(config.model, vocabulary, self.dataset.manifest.eos_id)
             if config.data.document_mask:
                 check_document_mask(model)
             self.num_parameters: int = sum(p.numel() for p in model.parameters())
-            self.flops_per_token: float = flops_per_token(model, config.sequence_length)
 
             # self-check
             watch.at("the self-check of the layout", STARTUP_PATIENCE)
             check_model(model, config)
+
+            if config.lora.rank:
+                add_adapters(model, config.lora, config.model.init_from)
+            self.flops_per_token: float = flops_per_token(model, config.sequence_length)
 
             # parallelize
             watch.at("sharding the model", STARTUP_PATIENCE)
@@ -164,14 +173,12 @@ class Trainer:
             # checkpoint
             watch.at("loading the checkpoint", STARTUP_PATIENCE)
             self.checkpoints: CheckpointManager | None = None
-            if config.checkpoint.folder:
+            if config.checkpoint_folder:
                 others = {"loader": self.loader, "bad_steps": self.bad_steps}
-                self.checkpoints = CheckpointManager(
-                    config.checkpoint, self.model, self.optimizer, **others
-                )
+                self.checkpoints = CheckpointManager(config, self.model, self.optimizer, **others)
             resumed = self.checkpoints.resume() if self.checkpoints else 0
             if config.model.init_from and not resumed:
-                import_hf(config.model.init_from, self.model)
+                import_hf(model_folder(config.model.init_from), self.model)
             self.first_step: int = resumed or (data_state["step"] if data_state else 0)
             self.done: int = self.first_step
             self.stop_signal: StopSignal = StopSignal()
@@ -317,19 +324,25 @@ class Trainer:
 
         # loss times targets, targets, stop signal, checkpoint failed, checkpoint interval elapsed
         totals = torch.zeros(5, dtype=torch.float64, device=self.device)
-        batches = accumulate(self.model, micro_batches, two_hop=config.train.two_hop)
-        for index, batch in enumerate(batches, 1):
-            self._call("on_micro_batch", step, index)
-            if isinstance(self.model, Pipelined):
-                loss = self.model.step(batch)
-            else:
-                loss = self.model(**batch).loss  # FSDP moves the batch to the device
-                loss.backward()
-            targets = count_targets(self.model, batch)
-            totals[0] += loss.detach().double() * targets
-            totals[1] += targets
+        try:
+            batches = accumulate(self.model, micro_batches, two_hop=config.train.two_hop)
+            for index, batch in enumerate(batches, 1):
+                self._call("on_micro_batch", step, index)
+                if isinstance(self.model, Pipelined):
+                    loss = self.model.step(batch)
+                else:
+                    loss = self.model(**batch).loss  # FSDP moves the batch to the device
+                    loss.backward()
+                targets = count_targets(self.model, batch)
+                if targets:  # without targets the loss is not a number
+                    totals[0] += loss.detach().double() * targets
+                totals[1] += targets
+        except NoTargets:  # on all ranks: conversations may have sequences without an answer
+            step.skip_reason = "none of its sequences has a target"
         self._call("on_backward_end", step)
-        grad_norm = clip_grad_norm_(self.model, config.optimizer.clip or math.inf)
+        grad_norm = 0.0
+        if not step.skip_reason:
+            grad_norm = clip_grad_norm_(self.model, config.optimizer.clip or math.inf)
 
         # flags of one rank reach all ranks, so that all act on them after the same step
         flags = self.checkpoints.flags() if self.checkpoints else (False, False)
@@ -341,7 +354,7 @@ class Trainer:
                 self.checkpoints.finish()  # raises on all ranks
             self.checkpoints.interval_elapsed = sums[4] > 0
 
-        step.loss, step.grad_norm = sums[0] / sums[1], grad_norm
+        step.loss, step.grad_norm = sums[0] / sums[1] if sums[1] else math.nan, grad_norm
         if self.scaler and self.scaler.overflow:  # no rank has gradients
             step.overflow, step.grad_norm = True, math.inf
         self._call("on_gradients_ready", step)
@@ -466,8 +479,20 @@ class Trainer:
             write(f"resumed after step {self.first_step} from {self.checkpoints.folder}")
         elif self.first_step:
             write(f"data resumed after step {self.first_step}; the model starts from scratch")
-        if self.reporter.active:
-            self.reporter.write_file("config.toml", schema.to_toml(self.config))
+        if self.first_step >= last:
+            write(
+                f"nothing is left to train: the run has ended after step {self.first_step}; raise "
+                "train.steps to continue it, or set another run.folder for a new run"
+            )
+        if not self.reporter.active:
+            return
+        if self.first_step and (keys := _changed_keys(self.reporter.folder, self.config)):
+            write(f"changed since this run was started: {', '.join(keys)}")
+        self.reporter.write_file("config.toml", schema.to_toml(self.config))
+        if self.checkpoints:
+            with self.reporter.output("the tokenizer beside the checkpoints"):
+                folder = storage.as_path(self.dataset.path) / TOKENIZER_FOLDER
+                self.checkpoints.write_tokenizer(folder)
 
     def _write_data_state(self) -> None:
         """Write the position in the data after every step, so that a killed run can resume it."""
@@ -498,6 +523,22 @@ def sum_and_gather(
     dist.all_reduce(both)
     columns = both[len(totals) :].view(table.shape).T.tolist()
     return both[: len(totals)].tolist(), dict(zip(own, columns, strict=True))
+
+
+def _changed_keys(folder: Path, config: TrainConfig) -> list[str]:
+    """Describe the keys that differ from the config in the run ``folder``, except output keys."""
+    try:
+        before = dataclasses.asdict(load(folder / "config.toml"))
+    except (ConfigError, OSError):  # of an older version, or not written
+        return []
+    now = dataclasses.asdict(config)
+    return [
+        f"{table}.{key} = {value!r} (was {before[table].get(key)!r})"
+        for table, keys in now.items()
+        if table not in ("checkpoint", "run", "plan")
+        for key, value in keys.items()
+        if value != before[table].get(key)
+    ]
 
 
 def gather_hosts(device: torch.device) -> list[str]:

@@ -7,6 +7,7 @@ that hold them, in a single all-to-all.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from ..safetensors_file import DTYPES, SafetensorsWriter
 from ..save import ShardMemory, describe_shards, iterate_shards, local_memory
 from ..shards import TensorShard, assign_writers
 from . import meta_model
+from .adapters import ADAPTER_CONFIG, MergedWeights, is_adapter, is_transposed
 from .naming import hf_tensors
 from .writer import MAX_SHARD_BYTES, FolderWriter, OutputFile, OutputTensor, split_into_files
 
@@ -36,7 +38,7 @@ def export_hf(
     *,
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
-    tokenizer: str | Path | None = None,
+    tokenizer: str | os.PathLike[str] | None = None,
     overwrite: bool = False,
 ) -> Path:
     """Write ``model`` as a folder for ``from_pretrained`` of `transformers`; return its path.
@@ -57,8 +59,13 @@ def export_hf(
         overwrite: Replace an existing model in ``path``, once the new one is complete.
     """
     now = job_runtime(model)
-    writer = FolderWriter(require_local(path), overwrite, Path(tokenizer) if tokenizer else None)
+    writer = FolderWriter(require_local(path), overwrite, tokenizer)
     tensors = state.model_tensors(model)
+    if any(map(is_adapter, tensors)):
+        raise CheckpointError(
+            "the model has adapters, which are merged from a checkpoint: nl.save it, and call "
+            "nearlinear export"
+        )
     local = local_memory(tensors)
     described = all_gather_json(describe_shards(tensors, local))
     bare, files = None, []
@@ -88,7 +95,7 @@ def export_checkpoint(
     *,
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
-    tokenizer: str | Path | None = None,
+    tokenizer: str | os.PathLike[str] | None = None,
     overwrite: bool = False,
 ) -> Path:
     """Write the model of a checkpoint as `export_hf` does, in one process.
@@ -104,13 +111,14 @@ def export_checkpoint(
         tokenizer: See `export_hf`.
         overwrite: See `export_hf`.
     """
-    writer = FolderWriter(require_local(path), overwrite, Path(tokenizer) if tokenizer else None)
+    writer = FolderWriter(require_local(path), overwrite, tokenizer)
     source = CheckpointReader(folder)
+    weights = MergedWeights(source)
     prefix = f"{state.MODEL}/"
     whole = {
         name.removeprefix(prefix): {"dtype": tensor.dtype, "shape": tensor.shape}
         for name, tensor in source.index.tensors.items()
-        if name.startswith(prefix)
+        if name.startswith(prefix) and not is_adapter(name)
     }
     bare = meta_model.build_from_config(described)
     files = _plan_files(bare, whole, dtype, max_shard_bytes)
@@ -119,13 +127,41 @@ def export_checkpoint(
         for file in files:
             stream = file.open(writer.partial)
             for each in file.tensors:
-                block = source.shard(prefix + each.tensor.source, each.tensor.block)
+                transposed = is_transposed(bare, each.tensor.source)
+                block = weights.read(each.tensor.source, each.tensor.block, transposed)
                 stream.add(each.tensor.to_hf(block).to(each.dtype))
             stream.close()
         writer.finish(bare, files)
     except OSError as error:
         writer.abandon()
         raise CheckpointError(_write_error(writer.path, error)) from None
+    except BaseException:
+        writer.abandon()
+        raise
+    return writer.path
+
+
+def export_adapter(
+    folder,
+    path: str | Path,
+    *,
+    tokenizer: str | os.PathLike[str] | None = None,
+    overwrite: bool = False,
+) -> Path:
+    """Write the adapters of a checkpoint for ``peft``, in one process. Raises CheckpointError.
+
+    Args:
+        folder: The checkpoint.
+        path: The folder to write.
+        tokenizer: See `export_hf`.
+        overwrite: See `export_hf`.
+    """
+    weights = MergedWeights(CheckpointReader(folder))
+    writer = FolderWriter(require_local(path), overwrite, tokenizer, ADAPTER_CONFIG)
+    writer.begin()
+    try:
+        weights.write(writer.partial)
+        writer.publish()
     except BaseException:
         writer.abandon()
         raise

@@ -14,14 +14,18 @@ from typing import Any
 import torch
 from torch import nn
 
+from ... import storage
 from ...config.architecture import CONFIG, INDEX, WEIGHTS
 from ...errors import CheckpointError
+from ...storage import StoragePath
 from ...storage.local import sync_directory
 from ..safetensors_file import SafetensorsWriter, file_order
 from .naming import HFTensor
 
 MAX_SHARD_BYTES = 5 * 10**9
 """Default size limit of a file, as in transformers."""
+TOKENIZER_FOLDER = "tokenizer"
+"""Folder of the tokenizer beside the checkpoints of a run, and in a folder of token shards."""
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -93,8 +97,10 @@ class FolderWriter:
     path: Path
     overwrite: bool = False
     """Replace a model in ``path``."""
-    tokenizer: Path | None = None
+    tokenizer: str | os.PathLike[str] | StoragePath | None = None
     """Folder whose tokenizer files are copied."""
+    config: str = CONFIG
+    """File that marks a folder of the kind to write."""
 
     @property
     def partial(self) -> Path:
@@ -110,12 +116,12 @@ class FolderWriter:
                     "(--overwrite)"
                 )
             if not self.path.is_dir() or (any(self.path.iterdir())
-                                          and not (self.path / CONFIG).is_file()):  # fmt: skip
+                                          and not (self.path / self.config).is_file()):  # fmt: skip
                 raise CheckpointError(
-                    f"{self.path} is not a model folder ({CONFIG} is missing) and is not "
+                    f"{self.path} is not a model folder ({self.config} is missing) and is not "
                     "overwritten: choose another folder"
                 )
-        if self.tokenizer and not _tokenizer_files(self.tokenizer):
+        if self.tokenizer and not tokenizer_files(self.tokenizer):
             raise CheckpointError(
                 f"tokenizer = {self.tokenizer} has no tokenizer files: pass a folder with "
                 "tokenizer.json, as written by data_prep (tokens/tokenizer), or none"
@@ -137,8 +143,15 @@ class FolderWriter:
             _write_configs(bare, written, self.partial)
             if len(written) > 1:
                 _write_index(bare, written, self.partial)
-            for path in _tokenizer_files(self.tokenizer) if self.tokenizer else ():
-                shutil.copyfile(path, self.partial / path.name)
+        self.publish()
+
+    def publish(self) -> None:
+        """Add the tokenizer and move the folder to ``path``. Raises CheckpointError."""
+        with self._report_os_errors():
+            found = tokenizer_files(self.tokenizer) if self.tokenizer else {}
+            for name, data in found.items():
+                (self.partial / name).write_bytes(data)
+            _end_generation_with_turns(self.partial)
             sync_directory(self.partial)
             old = self.path.with_name(f".{self.path.name}.old")
             if self.path.exists():
@@ -163,8 +176,38 @@ class FolderWriter:
             ) from None
 
 
-def _tokenizer_files(folder: Path) -> list[Path]:
-    return [path for name in TOKENIZER_FILES if (path := folder / name).is_file()]
+def tokenizer_files(folder: str | os.PathLike[str] | StoragePath) -> dict[str, bytes]:
+    """Return the files of the tokenizer in ``folder`` by name, empty without a tokenizer."""
+    place = storage.as_path(folder)
+    present = place.file_sizes()
+    return {name: (place / name).read() for name in TOKENIZER_FILES if name in present}
+
+
+def _end_generation_with_turns(folder: Path) -> None:
+    """Let generation end at the end of an assistant's turn, if there is a chat template."""
+    config = folder / "generation_config.json"
+    if not config.is_file() or not (folder / "tokenizer.json").is_file():
+        return
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    if tokenizer.chat_template:
+        settings = json.loads(config.read_text(encoding="utf-8"))
+        known = settings.get("eos_token_id")
+        known = known if isinstance(known, list) else [known]
+        ids = {*known, tokenizer.eos_token_id, turn_end(tokenizer)} - {None}
+        settings["eos_token_id"] = sorted(ids)
+        config.write_text(f"{json.dumps(settings, indent=2)}\n", encoding="utf-8")
+
+
+def turn_end(tokenizer: Any) -> int | None:
+    """Return the id of the control token that ends an assistant's turn in the chat template."""
+    words = "answer"
+    messages = [{"role": "user", "content": "question"}, {"role": "assistant", "content": words}]
+    text = tokenizer.apply_chat_template(messages, tokenize=False)
+    rest = text[text.rindex(words) + len(words) :]
+    ids = tokenizer(rest, add_special_tokens=False)["input_ids"]
+    return next((token for token in ids if token in tokenizer.added_tokens_decoder), None)
 
 
 def _write_configs(bare: Any, written: Sequence[OutputFile], folder: Path) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import json
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
@@ -50,10 +51,13 @@ class Manifest:
     statistics: dict[str, Any] = field(default_factory=dict)
     """Documents, tokens, text bytes, duplicates, length histogram, tokens kept by each packing."""
 
+    marks_targets: bool = False
+    """True if a stored id is larger by `vocab_size` where the token is no target of the loss."""
+
     @property
     def dtype(self) -> np.dtype:
         """Dtype of the `.bin` files."""
-        return dtype_for(self.vocab_size)
+        return dtype_for(self.vocab_size * (2 if self.marks_targets else 1))
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -67,6 +71,8 @@ class Manifest:
             "shards": {s: [[p.tokens, p.documents, p.sha256] for p in shards]
                        for s, shards in self.splits.items()},
         }  # fmt: skip
+        if self.marks_targets:  # a version that does not know the marks refuses the manifest
+            identity["marks_targets"] = True
         return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
     @property
@@ -102,16 +108,10 @@ class Manifest:
             DataError: If the manifest is missing, damaged or of another version.
         """
         place = storage.as_path(folder)
-        prepare = f"prepare it with `nearlinear data botocore --out {place}`"
         try:
             raw = (place / MANIFEST_FILE).read()
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
-            if not place.exists():
-                raise DataError(f"no token shards at {place}: {prepare}") from None
-            raise DataError(
-                f"{place} holds no {MANIFEST_FILE}: it is not a folder of token shards, or its "
-                f"preparation did not finish; {prepare}"
-            ) from None
+            raise DataError(_no_manifest(place)) from None
         return cls.parse(raw, f"{place / MANIFEST_FILE}")
 
     @classmethod
@@ -146,7 +146,10 @@ class Manifest:
         splits = {s: tuple(map(Shard.parse, shards)) for s, shards in document["splits"].items()}
         names = ("vocab_size", "eos_id", "tokenizer", "settings", "source", "libraries", "plan",
                  "statistics")  # fmt: skip
-        manifest = cls(splits=splits, **{name: document[name] for name in names})
+        marks = document.get("marks_targets", False)
+        manifest = cls(
+            splits=splits, marks_targets=marks, **{name: document[name] for name in names}
+        )
         for split, shards in splits.items():
             for number, shard in enumerate(shards):
                 if shard.file != f"{split}/shard-{number:05d}.bin":
@@ -158,6 +161,50 @@ class Manifest:
         if document["fingerprint"] != manifest.fingerprint:
             raise ValueError("fingerprint does not match the contents")
         return manifest
+
+
+_TEXT_SUFFIXES = {".txt": "text", ".md": "text", ".jsonl": "jsonl", ".parquet": "parquet"}
+_MOST_LISTED = 1000
+
+
+def text_source(path: Path) -> str:
+    """Return the command of `nearlinear data` that reads ``path``, or "" if it holds no text.
+
+    JSON lines whose first line has ``messages`` are conversations.
+    """
+    files = [path] if path.is_file() else itertools.islice(path.rglob("*"), _MOST_LISTED)
+    for file in sorted(files):
+        name = file.name.removesuffix(".gz").removesuffix(".zst")
+        kind = _TEXT_SUFFIXES.get(Path(name).suffix.lower(), "")
+        if kind and file.is_file():
+            return "chat" if kind == "jsonl" and _holds_conversations(file) else kind
+    return ""
+
+
+def _holds_conversations(file: Path) -> bool:
+    if file.suffix in (".gz", ".zst"):
+        return False
+    with file.open("rb") as lines:
+        return b'"messages"' in lines.readline(2**16)
+
+
+def _no_manifest(place: StoragePath) -> str:
+    """Return the error for a place without a manifest, with the command that prepares it."""
+    if not place.exists():
+        return (
+            f"no token shards at {place}: check the path, or prepare them, as in `nearlinear data "
+            f"text my-texts --out {place}`"
+        )
+    if place.path is not None and (kind := text_source(place.path)):
+        out = f"{str(place).rstrip('/')}-tokens"
+        return (
+            f"{place} holds text, and training reads token shards: prepare them with `nearlinear "
+            f"data {kind} {place} --out {out}`, and set data.path to {out}"
+        )
+    return (
+        f"{place} holds no {MANIFEST_FILE}: it is not a folder of token shards, or its preparation "
+        "did not finish; repeat its `nearlinear data` command, or name another folder"
+    )
 
 
 _REMEDY = "copy it again or prepare the data again with --overwrite"

@@ -1,0 +1,88 @@
+"""Conversations as JSON lines: {"messages": [{"role": ..., "content": ...}, ...]} on each line."""
+
+import json
+import logging
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from data_prep.sources.files import (
+    describe_inputs,
+    find_inputs,
+    read_lines,
+    split_by_lines,
+    uncompressed_bytes,
+)
+from data_prep.sources.source import InputSplit, Source, documents_of_splits
+from data_prep.sources.tables import JSON_SUFFIXES, line_location
+from nearlinear.errors import DataError
+
+logger = logging.getLogger("data_prep")
+
+
+def chat(files: Sequence[str | Path], skip_bad_lines: bool = False) -> Source:
+    """Read conversations, one per line, for supervised fine-tuning.
+
+    A document is the JSON of a conversation, which `data_prep.chat.ChatTokenizer` tokenizes.
+
+    Args:
+        files: JSON lines (`.jsonl`, also `.gz` and `.zst`), or folders of them.
+        skip_bad_lines: Skip lines that are no conversation and count them in a warning.
+
+    Raises:
+        DataError: A line is no conversation; the message names file and line.
+    """
+    inputs = find_inputs(files, suffixes=JSON_SUFFIXES)
+
+    def read(split: InputSplit) -> Iterator[list[str]]:
+        path, skipped, first = inputs[split.input].path, 0, ""
+        for number, line in enumerate(read_lines(path, split.start, split.end), 1):
+            if not line.strip():
+                continue
+            try:
+                yield [parse_conversation(line)]
+            except ValueError as error:
+                where = line_location(split, path, number)
+                if not skip_bad_lines:
+                    raise DataError(
+                        f"{where} is no conversation: {error}; correct the line, or pass "
+                        "--skip-bad-lines to skip such lines"
+                    ) from None
+                skipped, first = skipped + 1, first or f"{where}: {error}"
+        if skipped:
+            logger.warning("skipped %d bad lines, the first: %s", skipped, first)
+
+    def plan(target: int) -> list[InputSplit]:
+        return split_by_lines(inputs, target)
+
+    return Source(
+        name="chat",
+        documents=documents_of_splits(plan, read),
+        description=describe_inputs(inputs),
+        settings={"skip_bad_lines": skip_bad_lines},
+        expected_bytes=uncompressed_bytes(inputs),
+        inputs=inputs,
+        plan=plan,
+        reader=read,
+        spec={"kind": "chat", "files": [file.path for file in inputs],
+              "skip_bad_lines": skip_bad_lines},
+        conversations=True,
+    )  # fmt: skip
+
+
+def parse_conversation(line: bytes | str) -> str:
+    """Return the canonical JSON of the conversation on a line. Raises ValueError."""
+    row: Any = json.loads(line)
+    if not isinstance(row, dict) or not isinstance(row.get("messages"), list):
+        raise ValueError('expected {"messages": [{"role": ..., "content": ...}, ...]}')
+    messages = row["messages"]
+    for number, message in enumerate(messages, 1):
+        known = isinstance(message, dict) and all(
+            isinstance(message.get(key), str) for key in ("role", "content")
+        )
+        if not known:
+            raise ValueError(f"message {number} has no text in role and content")
+    if not any(message["role"] == "assistant" for message in messages):
+        raise ValueError('no message has the role "assistant", so that there is nothing to learn')
+    document = {"messages": messages} | ({"tools": row["tools"]} if row.get("tools") else {})
+    return json.dumps(document, ensure_ascii=False, sort_keys=True)
