@@ -5,6 +5,7 @@ variable. ``nearlinear train --print-config`` prints every key with its docstrin
 so that `--help` and errors are fast.
 """
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -18,6 +19,8 @@ from .architecture import Architecture, context_key, get_preset, objective_of
 from .moe import MoEConfig
 from .parallel import ParallelConfig
 from .schema import coerce
+
+log = logging.getLogger(__name__)
 
 Packing = Literal["concat", "best_fit", "one_document"]
 """Ways to fill sequences with documents, see `nearlinear.data.packing`."""
@@ -485,7 +488,21 @@ def load(
     parallel = parallel_config.canonical(from_source) | parallel_config.canonical(from_settings)
     data = merge_tables(data, changes)
     data["parallel"] = parallel_config.load(parallel, environment)
-    return schema.build(TrainConfig, data)
+    config = schema.build(TrainConfig, data)
+    _warn_of_offloading_without_effect(parallel, data)
+    return config
+
+
+def _warn_of_offloading_without_effect(parallel: dict, data: dict) -> None:
+    """Log a warning if SMP's key is set without the key that turns offloading on.
+
+    In a file of all keys, such as the config in a run's folder, both are set.
+    """
+    if parallel.get("sm_activation_offloading") and "offload" not in data.get("activations", {}):
+        log.warning(
+            "parallel.sm_activation_offloading = true selects the way of offloading and does not "
+            "turn it on: set activations.offload = true, or remove the key"
+        )
 
 
 def merge_tables(data: dict, changes: dict) -> dict:
