@@ -26,6 +26,10 @@ Packing = Literal["concat", "best_fit", "one_document"]
 """Ways to fill sequences with documents, see `nearlinear.data.packing`."""
 
 
+TRACKERS = ("wandb", "mlflow", "cloudwatch")
+"""Allowed values of ``run.trackers``."""
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """The model and its initial values."""
@@ -308,10 +312,19 @@ class RunConfig:
     """steps between log lines"""
     tensorboard: bool = True
     """write TensorBoard events if tensorboard is installed"""
+    trackers: list[str] = field(default_factory=list)
+    """services that receive the metrics, too: wandb, mlflow, cloudwatch; settings of each are
+    environment variables, such as WANDB_PROJECT and MLFLOW_TRACKING_URI"""
     memory_report: bool = True
     """measure the memory of the first step by category, print it and write memory.json"""
     peak_tflops: float = 0.0
     """peak of one accelerator for the MFU; 0 = known by name, or measured on a CPU"""
+
+    def __post_init__(self) -> None:
+        for name in self.trackers:
+            if name not in TRACKERS:
+                hint = schema.did_you_mean(name, TRACKERS) or f"allowed are {', '.join(TRACKERS)}"
+                raise ConfigError(f"run.trackers: unknown tracker {name!r}: {hint}")
 
 
 @dataclass(frozen=True)
