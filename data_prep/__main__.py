@@ -149,6 +149,17 @@ def _export(options: argparse.Namespace) -> None:
         print(f"{options.folder} -> {options.out} as {options.format}: {counts}")
 
 
+def _push(options: argparse.Namespace) -> None:
+    from data_prep.push import push
+
+    sent = push(options.folder, options.address, progress=not options.json)
+    if options.json:
+        _print_json({"address": options.address, "bytes": sent})
+    else:
+        print(f"complete: {options.address} ({sent / 2**20:.1f} MiB sent)")
+        print(f'read it in a job: [job.inputs.train] s3 = "{options.address}"')
+
+
 def _bench(options: argparse.Namespace) -> None:
     from data_prep.bench import bench
 
@@ -165,6 +176,7 @@ _COMMANDS = {
     "stats": _stats,
     "inspect": _inspect,
     "export": _export,
+    "push": _push,
     "bench": _bench,
 }
 

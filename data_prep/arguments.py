@@ -23,6 +23,7 @@ _EXAMPLES = """examples:
   nearlinear data stats data/botocore --report report.html
   nearlinear data inspect data/botocore             lengths, and the first document
   nearlinear data export data/botocore --format nanogpt --out nanogpt/data/mine
+  nearlinear data push data/botocore s3://my-bucket/tokens/botocore
   nearlinear data bench corpus.jsonl                compare with other tools
 
 Run the same command again to resume a stopped preparation.
@@ -55,6 +56,7 @@ def parser() -> argparse.ArgumentParser:
         ),
         ("inspect", "print counts, document lengths and the first document of a prepared folder"),
         ("export", "write a prepared folder in the format of another tool"),
+        ("push", "upload a prepared folder to S3, or resume an upload"),
     ):
         command = commands.add_parser(name, help=about, description=about)
         command.add_argument("folder", metavar="DIR")
@@ -65,6 +67,8 @@ def parser() -> argparse.ArgumentParser:
             )
         if name == "export":
             _add_export(command)
+        if name == "push":
+            command.add_argument("address", metavar="s3://BUCKET/PREFIX")
     _add_bench(commands)
     return main
 

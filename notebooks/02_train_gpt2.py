@@ -19,6 +19,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import tomllib
 from pathlib import Path
 
 sys.path.insert(0, str(Path.cwd().parent))  # data_prep, when Jupyter was started in this folder
@@ -320,6 +321,10 @@ sequence_length = {length}
 hybrid_shard_degree = {shards}
 bf16 = {str(bf16).lower()}
 
+[activations]
+checkpoint = "{"each" if scale == "cluster" else ""}"
+offload = {str(scale == "cluster").lower()}
+
 [batch]
 micro_batch_size = {micro_batch}
 accumulation = {accumulation}
@@ -402,8 +407,6 @@ sequence_length = 2048
 [parallel]
 sharded_data_parallel_degree = {degree}
 bf16 = true
-sm_activation_offloading = true
-activation_loading_horizon = 4
 
 [batch]
 micro_batch_size = 6
@@ -420,7 +423,7 @@ every = 100
 [job]
 name = "gpt2-30b"
 place = "sagemaker"
-image = "123456789012.dkr.ecr.us-west-2.amazonaws.com/nearlinear:2.13-cuda13"
+image = "auto"
 instance_type = "ml.p4d.24xlarge"
 nodes = 32
 role = "arn:aws:iam::123456789012:role/nearlinear"
@@ -444,8 +447,52 @@ def nearlinear(*words: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True)
 
 
+refused = nearlinear("launch", str(cluster_path), "--dry-run")
+print(refused.stderr)
+assert refused.returncode == 2 and 'activations.checkpoint = "each"' in refused.stderr
+
+# %% [markdown]
+# The job is refused, with the cheapest change: the shards fit, but the activations of 48 layers do
+# not. The planner compares the ways to save them. *Checkpointing* keeps the input of each layer and
+# computes the rest again in the backward pass. *Offloading* moves these inputs to host memory while
+# other layers compute. `activation_loading_horizon` is the number of layers by which they are
+# fetched ahead.
+
+# %%
+ways = {
+    "keep all": {},
+    "selective": {"checkpoint": "selective"},
+    "each layer": {"checkpoint": "each"},
+    "each layer, offloaded": {"checkpoint": "each", "offload": True},
+}
+table = tomllib.loads(cluster_config)
+table["parallel"]["activation_loading_horizon"] = 4
+plans = {
+    way: nl.plan(table | {"activations": keys}, "p4d.24xlarge:32") for way, keys in ways.items()
+}
+for way, plan in plans.items():
+    print(f"{way:>22}: {plan.memory / 2**30:6.1f} GiB per GPU, {plan.seconds:.2f} s per step")
+
+fastest = min(plan.seconds for plan in plans.values() if plan.fits)
+about_equal = [way for way, plan in plans.items() if plan.fits and plan.seconds < 1.01 * fastest]
+chosen = min(about_equal, key=lambda way: plans[way].memory)  # of equals, the least memory
+print(f"\nchosen: {chosen}; {plans[chosen].days:.1f} days, MFU {plans[chosen].mfu:.1%}")
+assert not plans["keep all"].fits and chosen == "each layer, offloaded"
+assert plans[chosen].memory / 2**30 <= 37
+
+# %% [markdown]
+# With the chosen keys the job passes. The planned memory and the price stand above the request.
+
+# %%
+horizon = "activation_loading_horizon = 4\n"
+activations = "\n".join(f"{key} = {json.dumps(value)}" for key, value in ways[chosen].items())
+cluster_config = cluster_config.replace("bf16 = true\n", f"bf16 = true\n{horizon}")
+cluster_config = cluster_config.replace("[batch]", f"[activations]\n{activations}\n\n[batch]")
+cluster_path.write_text(cluster_config)
+
 shown = nearlinear("launch", str(cluster_path), "--dry-run")
 assert shown.returncode == 0, shown.stderr
+print(shown.stderr)
 request = json.loads(shown.stdout)
 for key in ("TrainingJobName", "ResourceConfig", "VpcConfig", "CheckpointConfig"):
     print(f"{key}: {request[key]}")
@@ -456,10 +503,13 @@ for key, value in request["HyperParameters"].items():
 asked = json.loads(request["HyperParameters"]["mp_parameters"])
 assert request["ResourceConfig"]["InstanceCount"] == 32
 assert asked["hybrid_shard_degree"] == 128 and asked["activation_loading_horizon"] == 4
+assert request["HyperParameters"]["activations-offload"] == "true"
 
 # %% [markdown]
-# The output is the request of SageMaker's `CreateTrainingJob`. Nothing was sent: without
-# `--dry-run` the same line submits it, and `nearlinear logs NAME --follow` follows its log. A
+# The output is the request of SageMaker's `CreateTrainingJob`, with AWS's own image for this
+# version of torch. Nothing was sent. Without `--dry-run` the same line checks the quotas and
+# permissions of the account, asks for the price, and submits it; `nearlinear logs NAME --follow`
+# follows its log. A
 # request that the service would reject after minutes of waiting is rejected here, with a remedy.
 
 # %%

@@ -25,7 +25,7 @@ subnet = ""  # aws: subnet of the file system and the job
 security_group = ""  # aws: allows TCP 988 and 1018-1023 from and to itself
 bucket = ""  # aws: an S3 bucket in the same region
 role = ""  # aws: ARN of the job's role
-image = "123456789012.dkr.ecr.us-west-2.amazonaws.com/nearlinear:2.13-cuda13"
+image = "auto"  # AWS's image for the region, to which launch ships nearlinear; or your own
 mounted = ""  # aws: mount point on this machine; empty: skip the cells that need it
 
 # %%
@@ -361,7 +361,7 @@ tensorboard = false
 name = "gpt2-fsx"
 place = "sagemaker"
 image = "{image}"
-instance_type = "ml.p4d.24xlarge"
+instance_type = "ml.g5.8xlarge"
 nodes = 2
 role = "{role}"
 output = "s3://{bucket}/output"
@@ -408,11 +408,12 @@ assert channel["DirectoryPath"] == f"/{system.mount_name}/tokens"
 assert check_against_model(request) == [] and check_rules(request) == []
 
 # %% [markdown]
-# The next cell sends the request. The account on this machine accepts it like the service, but runs
+# The next cell sends the request, after checks of quotas, permissions, buckets and the network.
+# `--yes` confirms its price. The account on this machine accepts it like the service, but runs
 # nothing. On AWS the machines start and mount the file system.
 
 # %%
-nearlinear(f"launch {run}")
+nearlinear(f"launch {run} --yes")
 summaries = boto3.client("sagemaker").list_training_jobs(NameContains="gpt2-fsx")
 job = summaries["TrainingJobSummaries"][0]["TrainingJobName"]
 nearlinear(f"status {job}")

@@ -69,6 +69,7 @@ def account(folder: Path) -> Iterator[Account]:
         "AWS_ACCESS_KEY_ID": "testing",
         "AWS_SECRET_ACCESS_KEY": "testing",
         "AWS_EC2_METADATA_DISABLED": "true",
+        "AWS_MAX_ATTEMPTS": "1",  # calls that moto lacks fail at once
         "MOTO_EC2_LOAD_DEFAULT_AMIS": "false",  # machine images take half the time of a reset
         "PATH": f"{emulated.tools}{os.pathsep}{os.environ.get('PATH', '')}",
     }

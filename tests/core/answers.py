@@ -5,6 +5,7 @@ import json
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from urllib.parse import parse_qs
 
 REGION = "us-west-2"
 KEYS = {"AWS_ACCESS_KEY_ID": "testing", "AWS_SECRET_ACCESS_KEY": "testing"}
@@ -39,8 +40,12 @@ def serving() -> Iterator[Answers]:
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self):
-            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            operation = self.headers["X-Amz-Target"].rpartition(".")[2]
+            body = self.rfile.read(int(self.headers["Content-Length"])).decode()
+            if target := self.headers["X-Amz-Target"]:
+                asked, operation = json.loads(body), target.rpartition(".")[2]
+            else:  # services with a query protocol, such as IAM
+                asked = {name: values[0] for name, values in parse_qs(body).items()}
+                operation = asked["Action"]
             status, text = answers.next(operation, asked)
             self.send_response(status)
             self.send_header("Content-Type", "application/x-amz-json-1.1")

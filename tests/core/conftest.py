@@ -73,7 +73,7 @@ def moto_address():
 
 @pytest.fixture
 def aws_services(moto_address, monkeypatch):
-    """Clients of an AWS account with one empty bucket; the environment points to it."""
+    """Clients of an AWS account with an empty bucket and an image; the environment points to it."""
     import boto3
 
     region = "us-west-2"
@@ -84,15 +84,26 @@ def aws_services(moto_address, monkeypatch):
         monkeypatch.setenv(name, "testing")
     reset = urllib.request.Request(f"{moto_address}/moto-api/reset", method="POST")
     urllib.request.urlopen(reset)
-    made = {name: boto3.client(name) for name in ("s3", "sagemaker", "logs", "iam")}
+    made = {name: boto3.client(name) for name in ("s3", "sagemaker", "logs", "iam", "ecr")}
     place = {"LocationConstraint": region}
     made["s3"].create_bucket(Bucket="my-bucket", CreateBucketConfiguration=place)
+    made["ecr"].create_repository(repositoryName="nearlinear")
+    manifest = json.dumps(
+        {
+            "schemaVersion": 2,
+            "mediaType": "application/vnd.docker.distribution.manifest.v2+json",
+            "config": {"digest": "sha256:" + "0" * 64, "size": 1},
+            "layers": [],
+        }
+    )
+    tag = {"imageTag": "2.13-cuda13", "imageManifest": manifest}
+    made["ecr"].put_image(repositoryName="nearlinear", **tag)
     return made
 
 
 @pytest.fixture
 def sagemaker_run(tmp_path):
-    """Write the config file of a valid SageMaker job with a folder of code."""
+    """Write the config file of a valid SageMaker job with a folder of code, without a VPC."""
     from tests.core.launch.test_validation import RUN
 
     code = tmp_path / "code"
@@ -101,6 +112,8 @@ def sagemaker_run(tmp_path):
     (code / "__pycache__" / "mine.pyc").write_text("")
     run = copy.deepcopy(RUN)
     run["job"]["source"] = str(code)
+    run["job"]["inputs"] = {"train": {"s3": "s3://my-bucket/tokens"}}
+    del run["job"]["subnets"], run["job"]["security_groups"]
     path = tmp_path / "run.json"
     path.write_text(json.dumps(run))
     return path

@@ -36,8 +36,23 @@ def test_instance_type_matches_ec2_description(name, described):
     network = described[name]["NetworkInfo"]
     gpus = sum(gpu["Count"] for gpu in described[name]["GpuInfo"]["Gpus"])
     cards = network.get("EfaInfo", {}).get("MaximumEfaInterfaces", 0)
-    assert found == hardware.InstanceType(gpus, cards)
+    disks = described[name].get("InstanceStorageInfo", {}).get("TotalSizeInGB", 0)
+    assert found == hardware.InstanceType(gpus, cards, disks)
     assert network["EfaSupported"] == bool(cards)
+
+
+def test_offering_regions_match_ec2_records():
+    moto = pytest.importorskip("moto", reason="moto carries EC2's offerings: extra dev")
+    folder = Path(moto.__file__).parent / "ec2/resources/instance_type_offerings/region"
+    offered: dict[str, list[str]] = {}
+    for path in sorted(folder.glob("*.json.gz")):
+        region = path.name.removesuffix(".json.gz")
+        assert hardware.is_recorded_region(region)
+        for offer in json.loads(gzip.decompress(path.read_bytes())):
+            offered.setdefault(offer["InstanceType"], []).append(region)
+    assert offered and not hardware.is_recorded_region("cn-north-1")
+    for name in hardware.instance_types():
+        assert hardware.offering_regions(f"ml.{name}") == offered.get(name, []), name
 
 
 def test_every_sagemaker_gpu_type_is_known_or_deliberately_omitted(described):
@@ -59,5 +74,5 @@ def test_known_types_are_offered_by_sagemaker():
 
 @pytest.mark.parametrize("name", ["p4d.24xlarge", "ml.p4d.24xlarge"])
 def test_instance_type_is_found_with_and_without_ml_prefix(name):
-    assert hardware.find_instance_type(name) == hardware.InstanceType(8, 4)
+    assert hardware.find_instance_type(name) == hardware.InstanceType(8, 4, 8000)
     assert hardware.find_instance_type(name + "s") is None

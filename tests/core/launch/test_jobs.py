@@ -4,9 +4,14 @@ moto neither stops jobs nor throttles nor rejects roles. These cases use a serve
 responses.
 """
 
+import io
 import json
+import os
+import re
+import subprocess
 import sys
 import time
+import zipfile
 
 import pytest
 
@@ -34,14 +39,14 @@ def keys(s3) -> list[str]:
 
 
 def test_submit_uploads_code_and_launcher_script(services, config, capsys):
-    assert cli.main(["launch", str(config)]) == 0
+    assert cli.main(["launch", str(config), "--yes"]) == 0
     said = capsys.readouterr().out
     (job,) = services["sagemaker"].list_training_jobs()["TrainingJobSummaries"]
     name = job["TrainingJobName"]
     assert f"submitted: {name}" in said
     found = jobs.describe_job(name)
     assert found["ResourceConfig"]["InstanceCount"] == 32
-    assert found["InputDataConfig"][0]["DataSource"]["FileSystemDataSource"]["FileSystemId"]
+    assert found["InputDataConfig"][0]["DataSource"]["S3DataSource"]["S3Uri"].endswith("tokens")
     places = {each["ChannelName"]: each["DataSource"] for each in found["InputDataConfig"]}
     code = places["code"]["S3DataSource"]["S3Uri"].removeprefix("s3://my-bucket/")
     drivers = places["sm_drivers"]["S3DataSource"]["S3Uri"].removeprefix("s3://my-bucket/")
@@ -55,6 +60,45 @@ def test_dry_run_changes_nothing(services, config, capsys):
     assert services["sagemaker"].list_training_jobs()["TrainingJobSummaries"] == []
 
 
+def test_submission_needs_a_terminal_or_yes(services, config, capsys, monkeypatch):
+    assert cli.main(["launch", str(config)]) == 2  # pytest's input is no terminal
+    said = capsys.readouterr().err
+    assert "Pass --yes" in said and "price: 314.56 USD, at most 16,863.47 USD in 24 h" in said
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    questions = []
+    for answer, code, jobs_made in (("", 1, 0), ("n", 1, 0), ("y", 0, 1)):
+        monkeypatch.setattr("builtins.input", lambda text, a=answer: questions.append(text) or a)
+        assert cli.main(["launch", str(config), "--price-per-hour", "20"]) == code
+        made = services["sagemaker"].list_training_jobs()["TrainingJobSummaries"]
+        assert len(made) == jobs_made
+    assert "32 x ml.p4d.24xlarge? [y/N]" in questions[0]
+    assert "at most 15,360.00 in 24 h (as given)" in capsys.readouterr().err
+
+
+def test_auto_image_ships_nearlinear_as_a_wheel(services, config, capsys, tmp_path):
+    settings = ["--set", "job.image=auto:2.9", "--set", f"job.region={answers.REGION}"]
+    assert cli.main(["launch", str(config), "--yes", *settings]) == 0
+    (summary,) = services["sagemaker"].list_training_jobs()["TrainingJobSummaries"]
+    found = jobs.describe_job(summary["TrainingJobName"])
+    assert found["AlgorithmSpecification"]["TrainingImage"] == (
+        "763104351884.dkr.ecr.us-west-2.amazonaws.com/"
+        "pytorch-training:2.9.0-gpu-py312-cu130-ubuntu22.04-sagemaker"
+    )
+    (key,) = [key for key in keys(services["s3"]) if key.endswith(".whl")]
+    assert "/input/sm_drivers/nearlinear-" in key
+    body = services["s3"].get_object(Bucket="my-bucket", Key=key)["Body"].read()
+    with zipfile.ZipFile(io.BytesIO(body)) as wheel:
+        assert wheel.testzip() is None
+        wheel.extractall(tmp_path)
+    said = subprocess.run(
+        [sys.executable, "-c", "import nearlinear, data_prep; print(nearlinear.__file__)"],
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert said.stdout.strip() == str(tmp_path / "nearlinear" / "__init__.py"), said.stderr
+
+
 def test_invalid_job_changes_nothing(services, config, capsys):
     assert cli.main(["launch", str(config), "--set", "job.nodes=3"]) == 2
     assert "nothing was sent" in capsys.readouterr().err
@@ -62,15 +106,17 @@ def test_invalid_job_changes_nothing(services, config, capsys):
 
 
 def test_missing_bucket_is_reported(services, config, capsys):
-    assert cli.main(["launch", str(config), "--set", "job.output=s3://no-such-bucket/o"]) == 2
+    assert (
+        cli.main(["launch", str(config), "--yes", "--set", "job.output=s3://no-such-bucket/o"]) == 2
+    )
     said = capsys.readouterr().err
-    assert "NoSuchBucket" in said and "job.output" in said and "Traceback" not in said
+    assert "job.output: there is no bucket 'no-such-bucket'" in said and "Traceback" not in said
     assert services["sagemaker"].list_training_jobs()["TrainingJobSummaries"] == []
 
 
 def test_large_code_folder_is_rejected(services, config, capsys, monkeypatch):
     monkeypatch.setattr("nearlinear.launch.sagemaker.jobs.MAX_CODE_SIZE", 3)
-    assert cli.main(["launch", str(config)]) == 2
+    assert cli.main(["launch", str(config), "--yes"]) == 2
     assert "move data out of it" in capsys.readouterr().err and keys(services["s3"]) == []
 
 
@@ -124,16 +170,16 @@ def test_unknown_job_is_reported(services, capsys, command):
 
 
 def test_status_of_a_submitted_job(services, config, capsys):
-    cli.main(["launch", str(config)])
-    name = capsys.readouterr().out.split()[1]
+    cli.main(["launch", str(config), "--yes"])
+    name = re.findall(r"submitted: (\S+)", capsys.readouterr().out)[0]
     assert cli.main(["status", name]) == 0
     said = capsys.readouterr().out
     assert f"{name}: Completed" in said and "machines: 32 x ml.p4d.24xlarge" in said
 
 
 def test_logs_without_output_print_the_status(services, config, capsys):
-    cli.main(["launch", str(config)])
-    name = capsys.readouterr().out.split()[1]
+    cli.main(["launch", str(config), "--yes"])
+    name = re.findall(r"submitted: (\S+)", capsys.readouterr().out)[0]
     assert cli.main(["logs", name]) == 0
     said = capsys.readouterr()
     assert said.out == "" and f"no output yet; {name}: Completed" in said.err
@@ -215,7 +261,7 @@ def test_rejected_job_reports_cause_and_remedy(
     monkeypatch.setenv("AWS_ENDPOINT_URL", services["s3"].meta.endpoint_url)
     monkeypatch.setenv("AWS_ENDPOINT_URL_SAGEMAKER", prepared.address)
     prepared.refuse("CreateTrainingJob", code, message)
-    assert cli.main(["launch", str(config)]) == 2
+    assert cli.main(["launch", str(config), "--yes"]) == 2
     said = capsys.readouterr()
     assert words in said.err and message in said.err and "submitted" not in said.out
 

@@ -283,7 +283,7 @@ LONG = "a" * 64
 @pytest.mark.parametrize(
     ("changes", "where", "fix"),
     [
-        ({"image": ""}, "job.image", "name the container image"),
+        ({"image": ""}, "job.image", 'image = "auto"'),
         ({"image": "a b:1"}, "job.image", "remove it"),
         ({"source": "."}, "job.source", "build the code into the image"),
         ({"name": "gpt2_30b"}, "job.name", "lower-case letters and digits, with -"),

@@ -39,6 +39,17 @@ def the_job(**changes):
 def needs(service: str, call: str, given: dict) -> list[tuple[str, str, dict]]:
     """Return the actions, resources and contexts that one recorded call needs."""
     here = f"{REGION}:{ACCOUNT}"
+    if call == "HeadBucket":
+        return [("s3:ListBucket", f"arn:aws:s3:::{given['Bucket']}", {})]
+    if service == "sts":
+        return []  # GetCallerIdentity needs no permission
+    if service == "servicequotas":
+        return [(f"servicequotas:{call}", "*", {})]
+    if service == "iam":
+        return [(f"iam:{call}", given["PolicySourceArn"], {})]
+    if service == "ecr":
+        repository = f"arn:aws:ecr:{here}:repository/{given['repositoryName']}"
+        return [(f"ecr:{call}", repository, {})]
     if service == "s3":
         return [(f"s3:{call}", f"arn:aws:s3:::{given['Bucket']}/{given['Key']}", {})]
     if service == "logs":
@@ -101,8 +112,8 @@ def recorded(monkeypatch):
 
 def use_everything(config, capsys) -> None:
     """Run all commands of the caller's policy. moto supports neither stops nor prices."""
-    assert cli.main(["launch", str(config), "--set", f"job.region={REGION}"]) == 0
-    name = capsys.readouterr().out.split()[1]
+    assert cli.main(["launch", str(config), "--yes", "--set", f"job.region={REGION}"]) == 0
+    name = re.findall(r"submitted: (\S+)", capsys.readouterr().out)[0]
     for command in (["status"], ["logs"], ["logs", "--all"], ["stop"], ["cost"]):
         cli.main([*command, name])
     capsys.readouterr()
@@ -126,14 +137,30 @@ def used(recorded, aws_services, sagemaker_run, monkeypatch, capsys):
     say_something(aws_services["logs"], name)
     use_everything(sagemaker_run, capsys)
     found = [need for call in recorded for need in needs(*call)]
-    assert len({action for action, _, _ in found}) == 9, found
+    assert len({action for action, _, _ in found}) == 13, sorted({a for a, _, _ in found})
     return found
+
+
+CHECKS = {
+    "ecr:DescribeImages",
+    "iam:SimulatePrincipalPolicy",
+    "s3:ListBucket",
+    "servicequotas:ListServiceQuotas",
+}
+
+
+def test_checks_policy_allows_exactly_the_recorded_checks(used):
+    policy = policies.checks_policy(the_job())
+    checks = [need for need in used if need[0] in CHECKS]
+    assert checks and all(allows(policy, *need) for need in checks)
+    allowed = {action for statement in policy["Statement"] for action in statement["Action"]}
+    assert allowed == CHECKS
+    assert not allows(policy, "s3:ListBucket", "arn:aws:s3:::other", {})
 
 
 def test_caller_policy_allows_exactly_the_recorded_calls(used):
     policy = policies.caller_policy(the_job())
-    refused = [(action, resource) for action, resource, context in used
-               if not allows(policy, action, resource, context)]  # fmt: skip
+    refused = [need for need in used if need[0] not in CHECKS and not allows(policy, *need)]
     assert refused == []
     allowed = {action for statement in policy["Statement"] for action in statement["Action"]}
     assert allowed - {action for action, _, _ in used} == UNUSED
@@ -145,7 +172,8 @@ def test_every_statement_of_the_caller_policy_is_needed(used):
         if set(statement["Action"]) <= UNUSED:
             continue
         rest = {"Statement": [each for each in whole["Statement"] if each != statement]}
-        assert not all(allows(rest, *need) for need in used), statement["Sid"]
+        mine = [need for need in used if need[0] not in CHECKS]
+        assert not all(allows(rest, *need) for need in mine), statement["Sid"]
 
 
 @pytest.mark.parametrize(
@@ -225,8 +253,12 @@ def test_unused_features_are_not_allowed():
 # IAM limits the size of inline policies of users and roles.
 @pytest.mark.parametrize(
     ("made", "most"),
-    [(policies.caller_policy, 2048), (policies.execution_policy, 10_240)],
-    ids=["caller", "execution"],
+    [
+        (policies.caller_policy, 2048),
+        (policies.checks_policy, 2048),
+        (policies.execution_policy, 10_240),
+    ],
+    ids=["caller", "checks", "execution"],
 )
 def test_policy_is_a_valid_iam_document(made, most):
     policy = made(the_job())
@@ -247,7 +279,13 @@ def test_policy_is_a_valid_iam_document(made, most):
 
 
 @pytest.mark.parametrize(
-    "made", [policies.caller_policy, policies.execution_policy, policies.trust_policy]
+    "made",
+    [
+        policies.caller_policy,
+        policies.checks_policy,
+        policies.execution_policy,
+        policies.trust_policy,
+    ],
 )
 def test_moto_accepts_the_policy(aws_services, made):
     """moto checks IAM's grammar."""
@@ -317,13 +355,14 @@ def test_enforced_caller_policy(
     policy = policies.caller_policy(the_job())
     enforcing(policy)
     if without not in ("s3:PutObject", "sagemaker:CreateTrainingJob"):
-        assert cli.main(["launch", str(sagemaker_run)]) == 0
+        assert cli.main(["launch", str(sagemaker_run), "--yes"]) == 0
     enforcing(policy, but=without)
     for command in dict.fromkeys(COMMANDS.values()):
         if command == "launch" and not (without and COMMANDS[without] == "launch"):
             continue  # launched above; the name is in use
         capsys.readouterr()
-        code = cli.main([command, str(sagemaker_run) if command == "launch" else name])
+        given = [str(sagemaker_run), "--yes"] if command == "launch" else [name]
+        code = cli.main([command, *given])
         said = capsys.readouterr().err
         if without and COMMANDS[without] == command:
             assert code == 2 and "AccessDenied" in said and "nearlinear policies" in said, said
@@ -351,7 +390,7 @@ def test_policies_command_prints_iam_documents(sagemaker_run, capsys):
     region = f"--set=job.region={REGION}"
     assert cli.main(["policies", str(sagemaker_run), region]) == 0
     whole = json.loads(capsys.readouterr().out)
-    assert list(whole) == ["caller", "execution", "trust"]
+    assert list(whole) == ["caller", "checks", "execution", "trust"]
     for name, document in whole.items():
         assert cli.main(["policies", str(sagemaker_run), region, f"--{name}"]) == 0
         assert json.loads(capsys.readouterr().out) == document

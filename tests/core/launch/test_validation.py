@@ -1,6 +1,7 @@
 """Validation of SageMaker jobs: each problem is reported with its remedy before submission."""
 
 import copy
+import json
 import sys
 
 import pytest
@@ -21,7 +22,9 @@ ACCOUNT = "123456789012"
 NAME, FOLDER = "gpt2-30b-20261122031500", "s3://my-bucket/jobs/gpt2-30b"
 RUN = {
     "model": {"preset": "gpt2-30b"},
-    "parallel": {"sharded_data_parallel_degree": 128, "bf16": True, "offload_activations": True},
+    "parallel": {"sharded_data_parallel_degree": 128, "bf16": True},
+    "batch": {"micro_batch_size": 6},
+    "activations": {"checkpoint": "each", "offload": True},
     "job": {
         "place": "sagemaker",
         "image": f"{ACCOUNT}.dkr.ecr.us-west-2.amazonaws.com/nearlinear:2.13-cuda13",
@@ -184,7 +187,10 @@ SECOND = "InputDataConfig/1"
         {"CheckpointConfig/LocalPath": "/opt/ml/checkpoints"},
         {"CheckpointConfig": GONE},
         {"Tags": [{"Key": "awsteam", "Value": ""}, {"Key": "team", "Value": "aws:"}]},
-        {"VpcConfig/Subnets": ["subnet-01234567", "subnet-0123456789abcdef0"]},
+        {
+            "VpcConfig/Subnets": ["subnet-01234567", "subnet-0123456789abcdef0"],
+            f"{MACHINES}/InstanceCount": 1,
+        },
     ],
 )
 def test_values_at_the_limits_have_no_problems(changes):
@@ -337,6 +343,174 @@ def test_missing_required_keys_are_reported_as_job_keys(tmp_path, capsys):
     said = capsys.readouterr().err
     assert "job.image: is missing" in said and 'output = "s3://' in said
     assert "job.role" not in said
+
+
+# Faults of a whole job: settings, the field of the single line that names it, and words of its
+# remedy. `UNFIT` ends with the planner's own refusal.
+VPC_GONE = ["job.subnets=[]", "job.security_groups=[]"]
+ONE = ["job.nodes=1", "parallel.sharded_data_parallel_degree=8"]
+
+
+def train_input(**keys: str) -> list[str]:
+    """Return settings that replace the input ``train``."""
+    return [f"job.inputs.train.{key}={keys.get(key, '')}" for key in {"fsx", "directory", *keys}]
+
+
+FAULTY_JOBS = [
+    # keys and types
+    (["job.instance_types=ml.p4d.24xlarge"], "instance_types", "did you mean 'instance_type'"),
+    (["job.nodes=0"], "job.nodes", "at least 1"),
+    (["job.nodes=many"], "job.nodes", "expected"),
+    (["job.max_hours=0"], "job.max_hours", "more than 0"),
+    (["job.volume_gb=0"], "job.volume_gb", "at least 1"),
+    (["job.retries=-1"], "job.retries", "0 or more"),
+    (["job.place=sagemakr"], "job.place", "did you mean 'sagemaker'"),
+    (["job.tags.team=3"], "job.tags.team", "expected a text"),
+    (["modl.preset=gpt2-30b"], "modl", "did you mean 'model'"),
+    (["model.preset=gpt2-30c"], "gpt2-30c", "did you mean"),
+    # name, role, image
+    (["job.name=gpt2_30b"], "TrainingJobName", "must match"),
+    ([f"job.name={'g' * 60}"], "TrainingJobName", "at most 63"),
+    (["job.role="], "job.role", "set it"),
+    (["job.role=nearlinear"], "RoleArn", "at least 20"),
+    (["job.role=arn:aws:iam::42:role/me"], "RoleArn", "must match"),
+    (["job.image="], "job.image", 'image = "auto"'),
+    (["job.image=nearlinear:1"], "job.image", "ACCOUNT.dkr.ecr"),
+    (["job.image=docker.io/me/nearlinear:1"], "job.image", "ACCOUNT.dkr.ecr"),
+    (["job.image=public.ecr.aws/me/nearlinear:1"], "job.image", "ACCOUNT.dkr.ecr"),
+    (["job.image=auto:1.13"], "job.image", "known are 2.8"),
+    ([f"job.image={ACCOUNT}.dkr.ecr.us-west-2.amazonaws.com/nearlinear"], "TrainingImage", "tag"),
+    (["job.region=us-east-1"], "job.image", "set job.region to us-west-2"),
+    # region and machines
+    (["job.region=us-wets-2", "job.image=auto"], "job.region", "did you mean 'us-west-2'"),
+    (["job.region=oregon"], "job.region", "known are"),
+    (["job.region=eu-west-3", "job.image=auto"], "job.instance_type", "us-west-2"),
+    (["job.region=us-gov-west-2", "job.image=auto"], "job.region", "did you mean"),
+    (["job.instance_type=ml.p4d.48xlarge", "job.ranks_per_node=8"], "InstanceType", "p4d.24xlarge"),
+    (["job.instance_type=p4d.24xlarge"], "InstanceType", "did you mean 'ml.p4d.24xlarge'"),
+    (["job.instance_type=ml.p3.16xlarge", "parallel.bf16=false"], "InstanceType", "one with EFA"),
+    (["job.accelerators=4"], "job.accelerators", "remove the key"),
+    (["job.ranks_per_node=4"], "job.ranks_per_node", "remove the key"),
+    (["job.ranks_per_node=16"], "job.ranks_per_node", "at most 8"),
+    (["job.volume_gb=8001"], "VolumeSizeInGB", "at most 8000"),
+    (["job.keep_warm_minutes=400"], "KeepAlivePeriodInSeconds", "at most 21600"),
+    (["job.retries=31"], "MaximumRetryAttempts", "at most 30"),
+    (["job.max_hours=800"], "MaxRuntimeInSeconds", "resume"),
+    (["job.max_wait_hours=1", "job.spot=true"], "MaxWaitTimeInSeconds", "at least 86400"),
+    (["job.spot=true", "job.checkpoints="], "CheckpointConfig", "folder in S3"),
+    (["job.spot=true", "job.keep_warm_minutes=30"], "KeepAlivePeriodInSeconds", "disable spot"),
+    # layout
+    (["job.nodes=3"], "parallel", "3 x 8 ranks"),
+    (["parallel.sharded_data_parallel_degree=96"], "parallel", "32 x 8 ranks"),
+    (["parallel.sharded_data_parallel_degree=12", "job.nodes=3"], "hybrid_shard_degree", "of 8"),
+    (["parallel.tensor_parallel_degree=3"], "tensor_parallel_degree", "allowed are"),
+    (["parallel.pipeline_parallel_degree=5"], "pipeline_parallel_degree", "allowed are"),
+    # addresses
+    (["job.output="], "job.output", "set it"),
+    (["job.output=my-bucket/output"], "job.output", 's3://my-bucket/output"'),
+    (["job.output=https://my-bucket/output"], "job.output", 's3://my-bucket/output"'),
+    (["job.output=s3://My_Bucket/output"], "job.output", "lower-case"),
+    (["job.output=s3://ab/output"], "job.output", "3 to 63"),
+    (["job.output=s3://192.168.0.1/output"], "job.output", "lower-case"),
+    (["job.checkpoints=s3://my..bucket/c"], "job.checkpoints", "single dots"),
+    (["job.checkpoints=s3://my-bucket/output"], "job.checkpoints", "another prefix"),
+    (["job.checkpoints=s3://my-bucket/output/"], "job.checkpoints", "another prefix"),
+    (["job.checkpoints=https://my-bucket/c"], "job.checkpoints", 's3://my-bucket/c"'),
+    (["job.checkpoint_path=/opt/ml/model"], "LocalPath", "/opt/ml/checkpoints"),
+    # inputs
+    (train_input(path="data/mine"), "job.inputs.train", "data push data/mine s3://"),
+    (train_input(claim="tokens"), "job.inputs.train", "s3, fsx or efs"),
+    (train_input(s3="my-bucket/tokens"), "job.inputs.train.s3", 's3://my-bucket/tokens"'),
+    (train_input(s3="s3://UPPER/tokens"), "job.inputs.train.s3", "lower-case"),
+    (train_input(s3="s3://my-bucket/tokens", mode="Pipe"), "train.mode", "FastFile"),
+    (train_input(s3="s3://my-bucket/tokens", mode="Fast"), "mode", "'FastFile'"),
+    (train_input(s3="s3://my-bucket/checkpoints"), "train.s3", "another prefix"),
+    (["job.inputs.train.directory=/tokens"], "DirectoryPath", "MOUNT_NAME"),
+    (["job.inputs.train.directory=/tokens/train"], "DirectoryPath", "MOUNT_NAME"),
+    (["job.inputs.train.directory=/fsx"], "DirectoryPath", "MOUNT_NAME"),
+    (["job.inputs.train.directory=abc"], "directory", "mount name first"),
+    (["job.inputs.train.fsx=fs-12"], "FileSystemId", "at least 11"),
+    (["job.inputs.sm_drivers={s3 = 's3://my-bucket/code'}"], "InputDataConfig", "rename yours"),
+    (["data.path=channel:books"], "InputDataConfig", "job.inputs.books"),
+    # network, tags, environment, secrets
+    (VPC_GONE, "VpcConfig", "security group"),
+    (["job.subnets=['sg-0123456789abcdef0']"], "VpcConfig.Subnets", "subnet-0123456789abcdef0"),
+    (
+        ["job.subnets=['subnet-0123456789abcdef0', 'subnet-0123456789abcdef1']"],
+        "VpcConfig.Subnets",
+        "give one subnet",
+    ),
+    (["job.tags={'aws:team' = 'x'}"], "Tags", "rename it"),
+    (["job.secrets={TOKEN = ' '}"], "job.secrets.TOKEN", "AWS Secrets Manager"),
+    # the planner
+    (
+        ["activations.checkpoint=", "activations.offload=false"],
+        "memory",
+        'activations.checkpoint = "each"',
+    ),
+    (["batch.micro_batch_size=64"], "memory", "batch.micro_batch_size = 16"),
+    (["job.nodes=1", "parallel.sharded_data_parallel_degree=8"], "memory", "GiB"),
+    (["parallel.fp8=true"], "the config", "does not support fp8"),
+]
+
+
+def test_sixty_faulty_jobs_are_in_the_table():
+    assert len({tuple(settings) for settings, _, _ in FAULTY_JOBS}) == len(FAULTY_JOBS) >= 60
+
+
+@pytest.mark.parametrize(("settings", "where", "fix"), FAULTY_JOBS)
+def test_faulty_job_is_named_offline_in_one_line(
+    tmp_path, capsys, monkeypatch, settings, where, fix
+):
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")  # nothing is asked
+    for name in ("AWS_DEFAULT_REGION", "AWS_REGION"):
+        monkeypatch.delenv(name, raising=False)
+    data = copy.deepcopy(RUN)
+    data["job"]["region"] = "us-west-2"
+    data["job"]["source"] = ""
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps(data))
+    changes = [word for setting in settings for word in ("--set", setting)]
+    assert cli.main(["launch", str(path), "--dry-run", *changes]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    lines = said.err.strip().splitlines()
+    if lines[0] == "error: the job has a problem; nothing was sent:":
+        del lines[0]
+    assert len(lines) == 1, said.err
+    assert where in lines[0] and fix in lines[0], lines[0]
+
+
+def test_force_sends_what_the_planner_refuses(tmp_path, capsys, caplog):
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps(RUN))
+    unfit = [str(path), "--dry-run", "--set", "activations.checkpoint="]
+    unfit += ["--set", "activations.offload=false"]
+    assert cli.main(["launch", *unfit, "--force"]) == 0
+    said = capsys.readouterr()
+    assert json.loads(said.out)["ResourceConfig"]["InstanceCount"] == 32
+    assert "--force: memory: " in caplog.text and "GiB per GPU" in said.err
+    for place in ("slurm", "kubernetes"):
+        data = copy.deepcopy(RUN)
+        data["job"]["inputs"] = {"train": {"path": "/fsx/tokens"}}
+        for key in ("output", "checkpoints", "source"):
+            del data["job"][key]
+        path.write_text(json.dumps(data))
+        assert cli.main(["launch", *unfit, "--place", place]) == 2
+        assert "cheapest change that makes it fit" in capsys.readouterr().err
+        assert cli.main(["launch", *unfit, "--place", place, "--force"]) == 0
+        assert "planned: " in capsys.readouterr().err
+
+
+def test_machines_unknown_to_the_planner_are_not_refused(tmp_path, capsys):
+    data = copy.deepcopy(RUN)
+    data["job"] |= {"instance_type": "ml.g5.48xlarge", "nodes": 32}
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps(data))
+    assert cli.main(["launch", str(path), "--dry-run"]) == 0
+    said = capsys.readouterr().err
+    assert "not planned: the planner does not know 'ml.g5.48xlarge'" in said
+    assert "price: unknown" in said and "--price-per-hour" in said
 
 
 def test_unknown_instance_type_gets_the_ranks_variable():

@@ -221,6 +221,15 @@ def test_training_on_a_gpu(small_run):
     nl.spmd.run(fit, 1, args=(small_run, ["parallel.bf16=true"]), processes=True)
 
 
+@pytest.mark.parametrize(
+    ("activations", "warned"), [({}, True), ({"offload": True}, False), ({"offload": False}, False)]
+)
+@pytest.mark.parametrize("key", ["sm_activation_offloading", "offload_activations"])
+def test_smp_offloading_key_alone_is_a_warning(key, activations, warned, caplog):
+    train_config.load({"parallel": {key: True}, "activations": activations}, environment={})
+    assert ("set activations.offload = true" in caplog.text) is warned
+
+
 @pytest.mark.parametrize("offload", [True, False])
 def test_loading_horizon_without_offloading_is_a_warning(offload, token_folder, tmp_path, caplog):
     data = layout_run(token_folder, tmp_path, "gpt2-tiny", 1, {"activation_loading_horizon": 3})

@@ -23,7 +23,10 @@ from .watch import command as watch
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one command and return its exit code: 0 success, 1 failed rank, 2 user error."""
+    """Run one command and return its exit code.
+
+    0: success. 1: a rank failed, a plan does not fit, or a launch was declined. 2: user error.
+    """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     if arguments[:1] == ["data"]:
         from data_prep.__main__ import main as prepare_data  # with a parser of its own

@@ -5,6 +5,7 @@ variable. ``nearlinear train --print-config`` prints every key with its docstrin
 so that `--help` and errors are fast.
 """
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -19,8 +20,14 @@ from .moe import MoEConfig
 from .parallel import ParallelConfig
 from .schema import coerce
 
+log = logging.getLogger(__name__)
+
 Packing = Literal["concat", "best_fit", "one_document"]
 """Ways to fill sequences with documents, see `nearlinear.data.packing`."""
+
+
+TRACKERS = ("wandb", "mlflow", "cloudwatch")
+"""Allowed values of ``run.trackers``."""
 
 
 @dataclass(frozen=True)
@@ -329,10 +336,19 @@ class RunConfig:
     """steps between log lines"""
     tensorboard: bool = True
     """write TensorBoard events if tensorboard is installed"""
+    trackers: list[str] = field(default_factory=list)
+    """services that receive the metrics, too: wandb, mlflow, cloudwatch; settings of each are
+    environment variables, such as WANDB_PROJECT and MLFLOW_TRACKING_URI"""
     memory_report: bool = True
     """measure the memory of the first step by category, print it and write memory.json"""
     peak_tflops: float = 0.0
     """peak of one accelerator for the MFU; 0 = known by name, or measured on a CPU"""
+
+    def __post_init__(self) -> None:
+        for name in self.trackers:
+            if name not in TRACKERS:
+                hint = schema.did_you_mean(name, TRACKERS) or f"allowed are {', '.join(TRACKERS)}"
+                raise ConfigError(f"run.trackers: unknown tracker {name!r}: {hint}")
 
 
 @dataclass(frozen=True)
@@ -535,7 +551,21 @@ def load(
     parallel = parallel_config.canonical(from_source) | parallel_config.canonical(from_settings)
     data = merge_tables(data, changes)
     data["parallel"] = parallel_config.load(parallel, environment)
-    return schema.build(TrainConfig, data)
+    config = schema.build(TrainConfig, data)
+    _warn_of_offloading_without_effect(parallel, data)
+    return config
+
+
+def _warn_of_offloading_without_effect(parallel: dict, data: dict) -> None:
+    """Log a warning if SMP's key is set without the key that turns offloading on.
+
+    In a file of all keys, such as the config in a run's folder, both are set.
+    """
+    if parallel.get("sm_activation_offloading") and "offload" not in data.get("activations", {}):
+        log.warning(
+            "parallel.sm_activation_offloading = true selects the way of offloading and does not "
+            "turn it on: set activations.offload = true, or remove the key"
+        )
 
 
 def merge_tables(data: dict, changes: dict) -> dict:

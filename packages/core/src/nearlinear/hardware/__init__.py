@@ -21,6 +21,8 @@ class InstanceType:
     """Number of GPUs."""
     efa_interfaces: int
     """Maximum number of network interfaces with EFA; 0 if EFA is not supported."""
+    local_gb: int = 0
+    """Total size of the local disks in GB; 0 if there are none or their size is unknown."""
 
 
 @cache
@@ -35,7 +37,7 @@ def instance_types() -> dict[str, InstanceType]:
     table = load_table()
     records = {**table["instance_type"], **table["node"]}
     return {
-        name: InstanceType(record["gpus"], record["efa_interfaces"])
+        name: InstanceType(record["gpus"], record["efa_interfaces"], record.get("local_gb", 0))
         for name, record in records.items()
         if "efa_interfaces" in record  # nodes outside EC2, such as a DGX, have no EFA record
     }
@@ -44,6 +46,17 @@ def instance_types() -> dict[str, InstanceType]:
 def find_instance_type(name: str) -> InstanceType | None:
     """Return the instance type ``name``, with or without ``ml.``, or None if it is unknown."""
     return instance_types().get(name.removeprefix("ml."))
+
+
+def offering_regions(name: str) -> list[str]:
+    """Return the regions in which EC2 offers instance type ``name``; empty if they are unknown."""
+    table, name = load_table()["offered_in"], name.removeprefix("ml.")
+    return (table.get(name) or table.get(name.partition(".")[0], "")).split()
+
+
+def is_recorded_region(region: str) -> bool:
+    """Return True if `offering_regions` covers ``region``."""
+    return region in load_table()["offered_in"]["recorded"].split()
 
 
 def peak_tflops(device_name: str, precision: str) -> float | None:

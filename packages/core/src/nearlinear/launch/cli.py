@@ -14,7 +14,9 @@ LAUNCH_EXAMPLES = """\
 examples:
   nearlinear launch run.toml --dry-run                 print the request of its table [job]
   nearlinear launch run.toml --place slurm --dry-run > run.sbatch
-  nearlinear launch run.toml --place sagemaker --set job.nodes=32
+  nearlinear launch run.toml --place sagemaker --set job.nodes=32     print the price and ask
+  nearlinear launch run.toml --yes                     for scripts: submit without asking
+  nearlinear launch run.toml --dry-run --check-account   ask AWS about quotas and access, too
   nearlinear launch run.toml --place emulate --hosts 2 --ranks 2 \\
       --stand-in fs-0123456789abcdef0/abcdefgh/tokens=data/botocore
 """
@@ -33,7 +35,7 @@ examples:
 """
 POLICY_EXAMPLES = """\
 examples:
-  nearlinear policies run.toml                         all three policies, by name
+  nearlinear policies run.toml                         all policies, by name
   nearlinear policies run.toml --caller > caller.json
   aws iam put-user-policy --user-name me --policy-name nearlinear \\
       --policy-document file://caller.json
@@ -48,7 +50,9 @@ def add_commands(commands: Any) -> None:
         help="run a config on SageMaker, Slurm, Kubernetes or this machine, as its [job] says",
         description="Validate the job in a config's table [job] and submit it: to SageMaker, "
         "Slurm or Kubernetes, to this machine, or to an emulation of SageMaker's hosts on this "
-        "machine (emulate). All problems are reported before anything is sent.",
+        "machine (emulate). All problems are reported before anything is sent: of the request, of "
+        "the planner's memory on the job's machines, and of the AWS account. A SageMaker job is "
+        "submitted after its price was confirmed on the terminal, or with --yes.",
         epilog=LAUNCH_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -88,15 +92,15 @@ def add_commands(commands: Any) -> None:
         "policies",
         help="print the minimal IAM policies of a SageMaker job",
         description="IAM policies of the job in a config's table [job]: for the user who submits "
-        "and watches it (caller), for the role that it runs as (execution), and the trust policy "
-        "of that role (trust).",
+        "and watches it (caller), for the checks before a launch (checks, optional), for the role "
+        "that it runs as (execution), and the trust policy of that role (trust).",
         epilog=POLICY_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     policies.add_argument("config", help="a .toml or .json file with a table [job]")
     _add_set(policies)
     one = policies.add_mutually_exclusive_group()
-    for name in ("caller", "execution", "trust"):
+    for name in ("caller", "checks", "execution", "trust"):
         one.add_argument(f"--{name}", dest="only", action="store_const", const=name, default="",
             help="print only this policy, as an IAM document")  # fmt: skip
     policies.set_defaults(run=_policies)
@@ -114,6 +118,14 @@ def _add_launch_arguments(command: argparse.ArgumentParser) -> None:
     _add_set(command)
     add("--place", default="", help="job.place: local, emulate, sagemaker, slurm, kubernetes")
     add("--dry-run", action="store_true", help="print the request; change nothing")
+    add("--force", action="store_true",
+        help="send a job that does not fit by the planner, or whose region lacks its machines by "
+        "the recorded tables")  # fmt: skip
+    add("--yes", "-y", action="store_true",
+        help="sagemaker: submit without asking; required without a terminal")  # fmt: skip
+    add("--price-per-hour", type=float, metavar="X", help="sagemaker: price of one machine")
+    add("--check-account", action="store_true",
+        help="sagemaker: with --dry-run, also check quotas, role, buckets and network")  # fmt: skip
     add("--hosts", type=int, default=0, metavar="N",
         help="emulate: number of hosts; default: job.nodes")  # fmt: skip
     add("--ranks", type=int, default=1, metavar="N", help="emulate: ranks per host (1)")
@@ -135,6 +147,10 @@ def _launch(options: argparse.Namespace, arguments: list[str]) -> int:
             file=options.config,
             settings=[text for text in options.settings if not spec.is_job_setting(text)],
             dry_run=options.dry_run,
+            force=options.force,
+            yes=options.yes,
+            check_account=options.check_account,
+            price_per_hour=options.price_per_hour,
             folder=options.folder,
             num_hosts=options.hosts,
             ranks_per_host=options.ranks,
@@ -194,6 +210,7 @@ def _policies(options: argparse.Namespace, arguments: list[str]) -> int:
 
     job, _ = spec.load(options.config, options.settings)
     builders = {"caller": lambda: policies.caller_policy(job),
+                "checks": lambda: policies.checks_policy(job),
                 "execution": lambda: policies.execution_policy(job),
                 "trust": policies.trust_policy}  # fmt: skip
     if options.only:

@@ -11,9 +11,11 @@ names with at most 63 characters.
 
 from __future__ import annotations
 
+import base64
 import re
+import tempfile
 from collections.abc import Iterator
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from ..config import schema
@@ -22,6 +24,7 @@ from ..errors import ConfigError
 from ..hardware import find_instance_type
 from ..storage import is_remote
 from .local import SHUTDOWN_TIMEOUT
+from .sagemaker.images import AUTO, is_auto, resolve_public_image
 from .secrets import check_secrets
 from .spec import (
     TERMINATION_NOTICE,
@@ -32,13 +35,16 @@ from .spec import (
     check_sagemaker_only_keys,
     token_input,
 )
+from .wheel import write_wheel
 
 CONFIG_FOLDER, DATA_FOLDER = "/etc/nearlinear", "/data"
 CONFIG_FILE = "run.toml"
+WHEEL_FOLDER = "/etc/nearlinear-wheel"
+_MAX_CONFIG_MAP = 2**20  # bytes
 GPU_RESOURCE, EFA_RESOURCE = "nvidia.com/gpu", "vpc.amazonaws.com/efa"
 _UNAMBIGUOUS = re.compile(r"[A-Za-z/][A-Za-z0-9_./-]+")  # never parsed as a number by YAML readers
 
-_RESERVED_PATHS = (CONFIG_FOLDER, DATA_FOLDER, "/dev/shm")
+_RESERVED_PATHS = (CONFIG_FOLDER, WHEEL_FOLDER, DATA_FOLDER, "/dev/shm")
 _MAX_LABEL = 63  # characters of a label, and of one component of a host name
 _MAX_SUBDOMAIN = 253
 _LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
@@ -49,7 +55,10 @@ _TAG_REMEDY = "use letters and digits, with - _ . between them"
 
 
 def render_manifest(job: JobSpec, config: TrainConfig, name: str) -> str:
-    """Return the ConfigMap and the PyTorchJob ``name`` as YAML for ``kubectl apply -f``."""
+    """Return the objects of the job ``name`` as YAML for ``kubectl apply --server-side -f``.
+
+    A client-side apply would copy a shipped wheel to an annotation, which is too small for it.
+    """
     try:
         import yaml
     except ImportError:
@@ -77,7 +86,10 @@ def _quoting_dumper(yaml: Any) -> type:
 
 
 def build_objects(job: JobSpec, config: TrainConfig, name: str) -> list[dict]:
-    """Return the ConfigMap and the PyTorchJob ``name`` as plain data."""
+    """Return the ConfigMap and the PyTorchJob ``name`` as plain data.
+
+    With ``image = "auto"``, a second ConfigMap ships nearlinear as a wheel.
+    """
     labels = {"app": "nearlinear"} | job.tags
     metadata = {"name": name, "namespace": job.namespace, "labels": labels}
     config_map = {
@@ -106,7 +118,27 @@ def build_objects(job: JobSpec, config: TrainConfig, name: str) -> list[dict]:
             },
         },
     }
-    return [config_map, training_job]
+    shipped = [_wheel_object(job, name)] if is_auto(job.image) else []
+    return [config_map, *shipped, training_job]
+
+
+def _wheel_object(job: JobSpec, name: str) -> dict:
+    """Return the ConfigMap with the wheel of the running nearlinear."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_wheel(Path(folder))
+        data = path.read_bytes()
+    if len(data) > _MAX_CONFIG_MAP:
+        raise ConfigError(
+            f"the wheel of nearlinear has {len(data):,} bytes, more than a ConfigMap may hold; "
+            "name an image that contains nearlinear in job.image"
+        )
+    metadata = {"name": f"{name}-wheel", "namespace": job.namespace}
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": metadata,
+        "binaryData": {path.name: base64.b64encode(data).decode()},
+    }
 
 
 def _run_policy(job: JobSpec) -> dict:
@@ -122,7 +154,11 @@ def pod_command(job: JobSpec, config: TrainConfig) -> list[str]:
     settings = (f"{name}={value}" for name, value in _path_settings(job, config).items())
     changes = [_escape_dollars(part) for setting in settings for part in ("--set", setting)]
     file = f"{CONFIG_FOLDER}/{CONFIG_FILE}"
-    return ["torchrun", "-m", "nearlinear.cli", "train", file, *changes]
+    train = ["torchrun", "-m", "nearlinear.cli", "train", file, *changes]
+    if not is_auto(job.image):
+        return train
+    install = f'python -m pip install --quiet {WHEEL_FOLDER}/*.whl && exec "$@"'
+    return ["/bin/sh", "-c", install, "nearlinear", *train]
 
 
 def _path_settings(job: JobSpec, config: TrainConfig) -> dict[str, str]:
@@ -143,7 +179,7 @@ def _pod_spec(job: JobSpec, config: TrainConfig, name: str) -> dict:
     volumes, mounts = _volumes_and_mounts(job, name)
     container = {
         "name": "pytorch",  # the operator requires this name
-        "image": job.image,
+        "image": resolve_public_image(job.image, job.instance_type),
         "command": pod_command(job, config),
         "env": [
             *({"name": key, "value": _escape_dollars(value)} for key, value in variables.items()),
@@ -216,6 +252,9 @@ def _volumes_and_mounts(job: JobSpec, name: str) -> tuple[list[dict], list[dict]
         {"name": "config", "mountPath": CONFIG_FOLDER, "readOnly": True},
         {"name": "shm", "mountPath": "/dev/shm"},
     ]
+    if is_auto(job.image):
+        volumes.append({"name": "wheel", "configMap": {"name": f"{name}-wheel"}})
+        mounts.append({"name": "wheel", "mountPath": WHEEL_FOLDER, "readOnly": True})
     for channel, given in job.inputs.items():
         volumes.append({"name": f"input-{channel}", **_volume_source(given)})
         inside = {"subPath": given.directory.strip("/")} if given.directory.strip("/") else {}
@@ -257,7 +296,12 @@ def max_name_length(job: JobSpec) -> int:
 
 def _check_image(job: JobSpec) -> Iterator[Problem]:
     if not job.image:
-        yield Problem("job.image", "is missing", "name the container image")
+        yield Problem("job.image", "is missing", f'name the image, or set image = "{AUTO}"')
+    elif is_auto(job.image):
+        try:
+            resolve_public_image(job.image, job.instance_type)
+        except ConfigError as error:
+            yield Problem("job.image", str(error), "or name an image that contains nearlinear")
     elif re.search(r"\s", job.image):
         yield Problem("job.image", f"{job.image!r} contains white space", "remove it")
     if job.source:

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from ..config.train import TrainConfig
 from ..errors import ConfigError
-from . import kubernetes, slurm
+from . import gate, kubernetes, slurm
 from .sagemaker import emulate
 from .sagemaker.build_request import build_request, timestamped_name
 from .secrets import (
@@ -55,6 +55,14 @@ class LaunchOptions:
     settings: list[str]
     """Overrides of the training config, without those of the job."""
     dry_run: bool = False
+    force: bool = False
+    """Send a job that the planner or a recorded table refuses."""
+    yes: bool = False
+    """Send without asking."""
+    check_account: bool = False
+    """Ask AWS about the account in a dry run, too."""
+    price_per_hour: float | None = None
+    """Price of one machine; default: AWS's list price, or the hardware table's."""
     folder: str = ""
     """Working folder of an emulated job; empty: a folder below runs/."""
     num_hosts: int = 0
@@ -92,6 +100,18 @@ def run_job(options: LaunchOptions) -> int:
     }[options.job.place](options)
 
 
+def _plan(options: LaunchOptions) -> gate.Forecast:
+    """Plan the job and print the result. Raises InvalidJob for a job that the planner refuses."""
+    found = gate.forecast(options.job, options.config)
+    problems = gate.refusals(options.job, found)
+    if not options.force:
+        raise_if_invalid(problems)
+    for problem in problems:
+        log.warning("--force: %s", problem)
+    print(gate.summary(options.job, found), file=sys.stderr)
+    return found
+
+
 def _run_local(options: LaunchOptions) -> int:
     job = options.job
     problems = [
@@ -123,6 +143,7 @@ def _run_local(options: LaunchOptions) -> int:
 def _run_slurm(options: LaunchOptions) -> int:
     job, config = options.job, options.config
     raise_if_invalid([*slurm.check_slurm_job(job), *check_parallel_layout(job, config.parallel)])
+    _plan(options)
     folders = [config.run.folder, config.checkpoint_folder]
     file = str(Path(options.file).resolve())
     shown = redact_job(job) if options.dry_run else job
@@ -148,19 +169,38 @@ def _run_kubernetes(options: LaunchOptions) -> int:
     raise_if_invalid(
         [*kubernetes.check_kubernetes_job(job), *check_parallel_layout(job, config.parallel)]
     )
+    _plan(options)
     shown = redact_job(job) if options.dry_run else job
     manifest = kubernetes.render_manifest(shown, config, timestamped_name(job.name))
-    return _submit_with(["kubectl", "apply", "-f", "-"], manifest, options.dry_run)
+    return _submit_with(["kubectl", "apply", "--server-side", "-f", "-"], manifest, options.dry_run)
 
 
 def _run_sagemaker(options: LaunchOptions) -> int:
-    request = build_request(options.job, options.config)
+    """Check, price and submit the job. Everything but the request goes to stderr."""
+    from .sagemaker import account_checks, cost, jobs
+
+    job, request = options.job, build_request(options.job, options.config)
+    found, offline = _plan(options), options.dry_run and not options.check_account
+    if not offline:
+        if not options.dry_run:
+            jobs.check_source(job)
+        problems, notes = account_checks.check_account(job, request)
+        for note in notes:
+            print(f"not checked: {note}", file=sys.stderr)
+        raise_if_invalid(problems)
+    price, why = gate.table_price(job), ""
+    if options.price_per_hour is not None or not offline:
+        listed, why = cost.find_price(cost.planned_usage(job), options.price_per_hour)
+        price = listed or price
+    print(gate.price_line(job, found, price, why), file=sys.stderr)
     if options.dry_run:
         print(json.dumps(redact_request(request), indent=2))
         return 0
-    from .sagemaker import jobs
-
-    return jobs.submit_job(options.job, request)
+    machines = f"{job.nodes} x {job.instance_type}"
+    if not gate.confirm(f"Submit {request['TrainingJobName']} on {machines}?", options.yes):
+        print("nothing was sent", file=sys.stderr)
+        return 1
+    return jobs.submit_job(job, request)
 
 
 def _run_emulated(options: LaunchOptions) -> int:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
 
 from ..errors import ConfigError
+from .sagemaker.images import is_auto
 from .secrets import check_secrets
 from .spec import TERMINATION_NOTICE, JobSpec, Problem, check_environment, check_sagemaker_only_keys
 
@@ -51,6 +52,9 @@ def _check_names(job: JobSpec) -> Iterator[Problem]:
             remedy = "use letters, digits and . _ -, beginning with a letter or digit"
             remedy += "; separate partitions with commas" * is_list
             yield Problem(f"job.{name}", f"{value!r} is not a valid Slurm name", remedy)
+    if is_auto(job.image):
+        cause = f"{job.image!r} is an image of AWS for SageMaker and Kubernetes"
+        yield Problem("job.image", cause, "name an image with nearlinear, or remove the key")
     if not job.name:
         yield Problem("job.name", "is empty", "give the job a name")
 

@@ -88,7 +88,8 @@ class JobSpec:
     place: Backend = "local"
     """local, emulate (SageMaker's container on this machine), sagemaker, slurm, kubernetes"""
     image: str = ""
-    """container image with nearlinear in it"""
+    """container image with nearlinear in it; auto, or auto:2.9 for a torch version = AWS's image,
+    to which the launcher ships nearlinear"""
     instance_type: str = "ml.p4d.24xlarge"
     """SageMaker instance type; your own machines may have any name"""
     accelerators: int = 0

@@ -26,6 +26,10 @@ examples:
 """
 
 
+DOES_NOT_FIT = 1
+"""Exit code of ``nearlinear plan`` for a config that does not fit on its cluster."""
+
+
 @dataclass(frozen=True)
 class PlanOptions:
     """Options of ``nearlinear plan``."""
@@ -59,7 +63,8 @@ def add_commands(
         help="predict memory, speed and cost of a config, without a cluster",
         description="Predict a training step on machines that need not be available: time by "
         "stream, tokens per second, MFU, memory, days, cost and the bottleneck. Nothing is "
-        "allocated. Nodes: p3dn, p4d, p4de, p5, p5e, p5en, p6-b200 by their EC2 names, and "
+        "allocated. The exit code is 1 if the config does not fit. Nodes: p3dn, p4d, p4de, p5, "
+        "p5e, p5en, p6-b200 by their EC2 names, and "
         "a100-40gb, a100-80gb, h100, h200, b200; or a file of nearlinear tune --machine.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -118,7 +123,9 @@ def _plan(options: argparse.Namespace, load: Callable[[argparse.Namespace], Trai
 
 
 def run_plan(config: TrainConfig, options: PlanOptions, source: str = "") -> int:
-    """Print the plan of ``config``, read from the file ``source``.
+    """Print the plan of ``config``, read from the file ``source``, and return the exit code.
+
+    The code is 1 if the config does not fit; with ``search``, if no layout of it fits.
 
     Raises ConfigError and NearlinearError.
     """
@@ -148,7 +155,7 @@ def run_plan(config: TrainConfig, options: PlanOptions, source: str = "") -> int
         _write_json(options.json, numbers)
     if options.figure:
         _draw(lambda plots: plots.save_step_streams(result.step, options.figure))
-    return 0
+    return 0 if result.fits or options.search else DOES_NOT_FIT
 
 
 def _print_details(result: PlanResult, options: PlanOptions, numbers: dict[str, Any]) -> None:

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from ..memory import MemoryReport
@@ -102,6 +102,16 @@ class Degradable:
                     )
 
 
+class MetricSink(Protocol):
+    """Receiver of logged metrics. Errors are OSError."""
+
+    def write(self, metrics: dict[str, Any]) -> None:
+        """Receive the metrics of one step."""
+
+    def close(self) -> None:
+        """End the run."""
+
+
 class Reporter(Degradable):
     """Write the metrics of a run on rank 0. On other ranks (``active=False``) nothing happens.
 
@@ -128,6 +138,7 @@ class Reporter(Degradable):
         """
         super().__init__()
         self._jsonl = self._events = self._bar = None
+        self._sinks: dict[str, MetricSink] = {}
         self.active = active
         if not active:
             return
@@ -197,8 +208,15 @@ class Reporter(Degradable):
         if self._events:
             with self.output(EVENTS):
                 self._events.write(metrics)
+        for name, sink in self._sinks.items():
+            with self.output(name):
+                sink.write(metrics)
         if self._bar:
             self._bar.update(metrics["step"], metrics.get("loss"))
+
+    def add_sink(self, name: str, sink: MetricSink) -> None:
+        """Send the metrics of every logged step to ``sink``, too; ``name`` is for messages."""
+        self._sinks[name] = sink
 
     def log_memory(self, report: "MemoryReport") -> None:
         """Print the memory of a step by category and write it to ``memory.json``."""
@@ -223,6 +241,9 @@ class Reporter(Degradable):
             if sink:
                 with self.output("run.folder"):
                     sink.close()
+        for name, sink in self._sinks.items():
+            with self.output(name):
+                sink.close()
 
 
 def _append(file: FileIO, data: bytes) -> None:

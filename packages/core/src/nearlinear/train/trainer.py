@@ -50,6 +50,7 @@ from .callbacks.bad_steps import BadStepDetector
 from .callbacks.divergence import DivergenceSentinel, ReplicasDiverged
 from .callbacks.emergency_checkpoint import EmergencyCheckpoint
 from .callbacks.rank_monitor import RankTiming, WatchdogCallback, peak_memory
+from .callbacks.trackers import TRACKERS
 from .checkpoint_manager import CheckpointManager, StopSignal
 from .data import build_loader, check_document_mask, write_data_state
 from .evaluate import generate, held_out_loss
@@ -212,6 +213,7 @@ class Trainer:
                 *((emergency,) if emergency else ()),
                 RankTiming(blocks, self.device),
                 *((sentinel,) if sentinel else ()),
+                *(TRACKERS[name]() for name in dict.fromkeys(config.run.trackers)),
                 *callbacks,
                 self.bad_steps,  # last, to count the steps that others skip
             )

@@ -15,7 +15,7 @@ from typing import Any
 from ...config.train import TrainConfig
 from ...train.metrics import METRIC_PATTERNS
 from ..secrets import SECRETS_VARIABLE, check_secrets
-from ..spec import JobInput, JobSpec, Problem, check_parallel_layout, raise_if_invalid
+from ..spec import JobInput, JobSpec, check_parallel_layout, raise_if_invalid
 from .container import (
     CODE_CHANNEL,
     DRIVER_CHANNEL,
@@ -23,15 +23,11 @@ from .container import (
     START_COMMAND,
     encode_hyperparameter,
 )
+from .images import resolve_image
+from .job_checks import check_job, job_region
 from .request_checks import check_against_model, check_rules
 
 FILE_SYSTEM_TYPES = {"fsx": "FSxLustre", "efs": "EFS"}
-REQUIRED_KEYS = {
-    "image": "123456789012.dkr.ecr.us-west-2.amazonaws.com/nearlinear:2.13",
-    "role": "arn:aws:iam::123456789012:role/nearlinear",
-    "output": "s3://my-bucket/output",
-}
-"""Required keys of ``[job]``, with an example of each."""
 
 
 def build_request(job: JobSpec, config: TrainConfig) -> dict[str, Any]:
@@ -40,7 +36,7 @@ def build_request(job: JobSpec, config: TrainConfig) -> dict[str, Any]:
     Raises:
         InvalidJob: The job has problems; the exception lists all of them.
     """
-    raise_if_invalid([*check_required_keys(job), *check_secrets(job, "sagemaker")])
+    raise_if_invalid([*check_job(job, config), *check_secrets(job, "sagemaker")])
     name = timestamped_name(job.name)
     request = render_request(job, config, name, f"{job.output.rstrip('/')}/{name}")
     raise_if_invalid(
@@ -51,15 +47,6 @@ def build_request(job: JobSpec, config: TrainConfig) -> dict[str, Any]:
         ]
     )
     return request
-
-
-def check_required_keys(job: JobSpec) -> list[Problem]:
-    """Return a problem for each missing key without which there is no request."""
-    return [
-        Problem(f"job.{name}", "is missing", f'set it, as in {name} = "{example}"')
-        for name, example in REQUIRED_KEYS.items()
-        if not getattr(job, name)
-    ]
 
 
 def render_request(job: JobSpec, config: TrainConfig, name: str, folder: str) -> dict[str, Any]:
@@ -76,7 +63,7 @@ def render_request(job: JobSpec, config: TrainConfig, name: str, folder: str) ->
         "TrainingJobName": name,
         "HyperParameters": hyperparameters(with_checkpoint_path(job, config)),
         "AlgorithmSpecification": {
-            "TrainingImage": job.image,
+            "TrainingImage": resolve_image(job.image, job_region(job), job.instance_type),
             "TrainingInputMode": "File",
             "MetricDefinitions": metric_definitions(),
             "ContainerEntrypoint": ["/bin/bash"],

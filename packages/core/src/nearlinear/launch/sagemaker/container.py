@@ -37,6 +37,12 @@ SCRIPT = """\
 set -euo pipefail
 root=$(cd "$(dirname "$0")/../../.." && pwd)
 code=$root/input/data/code
+# With AWS's own image, the launcher ships nearlinear as a wheel. pip keeps the image's torch.
+for wheel in "$(dirname "$0")"/*.whl; do
+  if [ -f "$wheel" ]; then
+    python -m pip install --quiet "$wheel"
+  fi
+done
 if [ -f "$code/requirements.txt" ]; then
   python -m pip install --quiet -r "$code/requirements.txt"
 fi

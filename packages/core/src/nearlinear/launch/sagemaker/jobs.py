@@ -14,8 +14,10 @@ from typing import Any
 
 from ...errors import ConfigError
 from ..spec import JobSpec
+from ..wheel import write_wheel
 from .aws import AWSError, bucket_and_key, create_client, translate_errors
-from .container import CODE_CHANNEL, DRIVER_CHANNEL, OWN_CHANNELS, SCRIPT_NAME, write_script
+from .container import CODE_CHANNEL, DRIVER_CHANNEL, OWN_CHANNELS, write_script
+from .images import is_auto
 
 IGNORED_NAMES = {"__pycache__", ".git", ".venv", ".ipynb_checkpoints", "node_modules"}
 MAX_CODE_SIZE = 200 * 2**20  # bytes; larger folders contain data
@@ -27,13 +29,13 @@ _FIRST_HOST = "algo-1"
 
 
 def submit_job(job: JobSpec, request: dict[str, Any]) -> int:
-    """Upload the code and the launcher script to S3 and create the training job.
+    """Upload the code, the launcher script and a needed wheel to S3, and create the training job.
 
     Raises:
         ConfigError: The source folder is missing or too large, or AWS is not configured.
         AWSError: AWS rejected an upload or the request.
     """
-    files = list(list_code_files(Path(job.source))) if job.source else []
+    files = check_source(job)
     folders = {
         channel["ChannelName"]: channel["DataSource"]["S3DataSource"]["S3Uri"]
         for channel in request["InputDataConfig"]
@@ -45,7 +47,10 @@ def submit_job(job: JobSpec, request: dict[str, Any]) -> int:
         _upload(s3, path, f"{folders[CODE_CHANNEL]}/{relative}")
     with tempfile.TemporaryDirectory() as folder:
         write_script(Path(folder))
-        _upload(s3, Path(folder) / SCRIPT_NAME, f"{folders[DRIVER_CHANNEL]}/{SCRIPT_NAME}")
+        if is_auto(job.image):
+            write_wheel(Path(folder))
+        for path in sorted(Path(folder).iterdir()):
+            _upload(s3, path, f"{folders[DRIVER_CHANNEL]}/{path.name}")
     name = request["TrainingJobName"]
     with translate_errors(f"creating {name}"):
         sagemaker.create_training_job(**request)
@@ -53,6 +58,11 @@ def submit_job(job: JobSpec, request: dict[str, Any]) -> int:
     print(f"follow it: nearlinear logs {name} --follow")
     print(f"watch it: nearlinear logs {name} --follow | nearlinear watch -")
     return 0
+
+
+def check_source(job: JobSpec) -> list[Path]:
+    """Return the files of the job's code. Raises ConfigError if they cannot be uploaded."""
+    return list(list_code_files(Path(job.source))) if job.source else []
 
 
 def list_code_files(source: Path) -> Iterator[Path]:

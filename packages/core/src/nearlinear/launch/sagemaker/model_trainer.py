@@ -21,6 +21,7 @@ from ...errors import ConfigError
 from ..spec import JobInput, JobSpec
 from . import aws, build_request
 from .container import decode_hyperparameter
+from .images import is_auto
 from .jobs import IGNORED_NAMES
 
 COMMAND = "python -m nearlinear.launch.sagemaker.container"
@@ -49,10 +50,15 @@ def model_trainer(job: JobSpec, config: TrainConfig, session: Any = None) -> Any
             f"ModelTrainer needs the SageMaker SDK 3 ({error}): pip install "
             '"nearlinear[sagemaker-sdk]" in an environment without version 2 of the SDK'
         ) from None
-    build_request.build_request(job, config)  # validates the job
+    if is_auto(job.image) and not (Path(job.source or "-") / REQUIREMENTS).is_file():
+        raise ConfigError(
+            f"job.image = {job.image!r}: the SDK does not ship nearlinear to AWS's image; name it "
+            f"in {REQUIREMENTS} of job.source, or name an image that contains it"
+        )
+    request = build_request.build_request(job, config)  # validates the job
     trainer = ModelTrainer(
         sagemaker_session=session or _create_session(job),
-        training_image=job.image,
+        training_image=request["AlgorithmSpecification"]["TrainingImage"],
         role=job.role,
         base_job_name=job.name,
         source_code=_source_code(sdk, job),

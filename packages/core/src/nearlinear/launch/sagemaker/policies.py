@@ -1,4 +1,4 @@
-"""Minimal IAM policies of a job: for the user who launches it, and for the job itself.
+"""Minimal IAM policies of a job: for the user who launches it, its checks, and the job itself.
 
 The caller creates, watches and stops jobs of one name and passes one role to SageMaker. The role
 reads the inputs, writes the outputs, logs and metrics, and joins the VPC if there is one. The trust
@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from ...errors import ConfigError
 from ..spec import JobSpec
 from .aws import bucket_and_key
+from .images import resolve_image
+from .job_checks import ECR_IMAGE, job_region
 from .jobs import LOG_GROUP
 
 _ROLE_ARN = re.compile(r"arn:(aws[a-z-]*):iam::(\d{12}):role/.+")
-_ECR_IMAGE = re.compile(r"(\d{12})\.dkr\.ecr\.([a-z0-9-]+)\.amazonaws\.com(?:\.cn)?/([^:@]+)")
 # For the network interfaces of a job in a VPC. IAM supports no narrower resource for these actions.
 NETWORK_INTERFACE_ACTIONS = (
     "CreateNetworkInterface CreateNetworkInterfacePermission DeleteNetworkInterface "
@@ -86,6 +87,26 @@ def caller_policy(job: JobSpec) -> dict:
     return _policy(statements)
 
 
+def checks_policy(job: JobSpec) -> dict:
+    """Return the optional policy for the checks of the account before a launch.
+
+    Without it, `account_checks` reports each check as not made. The dry run of a network interface
+    is not included, because AWS grants it only together with the creation of one.
+    """
+    scope = ArnScope.from_job(job)
+    addresses = [job.output, job.checkpoints, *(each.s3 for each in job.inputs.values())]
+    buckets = {bucket_and_key(address)[0] for address in addresses if address}
+    statements = [
+        _allow("Quotas", "servicequotas", ["ListServiceQuotas"], ["*"]),
+        _allow("Simulate", "iam", ["SimulatePrincipalPolicy"], [job.role]),
+        _allow("Buckets", "s3", ["ListBucket"], map(scope.bucket, buckets)),
+    ]
+    image = _image_repository(job, scope.partition)
+    if image and image[0] == scope.account:
+        statements.append(_allow("Image", "ecr", ["DescribeImages"], [image[1]]))
+    return _policy(statements)
+
+
 def execution_policy(job: JobSpec) -> dict:
     """Return the policy for the role that the job runs as."""
     scope, own = ArnScope.from_job(job), f"{_job_prefix(job)}*/"
@@ -101,7 +122,7 @@ def execution_policy(job: JobSpec) -> dict:
         _allow("Logs", "logs", log_actions, [_log_group(scope)]),
         _allow("Metrics", "cloudwatch", ["PutMetricData"], ["*"])
         | {"Condition": {"StringLike": {"cloudwatch:namespace": "/aws/sagemaker/*"}}},
-        *_image_statements(job.image, scope.partition),
+        *_image_statements(job, scope.partition),
     ]
     if job.secrets:
         secrets = [_secret_arn(scope, text.partition("#")[0]) for text in job.secrets.values()]
@@ -140,18 +161,25 @@ def _log_group(scope: ArnScope) -> str:
     return scope.resource("logs", f"log-group:{LOG_GROUP}:*")
 
 
-def _image_statements(image: str, partition: str) -> list[dict]:
-    """Return the statements to pull ``image``; empty if it is not in ECR."""
-    found = _ECR_IMAGE.match(image)
-    if found is None:
+def _image_statements(job: JobSpec, partition: str) -> list[dict]:
+    """Return the statements to pull the image of ``job``; empty if it is not in ECR."""
+    image = _image_repository(job, partition)
+    if image is None:
         return []
-    account, region, repository = found.groups()
     actions = ["BatchCheckLayerAvailability", "BatchGetImage", "GetDownloadUrlForLayer"]
-    arn = f"arn:{partition}:ecr:{region}:{account}:repository/{repository}"
     return [
-        _allow("Image", "ecr", actions, [arn]),
+        _allow("Image", "ecr", actions, [image[1]]),
         _allow("Registry", "ecr", ["GetAuthorizationToken"], ["*"]),
     ]
+
+
+def _image_repository(job: JobSpec, partition: str) -> tuple[str, str] | None:
+    """Return account and ARN of the repository of the job's image, or None outside of ECR."""
+    found = ECR_IMAGE.match(resolve_image(job.image, job_region(job), job.instance_type))
+    if found is None:
+        return None
+    account, region, repository = found.groups()
+    return account, f"arn:{partition}:ecr:{region}:{account}:repository/{repository}"
 
 
 def _allow(name: str, service: str, actions: Iterable[str], resources: Iterable[str]) -> dict:

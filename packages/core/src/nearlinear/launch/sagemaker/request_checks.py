@@ -34,6 +34,8 @@ _JAVA_CLASSES = {r"\p{Alnum}": "A-Za-z0-9", r"\p{L}": r"\w", r"\p{N}": r"\d", r"
 
 _RESERVED_PATHS = ("/opt/ml/input", "/opt/ml/output", "/opt/ml/model", "/opt/ml/code")
 _MAX_RUN_SECONDS = 28 * 24 * 3600
+_MAX_VOLUME_GB = 16_384  # of a gp2 volume
+_MOUNT_NAME = re.compile(r"fsx|[a-z0-9]{8}")
 _IMAGE_FIELD = "AlgorithmSpecification.TrainingImage"
 _ECR_REGION = re.compile(r"\.dkr\.ecr\.([a-z0-9-]+)\.amazonaws\.com")
 
@@ -74,8 +76,9 @@ def _check_value(value: Any, shape: Any, field: str) -> Iterator[Problem]:
     elif kind == "list":
         for index, inner in enumerate(value):
             yield from _check_value(inner, shape.member, f"{field}[{index}]")
-    yield from _check_range(value, shape, field)
-    if kind == "string":
+    out_of_range = list(_check_range(value, shape, field))
+    yield from out_of_range
+    if kind == "string" and not out_of_range:
         yield from _check_text(value, shape, field)
 
 
@@ -152,6 +155,7 @@ def check_rules(request: dict) -> list[Problem]:
         _check_metrics,
         _check_tags,
         _check_instances,
+        _check_volume,
         _check_checkpoints,
     )
     return [problem for rule in rules for problem in rule(request)]
@@ -207,7 +211,7 @@ def _check_file_system(channel: dict, system: dict, field: str, request: dict) -
         )
     if not directory.startswith("/"):
         yield Problem(directory_field, f"{directory!r} is not absolute", "begin it with /")
-    elif system.get("FileSystemType") == "FSxLustre" and directory.strip("/") == "fsx":
+    elif system.get("FileSystemType") == "FSxLustre" and not _has_mount_name(directory):
         yield Problem(
             directory_field,
             f"{directory!r} lacks the mount name",
@@ -216,6 +220,12 @@ def _check_file_system(channel: dict, system: dict, field: str, request: dict) -
     if "VpcConfig" not in request:
         cause = f"is missing, but channel {channel.get('ChannelName')!r} is on a file system"
         yield Problem("VpcConfig", cause, "give a subnet and a security group with access to it")
+
+
+def _has_mount_name(directory: str) -> bool:
+    """Return True for /MOUNT_NAME/folder, and for /MOUNT_NAME unless that is the usual /fsx."""
+    first, *inside = directory.strip("/").split("/")
+    return _MOUNT_NAME.fullmatch(first) is not None and (bool(inside) or first != "fsx")
 
 
 def _check_network(request: dict) -> Iterator[Problem]:
@@ -228,6 +238,12 @@ def _check_network(request: dict) -> Iterator[Problem]:
                 yield Problem(f"VpcConfig.{member}", f"{name!r} is not a valid ID", remedy)
         if len(set(names)) < len(names):
             yield Problem(f"VpcConfig.{member}", f"{names} has duplicates", "remove them")
+    resources, subnets = request.get("ResourceConfig", {}), set(vpc.get("Subnets", []))
+    name, count = resources.get("InstanceType", ""), resources.get("InstanceCount", 1)
+    known = find_instance_type(name)
+    if len(subnets) > 1 and known and known.efa_interfaces and isinstance(count, int) and count > 1:
+        cause = f"{len(subnets)} subnets, but the EFA traffic of {count} x {name} cannot cross them"
+        yield Problem("VpcConfig.Subnets", cause, "give one subnet")
 
 
 def _check_time_limits(request: dict) -> Iterator[Problem]:
@@ -308,6 +324,18 @@ def _check_instances(request: dict) -> Iterator[Problem]:
             f"{count} x {name}: this instance type has no EFA",
             "use one with EFA (p4d.24xlarge and larger), or a single machine",
         )
+
+
+def _check_volume(request: dict) -> Iterator[Problem]:
+    resources = request.get("ResourceConfig", {})
+    size, name = resources.get("VolumeSizeInGB", 0), resources.get("InstanceType", "")
+    known = find_instance_type(name)
+    local = known.local_gb if known else 0
+    most = local or _MAX_VOLUME_GB
+    if isinstance(size, int) and size > most:
+        what = f"the local disks of {name}" if local else "an EBS volume"
+        cause = f"{size} GB is more than {what} can hold"
+        yield Problem("ResourceConfig.VolumeSizeInGB", cause, f"at most {most}")
 
 
 def _check_checkpoints(request: dict) -> Iterator[Problem]:
