@@ -2,7 +2,7 @@
 
     python -m ci.faults                                   # 200 trials of every kind in turn
     python -m ci.faults --trials 12 --only kill,exit      # a short run of some kinds
-    python -m ci.faults --write packages/core/docs/faults.md
+    python -m ci.faults --write                           # also write packages/core/docs/faults.md
 
 Kinds that need emulated nodes or a memory cgroup are left out, with the reason, where the machine
 has none. Every trial injects one fault at a random time into a run of two replicas, waits until the

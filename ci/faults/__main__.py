@@ -24,6 +24,7 @@ from .ranks import RankProcesses
 
 RANK_TIMEOUT = 10.0
 START_TIMEOUT = 240.0
+PAGE = "packages/core/docs/faults.md"
 SURVIVAL = 2.0
 """Seconds in which a run must go on after a fault that does not end it."""
 
@@ -57,7 +58,8 @@ def main(argv: list[str] | None = None) -> int:
     add("--only", default="", help=f"kinds, separated by commas; all: {','.join(KINDS)}")
     add("--every", type=int, default=2, help="steps between checkpoints (default: 2)")
     add("--data", help="token shards (default: botocore's documentation)")
-    add("--write", default="", metavar="FILE", help="also write the table as a page (.md)")
+    add("--write", nargs="?", default="", const=PAGE, metavar="FILE",
+        help=f"also write the table as a page (default: {PAGE})")  # fmt: skip
     options = parser.parse_args(argv)
     unknown = sorted(set(filter(None, options.only.split(","))) - set(KINDS))
     if unknown:
