@@ -435,7 +435,7 @@ class TrainConfig:
 
     def _check_replay(self) -> None:
         for key, value, reason in (
-            ("checkpoint.folder", self.checkpoint.folder, "steps are replayed from a checkpoint"),
+            ("checkpoint.folder", self.checkpoint_folder, "steps are replayed from a checkpoint"),
             ("train.divergence_every", self.train.divergence_every, "replicas are not compared"),
         ):
             if not value:

@@ -297,6 +297,10 @@ class InitRecorder(TorchDispatchMode):
         history.ops.append(op)
 
 
+_SET_DATA = vars(torch.Tensor.__mro__[1])["data"].__set__
+"""Setter of ``Tensor.data``."""
+
+
 class _ValuesOfConstants(TorchFunctionMode):
     """Turns constants into copies, which the recorder sees.
 
@@ -308,7 +312,7 @@ class _ValuesOfConstants(TorchFunctionMode):
         device = kwargs.get("device")
         if func is torch.tensor and device is not None and torch.device(device).type == "meta":
             return func(*args, **kwargs | {"device": "cpu"}).to("meta")
-        if func == torch.Tensor.data.__set__ and args[0].is_meta and not args[1].is_meta:
+        if func == _SET_DATA and args[0].is_meta and not args[1].is_meta:
             with torch.no_grad():
                 return args[0].copy_(args[1])
         return func(*args, **kwargs)

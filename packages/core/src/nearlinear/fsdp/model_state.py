@@ -349,9 +349,7 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
     named = [module for module in model.modules() if _original_class_name(module) in names]
     outermost = _without_nested(named)
     shared, table = tied_blocks(model, outermost), _input_embeddings(model)
-    outermost = [
-        module for module in outermost if module not in shared and table not in module.modules()
-    ]
+    outermost = [m for m in outermost if m not in shared and table not in set(m.modules())]
     if outermost and outermost != [model]:
         return outermost
     stacks = [_children_of_stack(m) for m in model.modules() if _is_stack(m)]

@@ -90,7 +90,7 @@ def _has_causal_loss(model: HuggingFaceModel) -> bool:
     from transformers.loss import loss_utils
 
     causal = loss_utils.ForCausalLMLoss
-    return loss_utils.LOSS_MAPPING.get(getattr(model, "loss_type", None), causal) is causal
+    return loss_utils.LOSS_MAPPING.get(str(getattr(model, "loss_type", "")), causal) is causal
 
 
 def choose_plan(model: HuggingFaceModel, mesh: Mesh) -> TensorParallelPlan:
