@@ -45,7 +45,7 @@ def test_help_imports_nothing_heavy():
     [
         (["trian"], "did you mean 'train'?"),
         (["checkpoint", "verfy"], "did you mean 'verify'?"),
-        (["qqq"], "choose from data, train"),
+        (["qqq"], "choose from new, data, train"),
     ],
 )
 def test_misspelled_command_gets_a_suggestion(arguments, words, capsys):

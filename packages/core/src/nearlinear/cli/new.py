@@ -13,7 +13,6 @@ from typing import Any
 from ..config import architecture, schema
 from ..config import train as train_config
 from ..config.architecture import PRESETS
-from ..data.format.manifest import MANIFEST_FILE, Manifest, text_source
 from ..errors import CheckpointError, ConfigError, DataError
 
 EXAMPLES = """\
@@ -141,6 +140,8 @@ def make_plan(options: argparse.Namespace) -> RunPlan:
 
     Raises ConfigError or DataError if there is no such data or model.
     """
+    from ..data.format import Manifest
+
     folder, source = Path(options.folder), options.data or "botocore"
     name = options.model or "gpt2-tiny"
     machines = 1 if options.machines is None else options.machines
@@ -203,6 +204,8 @@ def _inspect(source: str) -> tuple[str, int | None, int]:
 
     The command is "tokens" for token shards.
     """
+    from ..data.format.manifest import MANIFEST_FILE, text_source
+
     path = Path(source)
     if source == "botocore":
         return "botocore", None, 1
