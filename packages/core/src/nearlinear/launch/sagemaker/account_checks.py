@@ -9,7 +9,7 @@ as a note, because the job may run nevertheless. Sources: the API references of 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from ...errors import ConfigError
@@ -35,7 +35,7 @@ def check_account(job: JobSpec, request: dict[str, Any]) -> tuple[list[Problem],
         ConfigError: boto3, the region or the credentials are missing.
     """
     create_client("sts", job.region)  # raises without credentials
-    checks: tuple[tuple[str, Callable[[], Iterator[Problem]]], ...] = (
+    checks: tuple[tuple[str, Callable[[], Iterable[Problem]]], ...] = (
         ("the caller's account", functools.partial(_check_caller, job)),
         ("quotas", functools.partial(_check_quotas, job)),
         ("permissions of job.role", functools.partial(_check_role, job)),
