@@ -16,9 +16,8 @@ import time
 from pathlib import Path
 
 from ci.benchmarks.collectives.options import UsageError, format_size
+from nearlinear.plots import GRID, INK, PALETTE
 
-COLOURS = ("#2563eb", "#f59e0b", "#059669", "#db2777", "#7c3aed", "#0891b2", "#dc2626", "#65a30d")
-INK, GRID = "#1f2a37", "#e5e7eb"
 PLOT_SUFFIXES = (".svg", ".png", ".pdf")
 
 
@@ -190,7 +189,7 @@ def plot_bus_bandwidth(entries: list[dict], path: Path, title: str) -> None:
                     for e in entries
                     if e["contender"] == label and tuple(e[key] for key in series) == panel
                 ]
-                colour = COLOURS[i % len(COLOURS)]
+                colour = PALETTE[i % len(PALETTE)]
                 ax.plot(*zip(*points, strict=True), "o-", ms=3.5, lw=1.6, color=colour, label=label)
             _style_axes(ax, f"{panel[0]} ({panel[1]}, {panel[2]})", [e["bytes"] for e in entries])
         for ax in list(axes):

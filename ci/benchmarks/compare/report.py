@@ -9,6 +9,8 @@ from __future__ import annotations
 import statistics
 from pathlib import Path
 
+from nearlinear.plots import GRID, INK, MUTED, PALETTE
+
 from . import traffic
 from .config import CompareConfig
 from .systems import LADDERS, SYSTEMS
@@ -17,12 +19,10 @@ BASELINES = ("zero3", "mics", "fsdp2", "fsdp2_nl")
 LOSS_TOLERANCE = 1e-4  # relative; float32 sums in different orders over several steps
 KINDS = {
     "compute": ("compute", "#9ca3af"),
-    "gather": ("all-gather of parameters", "#2563eb"),
-    "reduce": ("reduce-scatter of gradients", "#f59e0b"),
-    "second_hop": ("all-reduce between replicas", "#db2777"),
+    "gather": ("all-gather of parameters", PALETTE[0]),
+    "reduce": ("reduce-scatter of gradients", PALETTE[1]),
+    "second_hop": ("all-reduce between replicas", PALETTE[3]),
 }
-COLOURS = ("#059669", "#2563eb", "#f59e0b", "#db2777", "#7c3aed", "#0891b2")
-INK, MUTED, GRID = "#1f2a37", "#6b7280", "#e5e7eb"
 
 
 def describe(config: CompareConfig) -> str:
@@ -149,7 +149,7 @@ def plot_step_times(records: list[dict]):
     names = sorted(seconds, key=lambda name: -statistics.median(seconds[name]))
     figure, ax = _figure(9, 0.42 * len(names) + 1.2)
     for row, name in enumerate(names):
-        colour = COLOURS[0] if SYSTEMS[name].library == "nearlinear" else MUTED
+        colour = PALETTE[0] if SYSTEMS[name].library == "nearlinear" else MUTED
         ax.barh(row, statistics.median(seconds[name]), 0.62, color=colour, alpha=0.75)
         ax.plot(seconds[name], [row] * len(seconds[name]), ".", color=INK, ms=4)
     ax.set_yticks(range(len(names)), [SYSTEMS[name].title for name in names])
@@ -178,7 +178,7 @@ def plot_efficiency(points: dict[str, list[tuple[float, float]]], label: str):
     """Draw a line per system: efficiency over ``label``."""
     figure, ax = _figure(7, 4)
     own_first = sorted(points.items(), key=lambda item: SYSTEMS[item[0]].library != "nearlinear")
-    for (name, found), colour in zip(own_first, COLOURS * 3, strict=False):
+    for (name, found), colour in zip(own_first, PALETTE * 3, strict=False):
         ax.plot(*zip(*sorted(found), strict=True), "o-", color=colour, label=SYSTEMS[name].title)
     ax.set(xlabel=label, ylabel="efficiency", ylim=(0, 1.05))
     ax.grid(axis="y", color=GRID)

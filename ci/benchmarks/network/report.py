@@ -5,11 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from ci.benchmarks.collectives.options import format_size
+from nearlinear.plots import GRID, INK, MUTED, PALETTE
 
 from .config import CEILING, show_rate
-
-COLOURS = ("#2563eb", "#f59e0b", "#059669", "#db2777", "#7c3aed")
-INK, MUTED, GRID = "#1f2a37", "#6b7280", "#e5e7eb"
 
 LEGEND = f"""\
 per node: a node's input of all_gather, its output of reduce_scatter, or its share of all_reduce's
@@ -78,7 +76,7 @@ def draw(record: dict, operation: str = "all_gather", figure=None):
     for ax in axes[len(per_node) :]:
         ax.remove()
     for ranks, ax in zip(per_node, axes, strict=False):
-        for label, colour in zip(labels, COLOURS, strict=False):
+        for label, colour in zip(labels, PALETTE, strict=False):
             points = [
                 (entry["bytes"], 100 * entry["link_used"])
                 for entry in results

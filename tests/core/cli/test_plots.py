@@ -1,8 +1,10 @@
 """Figures contain the numbers passed to them."""
 
+import itertools
 import json
 
 import matplotlib
+import numpy as np
 import pytest
 
 matplotlib.use("Agg")
@@ -70,3 +72,49 @@ def test_slices_are_drawn_at_their_offsets_with_their_ranks():
     assert {text.get_text() for text in ax.texts} == {"0, 2", "1, 3"}
     assert len({patch.get_facecolor() for patch in ax.patches}) == 2
     assert ax.get_title() == "two replicas" and ax.get_ylim() == (4, 0)
+
+
+COLOR_VISION = {
+    "normal": np.eye(3),
+    "protanopia": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216],
+                   [-0.003882, -0.048116, 1.051998]],
+    "deuteranopia": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413],
+                     [-0.011820, 0.042940, 0.968881]],
+    "tritanopia": [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602],
+                   [0.004733, 0.691367, 0.303900]],
+}  # fmt: skip
+"""Maps of linear RGB. Source: Machado, Oliveira and Fernandes 2009, severity 1."""
+
+
+def linear_rgb(color: str):
+    values = np.array([int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)])
+    return np.where(values <= 0.04045, values / 12.92, ((values + 0.055) / 1.055) ** 2.4)
+
+
+def cielab(rgb):
+    """Return CIE L*a*b* (D65) of linear RGB."""
+    to_xyz = [[0.4124564, 0.3575761, 0.1804375], [0.2126729, 0.7151522, 0.0721750],
+              [0.0193339, 0.1191920, 0.9503041]]  # fmt: skip
+    xyz = np.array(to_xyz) @ np.clip(rgb, 0, 1) / [0.95047, 1.0, 1.08883]
+    x, y, z = np.where(xyz > (6 / 29) ** 3, np.cbrt(xyz), xyz / (3 * (6 / 29) ** 2) + 4 / 29)
+    return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
+
+
+@pytest.mark.parametrize("vision", COLOR_VISION)
+def test_any_two_colors_differ_for_any_color_vision(vision):
+    seen = [cielab(np.array(COLOR_VISION[vision]) @ linear_rgb(c)) for c in plots.PALETTE]
+    assert min(np.linalg.norm(a - b) for a, b in itertools.combinations(seen, 2)) > 15
+
+
+def contrast(first: str, second: str) -> float:
+    """Return the contrast ratio of WCAG 2."""
+    weights = [0.2126, 0.7152, 0.0722]
+    dark, light = sorted(float(linear_rgb(c) @ weights) for c in (first, second))
+    return (light + 0.05) / (dark + 0.05)
+
+
+@pytest.mark.parametrize("color", plots.PALETTE)
+def test_text_on_any_color_is_legible(color):
+    ax = plots.rank_map(Mesh(shard=8))
+    text = ax.texts[plots.PALETTE.index(color)].get_color()
+    assert contrast(color, text.replace("white", "#ffffff")) > 3.5

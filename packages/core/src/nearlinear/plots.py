@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 INK, MUTED, GRID = "#1f2a37", "#6b7280", "#e5e7eb"
-PALETTE = ("#2563eb", "#f59e0b", "#059669", "#db2777", "#7c3aed", "#0891b2", "#dc2626", "#65a30d")
+PALETTE = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9", "#f0e442", INK)
+"""Colors that people with any color vision can tell apart. Source: Okabe and Ito 2008."""
 
 
 def read_metrics(folder: str | Path) -> list[dict[str, Any]]:
@@ -104,6 +105,12 @@ def document_lengths(lengths: Sequence[int] | np.ndarray, ax: Axes | None = None
     return ax
 
 
+def _text_on(color: str) -> str:
+    """Return the color of legible text on an area of ``color``: white, or ink on light areas."""
+    red, green, blue = (int(color[i : i + 2], 16) for i in (1, 3, 5))
+    return INK if 0.299 * red + 0.587 * green + 0.114 * blue > 100 else "white"
+
+
 def rank_map(mesh: Mesh, ax: Axes | None = None) -> Axes:
     """Draw the shards of the model states by rank, with a row per replica.
 
@@ -119,7 +126,9 @@ def rank_map(mesh: Mesh, ax: Axes | None = None) -> Axes:
         color = PALETTE[shard % len(PALETTE)]
         ax.add_patch(Rectangle((column + 0.06, row + 0.1), 0.88, 0.8, color=color, alpha=0.85))
         if columns <= 32:
-            ax.text(column + 0.5, row + 0.5, str(rank), color="white", ha="center", va="center")
+            ax.text(
+                column + 0.5, row + 0.5, str(rank), color=_text_on(color), ha="center", va="center"
+            )
         starts_node = mesh.ranks_per_node and int(rank) % mesh.ranks_per_node == 0
         if starts_node and columns > 1 and 0 < column:
             ax.plot([column, column], [row, row + 1], color=INK, lw=2)
@@ -159,7 +168,7 @@ def slices(shape: Sequence[int], held: list[Any], title: str = "", ax: Axes | No
         place = {"facecolor": color, "edgecolor": "white", "lw": 2, "alpha": 0.85}
         ax.add_patch(Rectangle((column, row), width, height, **place))
         middle, label = (column + width / 2, row + height / 2), ", ".join(map(str, ranks))
-        ax.text(*middle, label, color="white", ha="center", va="center")
+        ax.text(*middle, label, color=_text_on(color), ha="center", va="center")
     ax.set(xlim=(0, columns), ylim=(rows, 0), xlabel="columns", ylabel="rows", title=title)
     ax.tick_params(length=0)
     for side in ax.spines.values():
