@@ -259,6 +259,8 @@ class SetsData(torch.nn.Module):
         for layer in self.layers:
             with torch.device("cpu"):
                 layer.weight.data = torch.arange(6.0).view(3, 2)
+        other = torch.empty_like(layer.weight).copy_(torch.arange(6.0).view(3, 2))
+        layer.weight.data = other  # as RWKV: a meta tensor in deferred initialization
 
 
 def test_values_set_as_data_are_kept():

@@ -58,6 +58,11 @@ def find_mixtures(model: nn.Module) -> list[MoELayer]:
     for name, module in model.named_modules():
         if is_stacked(module):
             parent = model.get_submodule(name.rpartition(".")[0])
+            # GPT-OSS of transformers 4 passes the weights of all experts, by keyword
+            if "router_indices=" in inspect.getsource(type(parent).forward):
+                raise ConfigError(
+                    f"{name} of {type(model).__name__} is called as in transformers 4: {UPGRADE}"
+                )
             router = getattr(parent, "gate", None) or getattr(parent, "router", None)
             found.append(MoELayer(name, module, router if isinstance(router, nn.Module) else None))
     if found:

@@ -312,7 +312,7 @@ class _ValuesOfConstants(TorchFunctionMode):
         device = kwargs.get("device")
         if func is torch.tensor and device is not None and torch.device(device).type == "meta":
             return func(*args, **kwargs | {"device": "cpu"}).to("meta")
-        if func == _SET_DATA and args[0].is_meta and not args[1].is_meta:
+        if func == _SET_DATA and args[0].is_meta and args[0].shape == args[1].shape:
             with torch.no_grad():
                 return args[0].copy_(args[1])
         return func(*args, **kwargs)

@@ -163,7 +163,7 @@ class _Plan:
         more = any(isinstance(part, nn.Identity) for part in module.modules())
         if style is None or more or set(stacked) != {out, "down_proj", *biases}:
             return True  # experts that copy their input would be counted by every rank
-        transposed, parts = style.endswith("rowwise"), 2 if style.startswith("packed") else 1
+        transposed, parts = style.endswith("rowwise"), 2 if "packed" in style else 1
         width = stacked["down_proj"].shape[1 if transposed else 2]
         outputs = stacked[out].shape[2 if transposed else 1]
         if width % self.degree or outputs not in (width * 2, width):
