@@ -115,6 +115,16 @@ def eager_and_reordered():
     return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
 
 
+def softcapped_without_eager_attention():
+    """The default of transformers 4, which leaves the cap out of SDPA."""
+    config = transformers.Gemma2Config(num_hidden_layers=1, hidden_size=8, intermediate_size=8,
+                                       num_attention_heads=2, num_key_value_heads=2, head_dim=4,
+                                       vocab_size=9)  # fmt: skip
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    model.config._attn_implementation = "sdpa"
+    return model
+
+
 def encoder_decoder():
     sizes = {"d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2, "vocab_size": 9}
     return transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes))
@@ -142,6 +152,7 @@ REFUSED = {
         "passes linear_attention from token to token",
     ),
     "rotary": (family_builder("llama", rope_scaling=ROTARY), "depend on length .'dynamic'"),
+    "softcap": (softcapped_without_eager_attention, 'attn_implementation="eager"'),
     "reordered": (eager_and_reordered, "reorder_and_upcast_attn = False"),
     "router": (family_builder("mixtral", output_router_logits=True), "output_router_logits = True"),
 }

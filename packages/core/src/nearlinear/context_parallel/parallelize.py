@@ -71,6 +71,12 @@ def check_model(model: HuggingFaceModel) -> None:
             f"{KEY} > 1 with reorder_and_upcast_attn = True: context-parallel attention always "
             "computes its softmax in float32. Set reorder_and_upcast_attn = False."
         )
+    if config._attn_implementation == "sdpa" and getattr(config, "attn_logit_softcapping", None):
+        raise ConfigError(
+            f"{KEY} > 1 with attn_logit_softcapping: context-parallel attention applies it, and "
+            'the attention "sdpa" of this model does not. Build the model with '
+            'attn_implementation="eager".'
+        )
     if getattr(config, "output_router_logits", False):
         raise ConfigError(
             f"{KEY} > 1 with output_router_logits = True: the load-balancing loss of "

@@ -39,7 +39,7 @@ SEED = 20
 TOLERANCE = 1e-3
 """Largest error of a gradient, relative to its norm. Rounding in float32 stays below 1e-4."""
 
-LOSS_TOLERANCE = 5e-5
+LOSS_TOLERANCE = 2e-5
 """Largest error of the loss, relative to the loss."""
 
 FLOOR = 2e-6
