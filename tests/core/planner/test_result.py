@@ -192,7 +192,7 @@ def test_straggler_argument_slows_the_step():
 def test_plan_that_does_not_fit_suggests_a_change(capsys, tmp_path):
     file = tmp_path / "run.json"
     file.write_text(json.dumps(GPT2_30B | {"batch": {"micro_batch_size": 32}}))
-    assert main(["plan", str(file), "--cluster", "p4d.24xlarge:32"]) == 0
+    assert main(["plan", str(file), "--cluster", "p4d.24xlarge:32"]) == 1
     said = capsys.readouterr().out
     assert "more than the 39.5 of a A100-40GB" in said
     assert "cheapest change that makes it fit: " in said
