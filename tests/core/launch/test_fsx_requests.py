@@ -65,7 +65,7 @@ def test_request_has_throughput_for_persistent_types_only():
         (link(directory="tokens"), "FileSystemPath", "write /tokens"),
         (link(s3="bucket/tokens"), "DataRepositoryPath", "s3://bucket/prefix"),
         (link(s3="s3://"), "DataRepositoryPath", "s3://bucket/prefix"),
-        (link(file_system="fs-xyz"), "FileSystemId", "must match"),
+        (link(file_system="fs-xyz"), "FileSystemId", "at least 11 characters"),
         (link(imports=("NEW", "ALTERED")), "Events[1]", "allowed are NEW, CHANGED, DELETED"),
     ],
 )
