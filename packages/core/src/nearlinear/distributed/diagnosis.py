@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import sys
 import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from typing import NamedTuple
 import torch
 
 from .heartbeat import Fault, Heartbeat, RankStatus
+from .thread_backend import frame_of_thread
 
 _TORCH = str(Path(torch.__file__).parent)
 _NEARLINEAR = str(Path(__file__).parent.parent)
@@ -56,7 +56,7 @@ def describe_thread(ident: int) -> tuple[bool, str]:
     Only waits in Python, or in native code called from a communication module, are recognized; a
     kernel that waits on an accelerator is not. Returns ``(False, "")`` for an unknown thread.
     """
-    frame = sys._current_frames().get(ident)
+    frame = frame_of_thread(ident)
     if frame is None:
         return False, ""
     frames = list(_outwards(frame))

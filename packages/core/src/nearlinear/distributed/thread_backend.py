@@ -8,6 +8,7 @@ interpreter.
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 import time
@@ -16,6 +17,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from types import FrameType
 
 import torch
 import torch.distributed as dist
@@ -251,6 +253,25 @@ def _stop(states: list[_Rank], error: BaseException) -> None:
         state.thread.join(max(0.0, deadline - time.monotonic()))
 
 
+_reading_frames = threading.Lock()
+
+
+def frame_of_thread(ident: int) -> FrameType | None:
+    """Return the innermost frame of thread ``ident``, or None if it has ended.
+
+    CPython before 3.12 deadlocks if the garbage collector runs while a thread reads the frames of
+    all threads and another one does the same (gh-106883). Here neither happens.
+    """
+    with _reading_frames:
+        enabled = gc.isenabled()
+        gc.disable()
+        try:
+            return sys._current_frames().get(ident)
+        finally:
+            if enabled:
+                gc.enable()
+
+
 def _stack_of(thread: threading.Thread) -> str:
-    frame = sys._current_frames().get(thread.ident or 0)
+    frame = frame_of_thread(thread.ident or 0)
     return "".join(traceback.format_stack(frame)) if frame else ""

@@ -335,16 +335,14 @@ class Trainer:
                 else:
                     loss = self.model(**batch).loss  # FSDP moves the batch to the device
                     loss.backward()
-                targets = count_targets(self.model, batch)
-                if targets:  # without targets the loss is not a number
+                if targets := count_targets(self.model, batch):  # else the loss is not a number
                     totals[0] += loss.detach().double() * targets
                 totals[1] += targets
         except NoTargets:  # on all ranks: conversations may have sequences without an answer
             step.skip_reason = "none of its sequences has a target"
         self._call("on_backward_end", step)
-        grad_norm = 0.0
-        if not step.skip_reason:
-            grad_norm = clip_grad_norm_(self.model, config.optimizer.clip or math.inf)
+        limit = config.optimizer.clip or math.inf
+        grad_norm = 0.0 if step.skip_reason else clip_grad_norm_(self.model, limit)
 
         # flags of one rank reach all ranks, so that all act on them after the same step
         flags = self.checkpoints.flags() if self.checkpoints else (False, False)
