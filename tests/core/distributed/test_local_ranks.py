@@ -143,9 +143,14 @@ def test_interrupted_run_leaves_no_process(tmp_path):
             time.sleep(0.05)
         os.kill(os.getpid(), signal.SIGINT)
 
+    # a background job of a shell ignores SIGINT
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     threading.Thread(target=interrupt).start()
-    with pytest.raises(KeyboardInterrupt):
-        nl.spmd.run(work, 2, processes=True)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            nl.spmd.run(work, 2, processes=True)
+    finally:
+        signal.signal(signal.SIGINT, before)
     left = [int(path.read_text()) for path in tmp_path.iterdir()]
     deadline = time.monotonic() + 20
     while any(map(_runs, left)) and time.monotonic() < deadline:

@@ -301,6 +301,12 @@ _SET_DATA = vars(torch.Tensor.__mro__[1])["data"].__set__
 """Setter of ``Tensor.data``."""
 
 
+def _is_constant(target: torch.Tensor, values: torch.Tensor) -> bool:
+    """Return True if ``target.data = values`` sets other values, and neither shape nor dtype."""
+    same = target.shape == values.shape and target.dtype == values.dtype
+    return target.is_meta and same and not (values.is_meta and _key(target) == _key(values))
+
+
 class _ValuesOfConstants(TorchFunctionMode):
     """Turns constants into copies, which the recorder sees.
 
@@ -312,7 +318,7 @@ class _ValuesOfConstants(TorchFunctionMode):
         device = kwargs.get("device")
         if func is torch.tensor and device is not None and torch.device(device).type == "meta":
             return func(*args, **kwargs | {"device": "cpu"}).to("meta")
-        if func == _SET_DATA and args[0].is_meta and args[0].shape == args[1].shape:
+        if func == _SET_DATA and _is_constant(*args):
             with torch.no_grad():
                 return args[0].copy_(args[1])
         return func(*args, **kwargs)
