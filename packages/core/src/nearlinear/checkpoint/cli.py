@@ -236,14 +236,14 @@ def _export(options: argparse.Namespace, arguments) -> int:
 
     from . import index, metadata
     from .hf.export import export_adapter, export_checkpoint
-    from .hf.writer import MAX_SHARD_BYTES, TOKENIZER_FOLDER, tokenizer_files
+    from .hf.writer import MAX_SHARD_BYTES, tokenizer_beside
 
     folder = metadata.find_checkpoints(options.folder)[-1]
     model, tokenizer = _find_model_config(folder, index.read(folder), options)
     if options.tokenizer:
         tokenizer = None if options.tokenizer == "none" else Path(options.tokenizer)
-    elif tokenizer_files(beside := folder.parent / TOKENIZER_FOLDER):
-        tokenizer = beside
+    else:
+        tokenizer = tokenizer_beside(folder) or tokenizer
     if options.adapter:
         export_adapter(folder, options.out, tokenizer=tokenizer, overwrite=options.overwrite)
         print(f"{options.out}: the adapters of {folder.name}, for peft.PeftModel.from_pretrained")

@@ -178,7 +178,7 @@ def _export(name: str, out: Path) -> Path:
     """Export the newest checkpoint of ``name`` to ``out``, adapters merged."""
     from ..checkpoint import index, metadata
     from ..checkpoint.hf.export import export_checkpoint
-    from ..checkpoint.hf.writer import TOKENIZER_FOLDER
+    from ..checkpoint.hf.writer import tokenizer_beside
 
     checkpoint = metadata.find_checkpoints(name)[-1]
     described = metadata.model_config(index.read(checkpoint))
@@ -187,9 +187,7 @@ def _export(name: str, out: Path) -> Path:
             f"{checkpoint} does not contain the config of its model: export it first (nearlinear "
             f"export {checkpoint} OUT --config RUN/config.toml)"
         )
-    tokenizer = checkpoint.parent / TOKENIZER_FOLDER
-    found = tokenizer if tokenizer.file_sizes() else None
-    return export_checkpoint(checkpoint, out, described, tokenizer=found)
+    return export_checkpoint(checkpoint, out, described, tokenizer=tokenizer_beside(checkpoint))
 
 
 def _load_folder(folder: Path, name: str) -> tuple[Any, Any]:

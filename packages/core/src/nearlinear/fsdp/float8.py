@@ -15,7 +15,7 @@ from torch import nn
 
 from ..distributed import runtime
 from ..errors import ConfigError
-from .model_state import find_blocks, model_state
+from .model_state import find_blocks, is_conv1d, model_state
 
 CAPABILITY = (8, 9)  # CUDA capability of GPUs with float8 products: Ada, Hopper and later
 MULTIPLE = 16  # divides both sizes of a matrix in a float8 product
@@ -89,18 +89,13 @@ def _check_device(device: torch.device, emulate: bool) -> None:
 
 def _is_convertible(module: nn.Module) -> bool:
     """Return whether ``module`` is a plain linear layer of sizes that float8 products take."""
-    if type(module) is not nn.Linear and not _is_conv1d(module):
+    if type(module) is not nn.Linear and not is_conv1d(module):
         return False
     if "forward" in vars(module):  # row-parallel: its forward sums over tensor ranks
         return False
     weight = module.weight
     assert isinstance(weight, torch.Tensor)
     return all(size % MULTIPLE == 0 for size in weight.shape)
-
-
-def _is_conv1d(module: nn.Module) -> bool:
-    """Return whether ``module`` is GPT-2's linear layer, without importing transformers."""
-    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
 
 
 def _convert_conv1d(layer: nn.Module, config) -> None:

@@ -376,6 +376,11 @@ def _children_of_stack(stack: nn.Module) -> list[nn.Module]:
     return children
 
 
+def is_conv1d(module: nn.Module) -> bool:
+    """Return whether ``module`` is GPT-2's linear layer, without importing transformers."""
+    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+
+
 def tied_blocks(model: nn.Module, blocks: list[nn.Module]) -> dict[nn.Module, str]:
     """Return the ``blocks`` that share a parameter with the rest of ``model``, and its name."""
     uses: dict[nn.Parameter, set[nn.Module | None]] = {}

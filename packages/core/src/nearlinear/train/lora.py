@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ..config.train import LoraConfig
 from ..errors import ConfigError
 from ..fsdp.deferred_init import deferred_init
+from ..fsdp.model_state import is_conv1d
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -45,7 +46,7 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, base: str) -> None:
         r=config.rank,
         lora_alpha=config.alpha,
         lora_dropout=config.dropout,
-        fan_in_fan_out=any(type(each).__name__ == "Conv1D" for each in model.modules()),
+        fan_in_fan_out=any(map(is_conv1d, model.modules())),
         target_modules=list(config.targets) or "all-linear",
         task_type="CAUSAL_LM",
         base_model_name_or_path=base,

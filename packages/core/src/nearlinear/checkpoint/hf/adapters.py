@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from ...errors import CheckpointError
+from ...fsdp.model_state import is_conv1d
 from ..index_schema import MODEL
 from ..reader import CheckpointReader
 from ..shards import TensorShard
@@ -36,8 +37,7 @@ def is_adapter(name: str) -> bool:
 
 def is_transposed(model: nn.Module, name: str) -> bool:
     """Return True if the weight ``name`` is (inputs, outputs), as in transformers' Conv1D."""
-    layer = name.rpartition(".")[0]
-    return type(model.get_submodule(layer)).__name__ == "Conv1D"
+    return is_conv1d(model.get_submodule(name.rpartition(".")[0]))
 
 
 def adapter_settings(model: nn.Module) -> dict[str, Any] | None:

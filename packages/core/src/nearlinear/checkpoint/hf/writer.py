@@ -121,7 +121,7 @@ class FolderWriter:
                     f"{self.path} is not a model folder ({self.config} is missing) and is not "
                     "overwritten: choose another folder"
                 )
-        if self.tokenizer and not tokenizer_files(self.tokenizer):
+        if self.tokenizer and not _tokenizer_names(storage.as_path(self.tokenizer)):
             raise CheckpointError(
                 f"tokenizer = {self.tokenizer} has no tokenizer files: pass a folder with "
                 "tokenizer.json, as written by data_prep (tokens/tokenizer), or none"
@@ -179,8 +179,18 @@ class FolderWriter:
 def tokenizer_files(folder: str | os.PathLike[str] | StoragePath) -> dict[str, bytes]:
     """Return the files of the tokenizer in ``folder`` by name, empty without a tokenizer."""
     place = storage.as_path(folder)
-    present = place.file_sizes()
-    return {name: (place / name).read() for name in TOKENIZER_FILES if name in present}
+    return {name: (place / name).read() for name in _tokenizer_names(place)}
+
+
+def tokenizer_beside(checkpoint: StoragePath) -> StoragePath | None:
+    """Return the folder of the tokenizer beside a run's checkpoint, or None without one."""
+    folder = checkpoint.parent / TOKENIZER_FOLDER
+    return folder if _tokenizer_names(folder) else None
+
+
+def _tokenizer_names(folder: StoragePath) -> list[str]:
+    present = folder.file_sizes()
+    return [name for name in TOKENIZER_FILES if name in present]
 
 
 def _end_generation_with_turns(folder: Path) -> None:
