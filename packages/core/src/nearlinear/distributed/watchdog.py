@@ -28,6 +28,12 @@ from .heartbeat import STORE_ERRORS, Fault, Heartbeat, HeartbeatChannel, Operati
 log = logging.getLogger(__name__)
 
 HEARTBEAT_INTERVAL = 1.0  # seconds
+FIRST_INTERVAL = 0.1
+"""Seconds between heartbeats until all ranks have sent one.
+
+A rank that dies before the others have seen its first heartbeat leaves no trace of its last
+operation, since its memory can only be opened while it lives.
+"""
 HEARTBEAT_TIMEOUT = 60.0  # seconds without a heartbeat until a rank counts as dead
 HEARTBEAT_TIMEOUT_AFTER_FAILURE = 4.0  # seconds, once a collective has failed
 EXIT_GRACE = 5.0  # seconds for a rank to exit by itself, with its own error
@@ -86,7 +92,7 @@ class Watchdog:
         self._handled, self._exiting, self._wake = (threading.Event() for _ in range(3))
         self._collective_failed, self._sequence, self._rank0_host = False, 0, "its host"
         self._own_fault: Fault | None = None  # reported to all ranks with the next heartbeat
-        self._store_answers = True
+        self._store_answers, self._all_heard = True, False
         self._thread: threading.Thread | None = None
 
     def at(self, name: str, patience: float = 1.0) -> None:
@@ -115,7 +121,7 @@ class Watchdog:
         self._rank, self._world = now.rank, now.mesh.world
         self.fault, self.outcome = None, ""
         self._collective_failed = self._inconsistent = False
-        self._own_fault, self._store_answers = None, True
+        self._own_fault, self._store_answers, self._all_heard = None, True, False
         for event in (self._handled, self._exiting, self._wake):
             event.clear()
         if self._timeout and self._world > 1:
@@ -203,7 +209,8 @@ class Watchdog:
             while self.fault is None and not self._exiting.is_set():
                 self.fault = self._exchange_in_time()
                 if self.fault is None:
-                    self._wake.wait(self._interval)
+                    first = min(self._interval, FIRST_INTERVAL)
+                    self._wake.wait(self._interval if self._all_heard else first)
                     self._wake.clear()
             if self.fault is not None:
                 self._handle()
@@ -309,7 +316,7 @@ class Watchdog:
         """Diagnose all ranks on rank 0, and rank 0 itself on the others."""
         first = self._channel.status(0)
         if first.heartbeat is not None:
-            self._rank0_host = first.heartbeat.host
+            self._rank0_host, self._all_heard = first.heartbeat.host, True
         if self._rank and first.heartbeat is None:
             late = first.seconds_since_heartbeat > self._timeout
             found = never_started(0, first) if late else None
@@ -319,6 +326,7 @@ class Watchdog:
             found = dead(0, first, first.heartbeat) if lost else None
         else:
             ranks = [self._channel.status(rank) for rank in range(self._world)]
+            self._all_heard = all(status.heartbeat is not None for status in ranks)
             failed = any(r.heartbeat is not None and r.heartbeat.collective_failed for r in ranks)
             limits = Limits(self._timeout, self._heartbeat_timeout(failed), self._setting)
             found = diagnose(ranks, limits, ordered_progress=self._ordered_progress)
