@@ -301,7 +301,7 @@ class Watchdog:
             operation=current.place,
             operation_index=current.index,
             progress=current.progress,
-            seconds_since_progress=now - current.since,
+            seconds_since_progress=max(0.0, now - current.since),
             patience=current.patience,
             in_collective=in_collective,
             source_line=source_line,
