@@ -13,11 +13,11 @@ pytestmark = pytest.mark.slow
 
 def test_disturbed_run_equals_the_undisturbed_run(capfd, tmp_path):
     page = tmp_path / "faults.md"
-    arguments = f"--trials 6 --only kill,exit,rot,flip,outage,memory --write {page}"
+    arguments = f"--trials 4 --only exit,rot,outage,memory --write {page}"
     code = command.main(arguments.split())
     output = capfd.readouterr().out
     assert code == 0, output
-    assert re.search(r"6 kept every promise. .* 0 tensors", output)
+    assert re.search(r"4 kept every promise. .* 0 tensors", output)
     assert page.read_text() in output
 
 

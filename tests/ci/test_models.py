@@ -44,8 +44,8 @@ def test_a_crash_or_a_hang_ends_one_cell():
 
 
 SAMPLE = (
-    "qwen2 qwen3_moe olmo2 phi3 granite cohere2 glm4 starcoder2 ernie4_5 helium exaone4 arcee "
-    "apertus gemma2 stablelm gpt_oss olmoe persimmon nemotron minimax_m3_vl_text"
+    "qwen2 qwen3_moe phi3 granite cohere2 glm4 starcoder2 exaone4 gemma2 gpt_oss persimmon "
+    "minimax_m3_vl_text"
 )
 """Families without tests of their own that both tensor and pipeline parallelism support."""
 
