@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 import tomllib
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -247,6 +248,38 @@ def remedy(output: str) -> str:
     return (
         "The last lines of its output are above; ./run repairs the environment when called again."
     )
+
+
+def side_environment(
+    folder: Path, packages: Sequence[str], interpreter: str = sys.executable, *options: str
+) -> Path:
+    """Return the Python of a separate environment with some packages, built on first use.
+
+    Args:
+        folder: Folder of the environment. A complete one with the same packages is reused.
+        packages: Requirements of pip.
+        interpreter: Python of the environment.
+        options: Further options of the installer.
+
+    Raises:
+        SetupError: If the installer fails; contains the end of its output.
+    """
+    found, stamp = folder / "bin" / "python", folder / "complete"
+    wanted = "\n".join([interpreter, *packages, *options])
+    if stamp.exists() and stamp.read_text() == wanted and works(found):
+        return found
+    uv = shutil.which("uv")
+    make = [interpreter, "-m", "venv", "--clear", str(folder)] + (["--without-pip"] if uv else [])
+    pip = [uv, "pip", "install", "--python", str(found)] if uv else [
+        str(found), "-m", "pip", "install", "--disable-pip-version-check"]  # fmt: skip
+    env = uv_environment(os.environ, pip_config()) if uv else dict(os.environ)
+    for command in (make, [*pip, "--quiet", *options, *packages]):
+        done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
+        if done.returncode:
+            output = (done.stderr or done.stdout).strip()[-2000:]
+            raise SetupError(f"{output}\n\n{folder}: the installer failed. {remedy(output)}")
+    stamp.write_text(wanted)
+    return found
 
 
 def pip_config() -> dict[str, str]:

@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from ci.environment import SetupError
 from ci.sagemaker_sdk import compare, driver, environment, jobs
 from nearlinear.launch.sagemaker import policies
 
@@ -34,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     try:
         python = environment.python(options.sdk)
-    except environment.InstallError as error:
+    except SetupError as error:
         print(f"{error}\nerror: sagemaker-train {options.sdk} cannot be installed", file=sys.stderr)
         return 1
     with tempfile.TemporaryDirectory() as folder, server(Path(folder)):
@@ -100,7 +101,7 @@ def print_comparison(captured: dict, code: Path) -> int:
     """Print the tables and return the number of unexplained differences."""
     different = total = 0
     for name, theirs in captured["requests"].items():
-        rows = compare.fields(compare.ours(name, str(code)), theirs)
+        rows = compare.compare_fields(compare.ours(name, str(code)), theirs)
         print(f"{name}: nearlinear | sagemaker-train {captured['sdk']}\n{compare.table(rows)}")
         different += sum(not row.equal for row in rows)
         total += len(rows)

@@ -1,4 +1,4 @@
-"""The wheel of nearlinear, built from the repository and from its source distribution."""
+"""Wheels of both packages, built from the repository and from a source distribution."""
 
 import os
 import subprocess
@@ -6,15 +6,21 @@ import sys
 import zipfile
 from pathlib import Path
 
+import pytest
+
+from ci.wheels import release
+from nearlinear_collectives import build as engine_build
+
 ROOT = Path(__file__).resolve().parents[2]
 CORE = ROOT / "packages" / "core"
 
 
-def build(source: Path, target: str, out: Path) -> Path:
+def build(source: Path, target: str, out: Path, **variables: str) -> Path:
     """Build ``source`` with hatchling and return the file."""
     out.mkdir(parents=True)
     command = [sys.executable, "-m", "hatchling", "build", "-t", target, "-d", str(out)]
-    subprocess.run(command, cwd=source, check=True, capture_output=True, timeout=120)
+    env = os.environ | variables
+    subprocess.run(command, cwd=source, env=env, check=True, capture_output=True, timeout=120)
     (built,) = out.iterdir()
     return built
 
@@ -53,3 +59,75 @@ def test_packages_carry_the_same_licence():
     text = (ROOT / "LICENSE").read_bytes()
     for package in ("core", "collectives"):
         assert (ROOT / "packages" / package / "LICENSE").read_bytes() == text
+
+
+COMPILER = """#!/bin/sh
+while [ "$1" != -o ]; do shift; done
+echo compiled > "$2"
+"""
+
+
+@pytest.fixture(scope="module")
+def cross_wheel(tmp_path_factory) -> Path:
+    """A collectives wheel for aarch64, made with a compiler that writes the same text always."""
+    folder = tmp_path_factory.mktemp("cross")
+    compiler = folder / "compiler"
+    compiler.write_text(COMPILER)
+    compiler.chmod(0o755)
+    return build(
+        ROOT / "packages" / "collectives",
+        "wheel",
+        folder / "dist",
+        CXX=str(compiler),
+        NEARLINEAR_COLLECTIVES_PLATFORM="manylinux_2_28_aarch64",
+        NEARLINEAR_REPOSITORY="https://example.org/nearlinear",
+    )
+
+
+def test_cross_compiled_wheel_is_used_on_its_own_machine_only(cross_wheel):
+    assert cross_wheel.name.endswith("-py3-none-manylinux_2_28_aarch64.whl")
+    with zipfile.ZipFile(cross_wheel) as wheel:
+        stamp = wheel.read("nearlinear_collectives/lib/libnearlinear_engine.hash").decode()
+        library = wheel.read("nearlinear_collectives/lib/libnearlinear_engine.so")
+    sources = engine_build.engine_sources()
+    assert stamp == engine_build.sources_hash(sources, "aarch64")
+    assert stamp != engine_build.sources_hash(sources, "x86_64")
+    assert library == b"compiled\n"
+
+
+def test_release_has_urls_licences_and_classifiers(cross_wheel, monkeypatch):
+    metadata, names = release.read(cross_wheel)
+    assert "Repository, https://example.org/nearlinear" in metadata.get_all("Project-URL")
+    assert sum(name.endswith("/LICENSE") and ".dist-info/" in name for name in names) == 2
+    assert "Programming Language :: Python :: 3.13" in metadata.get_all("Classifier")
+    monkeypatch.setattr(release, "check_platform", lambda wheel: "not checked")
+    assert "complete" in release.check(cross_wheel)
+
+
+def test_release_without_a_licence_is_refused(cross_wheel, tmp_path, monkeypatch):
+    monkeypatch.setattr(release, "check_platform", lambda wheel: "not checked")
+    changed = tmp_path / cross_wheel.name
+    with zipfile.ZipFile(cross_wheel) as old, zipfile.ZipFile(changed, "w") as new:
+        for name in old.namelist():
+            if "libfabric/LICENSE" not in name or ".dist-info/" not in name:
+                new.writestr(name, old.read(name))
+    with pytest.raises(release.ReleaseError, match="the licence src/.*libfabric/LICENSE"):
+        release.check(changed)
+
+
+def test_library_for_a_newer_system_is_refused(monkeypatch, cross_wheel):
+    report = '{"overall_tag": "manylinux_2_35_aarch64"}'
+    monkeypatch.setattr(release, "run", lambda *arguments: report)
+    with pytest.raises(release.ReleaseError, match="is not manylinux_2_28: .* manylinux_2_35"):
+        release.check_platform(cross_wheel)
+    monkeypatch.setattr(release, "run", lambda *arguments: report.replace("2_35", "2_17"))
+    assert "manylinux_2_17_aarch64" in release.check_platform(cross_wheel)
+
+
+def test_engine_exports_its_c_interface_only():
+    library = engine_build.engine_library()
+    command = ["nm", "-D", "--defined-only", str(library)]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    names = {line.split()[-1] for line in shown.splitlines()}
+    assert "nlc_abi_version" in names
+    assert {name for name in names if not name.startswith("nlc_")} == set()

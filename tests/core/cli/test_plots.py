@@ -118,3 +118,85 @@ def test_text_on_any_color_is_legible(color):
     ax = plots.rank_map(Mesh(shard=8))
     text = ax.texts[plots.PALETTE.index(color)].get_color()
     assert contrast(color, text.replace("white", "#ffffff")) > 3.5
+
+
+# --- labels ---------------------------------------------------------------------------------------
+
+
+def hidden_labels(ax) -> list[str]:
+    """Return the texts that overlap another text or reach over the edge of the figure."""
+    figure = ax.figure
+    figure.canvas.draw()
+    renderer = figure.canvas.get_renderer()
+    ticks = [*ax.get_xticklabels(), *ax.get_yticklabels()]
+    legend = ax.get_legend()
+    texts = [*ticks, *ax.texts, ax.xaxis.label, ax.yaxis.label, ax.title]
+    texts += legend.get_texts() if legend else []
+    shown = [text for text in texts if text.get_visible() and text.get_text().strip()]
+    high = ax.transAxes.transform((1, 1)) + 1
+    low = ax.transAxes.transform((0, 0)) - 1
+    boxes = []
+    for text in shown:
+        box = text.get_window_extent(renderer)
+        # Matplotlib keeps, but does not draw, the labels of ticks beyond the limits.
+        middle = ((box.x0 + box.x1) / 2, (box.y0 + box.y1) / 2)
+        outside = text in ticks and not (
+            low[0] <= middle[0] <= high[0] or low[1] <= middle[1] <= high[1]
+        )
+        if not outside:
+            boxes.append((text.get_text(), box))
+    faults = []
+    for (one, first), (two, second) in itertools.combinations(boxes, 2):
+        if first.x0 < second.x1 and second.x0 < first.x1:
+            if first.y0 < second.y1 and second.y0 < first.y1:
+                faults.append(f"{one!r} overlaps {two!r}")
+    for name, box in boxes:
+        (left, bottom), (right, top) = figure.bbox.min, figure.bbox.max
+        if box.x0 < left or box.y0 < bottom or box.x1 > right or box.y1 > top:
+            faults.append(f"{name!r} is cut off")
+    return faults
+
+
+def memory_axes():
+    from nearlinear.memory import PARTS
+
+    sizes = {key: 2**20 * (number + 1) for number, key in enumerate(PARTS)}
+    return plots.memory({"mine": sizes, "most": sizes})
+
+
+def long_loss_curve():
+    steps = range(1, 1001)
+    return plots.loss_curve(
+        [{"step": n, "loss": 10 / n**0.2, "eval_loss": 11 / n**0.2} for n in steps]
+    )
+
+
+def slices_axes():
+    quarter = [[TensorShard((row, column), (4, 4))] for row in (0, 4) for column in (0, 4)]
+    return plots.slices((8, 8), [quarter[n // 2] for n in range(8)], title="weight of the head")
+
+
+FIGURES = {
+    "loss": long_loss_curve,
+    "short loss": lambda: plots.loss_curve(METRICS),
+    "memory": memory_axes,
+    "short documents": lambda: plots.document_lengths([1, 2, 2, 3]),
+    "long documents": lambda: plots.document_lengths(np.geomspace(10, 1e6, 500).astype(int)),
+    "half of the documents at the end": lambda: plots.document_lengths([10] * 2 + [900] * 20),
+    "4 ranks": lambda: plots.rank_map(Mesh(shard=2, replicate=2, ranks_per_node=2)),
+    "32 ranks": lambda: plots.rank_map(Mesh(shard=32, ranks_per_node=8)),
+    "256 ranks": lambda: plots.rank_map(Mesh(shard=128, replicate=2, ranks_per_node=8)),
+    "slices": slices_axes,
+}
+
+
+@pytest.mark.parametrize("figure", FIGURES)
+def test_no_label_is_covered_or_cut_off(figure):
+    assert hidden_labels(FIGURES[figure]()) == []
+
+
+def test_covered_labels_are_found():
+    ax = plots.loss_curve(METRICS)
+    ax.text(2, 8, "one")
+    ax.text(2, 8, "two")
+    assert "'one' overlaps 'two'" in hidden_labels(ax)

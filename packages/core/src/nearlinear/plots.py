@@ -120,7 +120,7 @@ def rank_map(mesh: Mesh, ax: Axes | None = None) -> Axes:
 
     cells = mesh.grid.reshape(mesh.pipeline * mesh.replicate, -1)
     rows, columns = cells.shape
-    ax = _prepare_axes(ax, (min(11, 1.4 + 0.8 * columns), 0.9 + 0.75 * rows))
+    ax = _prepare_axes(ax, (min(11, max(5, 1.4 + 0.8 * columns)), 0.9 + 0.75 * rows))
     for (row, column), rank in np.ndenumerate(cells):
         shard = mesh.state_rank(int(rank))
         color = PALETTE[shard % len(PALETTE)]

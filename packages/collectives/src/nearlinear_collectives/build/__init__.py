@@ -25,6 +25,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent.parent  # the package
 ENGINE = HERE / "engine"
 GLUE = HERE / "glue"
+EXPORTS = ENGINE / "exports.map"
 SHIPPED = HERE / "lib" / "libnearlinear_engine.so"
 
 COMMON_FLAGS = ["-std=c++20", "-O3", "-fPIC", "-Wall", "-Wextra", "-ffp-contract=off"]
@@ -175,9 +176,9 @@ def exclusive_lock(target: Path) -> Iterator[None]:
         yield
 
 
-def sources_hash(sources: Iterable[Path]) -> str:
-    """Hash the sources, the compiler flags and the machine's architecture."""
-    digest = hashlib.sha256(" ".join([*COMMON_FLAGS, platform.machine()]).encode())
+def sources_hash(sources: Iterable[Path], machine: str | None = None) -> str:
+    """Hash the sources, the compiler flags and the architecture, by default this machine's."""
+    digest = hashlib.sha256(" ".join([*COMMON_FLAGS, machine or platform.machine()]).encode())
     for path in sorted(sources):
         digest.update(str(path.relative_to(HERE)).encode() + path.read_bytes())
     return digest.hexdigest()[:16]
@@ -187,7 +188,7 @@ def sources_hash(sources: Iterable[Path]) -> str:
 
 
 def engine_sources() -> list[Path]:
-    return [*ENGINE.rglob("*.cc"), *ENGINE.rglob("*.h")]
+    return [*ENGINE.rglob("*.cc"), *ENGINE.rglob("*.h"), EXPORTS]
 
 
 def engine_library(shipped: bool = True, build: bool = True) -> Path | None:
@@ -209,10 +210,11 @@ def engine_library(shipped: bool = True, build: bool = True) -> Path | None:
 
 
 def build_engine(target: Path) -> None:
+    """Compile the engine. Only its C interface is exported, because it is loaded with global
+    symbols and may contain a C++ library of its own."""
     headers = ENGINE / "third_party" / "libfabric"  # headers only: libfabric is loaded at run time
-    compile_library(
-        target, sorted(ENGINE.glob("*.cc")), [f"-isystem{headers}"], ["-lpthread", "-ldl"]
-    )
+    link = ["-lpthread", "-ldl", f"-Wl,--version-script={EXPORTS}"]
+    compile_library(target, sorted(ENGINE.glob("*.cc")), [f"-isystem{headers}"], link)
 
 
 # --- the glue ------------------------------------------------------------------------------------

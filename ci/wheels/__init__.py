@@ -1,0 +1,1 @@
+"""Wheels, source distributions and bill of materials of a release: ``python -m ci.wheels``."""
