@@ -175,8 +175,8 @@ def _cell(text: str) -> str:
 
 
 def _index(names: Iterable[str]) -> list[str]:
-    """Return index entries, which the site's search finds first."""
-    return ["```{index} " + ", ".join(names), "```", ""]
+    """Return main entries of the index (`!`), which the site's search finds first."""
+    return ["```{index} " + ", ".join(f"!{name}" for name in names), "```", ""]
 
 
 # ---- commands -------------------------------------------------------------------------------
