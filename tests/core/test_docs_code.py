@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 import nearlinear as nl
 from nearlinear import cli
+from nearlinear.config import parallel as parallel_config
 from nearlinear.config import train as train_config
 from nearlinear.fsdp.model_state import local_tensor
 from nearlinear.launch import spec
@@ -132,3 +133,47 @@ def run_precision_and_memory_blocks(rank):
 
 def test_precision_and_memory_blocks_run():
     assert nl.spmd.run(run_precision_and_memory_blocks, 4) == [(False, 1)] * 4
+
+
+def run_migrated_loop(rank, block):
+    """Execute a loop of a migration page on two micro-batches per rank and step."""
+    tensor_ranks = 2 if "tensor_parallel_degree" in block else 1
+    data_rank, data_ranks = rank // tensor_ranks, 4 // tensor_ranks
+    with nl.spmd.one_at_a_time(seed=0):
+        model = parity.build("llama")
+    pieces = [parity.split(parity.rows(step), 2 * data_ranks) for step in range(2)]
+    loader = [each[2 * data_rank : 2 * data_rank + 2] for each in pieces]
+    variables = {"model": model, "loader": loader}
+    exec(block, variables)
+    return {name: whole(p) for name, p in variables["model"].named_parameters()}
+
+
+def whole(parameter):
+    return parameter.full_tensor().detach() if hasattr(parameter, "full_tensor") else parameter
+
+
+@pytest.mark.parametrize("page", ["smp_v2", "deepspeed", "fsdp", "accelerate"])
+def test_migrated_loop_trains_as_one_process(page):
+    text = (DOCS / "migration" / f"{page}.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    model = parity.build("llama")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for step in range(2):
+        model(**parity.rows(step)).loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    expected = dict(model.named_parameters())
+    for values in nl.spmd.run(lambda rank: run_migrated_loop(rank, block), 4):
+        for name, value in values.items():
+            if value.shape == expected[name].shape:  # tensor ranks hold a part
+                torch.testing.assert_close(value, expected[name].detach(), atol=1e-5, rtol=1e-4)
+
+
+def test_smp_page_lists_every_alias_and_ignored_key():
+    text = (DOCS / "migration" / "smp_v1.md").read_text(encoding="utf-8")
+    _, names = text.split("## Keys with another name")
+    rows = dict(re.findall(r"^\| `(\w+)` \| `(\w+)` \|$", names, re.MULTILINE))
+    assert rows == parallel_config.ALIASES
+    listed = set(re.findall(r"`(\w+)`", names.partition("no effect:")[2].partition(".")[0]))
+    assert listed == parallel_config.IGNORED_V1_KEYS
