@@ -70,7 +70,9 @@ def add_description(app, page, template, context, doctree) -> None:
 
 def setup(app: Sphinx) -> dict[str, bool]:
     app.add_html_math_renderer(
-        "mathml", inline_renderers=(visit_inline_math, None), block_renderers=(visit_block_math, None)
+        "mathml",
+        inline_renderers=(visit_inline_math, None),
+        block_renderers=(visit_block_math, None),
     )
     app.connect("html-page-context", add_description)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -54,7 +54,9 @@ def box(ax, x, y, width, height, text="", colour=BLUE, size=8, ink="white", dash
     style = "--" if dashed else "-"
     ax.add_patch(Rectangle((x, y), width, height, facecolor=face, edgecolor=edge, ls=style, lw=1))
     colour = colour if dashed else ink
-    ax.text(x + width / 2, y + height / 2, text, ha="center", va="center", fontsize=size, color=colour)
+    ax.text(
+        x + width / 2, y + height / 2, text, ha="center", va="center", fontsize=size, color=colour
+    )
 
 
 def arrow(ax, start, end, colour=MUTED, style="->", bend=0.0) -> None:
@@ -109,7 +111,9 @@ def hierarchical_gather() -> Any:
             arrow(ax, (left + 2.8, 0.08), (left + 5.3, 0.08), ORANGE, "<->", 0.25)
         else:
             for node in range(2):
-                arrow(ax, (left + node * 3.6 + 1.3, 1.8), (left + node * 3.6 + 1.7, 1.8), BLUE, "<->")
+                arrow(
+                    ax, (left + node * 3.6 + 1.3, 1.8), (left + node * 3.6 + 1.7, 1.8), BLUE, "<->"
+                )
     return ax.figure
 
 
@@ -152,7 +156,13 @@ def offload() -> Any:
         if block < 2:  # prefetched while an earlier block computes
             box(ax, x - 2.2, 1.3, 1.0, 0.7, f"in {block + 1}", RED)
     box(ax, 2.5, 0.2, 7.0, 0.7, "saved activations of blocks 1 and 2", MUTED)
-    label(ax, 0, 3.45, "blocks 3 and 4 are within the loading horizon and never leave the device", MUTED)
+    label(
+        ax,
+        0,
+        3.45,
+        "blocks 3 and 4 are within the loading horizon and never leave the device",
+        MUTED,
+    )
     return ax.figure
 
 
@@ -167,7 +177,13 @@ def exactness() -> Any:
         label(ax, 6.4, y + 0.4, f"mean over {targets} targets  x  {weight}")
         arrow(ax, (10.3, y + 0.4), (11.2, 1.65), ORANGE)
     box(ax, 11.3, 1.2, 2.5, 0.9, "mean over\n8 targets", GREEN)
-    label(ax, 0, 3.25, "averaging the two means would weight the two targets of rank 1 three times", MUTED)
+    label(
+        ax,
+        0,
+        3.25,
+        "averaging the two means would weight the two targets of rank 1 three times",
+        MUTED,
+    )
     return ax.figure
 
 

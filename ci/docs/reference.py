@@ -57,8 +57,8 @@ REMEDIES = {
     "RankError": "Correct the exception of the rank that the message names.",
     "TooManyBadSteps": "Lower the learning rate, check the data, or raise "
     "`train.bad_steps_in_a_row`.",
-    "ReplicasDiverged": "Exchange the named machine, or set `train.on_divergence = \"replay\"`.",
-    "TwinError": "Set `train.self_check = \"off\"` if the twin cannot be built, and compare with "
+    "ReplicasDiverged": 'Exchange the named machine, or set `train.on_divergence = "replay"`.',
+    "TwinError": 'Set `train.self_check = "off"` if the twin cannot be built, and compare with '
     "one process yourself.",
     "MissingAttribute": "Pass the batch in the form that the message describes.",
     "NoSplit": "Prepare the data with a split of that name: `--val-fraction`.",
@@ -235,9 +235,11 @@ def _command(parser: argparse.ArgumentParser) -> list[str]:
             value = action.metavar or (
                 "{" + ",".join(map(str, action.choices)) + "}" if action.choices else action.dest
             )
-            name += f" {value if isinstance(value, str) else ' '.join(value)}".upper() * (
-                not action.choices
-            ) or f" {value}"
+            name += (
+                f" {value if isinstance(value, str) else ' '.join(value)}".upper()
+                * (not action.choices)
+                or f" {value}"
+            )
         default = action.default
         shown = "" if default in (None, False, argparse.SUPPRESS, [], "") else f"`{default}`"
         meaning = _expanded(action, parser)
@@ -275,7 +277,9 @@ def error_classes() -> list[type]:
             if not isinstance(node, ast.ClassDef) or node.name.startswith("_"):
                 continue
             bases = {ast.unparse(base).rpartition(".")[2] for base in node.bases}
-            if any(re.search(r"(Error|Exception|Failure)$", base) or base in REMEDIES for base in bases):
+            if any(
+                re.search(r"(Error|Exception|Failure)$", base) or base in REMEDIES for base in bases
+            ):
                 found.append(getattr(importlib.import_module(name), node.name))
     return sorted(found, key=lambda cls: (len(cls.__mro__), cls.__name__))
 
@@ -324,7 +328,9 @@ def messages_page() -> str:
         by_module[module].append((name, message))
     for module, entries in by_module.items():
         lines += [f"## {module}", ""]
-        lines += [f"- {_code(message)} ([{name}](errors.md#{name.lower()}))" for name, message in entries]
+        lines += [
+            f"- {_code(message)} ([{name}](errors.md#{name.lower()}))" for name, message in entries
+        ]
         lines.append("")
     return "\n".join(lines)
 
@@ -358,7 +364,9 @@ def _text(node: ast.expr) -> str:
 
 def _placeholder(node: ast.expr) -> str:
     text = ast.unparse(node.value) if isinstance(node, ast.FormattedValue) else ""
-    return text if re.fullmatch(r"[\w.]+", text) else re.sub(r"\W+", " ", text).strip()[:30] or "value"
+    return (
+        text if re.fullmatch(r"[\w.]+", text) else re.sub(r"\W+", " ", text).strip()[:30] or "value"
+    )
 
 
 def _code(text: str) -> str:

@@ -13,11 +13,14 @@ import nbformat
 
 from ci.docs import PAGES
 
-DIRECTIVE = re.compile(r"^(`{3,}|:{3,})\{(?P<name>[\w-]+)\}.*?^\1[ ]*$\n?", re.DOTALL | re.MULTILINE)
+DIRECTIVE = re.compile(
+    r"^(`{3,}|:{3,})\{(?P<name>[\w-]+)\}.*?^\1[ ]*$\n?", re.DOTALL | re.MULTILINE
+)
 MAX_OUTPUT = 4000  # characters of the text outputs of a cell
 SECTIONS = {
     "start": "Start",
     "tutorials": "Tutorials",
+    "problems": "Problems",
     "howto": "How-to guides",
     "concepts": "Concepts",
     "reference": "Reference",

@@ -53,7 +53,9 @@ def test_config_page_has_every_key_with_a_default_and_an_effect(pages):
             expected.add((table, key[1]))
     assert len(expected) > 130
     found = set()
-    for name, body in re.findall(r"^## \[(\S+)\]$(.*?)(?=^## |\Z)", pages["reference/config.md"], re.M | re.S):
+    for name, body in re.findall(
+        r"^## \[(\S+)\]$(.*?)(?=^## |\Z)", pages["reference/config.md"], re.M | re.S
+    ):
         rows = re.findall(r"^\| `(\w+)` \| (.+?) \| (.+?) \| (.+) \|$", body, re.MULTILINE)
         found |= {(name, key) for key, *_ in rows}
         assert all(default and allowed and effect for _, default, allowed, effect in rows)
@@ -131,7 +133,9 @@ def test_message_page_has_messages_of_every_package(pages):
 
 def test_planner_table_equals_its_command(capsys):
     page = (PAGES / "evidence" / "planner.md").read_text(encoding="utf-8")
-    (shown,) = re.findall(r"<!-- nearlinear plan --validate -->\n```text\n(.*?)```", page, re.DOTALL)
+    (shown,) = re.findall(
+        r"<!-- nearlinear plan --validate -->\n```text\n(.*?)```", page, re.DOTALL
+    )
     assert cli.main(["plan", "--validate"]) == 0
     assert capsys.readouterr().out.startswith(shown)
 
@@ -141,7 +145,9 @@ def test_step_time_table_agrees_with_its_summary():
     rows = re.findall(r"(\d+\.\d+) +[\d.]+-[\d.]+ +(\d+\.\d+) +([+-][\d.]+)%$", page, re.MULTILINE)
     errors = sorted(abs(float(error)) for *_, error in rows)
     for measured, predicted, error in rows:
-        assert 100 * (float(predicted) / float(measured) - 1) == pytest.approx(float(error), abs=0.2)
+        assert 100 * (float(predicted) / float(measured) - 1) == pytest.approx(
+            float(error), abs=0.2
+        )
     middle = (errors[10] + errors[11]) / 2
     assert f"22 layouts: median error {middle:.1f}%, worst {errors[-1]:.1f}%" in page
 

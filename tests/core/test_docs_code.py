@@ -177,3 +177,12 @@ def test_smp_page_lists_every_alias_and_ignored_key():
     assert rows == parallel_config.ALIASES
     listed = set(re.findall(r"`(\w+)`", names.partition("no effect:")[2].partition(".")[0]))
     assert listed == parallel_config.IGNORED_V1_KEYS
+
+
+@pytest.mark.parametrize("page", ["bytes", "rooflines", "degrees", "differences"])
+def test_solutions_of_problems_are_correct(page):
+    text = (DOCS / "problems" / f"{page}.md").read_text(encoding="utf-8")
+    assert text.count("{dropdown} Solution") == 10
+    variables = {}
+    for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+        exec(block, variables)
