@@ -124,7 +124,7 @@ def ensure(lab: bool = False, peers: bool = False, docs: bool = False) -> None:
 
 
 def build(additions: dict[str, bool]) -> None:
-    """Build or update .venv with the ``additions`` (extras of the core package) and earlier ones."""
+    """Build or update .venv with the ``additions`` (extras of the core) and earlier ones."""
     uv = shutil.which("uv")
     old = read_stamp()
     additions = {name: wanted or old.get(name, False) for name, wanted in additions.items()}

@@ -74,8 +74,8 @@ def _update(report: Report, check: bool) -> int:
         print(f"{report.page.name} matches {report.relative_folder}")
         return 0
     if check:
-        print(f"{report.page.name}, the page of {report.relative_folder}, does not match the measured files. Run "
-              "python -m ci.benchmarks.tables.", file=sys.stderr)  # fmt: skip
+        print(f"{report.page.name} does not match the measured files in {report.relative_folder}. "
+              "Run python -m ci.benchmarks.tables.", file=sys.stderr)  # fmt: skip
         return 1
     report.page.write_text(new, encoding="utf-8")
     print(f"wrote {report.page.name}, the page of {report.relative_folder}")

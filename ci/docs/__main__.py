@@ -4,8 +4,8 @@
     ./run docs --serve         build, and serve it on http://127.0.0.1:8000
     ./run docs --draft         with the outputs of notebooks at hand, also old ones or none
 
-Notebooks whose code or libraries changed are executed first. Warnings, broken links, misspelled words
-and resources from a network are errors.
+Notebooks whose code or libraries changed are executed first. Warnings, broken links, misspelled
+words and resources from a network are errors.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def main(argv: list[str] | None = None) -> int:
     elif code := build(site):
         return code
     else:
-        stamp.write_text(sources_key())
+        stamp.write_text(key)
         print(f"built in {time.monotonic() - begin:.0f} s: {site}/index.html")
     return serve(site, options.port) if options.serve else 0
 

@@ -104,8 +104,9 @@ def hierarchical_gather() -> Any:
                     held = shard % 2 == rank if stage == 0 else True
                     own = shard == 2 * node + rank
                     colour = PALETTE[shard] if held else "#eef1f5"
-                    box(ax, x + 0.2 + rank * 1.5, 2.6 - shard * 0.8, 1.1, 0.7,
-                        str(shard) if held else "", colour, dashed=held and not own and stage == 0)  # fmt: skip
+                    received = held and not own and stage == 0
+                    place = (x + 0.2 + rank * 1.5, 2.6 - shard * 0.8, 1.1, 0.7)
+                    box(ax, *place, str(shard) if held else "", colour, dashed=received)
         if stage == 0:
             arrow(ax, (left + 1.3, 3.42), (left + 3.8, 3.42), ORANGE, "<->", -0.25)
             arrow(ax, (left + 2.8, 0.08), (left + 5.3, 0.08), ORANGE, "<->", 0.25)
@@ -124,10 +125,8 @@ def overlap() -> Any:
         label(ax, -0.15, y + 0.35, name, align="right")
     x = 0.0
     box(ax, x, rows["all-gather"], 0.9, 0.7, "1", RED)
-    starts = []
     x = 0.9
     for block in (1, 2, 3):
-        starts.append(x)
         box(ax, x, rows["compute"], 1.4, 0.7, f"fwd {block}", BLUE)
         if block < 3:
             box(ax, x, rows["all-gather"], 0.9, 0.7, str(block + 1), ORANGE)

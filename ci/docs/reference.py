@@ -15,6 +15,7 @@ import inspect
 import re
 import subprocess
 import sys
+import textwrap
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -171,7 +172,9 @@ def _default(field: dataclasses.Field) -> str:
 
 
 def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ").replace("``", "`").replace("*", "\\*")
+    """Return text for a cell of a table."""
+    text = " ".join(text.split()).replace("``", "`").replace("|", "\\|")
+    return text if "`" in text else re.sub(r"([<>*_\[\]])", r"\\\1", text)
 
 
 def _index(names: Iterable[str]) -> list[str]:
@@ -221,7 +224,8 @@ def _subparsers(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentP
 
 
 def _command(parser: argparse.ArgumentParser) -> list[str]:
-    usage = parser.format_usage().removeprefix("usage: ").rstrip()
+    words = " ".join(parser.format_usage().removeprefix("usage: ").split())
+    usage = textwrap.fill(words, 96, subsequent_indent="    ", break_on_hyphens=False)
     about = parser.description or ""
     lines = [_prose(about), "", "```text", usage, "```", ""]
     rows = []
@@ -230,26 +234,27 @@ def _command(parser: argparse.ArgumentParser) -> list[str]:
             action, argparse._HelpAction | argparse._SubParsersAction
         ):
             continue
-        name = ", ".join(action.option_strings) or str(action.metavar or action.dest)
-        if action.option_strings and action.nargs != 0:
-            value = action.metavar or (
-                "{" + ",".join(map(str, action.choices)) + "}" if action.choices else action.dest
-            )
-            name += (
-                f" {value if isinstance(value, str) else ' '.join(value)}".upper()
-                * (not action.choices)
-                or f" {value}"
-            )
+        name = _argument_name(action)
         default = action.default
         shown = "" if default in (None, False, argparse.SUPPRESS, [], "") else f"`{default}`"
         meaning = _expanded(action, parser)
-        rows.append(f"| `{name}` | {shown} | {_cell(_prose(meaning))} |".replace("{", "&#123;"))
+        rows.append(f"| `{_cell(name)}` | {shown} | {_cell(meaning)} |")
     if rows:
         lines += ["| argument | default | meaning |", "|:--|:--|:--|"]
-        lines += [row.replace("&#123;", "{") for row in rows] + [""]
+        lines += [*rows, ""]
     if parser.epilog:
         lines += ["```text", inspect.cleandoc(parser.epilog), "```", ""]
     return lines
+
+
+def _argument_name(action: argparse.Action) -> str:
+    """Return the flags of an option with its value, or the name of a positional argument."""
+    choices = "{" + ",".join(map(str, action.choices)) + "}" if action.choices else ""
+    value = action.metavar or choices or action.dest.upper()
+    value = value if isinstance(value, str) else " ".join(value)
+    if not action.option_strings:
+        return action.metavar if isinstance(action.metavar, str) else choices or action.dest
+    return ", ".join(action.option_strings) + (f" {value}" if action.nargs != 0 else "")
 
 
 def _expanded(action: argparse.Action, parser: argparse.ArgumentParser) -> str:
@@ -298,8 +303,8 @@ def errors_page() -> str:
     lines = [
         "# Error classes",
         "",
-        "An error that a user can act on is one line with cause and remedy. The command line prints "
-        "it and ends with the exit code of its class; `--debug` adds the traceback. "
+        "An error that a user can act on is one line with cause and remedy. The command line "
+        "prints it and ends with the exit code of its class; `--debug` adds the traceback. "
         "[All messages](messages.md) are listed on a page of their own.",
         "",
     ]
@@ -319,8 +324,8 @@ def messages_page() -> str:
         "# Error messages",
         "",
         "Every message of nearlinear's error classes, by module. Values of a run are shown as "
-        "`{name}`. Search for the fixed words of a message to find its source. A message states the "
-        "cause first and the remedy last; [error classes](errors.md) adds the remedy by class.",
+        "`{name}`. Search for the fixed words of a message to find its source. A message states "
+        "the cause first and the remedy last; [error classes](errors.md) adds the remedy by class.",
         "",
     ]
     by_module = defaultdict(list)

@@ -1,8 +1,8 @@
 """Tutorial pages: the notebooks with the outputs of their executed copies.
 
 `python -m ci.notebooks --scale ci` executes notebooks and records a key of their sources in each
-copy. A copy with the current key is used as it is; other notebooks are executed again. The text of a
-page comes from the notebook itself, so that an edit of its Markdown needs no execution.
+copy. A copy with the current key is used as it is; other notebooks are executed again. The text of
+a page comes from the notebook itself, so that an edit of its Markdown needs no execution.
 """
 
 from __future__ import annotations

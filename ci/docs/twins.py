@@ -93,8 +93,8 @@ def overview(texts: dict[str, str]) -> str:
     lines = [
         "# nearlinear",
         "",
-        "> Sharded training of large models on PyTorch: MiCS, two-hop gradient synchronization, all "
-        "kinds of parallelism, a planner, and a launcher. It has not run on a GPU yet.",
+        "> Sharded training of large models on PyTorch: MiCS, two-hop gradient synchronization, "
+        "all kinds of parallelism, a planner, and a launcher. It has not run on a GPU yet.",
         "",
     ]
     for folder, title in SECTIONS.items():

@@ -1,7 +1,8 @@
 """Documentation site: complete reference, current numbers, and a search that finds the right page.
 
-The reference is compared with sources that the generator does not use: help texts, the printed config,
-and classes at run time. Tests that build or open the site need the extra ``docs`` and a browser.
+The reference is compared with sources that the generator does not use: help texts, the printed
+config, and classes at run time. Tests that build or open the site need the extra ``docs`` and a
+browser.
 """
 
 import contextlib
@@ -11,7 +12,6 @@ import pkgutil
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import nbformat
 import pytest
