@@ -225,7 +225,7 @@ def _subparsers(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentP
 
 def _command(parser: argparse.ArgumentParser) -> list[str]:
     words = " ".join(parser.format_usage().removeprefix("usage: ").split())
-    usage = textwrap.fill(words, 96, subsequent_indent="    ", break_on_hyphens=False)
+    usage = textwrap.fill(words, 80, subsequent_indent="    ", break_on_hyphens=False)
     about = parser.description or ""
     lines = [_prose(about), "", "```text", usage, "```", ""]
     rows = []
@@ -238,7 +238,8 @@ def _command(parser: argparse.ArgumentParser) -> list[str]:
         default = action.default
         shown = "" if default in (None, False, argparse.SUPPRESS, [], "") else f"`{default}`"
         meaning = _expanded(action, parser)
-        rows.append(f"| `{_cell(name)}` | {shown} | {_cell(meaning)} |")
+        code = name.replace("|", "\\|")
+        rows.append(f"| `{code}` | {shown} | {_cell(meaning)} |")
     if rows:
         lines += ["| argument | default | meaning |", "|:--|:--|:--|"]
         lines += [*rows, ""]
