@@ -16,6 +16,7 @@ import hashlib
 import http.server
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -107,6 +108,7 @@ def sources_key() -> str:
 
 def serve(site: Path, port: int) -> int:
     """Serve the site on this machine until Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs of a shell may ignore it
     handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(site))
     with http.server.ThreadingHTTPServer(("127.0.0.1", port), handler) as server:
         print(f"serving on http://127.0.0.1:{server.server_address[1]} until Ctrl-C", flush=True)

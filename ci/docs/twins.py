@@ -76,7 +76,8 @@ def from_notebook(path: Path) -> str:
     parts = []
     for cell in notebook.cells:
         if cell.cell_type == "markdown":
-            parts.append(cell.source.replace(".ipynb)", ".md)"))
+            text = re.sub(r"^\{download\}.*\n", "", cell.source, flags=re.MULTILINE)
+            parts.append(text.replace(".ipynb)", ".md)"))
             continue
         parts.append(f"```python\n{cell.source}\n```")
         outputs = [

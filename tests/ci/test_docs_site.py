@@ -186,6 +186,7 @@ def test_twins_resolve_includes_and_describe_pages(tmp_path):
     assert all(f"({name}.md)" in index for name in names if name != "index")
     assert "emulated cluster" in (tmp_path / "evidence" / "comparison.md").read_text()
     assert "```{index}" not in (tmp_path / "llms-full.txt").read_text()
+    assert "{download}" not in index
 
 
 # The built site

@@ -8,8 +8,8 @@ document.addEventListener("DOMContentLoaded", () => {
     }
   }
   if (!document.querySelector("h1")) {
-    const title = document.querySelector("article h2, h2");
-    title?.setAttribute("role", "heading");
-    title?.setAttribute("aria-level", "1");
+    const title = document.createElement("h1");
+    title.textContent = "Search"; // the only page of Sphinx without a title
+    document.querySelector("article, [role=main]")?.prepend(title);
   }
 });
