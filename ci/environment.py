@@ -97,18 +97,20 @@ def works(python: Path) -> bool:
         return False
 
 
-def ensure(lab: bool = False, peers: bool = False) -> None:
+def ensure(lab: bool = False, peers: bool = False, docs: bool = False) -> None:
     """Make .venv match constraints.txt and the packages.
 
     Args:
         lab: Add Jupyter Lab.
         peers: Add the libraries that tests compare with.
+        docs: Add the packages that build the documentation site.
     """
+    additions = {"lab": lab, "docs": docs}
 
     def ready() -> bool:
         stamp = read_stamp()
         same = stamp.get("fingerprint") == fingerprint() and works(PYTHON)
-        return same and (stamp.get("lab", False) or not lab)
+        return same and all(stamp.get(name) for name, wanted in additions.items() if wanted)
 
     def complete() -> bool:
         return ready() and (read_stamp().get("peers", False) or not peers)
@@ -117,15 +119,17 @@ def ensure(lab: bool = False, peers: bool = False) -> None:
         return
     with file_lock(ROOT / ".venv.lock"):
         if not ready():  # another ./run may have built it meanwhile
-            build(lab)
+            build(additions)
         if not complete():
             add_peers()
 
 
-def build(lab: bool) -> None:
+def build(additions: dict[str, bool]) -> None:
+    """Build or update .venv with the ``additions`` (extras of the core) and earlier ones."""
     uv = shutil.which("uv")
     old = read_stamp()
-    lab = lab or old.get("lab", False)
+    additions = {name: wanted or old.get(name, False) for name, wanted in additions.items()}
+    extras = ",".join([EXTRAS, *(name for name, wanted in additions.items() if wanted)])
     root_and_python = [str(ROOT), list(sys.version_info[:2])]
     # A finished environment of the same Python and installer is updated. Any other environment
     # (interrupted, moved, damaged) is rebuilt from scratch.
@@ -156,7 +160,7 @@ def build(lab: bool) -> None:
         for package in packages():
             target = f"packages/{package.name}"
             if package.name == "core":
-                target += f"[{EXTRAS}{',lab' if lab else ''}]"
+                target += f"[{extras}]"
             isolation = []
             tools = build_requirements(package)
             if any(tool.startswith("torch") for tool in tools):  # use the installed torch
@@ -172,7 +176,7 @@ def build(lab: bool) -> None:
                 )
         if compilation:
             compilation.result()
-    stamp = {"fingerprint": fingerprint(), "built_with": built_with, "lab": lab}
+    stamp = {"fingerprint": fingerprint(), "built_with": built_with, **additions}
     STAMP.write_text(json.dumps(stamp))
     say(f"Ready in {time.monotonic() - start:.0f} s.\n")
 

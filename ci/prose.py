@@ -87,6 +87,7 @@ AREAS = {
         5.0,
         (".md",),
     ),
+    "documentation": Area(("packages/core/docs",), 1.0, 5.0, (".md",)),
     "notebooks": Area(("notebooks",), 1.0, 5.0),
 }
 """Areas with their limits. A limit may only be lowered."""

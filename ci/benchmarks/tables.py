@@ -1,7 +1,7 @@
-"""Render the benchmark tables of READMEs from measured files.
+"""Render the benchmark tables of pages from measured files.
 
     python -m ci.benchmarks.tables            write the tables
-    python -m ci.benchmarks.tables --check    exit 1 if a README does not match its files
+    python -m ci.benchmarks.tables --check    exit 1 if a page does not match its files
 
 A table stands between ``<!-- benchmark FILE.json -->`` and ``<!-- end -->``, below the command that
 wrote the file. No number is typed by hand.
@@ -32,19 +32,19 @@ Row = list[str]
 
 @dataclass(frozen=True)
 class Report:
-    """A README and the measured files it shows."""
+    """A page and the measured files it shows."""
 
-    readme: Path
+    page: Path
     folder: Path
     relative_folder: str
     """The folder as commands name it."""
 
 
 REPORTS = [
-    Report(ROOT / package / "README.md", ROOT / package / folder, f"{package}/{folder}")
-    for package, folder in (
-        ("packages/collectives", "benchmarks"),
-        ("ci/benchmarks/compare", "results"),
+    Report(ROOT / page, ROOT / folder, folder)
+    for page, folder in (
+        ("packages/core/docs/evidence/collectives.md", "packages/collectives/benchmarks"),
+        ("ci/benchmarks/compare/README.md", "ci/benchmarks/compare/results"),
     )
 ]
 
@@ -53,37 +53,37 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m ci.benchmarks.tables",
         description="Render the measured files of "
-        f"{' and '.join(report.relative_folder for report in REPORTS)} into the README next to "
+        f"{' and '.join(report.relative_folder for report in REPORTS)} into the page of "
         "each folder.",
     )
     parser.add_argument(
-        "--check", action="store_true", help="only check; exit 1 if a README would change"
+        "--check", action="store_true", help="only check; exit 1 if a page would change"
     )
     check = parser.parse_args(argv).check
     return max(_update(report, check) for report in REPORTS)
 
 
 def _update(report: Report, check: bool) -> int:
-    old = report.readme.read_text(encoding="utf-8")
+    old = report.page.read_text(encoding="utf-8")
     try:
         new = render(old, report)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     if new == old:
-        print(f"{report.readme.name} matches {report.relative_folder}")
+        print(f"{report.page.name} matches {report.relative_folder}")
         return 0
     if check:
-        print(f"the README next to {report.relative_folder} does not match the measured files. Run "
-              "python -m ci.benchmarks.tables.", file=sys.stderr)  # fmt: skip
+        print(f"{report.page.name} does not match the measured files in {report.relative_folder}. "
+              "Run python -m ci.benchmarks.tables.", file=sys.stderr)  # fmt: skip
         return 1
-    report.readme.write_text(new, encoding="utf-8")
-    print(f"wrote the README next to {report.relative_folder}")
+    report.page.write_text(new, encoding="utf-8")
+    print(f"wrote {report.page.name}, the page of {report.relative_folder}")
     return 0
 
 
 def render(text: str, report: Report) -> str:
-    """Return the README with every block rendered.
+    """Return the page with every block rendered.
 
     Raises:
         ValueError: If a file has no block, or a block no file or a different command.
@@ -92,7 +92,7 @@ def render(text: str, report: Report) -> str:
     measured = {path.name for path in report.folder.glob("*.json")}
     if shown != measured:
         raise ValueError(
-            f"files without a block in the README: {sorted(measured - shown)}; "
+            f"files without a block in the page: {sorted(measured - shown)}; "
             f"blocks without a file: {sorted(shown - measured)}"
         )
 

@@ -23,7 +23,7 @@ from jupyter_client import AsyncKernelManager
 from jupyter_client.kernelspec import KernelSpec
 from papermill.exceptions import PapermillExecutionError
 
-from ci.notebooks import ROOT
+from ci.notebooks import ROOT, sources
 
 PR_SET_CHILD_SUBREAPER = 36
 
@@ -126,7 +126,7 @@ def run(path: Path, output: Path, parameters: dict, cell_timeout: int) -> Result
         finally:
             terminate(set(psutil.Process().children(recursive=True)) - before)
     result = Result(time.monotonic() - start, error)
-    record(output if output.exists() else path, output, result)
+    record(path, output if output.exists() else path, output, result)
     return result
 
 
@@ -135,14 +135,15 @@ def plain(traceback: list[str]) -> str:
     return re.sub(r"\x1b\[[0-9;]*m", "", "\n".join(traceback))
 
 
-def record(source: Path, output: Path, result: Result) -> None:
-    """Store the outcome in the executed copy for the gallery."""
+def record(path: Path, source: Path, output: Path, result: Result) -> None:
+    """Store the outcome of notebook ``path`` in its executed copy, for the gallery and the site."""
     notebook = nbformat.read(source, as_version=4)
     notebook.metadata["nearlinear"] = {
         "status": result.status,
         "seconds": round(result.seconds, 1),
         "finished": time.strftime("%Y-%m-%d %H:%M"),
         "error": result.error or "",
+        "sources": sources.key(path),
     }
     nbformat.write(notebook, output)
 

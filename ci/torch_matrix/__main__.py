@@ -70,7 +70,7 @@ def run_checks(python: Path, cache: Path) -> dict[str, str]:
 
 
 def table(rows: list[list[str]]) -> str:
-    """Return a Markdown table for the package's README."""
+    """Return a Markdown table for the page on the collectives."""
     lines = [TITLES, [":--"] * len(TITLES), *rows]
     text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     return f"{text}\n\nPython {platform.python_version()}, 2 ranks on one machine."

@@ -1,4 +1,4 @@
-"""`ci.benchmarks.tables`: README tables equal the measured files.
+"""`ci.benchmarks.tables`: tables of pages equal the measured files.
 
 The files themselves must name their command, use relative paths and contain no wrong element.
 """
@@ -31,10 +31,10 @@ def test_files_name_their_command_and_hold_no_wrong_data(path):
 
 @pytest.fixture
 def copy(tmp_path, monkeypatch):
-    """Copy the collectives' README and files."""
+    """Copy the collectives' page and files."""
     report = tables.REPORTS[0]
     shutil.copytree(report.folder, tmp_path / "benchmarks")
-    shutil.copy(report.readme, tmp_path / "README.md")
+    shutil.copy(report.page, tmp_path / "README.md")
     moved = tables.Report(tmp_path / "README.md", tmp_path / "benchmarks", report.relative_folder)
     monkeypatch.setattr(tables, "REPORTS", [moved])
     return tmp_path

@@ -75,7 +75,7 @@ def test_old_python_is_rejected_with_the_required_version(run, monkeypatch, caps
 def test_help_lists_every_command(args):
     done = subprocess.run([sys.executable, ROOT / "run", *args], capture_output=True, text=True)
     assert done.returncode == 0
-    for command in ["tutorial", "test", "race", "lab", "help"]:
+    for command in ["tutorial", "test", "docs", "race", "lab", "help"]:
         assert f"\n  {command} " in done.stdout
 
 
@@ -200,15 +200,18 @@ def test_damaged_environment_is_rebuilt(workspace, installs, damage, monkeypatch
     assert "an empty environment" in installs
 
 
-def test_lab_is_installed_once_and_kept(workspace, installs):
+@pytest.mark.parametrize("extra", ["lab", "docs"])
+def test_addition_is_installed_once_and_kept(workspace, installs, extra):
     environment.ensure()
     installs.clear()
-    environment.ensure(lab=True)
-    assert f"packages/core[{environment.EXTRAS},lab]" in installs
+    environment.ensure(**{extra: True})
+    assert f"packages/core[{environment.EXTRAS},{extra}]" in installs
     installs.clear()
     environment.ensure()
-    environment.ensure(lab=True)
+    environment.ensure(**{extra: True})
     assert not installs
+    environment.ensure(lab=True, docs=True)
+    assert f"packages/core[{environment.EXTRAS},lab,docs]" in installs
 
 
 def test_peers_are_built_for_the_installed_torch(workspace, installs):

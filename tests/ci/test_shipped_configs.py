@@ -1,4 +1,4 @@
-"""Every shipped config fits on the cluster that it names: README, notebooks and config files.
+"""Every shipped config fits on the cluster that it names: pages, notebooks and config files.
 
 TOML is taken from Markdown blocks and from strings of notebooks, whose placeholders are filled with
 the values below.
@@ -66,10 +66,9 @@ def strings_of(path: Path) -> list[str]:
 def configs() -> list[tuple[str, str]]:
     """Return name and TOML of every shipped config that names a preset."""
     found = []
-    for path in [ROOT / "README.md", ROOT / "packages/core/README.md", *ROOT.glob("**/docs/*.md")]:
-        if ".venv" not in path.parts:
-            blocks = re.findall(r"```toml\n(.*?)```", path.read_text(encoding="utf-8"), re.DOTALL)
-            found += [(path.name, block) for block in blocks]
+    for path in [ROOT / "README.md", *sorted((ROOT / "packages/core/docs").rglob("*.md"))]:
+        blocks = re.findall(r"```toml\n(.*?)```", path.read_text(encoding="utf-8"), re.DOTALL)
+        found += [(path.name, block) for block in blocks]
     for path in sorted((ROOT / "notebooks").glob("[0-9][0-9]_*.py")):
         found += [(path.stem, text) for text in strings_of(path)]
     found.append(("tutorial.toml", (ROOT / "notebooks/tutorial.toml").read_text()))
@@ -85,7 +84,7 @@ JOBS = [
 
 def test_every_kind_of_shipped_config_is_found():
     names = [name for name, _ in configs()]
-    for name in ("README.md", "02_train_gpt2", "08_fsx_input", "tutorial.toml"):
+    for name in ("launch.md", "02_train_gpt2", "08_fsx_input", "tutorial.toml"):
         assert name in names
     assert len(JOBS) == 3
 

@@ -56,8 +56,8 @@ def test_estimate_of_30_billion_parameters_on_256_gpus():
     assert plan.persistent / 2**30 == pytest.approx(2.617, rel=0.001)
     assert plan.moment == "in the backward pass: block 47 of 48"
     assert plan.total > plan.peak == sum(plan.parts.values())
-    readme = Path(__file__).parents[3] / "packages" / "core" / "README.md"
-    assert str(plan) in readme.read_text(encoding="utf-8")
+    page = Path(__file__).parents[3] / "packages/core/docs/howto/fit_a_model.md"
+    assert str(plan) in page.read_text(encoding="utf-8")
 
 
 LAYOUTS = {

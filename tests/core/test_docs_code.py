@@ -1,4 +1,4 @@
-"""Code blocks and job tables of the package README run as documented."""
+"""Code blocks and job tables of the documentation run as documented."""
 
 import json
 import re
@@ -11,13 +11,15 @@ from transformers import AutoModelForCausalLM
 
 import nearlinear as nl
 from nearlinear import cli
+from nearlinear.config import parallel as parallel_config
 from nearlinear.config import train as train_config
 from nearlinear.fsdp.model_state import local_tensor
 from nearlinear.launch import spec
 from tests.support import parity
 
-README = Path(__file__).resolve().parents[2] / "packages" / "core" / "README.md"
-TABLES = re.findall(r"```toml\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
+DOCS = Path(__file__).resolve().parents[2] / "packages" / "core" / "docs"
+TEXT = "\n".join(path.read_text(encoding="utf-8") for path in sorted(DOCS.rglob("*.md")))
+TABLES = re.findall(r"```toml\n(.*?)```", TEXT, re.DOTALL)
 JOB = next(text for text in TABLES if "[job]" in text)
 
 
@@ -29,7 +31,7 @@ def job_file(tmp_path):
 
 
 @pytest.mark.parametrize("place", ["sagemaker", "emulate"])
-def test_readme_job_passes_dry_run(job_file, place, capsys):
+def test_job_passes_dry_run(job_file, place, capsys):
     assert cli.main(["launch", job_file, "--place", place, "--dry-run"]) == 0
     assert '"InstanceCount": 32' in capsys.readouterr().out
 
@@ -42,7 +44,7 @@ def test_readme_job_passes_dry_run(job_file, place, capsys):
         ("local", "{train = {path = '/fsx/tokens'}}", "data.path=/fsx/tokens"),
     ],
 )
-def test_readme_job_runs_in_other_places_with_their_inputs(place, inputs, shown, capsys, tmp_path):
+def test_job_runs_in_other_places_with_their_inputs(place, inputs, shown, capsys, tmp_path):
     data = tomllib.loads(JOB)
     data["job"]["inputs"] = tomllib.loads(f"inputs = {inputs}")["inputs"]
     for key in ("output", "checkpoints"):
@@ -56,15 +58,17 @@ def test_readme_job_runs_in_other_places_with_their_inputs(place, inputs, shown,
     assert shown in capsys.readouterr().out
 
 
-def test_readme_tables_are_valid_configs():
+def test_tables_are_valid_configs():
     for text in TABLES:
         spec.load(tomllib.loads(text))
         train_config.load(tomllib.loads(text), environment={})
 
 
 def code_block(text: str) -> str:
-    """Return the only Python block of the README that contains ``text``."""
-    blocks = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
+    """Return the only Python block of the pages that contains ``text``, except those of the API."""
+    pages = (path for path in sorted(DOCS.rglob("*.md")) if path.name != "api.md")
+    text_of_pages = "\n".join(path.read_text(encoding="utf-8") for path in pages)
+    blocks = re.findall(r"```python\n(.*?)```", text_of_pages, re.DOTALL)
     (found,) = [block for block in blocks if text in block]
     return found
 
@@ -80,14 +84,14 @@ def run_optimizer_block(rank):
     )
 
 
-def test_readme_shard_optimizer_block_divides_state_by_all_ranks():
+def test_shard_optimizer_block_divides_state_by_all_ranks():
     held = nl.spmd.run(run_optimizer_block, 4)
     assert sum(mine for mine, _ in held) == held[0][1]
     assert max(mine for mine, _ in held) < 0.26 * held[0][1]
 
 
 def run_parallelism_blocks(rank):
-    """Execute the README blocks on parallelism in sequence, on one of eight ranks."""
+    """Execute the blocks on parallelism in sequence, on one of eight ranks."""
     config, batch = parity.build("llama").config, parity.rows(0)
     variables = {"nl": nl, "AutoModelForCausalLM": AutoModelForCausalLM, "config": config}
     exec(code_block("with nl.deferred_init():"), variables)
@@ -107,13 +111,13 @@ def run_parallelism_blocks(rank):
     return variables["loss"].item()
 
 
-def test_readme_parallelism_blocks_run():
+def test_parallelism_blocks_run():
     losses = nl.spmd.run(run_parallelism_blocks, 8)
     assert len(set(losses)) == 1 and 4 < losses[0] < 6
 
 
 def run_precision_and_memory_blocks(rank):
-    """Execute the README blocks on loss scaling and on the memory report."""
+    """Execute the blocks on loss scaling and on the memory report."""
     nl.init({"fp16": True, "init_scale": 65536.0, "hybrid_shard_degree": 2})
     with nl.spmd.one_at_a_time(seed=0):
         model = parity.build("llama")
@@ -127,5 +131,58 @@ def run_precision_and_memory_blocks(rank):
     return variables["scaler"].overflow, scheduler.last_epoch
 
 
-def test_readme_precision_and_memory_blocks_run():
+def test_precision_and_memory_blocks_run():
     assert nl.spmd.run(run_precision_and_memory_blocks, 4) == [(False, 1)] * 4
+
+
+def run_migrated_loop(rank, block):
+    """Execute a loop of a migration page on two micro-batches per rank and step."""
+    tensor_ranks = 2 if "tensor_parallel_degree" in block else 1
+    data_rank, data_ranks = rank // tensor_ranks, 4 // tensor_ranks
+    with nl.spmd.one_at_a_time(seed=0):
+        model = parity.build("llama")
+    pieces = [parity.split(parity.rows(step), 2 * data_ranks) for step in range(2)]
+    loader = [each[2 * data_rank : 2 * data_rank + 2] for each in pieces]
+    variables = {"model": model, "loader": loader}
+    exec(block, variables)
+    return {name: whole(p) for name, p in variables["model"].named_parameters()}
+
+
+def whole(parameter):
+    return parameter.full_tensor().detach() if hasattr(parameter, "full_tensor") else parameter
+
+
+@pytest.mark.parametrize("page", ["smp_v2", "deepspeed", "fsdp", "accelerate"])
+def test_migrated_loop_trains_as_one_process(page):
+    text = (DOCS / "migration" / f"{page}.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    model = parity.build("llama")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for step in range(2):
+        model(**parity.rows(step)).loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    expected = dict(model.named_parameters())
+    for values in nl.spmd.run(lambda rank: run_migrated_loop(rank, block), 4):
+        for name, value in values.items():
+            if value.shape == expected[name].shape:  # tensor ranks hold a part
+                torch.testing.assert_close(value, expected[name].detach(), atol=1e-5, rtol=1e-4)
+
+
+def test_smp_page_lists_every_alias_and_ignored_key():
+    text = (DOCS / "migration" / "smp_v1.md").read_text(encoding="utf-8")
+    _, names = text.split("## Keys with another name")
+    rows = dict(re.findall(r"^\| `(\w+)` \| `(\w+)` \|$", names, re.MULTILINE))
+    assert rows == parallel_config.ALIASES
+    listed = set(re.findall(r"`(\w+)`", names.partition("no effect:")[2].partition(".")[0]))
+    assert listed == parallel_config.IGNORED_V1_KEYS
+
+
+@pytest.mark.parametrize("page", ["bytes", "rooflines", "degrees", "differences"])
+def test_solutions_of_problems_are_correct(page):
+    text = (DOCS / "problems" / f"{page}.md").read_text(encoding="utf-8")
+    assert text.count("{dropdown} Solution") == 10
+    variables = {}
+    for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+        exec(block, variables)
