@@ -42,6 +42,7 @@ def alone():
         {"prefetch_depth": 3, "sdp_max_live_parameters": 0},
         {"sdp_max_live_parameters": 0},
         {"sdp_reduce_bucket_size": 0},
+        {"gradient_reduction": "micro_batch"},
         {"hierarchical_all_gather": "on", "ranks_per_node": 2},
     ],
     ids=lambda config: "-".join(config),
@@ -68,9 +69,10 @@ def test_collectives_package_does_not_change_training():
         assert tiny.largest_difference(found[0], alone()) < 1e-5, run
 
 
-def test_gradients_are_exposed_after_synchronization():
+@pytest.mark.parametrize("reduction", ["auto", "micro_batch"])
+def test_gradients_are_exposed_after_synchronization(reduction):
     def seen(rank):
-        model = sharded(2)
+        model = sharded(2, gradient_reduction=reduction)
         there = []
         for batch in nl.accumulate(model, [tiny.batch(tiny.rows(i, 2)) for i in range(3)]):
             model(**batch).loss.backward()
@@ -81,11 +83,12 @@ def test_gradients_are_exposed_after_synchronization():
         assert there == [{False}, {False}, {True}]
 
 
-def test_accumulate_adds_to_existing_gradients():
+@pytest.mark.parametrize("reduction", ["auto", "micro_batch"])
+def test_accumulate_adds_to_existing_gradients(reduction):
     batches = [tiny.batch(tiny.rows(i, 2)) for i in range(2)]
 
     def gradients(rank, times):
-        model = sharded(2)
+        model = sharded(2, gradient_reduction=reduction)
         for _ in range(times):
             for batch in nl.accumulate(model, batches):
                 model(**batch).loss.backward()
@@ -113,8 +116,10 @@ PATHS = ["012 01", "01 012", "012 01 01", "01 01", "0112 0112 0112", "0112 012",
 
 
 @pytest.mark.parametrize("paths", PATHS)
-@pytest.mark.parametrize("two_hop", [True, False])
-def test_gradients_of_blocks_skipped_or_used_twice_are_summed(paths, two_hop):
+@pytest.mark.parametrize(
+    ("two_hop", "reduction"), [(True, "auto"), (True, "micro_batch"), (False, "auto")]
+)
+def test_gradients_of_blocks_skipped_or_used_twice_are_summed(paths, two_hop, reduction):
     paths = [[int(i) for i in path] for path in paths.split()]
     inputs = [[torch.full((2, 6), 0.1 + rank + i) for i in range(len(paths))] for rank in range(4)]
 
@@ -124,7 +129,7 @@ def test_gradients_of_blocks_skipped_or_used_twice_are_summed(paths, two_hop):
         return model, list(zip(inputs[rank], paths, strict=True))
 
     def gradients(rank):
-        nl.init({"hybrid_shard_degree": 2})
+        nl.init({"hybrid_shard_degree": 2, "gradient_reduction": reduction})
         model, batches = model_and_batches(rank)
         nl.shard(model)
         for x, path in nl.accumulate(model, batches, weight=lambda batch: 1.0, two_hop=two_hop):
@@ -159,11 +164,12 @@ def test_plain_loop_without_accumulate_synchronizes_gradients():
         torch.testing.assert_close(apart[name], gradient, atol=1e-6, rtol=1e-4)
 
 
-def test_unfinished_step_leaves_no_partial_sums():
+@pytest.mark.parametrize("reduction", ["auto", "micro_batch"])
+def test_unfinished_step_leaves_no_partial_sums(reduction):
     batches = [tiny.batch(tiny.rows(i, 2)) for i in range(3)]
 
     def gradients(rank, abandon):
-        model = sharded(2)
+        model = sharded(2, gradient_reduction=reduction)
         if abandon:
             for batch in nl.accumulate(model, batches[::-1]):
                 model(**batch).loss.backward()
