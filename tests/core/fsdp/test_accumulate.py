@@ -53,6 +53,24 @@ def test_replicas_synchronize_once_per_step(kind, two_hop, reshard, reduction, e
         assert calls == expected
 
 
+@pytest.mark.parametrize(
+    ("two_hop", "reduction", "all_reduces"),
+    [(True, "auto", 4), (True, "micro_batch", 4), (False, "auto", 16)],
+)
+def test_whole_replicas_only_all_reduce(two_hop, reduction, all_reduces):
+    def calls(rank):
+        model = sharded(1, config={"gradient_reduction": reduction})
+        with count_collectives() as counts:
+            batches = [tiny.batch(tiny.rows(i, 2)) for i in range(4)]
+            for micro_batch in nl.accumulate(model, batches, two_hop=two_hop):
+                model(**micro_batch).loss.backward()
+        return dict(counts.calls)
+
+    agreement = 2  # numbers of targets: expected, then measured
+    for found in nl.spmd.run(calls, 2):
+        assert found == {"all_reduce": all_reduces + agreement}
+
+
 def test_two_hop_sends_a_quarter_of_the_bytes_between_replicas():
     one = nl.spmd.run(counted, 4, args=("gpt2", False, None, "micro_batch"))[0][1]
     two = nl.spmd.run(counted, 4, args=("gpt2", True, None, "micro_batch"))[0][1]

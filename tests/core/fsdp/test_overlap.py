@@ -33,7 +33,7 @@ def alone():
     return tiny.train_alone("gpt2", "sgd", ROWS)
 
 
-@pytest.mark.parametrize(("degree", "two_hop"), [(2, True), (2, False), (4, True)])
+@pytest.mark.parametrize(("degree", "two_hop"), [(1, True), (2, True), (2, False), (4, True)])
 @pytest.mark.parametrize(
     "config",
     [
@@ -56,7 +56,7 @@ def test_communication_settings_do_not_change_training(degree, two_hop, config):
 def test_comm_threads_of_processes_do_not_change_training():
     two_nodes = {"ranks_per_node": 2}
     configs = [two_nodes | {"hierarchical_all_gather": way} for way in ("on", "auto", "off")]
-    runs = list(itertools.product((2, 4), (True,), configs))
+    runs = [*itertools.product((2, 4), (True,), configs), (1, True, {}), (1, False, {})]
     for run, found in zip(runs, in_turn(trained, 4, runs), strict=True):
         assert tiny.largest_difference(found[0], alone()) < 1e-5, run
 
@@ -117,9 +117,16 @@ PATHS = ["012 01", "01 012", "012 01 01", "01 01", "0112 0112 0112", "0112 012",
 
 @pytest.mark.parametrize("paths", PATHS)
 @pytest.mark.parametrize(
-    ("two_hop", "reduction"), [(True, "auto"), (True, "micro_batch"), (False, "auto")]
+    ("degree", "two_hop", "reduction"),
+    [
+        (2, True, "auto"),
+        (2, True, "micro_batch"),
+        (2, False, "auto"),
+        (1, True, "auto"),
+        (1, True, "micro_batch"),
+    ],
 )
-def test_gradients_of_blocks_skipped_or_used_twice_are_summed(paths, two_hop, reduction):
+def test_gradients_of_blocks_skipped_or_used_twice_are_summed(paths, degree, two_hop, reduction):
     paths = [[int(i) for i in path] for path in paths.split()]
     inputs = [[torch.full((2, 6), 0.1 + rank + i) for i in range(len(paths))] for rank in range(4)]
 
@@ -129,7 +136,7 @@ def test_gradients_of_blocks_skipped_or_used_twice_are_summed(paths, two_hop, re
         return model, list(zip(inputs[rank], paths, strict=True))
 
     def gradients(rank):
-        nl.init({"hybrid_shard_degree": 2, "gradient_reduction": reduction})
+        nl.init({"hybrid_shard_degree": degree, "gradient_reduction": reduction})
         model, batches = model_and_batches(rank)
         nl.shard(model)
         for x, path in nl.accumulate(model, batches, weight=lambda batch: 1.0, two_hop=two_hop):

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import nn
+    from torch.distributed.fsdp import FSDPModule
 
     from ..config.parallel import ParallelConfig
-    from torch.distributed.fsdp import FSDPModule
 
 
 GRADIENT_BYTES = 4  # micro-batches are summed in float32

@@ -256,8 +256,8 @@ def _shard_stages(
         reshard_after_forward = not stage_stays_gathered(held, live, needs_gathered)
         if needs_gathered and held > live:
             log.warning(
-                "a limit of %d gathered parameters has no effect: pipeline = %r keeps this rank's %d "
-                "parameters gathered",
+                "a limit of %d gathered parameters has no effect: pipeline = %r keeps this rank's "
+                "%d parameters gathered",
                 live,
                 pipeline.schedule_name,
                 held,
