@@ -65,7 +65,9 @@ def _compare(options, argv: list[str]) -> int:
     record = bench_record.header(MODULE, argv, "torch", "nearlinear-collectives", "deepspeed")
     print(f"# {report.describe(config)}")
     record["config"] = asdict(config)
-    record["results"] = run_comparison(config, timelines=options.figures is not None)
+    record["results"] = run_comparison(
+        config, timelines=options.figures is not None, memory=options.pareto
+    )
     record["cores_used_by_others"] = background.cores(bench_record.own_cpu_seconds() - before)
     print(f"\n{report.render(config, record['results'])}")
     if parts := report.attribution(record["results"]):

@@ -1,4 +1,4 @@
-"""Memory of a training step: peak of the allocated tensors of one rank.
+"""Memory of a training step: peak of the allocated tensors of rank 0.
 
 Systems share processes, so that resident memory cannot be divided among them. The peak of a system
 is the size of its tensors between two steps plus the largest growth of torch's allocations within a

@@ -4,8 +4,8 @@
 
 Rank 0 reads one JSON line per step from stdin, ``{"system": "ours", "step": 3, "mode": "timed"}``,
 and answers with one line: seconds and processor time of the slowest rank, mean loss, and bytes sent
-by the busiest NIC. The mode ``traced`` adds the timeline of rank 0, ``memory`` the peak of the
-allocated tensors of the rank that needs most.
+by the busiest NIC. The mode ``traced`` adds the timeline of rank 0, ``memory`` the peak of its
+allocated tensors.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def run_step(adapter, config: CompareConfig, request: dict, held: int) -> dict:
     batches = make_batches(config, request["step"], dist.get_rank())
     dist.barrier()
     sent, begin, busy, spans = sent_bytes(), perf_counter(), process_time(), {}
-    if request["mode"] == "memory":
+    if request["mode"] == "memory" and dist.get_rank() == 0:
         loss, growth = peak_growth(lambda: adapter.step(batches))
         peak = held + growth
     elif request["mode"] == "traced" and dist.get_rank() == 0:
@@ -83,7 +83,7 @@ def run_step(adapter, config: CompareConfig, request: dict, held: int) -> dict:
     seconds, busy = perf_counter() - begin, process_time() - busy
     dist.barrier()
     sent = sent_bytes() - sent
-    slowest = torch.tensor([seconds, sent, busy, peak], dtype=torch.float64)
+    slowest = torch.tensor([seconds, sent, busy], dtype=torch.float64)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     mean = torch.tensor(loss, dtype=torch.float64)
     dist.all_reduce(mean)
@@ -94,7 +94,7 @@ def run_step(adapter, config: CompareConfig, request: dict, held: int) -> dict:
         "seconds": slowest[0].item(),
         "sent_bytes": int(slowest[1].item()),
         "cpu_seconds": slowest[2].item(),
-        **({"peak_bytes": int(slowest[3].item())} if peak else {}),
+        **({"peak_bytes": peak} if peak else {}),
         "loss": mean.item() / dist.get_world_size(),
         **({"spans": spans} if spans else {}),
     }
