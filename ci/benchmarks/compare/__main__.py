@@ -25,6 +25,13 @@ DEFAULT_SYSTEMS = (
     *("compute", "zero3", "zero3_default", "zero3_nl", "mics", "fsdp1", "fsdp2", "fsdp2_nl"),
     *("ours", "ours_nl_lean", "ours_nl"),
 )
+# Every system with its settings of most retention, least memory, or both: step time and memory.
+PARETO_SYSTEMS = (
+    *("compute", "ddp", "ddp_nl", "zero1", "zero2", "zero3", "zero3_default"),
+    *("fsdp2", "fsdp2_nl", "fsdp2_once", "fsdp2_once_nl", "hybrid_once", "hybrid_once_nl"),
+    *("ours", "ours_once", "ours_nl", "ours_nl_once"),
+    *("ours_nl_lean", "ours_nl_full", "ours_nl_whole"),
+)
 # The essential systems, in ten minutes on two cores.
 QUICK_SYSTEMS = ("compute", "zero3", "mics", "fsdp2", "fsdp2_nl", "ours", "ours_nl")
 QUICK_STEPS = 3
@@ -36,6 +43,7 @@ examples:
   python -m {MODULE} --nodes 2 --ranks 2 --rate 1gbit --json compare.json
   python -m {MODULE} --systems fsdp2 ours ours_nl --steps 3
   python -m {MODULE} --ladder               the gain of each part
+  python -m {MODULE} --pareto               step time beside peak memory
   python -m {MODULE}.sweep --nodes 1 2 4 8  weak scaling
 
 systems (* default):
@@ -57,7 +65,9 @@ def _compare(options, argv: list[str]) -> int:
     record = bench_record.header(MODULE, argv, "torch", "nearlinear-collectives", "deepspeed")
     print(f"# {report.describe(config)}")
     record["config"] = asdict(config)
-    record["results"] = run_comparison(config, timelines=options.figures is not None)
+    record["results"] = run_comparison(
+        config, timelines=options.figures is not None, memory=options.pareto
+    )
     record["cores_used_by_others"] = background.cores(bench_record.own_cpu_seconds() - before)
     print(f"\n{report.render(config, record['results'])}")
     if parts := report.attribution(record["results"]):
@@ -84,7 +94,9 @@ def report_deviations(records: list[dict]) -> int:
 
 def config_from_options(options) -> CompareConfig:
     """Return the configuration of a command line. Raises ValueError if it is invalid."""
-    names = options.systems or (QUICK_SYSTEMS if options.quick else DEFAULT_SYSTEMS)
+    names = options.systems or (
+        PARETO_SYSTEMS if options.pareto else QUICK_SYSTEMS if options.quick else DEFAULT_SYSTEMS
+    )
     if options.quick:
         options.steps = QUICK_STEPS if options.steps is None else options.steps
         options.figures = options.figures or QUICK_FOLDER
@@ -145,6 +157,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--rate", default="1gbit", help="of each NIC per direction (default: 1gbit)")
     add("--quick", action="store_true",
         help=f"only {', '.join(QUICK_SYSTEMS)}, {QUICK_STEPS} steps each")  # fmt: skip
+    add("--pareto", action="store_true",
+        help="every library at several settings: step time beside peak memory")  # fmt: skip
     add("--ladder", nargs="?", choices=[*LADDERS, "both"], const="both", metavar="ORDER",
         help=f"add the parts one by one: {', '.join(map(repr, LADDERS))}, or both")  # fmt: skip
     return parser

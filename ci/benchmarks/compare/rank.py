@@ -2,9 +2,10 @@
 
     python -m ci.benchmarks.compare.rank CONFIG SYSTEM...
 
-Rank 0 reads one JSON line per step from stdin, ``{"system": "ours", "step": 3, "traced": false}``,
-and answers with one line: seconds of the slowest rank, mean loss, bytes sent by the busiest NIC,
-and the timeline of rank 0 if the step is traced.
+Rank 0 reads one JSON line per step from stdin, ``{"system": "ours", "step": 3, "mode": "timed"}``,
+and answers with one line: seconds and processor time of the slowest rank, mean loss, and bytes sent
+by the busiest NIC. The mode ``traced`` adds the timeline of rank 0, ``memory`` the peak of its
+allocated tensors.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ import json
 import os
 import sys
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, process_time
 
 import torch
 import torch.distributed as dist
 
 from .config import CompareConfig
+from .memory import live_tensor_bytes, peak_growth
 from .systems import SYSTEMS
 from .trace import run_traced
 from .training import ADAPTERS, make_batches
@@ -34,14 +36,19 @@ def main(config_text: str, names: list[str]) -> None:
     if backend == "nearlinear":
         import nearlinear_collectives  # noqa: F401 (registers the backend)
     dist.init_process_group(backend)
-    adapters = {}
+    adapters, states = {}, {}
     for name in names:
         system = SYSTEMS[name]
+        before = live_tensor_bytes()
         adapters[name] = ADAPTERS[system.library](config, **system.options)
+        states[name] = live_tensor_bytes() - before
         dist.barrier()
     answer({"ready": names})
     while (request := next_request()) is not None:
-        answer(run_step(adapters[request["system"]], config, request))
+        name = request["system"]
+        before = live_tensor_bytes()
+        answer(run_step(adapters[name], config, request, states[name]))
+        states[name] += live_tensor_bytes() - before
     dist.barrier()
     dist.destroy_process_group()
 
@@ -53,19 +60,30 @@ def next_request() -> dict | None:
     return json.loads(lines[0]) if lines[0].strip() else None
 
 
-def run_step(adapter, config: CompareConfig, request: dict) -> dict:
-    """Run one optimizer step. Collective over all ranks."""
+def run_step(adapter, config: CompareConfig, request: dict, held: int) -> dict:
+    """Run one optimizer step. Collective over all ranks.
+
+    Args:
+        adapter: The system.
+        config: The comparison.
+        request: System, step and mode.
+        held: Bytes of the system's tensors between steps.
+    """
+    peak = 0
     batches = make_batches(config, request["step"], dist.get_rank())
     dist.barrier()
-    sent, begin = sent_bytes(), perf_counter()
-    if request["traced"] and dist.get_rank() == 0:
+    sent, begin, busy, spans = sent_bytes(), perf_counter(), process_time(), {}
+    if request["mode"] == "memory" and dist.get_rank() == 0:
+        loss, growth = peak_growth(lambda: adapter.step(batches))
+        peak = held + growth
+    elif request["mode"] == "traced" and dist.get_rank() == 0:
         loss, spans = run_traced(adapter, batches)
     else:
-        loss, spans = adapter.step(batches), {}
-    seconds = perf_counter() - begin
+        loss = adapter.step(batches)
+    seconds, busy = perf_counter() - begin, process_time() - busy
     dist.barrier()
     sent = sent_bytes() - sent
-    slowest = torch.tensor([seconds, sent], dtype=torch.float64)
+    slowest = torch.tensor([seconds, sent, busy], dtype=torch.float64)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     mean = torch.tensor(loss, dtype=torch.float64)
     dist.all_reduce(mean)
@@ -75,6 +93,8 @@ def run_step(adapter, config: CompareConfig, request: dict) -> dict:
         "step": request["step"],
         "seconds": slowest[0].item(),
         "sent_bytes": int(slowest[1].item()),
+        "cpu_seconds": slowest[2].item(),
+        **({"peak_bytes": peak} if peak else {}),
         "loss": mean.item() / dist.get_world_size(),
         **({"spans": spans} if spans else {}),
     }

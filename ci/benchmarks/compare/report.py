@@ -38,7 +38,11 @@ def describe(config: CompareConfig) -> str:
 
 
 def format_record(record: dict) -> str:
-    note = "  (traced)" if record.get("spans") else "" if record["timed"] else "  (warm-up)"
+    note = "" if record["timed"] else "  (warm-up)"
+    if record.get("spans"):
+        note = "  (traced)"
+    elif "peak_bytes" in record:
+        note = f"  (peak of tensors {record['peak_bytes'] / 2**20:.0f} MiB)"
     return (
         f"step {record['step']}  {record['system']:14} {record['seconds']:7.2f} s  "
         f"{record['sent_bytes'] / 2**20:7.1f} MiB  loss {record['loss']:.6f}{note}"
@@ -46,16 +50,25 @@ def format_record(record: dict) -> str:
 
 
 def render(config: CompareConfig, records: list[dict]) -> str:
-    """Return a Markdown table: seconds, range, bytes sent, their minimum, ratios to baselines."""
+    """Return a Markdown table: seconds, range, bytes sent, their minimum, ratios to baselines.
+
+    With measured memory, the table also has the processor time and the peak of allocated tensors
+    of a rank, in MiB and in sizes P of the float32 parameters. A star marks the systems that no
+    other beats in both step time and peak.
+    """
     timed = _by_system([record for record in records if record["timed"]])
     medians = step_medians(records)
     baselines = [name for name in BASELINES if name in medians]
+    peaks = {r["system"]: r["peak_bytes"] for r in records if "peak_bytes" in r}
+    front = pareto_front({name: (medians[name], peak) for name, peak in peaks.items()})
+    parameters = 4 * sum(traffic.unit_sizes(config))
     head = [
         "system",
         "s/step",
         "min-max",
         "MiB per NIC",
         "minimum",
+        *(["processor s", "peak MiB", "in P", "front"] if peaks else []),
         *(f"speed-up over {name}" for name in baselines),
     ]
     rows = [head, [":--", *["--:"] * (len(head) - 1)]]
@@ -69,6 +82,16 @@ def render(config: CompareConfig, records: list[dict]) -> str:
                 f"{min(seconds):.2f}-{max(seconds):.2f}",
                 f"{sent:.1f}",
                 minimum_mib(config, name),
+                *(
+                    [
+                        f"{statistics.median(r['cpu_seconds'] for r in of_system):.2f}",
+                        f"{peaks[name] / 2**20:.0f}",
+                        f"{peaks[name] / parameters:.2f}",
+                        "*" if name in front else "",
+                    ]
+                    if peaks
+                    else []
+                ),
                 *(f"{medians[base] / medians[name]:.2f}x" for base in baselines),
             ]
         )
@@ -96,6 +119,17 @@ def attribution(records: list[dict]) -> str:
             rows.append([rungs[name], f"{medians[name]:.2f}", *(f"{gain:.2f}x" for gain in gains)])
         tables.append(markdown(rows))
     return "\n\n".join(tables)
+
+
+def pareto_front(points: dict[str, tuple[float, float]]) -> set[str]:
+    """Return the systems that train together and that no other beats in (seconds, bytes)."""
+    own = {name: point for name, point in points.items() if SYSTEMS[name].trains_together}
+
+    def beaten(point: tuple[float, float]) -> bool:
+        others = [other for other in own.values() if other != point]
+        return any(other[0] <= point[0] and other[1] <= point[1] for other in others)
+
+    return {name for name, point in own.items() if not beaten(point)}
 
 
 def minimum_mib(config: CompareConfig, name: str) -> str:

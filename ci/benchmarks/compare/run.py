@@ -23,12 +23,15 @@ from .systems import SYSTEMS
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def run_comparison(config: CompareConfig, timelines: bool = False) -> list[dict]:
+def run_comparison(
+    config: CompareConfig, timelines: bool = False, memory: bool = False
+) -> list[dict]:
     """Return the record of every step, warm-up included.
 
     Args:
         config: The comparison.
         timelines: Run one more step of each system and record its timeline (``spans``).
+        memory: Run one more step of each system and record its peak memory (``peak_bytes``).
 
     Raises:
         ClusterError: If the cluster cannot be created.
@@ -41,12 +44,12 @@ def run_comparison(config: CompareConfig, timelines: bool = False) -> list[dict]
         for group in workers:
             group.wait_until_ready()
         group_of = {name: group for group in workers for name in group.names}
-        for step in range(config.warm_up + config.steps + timelines):
-            traced = step == config.warm_up + config.steps
+        modes = ["warm-up"] * config.warm_up + ["timed"] * config.steps
+        modes += ["traced"] * timelines + ["memory"] * memory
+        for step, mode in enumerate(modes):
             for name in config.systems:
-                record = group_of[name].run_step(name, step, traced)
-                timed = step >= config.warm_up and not traced
-                records.append({**record, "timed": timed})
+                record = group_of[name].run_step(name, step, mode)
+                records.append({**record, "timed": mode == "timed"})
                 print(report.format_record(records[-1]), flush=True)
         for group in workers:
             group.shut_down()
@@ -83,9 +86,9 @@ class WorkerGroup:
     def wait_until_ready(self) -> None:
         self._read_answer("ready")
 
-    def run_step(self, system: str, step: int, traced: bool = False) -> dict:
+    def run_step(self, system: str, step: int, mode: str = "timed") -> dict:
         """Run one optimizer step of one system and return the record of rank 0."""
-        request = {"system": system, "step": step, "traced": traced}
+        request = {"system": system, "step": step, "mode": mode}
         self.leader.stdin.write(json.dumps(request) + "\n")
         self.leader.stdin.flush()
         return self._read_answer("seconds")

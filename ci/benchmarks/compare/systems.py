@@ -29,11 +29,12 @@ class System:
     """Collectives of a step; None without communication."""
 
 
-def _nearlinear(title: str, counts=traffic.gather_once, backend: str = "gloo", **options) -> System:
+def _nearlinear(title: str, counts=traffic.all_once, backend: str = "gloo", **options) -> System:
     return System("nearlinear", title, options, backend, traffic=counts)
 
 
 def _zero3(title: str, counts=traffic.zero3, backend: str = "gloo", **options) -> System:
+    """Describe one of DeepSpeed's ZeRO stages."""
     requires = "deepspeed==0.19.8"
     return System("zero3", title, options, backend, requires=requires, traffic=counts)
 
@@ -54,6 +55,8 @@ HIERARCHICAL = {**MINIMAL, "hierarchical_all_gather": "on"}
 OVERLAPPED = {"hierarchical_all_gather": "on", "sdp_max_live_parameters": 0}
 FLAT = {**OVERLAPPED, "hierarchical_all_gather": "off"}
 ON_NEARLINEAR = {"communication_backend": "nearlinear"}
+EACH_MICRO_BATCH = {"gradient_reduction": "micro_batch"}
+ONCE = {"kept": True, "once": True}
 
 SYSTEMS = {
     "compute": System(
@@ -64,6 +67,16 @@ SYSTEMS = {
         "DeepSpeed ZeRO-3 (gloo), its default thresholds", traffic.zero3_default, scaled=False
     ),
     "zero3_nl": _zero3("DeepSpeed ZeRO-3 (nearlinear)", backend="nearlinear"),
+    "zero1": _zero3("DeepSpeed ZeRO-1 (gloo)", traffic.all_once_full, stage=1),
+    "zero1_nl": _zero3(
+        "DeepSpeed ZeRO-1 (nearlinear)", traffic.all_once_full, "nearlinear", stage=1
+    ),
+    "zero2": _zero3("DeepSpeed ZeRO-2 (gloo)", traffic.zero2, stage=2),
+    "zero2_nl": _zero3("DeepSpeed ZeRO-2 (nearlinear)", traffic.zero2, "nearlinear", stage=2),
+    "ddp": _fsdp("DDP, no_sync (gloo)", traffic.replicated, kind="ddp"),
+    "ddp_nl": _fsdp(
+        "DDP, no_sync (nearlinear)", traffic.replicated, kind="ddp", backend="nearlinear"
+    ),
     "mics": System(
         "mics",
         "DeepSpeed MiCS (gloo)",
@@ -78,13 +91,34 @@ SYSTEMS = {
     "hybrid_nl": _fsdp(
         "FSDP2, hybrid (nearlinear)", traffic.hybrid, kind="hybrid", backend="nearlinear"
     ),
+    "fsdp2_once": _fsdp(
+        "FSDP2, full shard, kept, one reduction (gloo)", traffic.all_once_full, kind="full", **ONCE
+    ),
+    "fsdp2_once_nl": _fsdp(
+        "FSDP2, full shard, kept, one reduction (nearlinear)",
+        traffic.all_once_full,
+        kind="full",
+        backend="nearlinear",
+        **ONCE,
+    ),
+    "hybrid_once": _fsdp(
+        "FSDP2, hybrid, kept, one reduction (gloo)", traffic.all_once, kind="hybrid", **ONCE
+    ),
+    "hybrid_once_nl": _fsdp(
+        "FSDP2, hybrid, kept, one reduction (nearlinear)",
+        traffic.all_once,
+        kind="hybrid",
+        backend="nearlinear",
+        **ONCE,
+    ),
     "two_hop": _nearlinear("two-hop (gloo)", traffic.two_hop, **MINIMAL),
     "staged": _nearlinear("two-hop, hierarchy (gloo)", traffic.two_hop, **HIERARCHICAL),
     "flat": _nearlinear("two-hop, overlap (gloo)", traffic.least_memory, **FLAT),
     "overlapped": _nearlinear(
         "two-hop, hierarchy, overlap (gloo)", traffic.least_memory, **OVERLAPPED
     ),
-    "ours": _nearlinear("nearlinear MiCS (gloo)"),
+    "ours": _nearlinear("nearlinear MiCS (gloo)", traffic.gather_once, **EACH_MICRO_BATCH),
+    "ours_once": _nearlinear("nearlinear, one reduction (gloo)"),
     "two_hop_nl": _nearlinear("two-hop (nearlinear)", traffic.two_hop, "nearlinear", **MINIMAL),
     "ours_nl_lean": _nearlinear(
         "nearlinear MiCS (nearlinear), least memory",
@@ -93,7 +127,22 @@ SYSTEMS = {
         sdp_reduce_bucket_size=0,
         **ON_NEARLINEAR,
     ),
-    "ours_nl": _nearlinear("nearlinear MiCS (nearlinear)", **ON_NEARLINEAR),
+    "ours_nl_once": _nearlinear("nearlinear, one reduction (nearlinear)", **ON_NEARLINEAR),
+    "ours_nl_whole": _nearlinear(
+        "nearlinear, whole replicas (nearlinear)",
+        traffic.replicated,
+        hybrid_shard_degree=1,
+        **ON_NEARLINEAR,
+    ),
+    "ours_nl_full": _nearlinear(
+        "nearlinear, full shard (nearlinear)",
+        traffic.all_once_full,
+        hybrid_shard_degree=0,
+        **ON_NEARLINEAR,
+    ),
+    "ours_nl": _nearlinear(
+        "nearlinear MiCS (nearlinear)", traffic.gather_once, **EACH_MICRO_BATCH, **ON_NEARLINEAR
+    ),
 }
 LADDERS = {
     "the backend last": {

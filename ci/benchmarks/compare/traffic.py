@@ -74,8 +74,28 @@ def least_memory(config: CompareConfig) -> Traffic:
 
 
 def gather_once(config: CompareConfig) -> Traffic:
-    """nearlinear by default: every unit gathered once per step."""
+    """MiCS with kept parameters: every unit gathered once per step, reduced per micro-batch."""
     return Traffic(config.shard, (1,) * (1 + config.layers), config.accumulation, 1)
+
+
+def all_once(config: CompareConfig) -> Traffic:
+    """nearlinear by default: every unit gathered and reduced once per step."""
+    return Traffic(config.shard, (1,) * (1 + config.layers), 1, 1)
+
+
+def all_once_full(config: CompareConfig) -> Traffic:
+    """`all_once` with one shard group of all ranks, or ZeRO-1."""
+    return Traffic(config.world, (1,) * (1 + config.layers), 1, 0)
+
+
+def zero2(config: CompareConfig) -> Traffic:
+    """ZeRO-2: gradients reduced to their owners per micro-batch, parameters gathered once."""
+    return Traffic(config.world, (1,) * (1 + config.layers), config.accumulation, 0)
+
+
+def replicated(config: CompareConfig) -> Traffic:
+    """DDP: one all-reduce of the gradients per step."""
+    return Traffic(1, (0,) * (1 + config.layers), 0, 1)
 
 
 def _gather_each_pass(config: CompareConfig, shard: int, second_hops: int) -> Traffic:

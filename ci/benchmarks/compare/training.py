@@ -6,6 +6,7 @@ rank's micro-batches and returns the mean of their losses on this rank.
 
 from __future__ import annotations
 
+import contextlib
 import os
 
 import torch
@@ -103,31 +104,53 @@ class Nearlinear:
 
 
 class Fsdp:
-    """PyTorch's FSDP1 or FSDP2, with full or hybrid sharding as in its documentation.
+    """PyTorch's DDP, FSDP1 or FSDP2, with full or hybrid sharding as in its documentation.
 
-    Gradients of the micro-batches accumulate in ``.grad`` and are reduced after each, the default.
+    FSDP reduces the gradients of every micro-batch unless told otherwise. DDP reduces the sums of
+    the step (``no_sync``).
     """
 
-    def __init__(self, config: CompareConfig, kind: str, backend: str = "gloo"):
+    def __init__(
+        self,
+        config: CompareConfig,
+        kind: str,
+        backend: str = "gloo",
+        kept: bool = False,
+        once: bool = False,
+    ):
         """Build the adapter.
 
         Args:
             config: The comparison.
-            kind: ``compute`` (no communication), ``full``, ``hybrid`` or ``fsdp1``.
-            backend: Backend of FSDP2's shard group, ``gloo`` or ``nearlinear``.
+            kind: ``compute`` (no communication), ``ddp``, ``full``, ``hybrid`` or ``fsdp1``.
+            backend: Backend of FSDP2's shard group or of DDP, ``gloo`` or ``nearlinear``.
+            kept: FSDP2 frees gathered parameters at the end of the step only.
+            once: FSDP2 reduces gradients in the last micro-batch of a step only.
         """
         from torch.distributed.device_mesh import init_device_mesh
 
+        self.kind, self.kept, self.once = kind, kept, once
         self.model = build_model(config)
-        if kind == "full":
+        if kind == "ddp":
+            group = None
+            if backend == "nearlinear":
+                import nearlinear_collectives  # noqa: F401 (registers the backend)
+
+                group = dist.new_group(backend=backend)
+            self.model = torch.nn.parallel.DistributedDataParallel(
+                self.model, process_group=group, gradient_as_bucket_view=True
+            )
+        elif kind == "full":
             self._fully_shard(init_device_mesh("cpu", (config.world,)))
         elif kind == "hybrid":
             shape = (config.world // config.shard, config.shard)
             self._fully_shard(init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")))
         elif kind == "fsdp1":
             self._shard_fsdp1()
-        if backend == "nearlinear":
+        if backend == "nearlinear" and kind != "ddp":
             self._use_nearlinear()
+        if kept:
+            self.model.set_reshard_after_forward(False)
         self.optimizer = build_optimizer(self.model.parameters(), config)
 
     def _fully_shard(self, mesh) -> None:
@@ -150,6 +173,17 @@ class Fsdp:
             use_orig_params=True,
         )
 
+    def _synchronizing(self, last: bool):
+        """Return the context of a micro-batch, and set FSDP2's flags for it."""
+        if self.kind == "ddp" and not last:
+            return self.model.no_sync()
+        if self.kept:
+            self.model.set_reshard_after_backward(last)
+        if self.once:
+            self.model.set_requires_gradient_sync(last)
+            self.model.set_is_last_backward(last)
+        return contextlib.nullcontext()
+
     def _use_nearlinear(self) -> None:
         import nearlinear_collectives
 
@@ -159,9 +193,10 @@ class Fsdp:
 
     def step(self, batches) -> float:
         total = 0.0
-        for batch in batches:
-            loss = self.model(**batch).loss
-            (loss / len(batches)).backward()
+        for number, batch in enumerate(batches, 1):
+            with self._synchronizing(last=number == len(batches)):
+                loss = self.model(**batch).loss
+                (loss / len(batches)).backward()
             total += loss.item()
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -169,22 +204,24 @@ class Fsdp:
 
 
 class DeepSpeedZero3:
-    """DeepSpeed ZeRO-3 on the CPU."""
+    """DeepSpeed's ZeRO stages on the CPU."""
 
-    def __init__(self, config: CompareConfig, scaled: bool = True):
+    def __init__(self, config: CompareConfig, scaled: bool = True, stage: int = 3):
         """Build the adapter.
 
         Args:
             config: The comparison.
             scaled: Use thresholds in proportion to the model. DeepSpeed's defaults are meant for
                 billions of parameters and keep the whole model gathered within a micro-batch.
+            stage: ZeRO's stage.
         """
         import deepspeed
 
         without_inference_kernel()
         deepspeed.init_distributed(dist_backend=dist.get_backend(), verbose=False)
         model = build_model(config)
-        settings = deepspeed_config(config, zero3_thresholds(model) if scaled else {})
+        thresholds = zero_thresholds(model, stage) if scaled else {}
+        settings = deepspeed_config(config, {"stage": stage, **thresholds})
         self.prepare(model, settings, config)
         self.engine, *_ = deepspeed.initialize(
             model=model, optimizer=build_optimizer(model.parameters(), config), config=settings
@@ -264,16 +301,16 @@ def deepspeed_config(config: CompareConfig, zero: dict) -> dict:
     }
 
 
-def zero3_thresholds(model: torch.nn.Module) -> dict:
-    """Return thresholds to prefetch one block and keep two gathered, as the other libraries do."""
+def zero_thresholds(model: torch.nn.Module, stage: int) -> dict:
+    """Return buckets of a block; stage 3 prefetches one block and keeps two gathered, as others."""
     block = sum(p.numel() for p in blocks_of(model)[0].parameters())
-    return {
-        "overlap_comm": True,
-        "contiguous_gradients": True,
+    buckets = {"overlap_comm": True, "contiguous_gradients": True, "reduce_bucket_size": block}
+    if stage < 3:
+        return buckets | {"allgather_bucket_size": block}
+    return buckets | {
         "stage3_prefetch_bucket_size": block,
         "stage3_max_live_parameters": 2 * block,
         "stage3_max_reuse_distance": 2 * block,
-        "reduce_bucket_size": block,
     }
 
 

@@ -15,16 +15,17 @@ from tests.support.processes import in_turn
 from tests.support.releases import needs_hooks
 
 
-def sharded(degree, kind="gpt2", layers=3, **options):
-    nl.init({"hybrid_shard_degree": degree})
+def sharded(degree, kind="gpt2", layers=3, config=None, **options):
+    nl.init({"hybrid_shard_degree": degree} | (config or {}))
     with nl.spmd.one_at_a_time(seed=0):
         model = tiny.MODELS[kind](layers)
     return nl.shard(model, **options)
 
 
-def counted(rank, kind, two_hop, reshard):
+def counted(rank, kind, two_hop, reshard, reduction="auto"):
     """Collectives of 4 micro-batches on 4 units, as 2 replicas x 2 shards."""
-    model = sharded(2, kind, reshard_after_forward=reshard)
+    config = {"gradient_reduction": reduction}
+    model = sharded(2, kind, config=config, reshard_after_forward=reshard)
     calls, volume = Counter(), Counter()
     micro_batches = [tiny.batch(tiny.rows(i, 2)) for i in range(4)]
     for micro_batch in nl.accumulate(model, micro_batches, two_hop=two_hop):
@@ -37,22 +38,42 @@ def counted(rank, kind, two_hop, reshard):
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 @pytest.mark.parametrize(
-    ("two_hop", "reshard", "expected"),
+    ("two_hop", "reshard", "reduction", "expected"),
     [
-        (False, True, {"all_gather": 32, "reduce_scatter": 16, "all_reduce": 16}),
-        (True, True, {"all_gather": 32, "reduce_scatter": 16, "all_reduce": 4}),
-        # units that may stay gathered do, here all: see test_schedule.py
-        (True, None, {"all_gather": 4, "reduce_scatter": 16, "all_reduce": 4}),
+        (False, True, "auto", {"all_gather": 32, "reduce_scatter": 16, "all_reduce": 16}),
+        (True, True, "auto", {"all_gather": 32, "reduce_scatter": 16, "all_reduce": 4}),
+        # units that may stay gathered do, here all: see test_prefetch.py
+        (True, None, "micro_batch", {"all_gather": 4, "reduce_scatter": 16, "all_reduce": 4}),
+        (False, None, "auto", {"all_gather": 4, "reduce_scatter": 16, "all_reduce": 16}),
+        (True, None, "auto", {"all_gather": 4, "reduce_scatter": 4, "all_reduce": 4}),
     ],
 )
-def test_replicas_synchronize_once_per_step(kind, two_hop, reshard, expected):
-    for calls, _ in nl.spmd.run(counted, 4, args=(kind, two_hop, reshard)):
+def test_replicas_synchronize_once_per_step(kind, two_hop, reshard, reduction, expected):
+    for calls, _ in nl.spmd.run(counted, 4, args=(kind, two_hop, reshard, reduction)):
         assert calls == expected
 
 
+@pytest.mark.parametrize(
+    ("two_hop", "reduction", "all_reduces"),
+    [(True, "auto", 4), (True, "micro_batch", 4), (False, "auto", 16)],
+)
+def test_whole_replicas_only_all_reduce(two_hop, reduction, all_reduces):
+    def calls(rank):
+        model = sharded(1, config={"gradient_reduction": reduction})
+        with count_collectives() as counts:
+            batches = [tiny.batch(tiny.rows(i, 2)) for i in range(4)]
+            for micro_batch in nl.accumulate(model, batches, two_hop=two_hop):
+                model(**micro_batch).loss.backward()
+        return dict(counts.calls)
+
+    agreement = 2  # numbers of targets: expected, then measured
+    for found in nl.spmd.run(calls, 2):
+        assert found == {"all_reduce": all_reduces + agreement}
+
+
 def test_two_hop_sends_a_quarter_of_the_bytes_between_replicas():
-    one = nl.spmd.run(counted, 4, args=("gpt2", False, None))[0][1]
-    two = nl.spmd.run(counted, 4, args=("gpt2", True, None))[0][1]
+    one = nl.spmd.run(counted, 4, args=("gpt2", False, None, "micro_batch"))[0][1]
+    two = nl.spmd.run(counted, 4, args=("gpt2", True, None, "micro_batch"))[0][1]
     assert one["all_reduce"] == 4 * two["all_reduce"]
     assert one["reduce_scatter"] == two["reduce_scatter"]
 

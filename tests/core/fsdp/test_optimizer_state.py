@@ -318,7 +318,7 @@ def test_partial_sums_are_dropped_after_a_failed_backward(config, two_hop):
 @pytest.mark.parametrize("config", [{}, BY_FSDP2], ids=["lanes", "FSDP2"])
 def test_one_hop_keeps_only_slices_between_micro_batches(config):
     def work(rank, two_hop):
-        model, _ = stack(config | SHARED)
+        model, _ = stack(config | SHARED | {"gradient_reduction": "micro_batch"})
         for batch in nl.accumulate(model, inputs(2), two_hop=two_hop):
             model(**batch).backward()
             reduction = model_state(model).reduction

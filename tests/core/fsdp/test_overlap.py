@@ -33,7 +33,7 @@ def alone():
     return tiny.train_alone("gpt2", "sgd", ROWS)
 
 
-@pytest.mark.parametrize(("degree", "two_hop"), [(2, True), (2, False), (4, True)])
+@pytest.mark.parametrize(("degree", "two_hop"), [(1, True), (2, True), (2, False), (4, True)])
 @pytest.mark.parametrize(
     "config",
     [
@@ -42,6 +42,7 @@ def alone():
         {"prefetch_depth": 3, "sdp_max_live_parameters": 0},
         {"sdp_max_live_parameters": 0},
         {"sdp_reduce_bucket_size": 0},
+        {"gradient_reduction": "micro_batch"},
         {"hierarchical_all_gather": "on", "ranks_per_node": 2},
     ],
     ids=lambda config: "-".join(config),
@@ -55,7 +56,7 @@ def test_communication_settings_do_not_change_training(degree, two_hop, config):
 def test_comm_threads_of_processes_do_not_change_training():
     two_nodes = {"ranks_per_node": 2}
     configs = [two_nodes | {"hierarchical_all_gather": way} for way in ("on", "auto", "off")]
-    runs = list(itertools.product((2, 4), (True,), configs))
+    runs = [*itertools.product((2, 4), (True,), configs), (1, True, {}), (1, False, {})]
     for run, found in zip(runs, in_turn(trained, 4, runs), strict=True):
         assert tiny.largest_difference(found[0], alone()) < 1e-5, run
 
@@ -68,9 +69,10 @@ def test_collectives_package_does_not_change_training():
         assert tiny.largest_difference(found[0], alone()) < 1e-5, run
 
 
-def test_gradients_are_exposed_after_synchronization():
+@pytest.mark.parametrize("reduction", ["auto", "micro_batch"])
+def test_gradients_are_exposed_after_synchronization(reduction):
     def seen(rank):
-        model = sharded(2)
+        model = sharded(2, gradient_reduction=reduction)
         there = []
         for batch in nl.accumulate(model, [tiny.batch(tiny.rows(i, 2)) for i in range(3)]):
             model(**batch).loss.backward()
@@ -81,11 +83,12 @@ def test_gradients_are_exposed_after_synchronization():
         assert there == [{False}, {False}, {True}]
 
 
-def test_accumulate_adds_to_existing_gradients():
+@pytest.mark.parametrize("reduction", ["auto", "micro_batch"])
+def test_accumulate_adds_to_existing_gradients(reduction):
     batches = [tiny.batch(tiny.rows(i, 2)) for i in range(2)]
 
     def gradients(rank, times):
-        model = sharded(2)
+        model = sharded(2, gradient_reduction=reduction)
         for _ in range(times):
             for batch in nl.accumulate(model, batches):
                 model(**batch).loss.backward()
@@ -113,8 +116,17 @@ PATHS = ["012 01", "01 012", "012 01 01", "01 01", "0112 0112 0112", "0112 012",
 
 
 @pytest.mark.parametrize("paths", PATHS)
-@pytest.mark.parametrize("two_hop", [True, False])
-def test_gradients_of_blocks_skipped_or_used_twice_are_summed(paths, two_hop):
+@pytest.mark.parametrize(
+    ("degree", "two_hop", "reduction"),
+    [
+        (2, True, "auto"),
+        (2, True, "micro_batch"),
+        (2, False, "auto"),
+        (1, True, "auto"),
+        (1, True, "micro_batch"),
+    ],
+)
+def test_gradients_of_blocks_skipped_or_used_twice_are_summed(paths, degree, two_hop, reduction):
     paths = [[int(i) for i in path] for path in paths.split()]
     inputs = [[torch.full((2, 6), 0.1 + rank + i) for i in range(len(paths))] for rank in range(4)]
 
@@ -124,7 +136,7 @@ def test_gradients_of_blocks_skipped_or_used_twice_are_summed(paths, two_hop):
         return model, list(zip(inputs[rank], paths, strict=True))
 
     def gradients(rank):
-        nl.init({"hybrid_shard_degree": 2})
+        nl.init({"hybrid_shard_degree": degree, "gradient_reduction": reduction})
         model, batches = model_and_batches(rank)
         nl.shard(model)
         for x, path in nl.accumulate(model, batches, weight=lambda batch: 1.0, two_hop=two_hop):
@@ -159,11 +171,12 @@ def test_plain_loop_without_accumulate_synchronizes_gradients():
         torch.testing.assert_close(apart[name], gradient, atol=1e-6, rtol=1e-4)
 
 
-def test_unfinished_step_leaves_no_partial_sums():
+@pytest.mark.parametrize("reduction", ["auto", "micro_batch"])
+def test_unfinished_step_leaves_no_partial_sums(reduction):
     batches = [tiny.batch(tiny.rows(i, 2)) for i in range(3)]
 
     def gradients(rank, abandon):
-        model = sharded(2)
+        model = sharded(2, gradient_reduction=reduction)
         if abandon:
             for batch in nl.accumulate(model, batches[::-1]):
                 model(**batch).loss.backward()

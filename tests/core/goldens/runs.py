@@ -61,6 +61,8 @@ TENSOR = {"tensor_parallel_degree": 2}
 CONTEXT = {"context_parallel_degree": 2}
 EXPERT = {"expert_parallel_degree": 2}
 PIPELINE = {"pipeline_parallel_degree": 2, "microbatches": 2}
+EACH_MICRO_BATCH = {"gradient_reduction": "micro_batch"}
+"""schedule of every run but those that name another: first hop after every micro-batch"""
 
 
 @dataclass(frozen=True)
@@ -202,13 +204,13 @@ def train(rank: int, name: str, folder: Path) -> RankResult:
     import nearlinear as nl
 
     run, result = RUNS[name], RankResult()
-    mesh = nl.init(run.config, ranks_per_node=run.ranks_per_node)
+    mesh = nl.init(EACH_MICRO_BATCH | run.config, ranks_per_node=run.ranks_per_node)
     model, optimizer = build(run, mesh)
     for step in range(run.steps):
         if run.resume_at and step == run.resume_at:
             nl.save(folder / "checkpoint", model, optimizer, step=step, wait=True)
             nl.export_hf(folder / "exported", model)
-            mesh = nl.init(run.resume_config)
+            mesh = nl.init(EACH_MICRO_BATCH | run.resume_config)
             model, optimizer = build(run, mesh, seed=9)
             assert nl.load(folder / "checkpoint", model, optimizer) == step
         batch = split(rows(step), mesh.data_ranks)[mesh.data_rank(rank)]
@@ -384,7 +386,7 @@ def trainer_run(folder: Path) -> dict:
         "batch": {"micro_batch_size": 2, "accumulation": 2},
         "optimizer": {"lr": 5e-3, "warmup_steps": 2, "eps": 1e-5},
         "activations": {"checkpoint": "each"},
-        "parallel": {"hybrid_shard_degree": 2},
+        "parallel": {"hybrid_shard_degree": 2} | EACH_MICRO_BATCH,
         "checkpoint": {"folder": str(folder / "checkpoints"), "every": 2},
         "run": {
             "folder": str(folder / "run"),

@@ -196,6 +196,26 @@ def _with_zeros(group: Any) -> Callable[..., None]:
     return post_backward
 
 
+def hold_unreduced_gradients(unit: nn.Module | FSDPModule) -> None:
+    """Move gradients that ``unit`` did not reduce into FSDP2's own sums, in the reduction's dtype.
+
+    The next backward pass adds to the sums, and the next reduction includes them. 2.8.0, 2.13.0.
+    """
+    for group in _groups_of(unit):
+        for entry in group.fsdp_params:
+            if not hasattr(entry, "_unsharded_param"):
+                continue  # not yet gathered once
+            parameter = entry._unsharded_param
+            if parameter.grad is None:
+                continue
+            if entry.unsharded_accumulated_grad is None:
+                dtype = entry.reduce_dtype or parameter.grad.dtype
+                entry.unsharded_accumulated_grad = parameter.grad.to(dtype)
+            else:
+                entry.unsharded_accumulated_grad += parameter.grad
+            parameter.grad = None
+
+
 def sharded_parameters(unit: nn.Module | FSDPModule) -> list[nn.Parameter]:
     """Return the sharded parameters that ``unit`` itself gathers. 2.13.0."""
     return [entry.sharded_param for group in _groups_of(unit) for entry in group.fsdp_params]

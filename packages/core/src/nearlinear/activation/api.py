@@ -46,7 +46,7 @@ def checkpoint_activations(
             - ``"group_N"``: recompute N consecutive blocks as one; ``"contiguous"``: all
               consecutive blocks of a rank. Fewer inputs are saved. During recomputation the
               activations of N blocks exist at once, and so do their gathered parameters if they fit
-              in ``sdp_max_live_parameters``; otherwise all but the last block are gathered twice.
+              in ``memory_budget``; otherwise all but the last block are gathered twice.
             - ``"selective"``: recompute every block, but save the outputs of matrix products and
               attention.
             - ``"12GiB"``, ``"500MiB"`` or a number of bytes: limit of the saved activations of a
@@ -66,7 +66,7 @@ def checkpoint_activations(
         raise ConfigError("activations are checkpointed already; call it once")
     found = _policy(model, blocks)
     if parsed.group_size != 1:
-        live = now.config.sdp_max_live_parameters
+        live = now.config.live_parameters
         found.groups = _groups(model, found, parsed.group_size, live)
     if parsed.budget is not None:
         found.budget = Budget(parsed.budget, now, len(found.blocks))

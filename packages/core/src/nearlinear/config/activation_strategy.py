@@ -8,8 +8,8 @@ import re
 from dataclasses import dataclass
 
 from ..errors import ConfigError
+from .schema import parse_bytes
 
-BYTE_UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 ALLOWED = "'each', 'contiguous', 'group_N', 'selective', or a budget such as '12GiB' or '500MiB'"
 
 
@@ -38,8 +38,7 @@ def parse_strategy(strategy: str | int) -> ActivationStrategy:
         return ActivationStrategy(group_size=size, selective=text == "selective")
     if found := re.fullmatch(r"group_(\d+)", text):
         return ActivationStrategy(group_size=_check_positive(int(found[1]), strategy))
-    if found := re.fullmatch(rf"(\d+(?:\.\d+)?)\s*({'|'.join(BYTE_UNITS)})", text):
-        size = int(float(found[1]) * BYTE_UNITS[found[2]])
+    if (size := parse_bytes(text)) is not None:
         return ActivationStrategy(budget=_check_positive(size, strategy))
     raise ConfigError(f"activation checkpointing: strategy = {strategy!r}: allowed are {ALLOWED}")
 

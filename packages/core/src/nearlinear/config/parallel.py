@@ -42,6 +42,7 @@ PARAMETER_COUNTS = ("sdp_max_live_parameters", "sdp_reduce_bucket_size")
 
 ALLOWED_VALUES = {
     "hierarchical_all_gather": ("auto", "on", "off"),
+    "gradient_reduction": ("auto", "micro_batch"),
     "gather_dtype": ("same", "bf16", "fp8"),
     "cp_comm_type": ("p2p", "all_gather"),
     "pipeline": (
@@ -163,6 +164,12 @@ class ParallelConfig:
     sdp_max_live_parameters: int = 10**9
     """limit of gathered parameters on a rank; blocks within the limit stay gathered for the whole
     step; 0 = minimum of the prefetch schedule"""
+    memory_budget: str = "auto"
+    """limit of gathered parameters and unreduced gradients that a rank keeps between micro-batches,
+    e.g. 12GiB; auto = the size of sdp_max_live_parameters in the compute dtype"""
+    gradient_reduction: str = "auto"
+    """reduction of gradients in a shard group: auto = once per step for the units whose unreduced
+    gradients fit in memory_budget; micro_batch = after every micro-batch"""
     sdp_reduce_bucket_size: int = 5 * 10**8
     """limit of parameters whose gradients are in flight in reduce-scatters, besides one unit;
     0 = one unit at a time, as always on accelerators"""
@@ -219,6 +226,17 @@ class ParallelConfig:
                 f"placement_strategy = {self.placement_strategy!r}: allowed are 'cluster', "
                 "'spread', and the letters D, P and T in any order, neighbors last"
             )
+        if self.memory_budget != "auto":
+            if schema.parse_bytes(self.memory_budget) is None:
+                raise ConfigError(
+                    f"memory_budget = {self.memory_budget!r}: allowed are 'auto' and sizes such as "
+                    "'12GiB' or '500MiB'"
+                )
+            if self.sdp_max_live_parameters != ParallelConfig.sdp_max_live_parameters:
+                raise ConfigError(
+                    f"memory_budget = {self.memory_budget!r} and sdp_max_live_parameters = "
+                    f"{self.sdp_max_live_parameters} limit the same memory. Keep one of them."
+                )
         if self.bf16 and self.fp16:
             raise ConfigError("bf16 = true and fp16 = true: choose one of the two")
         if self.offload_optimizer and self.shard_optimizer_state:
@@ -240,6 +258,22 @@ class ParallelConfig:
     def precision(self) -> str:
         """Compute dtype of blocks: fp32, bf16 or fp16."""
         return "bf16" if self.bf16 else "fp16" if self.fp16 else "fp32"
+
+    @property
+    def compute_bytes(self) -> int:
+        """Bytes of a gathered parameter."""
+        return 4 if self.precision == "fp32" else 2
+
+    @property
+    def budget_bytes(self) -> int:
+        """``memory_budget`` in bytes."""
+        size = schema.parse_bytes(self.memory_budget)
+        return self.sdp_max_live_parameters * self.compute_bytes if size is None else size
+
+    @property
+    def live_parameters(self) -> int:
+        """Limit of gathered parameters on a rank."""
+        return self.budget_bytes // self.compute_bytes
 
     @property
     def placement(self) -> str:

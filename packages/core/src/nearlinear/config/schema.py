@@ -13,6 +13,7 @@ import inspect
 import json
 import math
 import operator
+import re
 import textwrap
 import tomllib
 import types
@@ -29,8 +30,16 @@ MAX_NAME_BYTES = 255
 MAX_TEXT, MAX_TABLE_TEXT = 4096, 2**17
 """Characters of a text (Linux' limit of a path), and of a text in a table of free keys."""
 
+BYTE_UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+
 Ranges = typing.Mapping[str, tuple[float, float]]
 """Least and greatest allowed value of numbers, by dotted key."""
+
+
+def parse_bytes(text: str) -> int | None:
+    """Return the bytes of a size such as ``12GiB`` or ``1.5 MiB``; None for any other text."""
+    found = re.fullmatch(rf"(\d+(?:\.\d+)?)\s*({'|'.join(BYTE_UNITS)})", text.strip())
+    return int(float(found[1]) * BYTE_UNITS[found[2]]) if found else None
 
 
 def build(cls, data, where: str = "", nearby=()):

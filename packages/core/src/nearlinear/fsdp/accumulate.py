@@ -1,7 +1,9 @@
 """Two-hop gradient synchronization over the micro-batches of one optimizer step.
 
 Source: MiCS (Zhang et al., VLDB 2023), section 3.4. Every micro-batch reduce-scatters its gradients
-inside the shard group, and only the last one all-reduces the sums across replicas. The gradients
+inside the shard group, and only the last one all-reduces the sums across replicas. Units whose
+unreduced gradients fit in ``memory_budget`` run both hops in the last micro-batch only, see
+`prefetch`. The gradients
 equal those of one batch of all micro-batches of all ranks: each micro-batch is weighted by its
 number of target tokens, so that uneven micro-batches are correct too.
 
@@ -240,7 +242,7 @@ class AccumulationStep:
         root.set_requires_all_reduce(across_replicas)  # for reductions of FSDP2's own
         root.set_is_last_backward(last)
         if state.prefetch is not None:
-            state.prefetch.begin_micro_batch(last)
+            state.prefetch.begin_micro_batch(last, self.two_hop)
 
     @property
     def weight(self) -> float:
@@ -275,6 +277,10 @@ class AccumulationStep:
 
         def count_once() -> None:
             self.backwards += not seen
+            if not seen and self.position < len(self.micro_batches) - 1:
+                schedule = self.state.prefetch
+                if schedule is not None:
+                    _torch.after_backward(schedule.hold_gradients)
             seen.append(True)
 
         def weight_tensor(tensor: torch.Tensor) -> torch.Tensor:

@@ -49,7 +49,7 @@ def can_overlap(runtime: Runtime, model: nn.Module, policy: MixedPrecisionPolicy
     """Return whether ``model``'s units can communicate on threads: on the CPU, in one dtype."""
     if (
         runtime.device.type != "cpu"
-        or runtime.mesh.sharing == 1
+        or runtime.mesh.sharing * runtime.mesh.replicate == 1
         or not _torch.supports_custom_collectives()
     ):
         return False
@@ -148,6 +148,8 @@ def enable_async_all_gather(
 ) -> None:
     """Run the all-gathers of ``units``, in ``dtype``, on a thread, and wait when they compute."""
     for axis, sharing in units.items():
+        if getattr(runtime.mesh, axis) == 1:
+            continue  # nothing to gather
         _set_all_gathers(sharing, runtime, axis, _use_hierarchy(sharing, runtime, axis, dtype))
     _torch.enable_async_all_gather(model)
 
@@ -199,10 +201,19 @@ def _use_hierarchy(
 
 
 def enable_overlapped_reduction(units: Units, runtime: Runtime) -> GradientReduction:
-    """Reduce the gradients of ``units``, sharded over the shard axis only, on a thread."""
+    """Reduce the gradients of ``units``, sharded over the shard axis only, on a thread.
+
+    Units of a single shard have no first hop. FSDP2 hands their gradients to its all-reduce hook.
+    """
     threads, limit = comm_threads(runtime), runtime.config.sdp_reduce_bucket_size
     reduction = GradientReduction(threads.reductions, threads.replicas, limit)
     for axis, sharing in units.items():
+        if getattr(runtime.mesh, axis) == 1:
+            for unit in sharing:
+                whole = UnitReduceScatter(reduction, unit, None, TorchAllocator())
+                unit.set_custom_reduce_scatter(whole)
+                unit.set_all_reduce_hook(whole.reduce_whole)
+            continue
         reduce_scatter = _shard_comm(runtime, axis).reduce_scatter
         memory = _allocator(reduce_scatter.group, "ReduceScatter")
         for unit in sharing:

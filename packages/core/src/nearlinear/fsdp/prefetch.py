@@ -1,12 +1,17 @@
-"""Prefetch schedule: when the units of a model are gathered and freed within a step.
+"""Schedule of a step: when the units of a model are gathered, freed and reduced.
 
 Blocks run forwards, then backwards, and the next micro-batch begins forwards again, so that at each
 turn the unit used last is used next. These units stay gathered at no cost: the last block between
-forward and backward pass, the first block and the root unit between micro-batches. As far as
-``sdp_max_live_parameters`` allows more gathered parameters, more blocks stay gathered, the first
-blocks first. Of the others, ``prefetch_depth`` units are gathered while earlier units compute.
+forward and backward pass, the first block and the root unit between micro-batches.
 
-The functions that count resident blocks need no torch: the planner uses them too.
+``memory_budget`` pays for further retention. A unit that stays gathered saves up to two all-gathers
+per micro-batch. A unit whose gradients stay unreduced saves one reduce-scatter per micro-batch.
+Parameters are therefore kept first, the first blocks first, and then gradients, the largest units
+first. Units without room are gathered again, ``prefetch_depth`` units ahead of the computing one,
+and are reduced after every micro-batch.
+
+The plan depends only on the config and the sizes of units, so that all ranks of a group agree. Its
+functions need no torch: the planner uses them too.
 """
 
 from __future__ import annotations
@@ -17,6 +22,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.fsdp import FSDPModule
+
+    from ..config.parallel import ParallelConfig
+
+
+GRADIENT_BYTES = 4  # micro-batches are summed in float32
 
 
 def num_resident_blocks(sizes: list[int], depth: int, live: int) -> int:
@@ -36,6 +46,43 @@ def num_resident_blocks(sizes: list[int], depth: int, live: int) -> int:
     return resident
 
 
+@dataclass(frozen=True)
+class Retention:
+    """Parameters and gradients that a rank keeps between the micro-batches of a step."""
+
+    resident_blocks: int
+    """First blocks that stay gathered."""
+    unreduced: tuple[bool, ...]
+    """For the root unit and each block: True if it is reduced once per step."""
+
+
+def plan_retention(sizes: list[int], config: ParallelConfig, sharing: int) -> Retention:
+    """Divide ``memory_budget`` between gathered parameters and unreduced gradients.
+
+    Args:
+        sizes: Parameters of the root unit, then of each block.
+        config: Budget, prefetch depth and compute dtype.
+        sharing: Ranks that share the parameters. Gradients of a single rank are not sharded, so
+            that keeping them takes no memory.
+    """
+    root, *blocks = sizes
+    depth = config.prefetch_depth
+    resident = num_resident_blocks(sizes, depth, config.live_parameters)
+    gathered = root + sum(blocks[:resident])
+    if resident < len(blocks):
+        gathered += (1 + depth) * max(blocks)
+    room = config.budget_bytes - gathered * config.compute_bytes
+    kept = [False] * len(sizes)
+    if config.gradient_reduction == "auto":
+        for place in sorted(range(len(sizes)), key=lambda place: -sizes[place]):
+            # The rank would hold its shard of the sums anyway.
+            more = GRADIENT_BYTES * (sizes[place] - sizes[place] // sharing)
+            if more <= max(room, 0):
+                kept[place] = True
+                room -= more
+    return Retention(resident, tuple(kept))
+
+
 def stage_stays_gathered(parameters: int, live: int, needs_gathered_weights: bool) -> bool:
     """Return whether a pipeline rank keeps its ``parameters`` gathered between its passes.
 
@@ -47,15 +94,33 @@ def stage_stays_gathered(parameters: int, live: int, needs_gathered_weights: boo
 
 @dataclass(frozen=True)
 class PrefetchSchedule:
-    """Units of a sharded model that stay gathered between the micro-batches of a step."""
+    """Units of a sharded model, and those retained between the micro-batches of a step."""
 
     units: tuple[FSDPModule, ...] = ()
     resident: tuple[FSDPModule, ...] = ()
+    """Units that stay gathered."""
+    unreduced: tuple[FSDPModule, ...] = ()
+    """Units that are reduced once per step."""
 
-    def begin_micro_batch(self, last: bool) -> None:
-        """Keep the resident units gathered after the backward pass, unless it is the ``last``."""
+    def begin_micro_batch(self, last: bool, two_hop: bool) -> None:
+        """Keep units gathered and unreduced after the backward pass, unless it is the ``last``.
+
+        Without ``two_hop`` every micro-batch reduces all units.
+        """
         for unit in self.resident:
             unit.set_reshard_after_backward(last, recurse=False)
+        for unit in self.unreduced:
+            unit.set_requires_gradient_sync(last or not two_hop, recurse=False)
+
+    def hold_gradients(self) -> None:
+        """Take unreduced gradients off the parameters, so that no optimizer sees them.
+
+        Called at the end of each backward pass but the last.
+        """
+        from .. import _torch
+
+        for unit in self.unreduced:
+            _torch.hold_unreduced_gradients(unit)
 
     def end_step(self) -> None:
         """Free all units, also after an unfinished step."""
@@ -79,17 +144,15 @@ class PrefetchSchedule:
 def set_prefetch_schedule(
     root: nn.Module,
     blocks: list[nn.Module],
-    sizes: list[int],
+    retention: Retention,
     depth: int,
-    live: int,
     inner_units: dict[nn.Module, list[nn.Module]],
 ) -> PrefetchSchedule:
     """Set up the prefetching of ``root`` and ``blocks`` and return the schedule.
 
     Args:
-        sizes: Parameters of the root unit, then of each block.
+        retention: Blocks that stay gathered, and units that are reduced once per step.
         depth: Units that are gathered ahead.
-        live: Parameters that may be gathered at once. More are if the schedule needs them.
         inner_units: Units inside other units (divided experts), gathered and kept with these.
     """
 
@@ -103,11 +166,14 @@ def set_prefetch_schedule(
     for i, unit in enumerate(backwards):
         for part in with_inner([unit]):  # without a list, FSDP2 would choose for inner units
             part.set_modules_to_backward_prefetch(with_inner(backwards[i + 1 : i + 1 + depth]))
-    resident = blocks[: num_resident_blocks(sizes, depth, live)]
+    resident = blocks[: retention.resident_blocks]
+    unreduced = [u for u, kept in zip(forwards, retention.unreduced, strict=True) if kept]
     for unit in with_inner(list(dict.fromkeys([*resident, *blocks[-1:]]))):
         unit.set_reshard_after_forward(False, recurse=False)
     schedule = PrefetchSchedule(
-        tuple(with_inner(forwards)), tuple(with_inner([root, *blocks[:1], *resident[1:]]))
+        tuple(with_inner(forwards)),
+        tuple(with_inner([root, *blocks[:1], *resident[1:]])),
+        tuple(with_inner(unreduced)),
     )
     root.register_forward_hook(schedule.free_after_evaluation)
     return schedule

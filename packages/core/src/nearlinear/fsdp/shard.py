@@ -57,7 +57,7 @@ from .overlap import (
     set_staged_all_gather,
 )
 from .partial_gradients import install_partial_gradients
-from .prefetch import set_prefetch_schedule, stage_stays_gathered
+from .prefetch import plan_retention, set_prefetch_schedule, stage_stays_gathered
 
 log = logging.getLogger(__name__)
 
@@ -224,9 +224,8 @@ def _shard_model(
         state.prefetch = set_prefetch_schedule(
             model,
             blocks,
-            sizes,
+            plan_retention(sizes, settings, runtime.mesh.sharing),
             settings.prefetch_depth,
-            settings.sdp_max_live_parameters,
             inner_units=experts,
         )
     _torch.reduce_unused_parameters(model)
@@ -241,11 +240,11 @@ def _shard_stages(
     """Shard each stage of a pipeline by itself, with FSDP2's own communication.
 
     The micro-batches of a schedule follow each other directly. Parameters therefore stay gathered,
-    unless there are more than ``sdp_max_live_parameters`` and the schedule allows to free them.
+    unless they exceed ``memory_budget`` and the schedule allows to free them.
     """
     settings, pipeline = runtime.config, model_state(model).pipeline
     assert pipeline is not None
-    needs_gathered, live = pipeline.needs_gathered_weights, settings.sdp_max_live_parameters
+    needs_gathered, live = pipeline.needs_gathered_weights, settings.live_parameters
     if reshard_after_forward and needs_gathered:
         raise ConfigError(
             f"nl.shard(reshard_after_forward=True) with pipeline = {pipeline.schedule_name!r}: "
@@ -257,8 +256,8 @@ def _shard_stages(
         reshard_after_forward = not stage_stays_gathered(held, live, needs_gathered)
         if needs_gathered and held > live:
             log.warning(
-                "sdp_max_live_parameters = %d has no effect: pipeline = %r keeps this rank's %d "
-                "parameters gathered",
+                "a limit of %d gathered parameters has no effect: pipeline = %r keeps this rank's "
+                "%d parameters gathered",
                 live,
                 pipeline.schedule_name,
                 held,

@@ -5,7 +5,8 @@ and a `UnitReduceScatter`. The latter implements two-hop gradient synchronizatio
 al., VLDB 2023, section 3.4). First hop: each unit's gradients are reduce-scattered in the shard
 group while the backward pass continues. Second hop: the last micro-batch of a step all-reduces the
 accumulated sums across replicas. In between `UnitReduceScatter` stashes the sums, so that no
-optimizer sees them; after the second hop it exposes them as gradients.
+optimizer sees them; after the second hop it exposes them as gradients. Units that `prefetch` keeps
+unreduced run both hops in the last micro-batch, one right behind the other.
 """
 
 from __future__ import annotations
@@ -161,7 +162,8 @@ class UnitReduceScatter(_ReduceScatter):
 
     Args:
         common: Settings and state shared by the units of the model.
-        reduce_scatter: First hop, over the ranks that share the unit's parameters.
+        reduce_scatter: First hop, over the ranks that share the unit's parameters; None if each
+            rank holds them all.
         memory: Allocates the gradients to reduce and their sums.
     """
 
@@ -169,12 +171,13 @@ class UnitReduceScatter(_ReduceScatter):
         self,
         common: GradientReduction,
         unit: FSDPModule,
-        reduce_scatter: ReduceScatter,
+        reduce_scatter: ReduceScatter | None,
         memory: Allocator,
     ):
         self.common, self.unit = common, unit
         self.reduce_scatter, self.memory = reduce_scatter, memory
         common.units.append(self)
+        self.whole: torch.Tensor | None = None  # gradients without a first hop
         self.work: CommWork | None = None  # the reduction in flight
         self.output: torch.Tensor | None = None  # result of the reduction: a flat shard
         self.stashed: torch.Tensor | None = None  # sum of the step's earlier micro-batches
@@ -191,15 +194,28 @@ class UnitReduceScatter(_ReduceScatter):
     def allocate(
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        """Allocate the input or the output of a reduction, within the limit in flight."""
+        """Allocate the input or the output of a reduction, within the limit in flight.
+
+        Without a first hop the input is the output, which saves FSDP2's copy.
+        """
+        if self.whole is not None:
+            whole, self.whole = self.whole, None
+            return whole
         self.common.make_room(math.prod(size))
-        return self.memory.allocate(size, dtype=dtype, device=device)
+        memory = self.memory.allocate(size, dtype=dtype, device=device)
+        if self.reduce_scatter is None:
+            self.whole = memory
+        return memory
+
+    def reduce_whole(self, gradients: torch.Tensor) -> None:
+        """Start reducing ``gradients`` (E,) of a unit that is not sharded; FSDP2's hook."""
+        self(gradients, gradients, None, dist.ReduceOp.AVG)
 
     def __call__(
         self,
         output_tensor: torch.Tensor,
         input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
+        group: dist.ProcessGroup | None,
         op: dist.ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> None:
@@ -215,7 +231,8 @@ class UnitReduceScatter(_ReduceScatter):
         self.replica_op = dist.ReduceOp.AVG if op == dist.ReduceOp.AVG else dist.ReduceOp.SUM
 
         def first_hop() -> None:
-            self.reduce_scatter(output_tensor, input_tensor, op)
+            if self.reduce_scatter is not None:
+                self.reduce_scatter(output_tensor, input_tensor, op)
             if earlier is not None and two_hop:
                 output_tensor.add_(earlier)
 
@@ -302,5 +319,6 @@ class UnitReduceScatter(_ReduceScatter):
     def abandon(self) -> None:
         """Drop the sums of an unfinished step."""
         self.stashed = self.work = self.output = self.saved_grads = None
+        self.whole = None
         self.views = []
         self.slice_grads.clear()

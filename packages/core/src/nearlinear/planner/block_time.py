@@ -109,14 +109,17 @@ class BlockTimes:
         gathers = 2.0 * (1 - resident)
         gathers += resident / work.micro_batches if work.gathered_across_micro_batches else 0.0
         all_reduces = 1 / work.micro_batches if work.two_hop else 1.0
+        once = work.reduced_once_blocks / self.layers
+        reductions = 1 - once + once / work.micro_batches
         if not work.prefetch:
-            lost = network.interleaved_cost(self.shard_group, computing, gathers + 1)
+            lost = network.interleaved_cost(self.shard_group, computing, gathers + reductions)
             lost += network.interleaved_cost(self.replica_group, 0.0, all_reduces)
             return (lost + self._copies(gathers)) / computing
         gathering = gathers * self.block_all_gather
-        moving = gathering + self.block_reduce_scatter
+        reducing = reductions * self.block_reduce_scatter
+        moving = gathering + reducing
         lost = network.concurrent_cost(self.shard_group, gathering, gathers, work.direct_all_gather)
-        lost += network.concurrent_cost(self.shard_group, self.block_reduce_scatter, 1)
+        lost += network.concurrent_cost(self.shard_group, reducing, reductions)
         if network.all_reduce_slows_compute:
             seconds = all_reduces * self.block_all_reduce
             moving += seconds

@@ -137,9 +137,11 @@ def _add_micro_batch(
             last = _add_segments(timeline, blocks.recompute, [last, *waits], f"recompute {block}")
             last = _add_segments(timeline, blocks.backward, [last, *waits], f"backward {block}")
             seconds = blocks.block_reduce_scatter, blocks.block_all_reduce
-            reduced = _add_reduction(
-                timeline, blocks, seconds, last, stream, final, f"block {block}"
-            )
+            reduced = None
+            if final or block >= work.reduced_once_blocks:
+                reduced = _add_reduction(
+                    timeline, blocks, seconds, last, stream, final, f"block {block}"
+                )
             if reduced is not None and not work.overlapped_reduce:
                 last = reduced
         done.append(last)
@@ -147,7 +149,9 @@ def _add_micro_batch(
         blocks.reduce_scatter(blocks.root_parameters),
         blocks.all_reduce(blocks.root_parameters),
     )
-    reduced = _add_reduction(timeline, blocks, root_seconds, last, stream, final, "root")
+    reduced = None
+    if final or not work.reduced_once_root:
+        reduced = _add_reduction(timeline, blocks, root_seconds, last, stream, final, "root")
     return timeline.add(COMPUTE, 0.0, [last, reduced])
 
 

@@ -17,7 +17,7 @@ from ..config.parallel import ParallelConfig
 from ..config.train import TrainConfig
 from ..distributed.mesh import Mesh
 from ..errors import ConfigError
-from ..fsdp.prefetch import num_resident_blocks, stage_stays_gathered
+from ..fsdp.prefetch import stage_stays_gathered
 from ..pipeline_parallel.schedules import PipelineSchedule, find_schedule
 from ..train.preflight import check_model_divides
 from .memory.block_ops import known_family
@@ -109,6 +109,10 @@ class Workload:
     gathered_across_micro_batches: bool = False
     """True if the root and resident blocks stay gathered between micro-batches: see
     `fsdp.prefetch`."""
+    reduced_once_blocks: int = 0
+    """First blocks whose gradients are reduced once per step: see `fsdp.prefetch`."""
+    reduced_once_root: bool = False
+    """True if the root unit is reduced once per step."""
     two_hop: bool = True
     """True if replicas all-reduce once per step."""
     prefetch: int = 1
@@ -230,13 +234,20 @@ def workload_from_config(
         update_replicas=mesh.replicate if parallel.shard_optimizer_state else 1,
         backend=parallel.communication_backend,
     )
-    live = parallel.sdp_max_live_parameters
+    live = parallel.live_parameters
     if pipelined:
         work = replace(work, **_pipeline_fields(rank, size, batches))
         work = replace(work, reshard_after_forward=_reshards_stages(work, live))
         return replace(work, **_activation_fields(rank, math.ceil(work.stage_layout.most_blocks)))
-    resident = num_resident_blocks(unit_sizes(rank), parallel.prefetch_depth, live)
-    work = replace(work, reshard_after_forward=resident < shape.layers, resident_blocks=resident)
+    retention = rank.retention(unit_sizes(rank))
+    resident = retention.resident_blocks
+    work = replace(
+        work,
+        reshard_after_forward=resident < shape.layers,
+        resident_blocks=resident,
+        reduced_once_blocks=sum(retention.unreduced[1:]),
+        reduced_once_root=retention.unreduced[0],
+    )
     return replace(work, **_activation_fields(rank, shape.layers))
 
 
@@ -247,7 +258,7 @@ def _activation_fields(rank: RankModel, blocks: int) -> dict[str, Any]:
     if plan and plan.group_size != 1:
         group = min(plan.group_size or blocks, blocks)
         size = group * sum(unit.elements for unit in rank.block)
-        again = size > rank.config.parallel.sdp_max_live_parameters
+        again = size > rank.config.parallel.live_parameters
         fields |= {"recompute_group": group, "regathers_group": again}
     if settings.offload or (plan and plan.budget is not None):
         activations = rank.activations(blocks, rank.sizes.hidden)

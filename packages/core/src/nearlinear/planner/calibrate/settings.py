@@ -132,6 +132,10 @@ def choose_settings(
 
     Raises ConfigError if nothing fits.
     """
+    budget = config.parallel.memory_budget
+    if budget != "auto":
+        live = config.parallel.live_parameters
+        config = _with_parallel(config, {"memory_budget": "auto", "sdp_max_live_parameters": live})
     tuner = _Tuner(config, cluster, memory, vocabulary, backend)
     found = [each for each in map(tuner.evaluate, tuner.combinations()) if each]
     current = tuner.evaluate(tuner.current)
@@ -149,6 +153,9 @@ def choose_settings(
     near = [each for each in fitting if each.seconds <= fastest * (1 + WORTH)]
     chosen = min(near, key=lambda each: (tuner.changes(each), each.seconds, each.memory))
     settings = [*(tuner.setting(key, found, chosen) for key in KEYS), tuner.bucket_setting(chosen)]
+    if budget != "auto":
+        reason = "sdp_max_live_parameters limits the same memory"
+        settings.append(TunedSetting("memory_budget", "auto", budget, reason))
     if current and not current.fits:
         current = None
     return TuneResult(config, cluster, memory, found, chosen, current, settings)

@@ -17,13 +17,12 @@ from functools import partial
 from pathlib import Path
 
 from ...config import train as train_config
-from ...config.parallel import ParallelConfig
 from ...config.schema import coerce
 from ...config.train import TrainConfig
 from ...data.format import Manifest
 from ...distributed.mesh import Mesh
 from ...errors import DataError
-from ...fsdp.prefetch import num_resident_blocks
+from ...fsdp.prefetch import Retention
 from ..model_shape import model_shape
 from .block_ops import known_family
 from .op_trace import OpTrace
@@ -109,7 +108,9 @@ def _estimate_sharded(rank: RankModel) -> MemoryEstimate:
     tracker = PeakTracker()
     micro_batches = min(2, rank.config.batch.micro_batches(mesh.data_ranks))
     persistent = rank.add_states(units, tracker)
-    step = _StepWalk(model, rank.config.parallel, tracker, rank.item)
+    sizes = [root.elements, *[sum(unit.elements for unit in rank.block)] * shape.layers]
+    depth, retention = rank.config.parallel.prefetch_depth, rank.retention(sizes)
+    step = _StepWalk(model, depth, retention, tracker, rank.item)
     step.run(micro_batches, partial(rank.gradient_bytes, micro_batches))
     tracker.moment = "in the optimizer update"
     tracker.observe(update=rank.update_bytes(units))
@@ -140,16 +141,18 @@ class _StepWalk:
     """Walks through one step and reports every allocation to ``tracker``."""
 
     def __init__(
-        self, model: _ShardedModel, config: ParallelConfig, tracker: PeakTracker, item: int
+        self,
+        model: _ShardedModel,
+        depth: int,
+        retention: Retention,
+        tracker: PeakTracker,
+        item: int,
     ):
-        """``item``: bytes of a gathered number."""
+        """``depth``: units gathered ahead; ``item``: bytes of a gathered number."""
         self.model, self.tracker, self.item = model, tracker, item
-        self.activations = model.activations
-        self.depth = config.prefetch_depth
-        root, block = model.root.elements, sum(unit.elements for unit in model.block)
-        sizes = [root, *[block] * model.blocks]
-        live = config.sdp_max_live_parameters
-        self.resident_blocks = num_resident_blocks(sizes, self.depth, live)
+        self.activations, self.depth = model.activations, depth
+        self.resident_blocks = retention.resident_blocks
+        self.unreduced = {number for number, kept in enumerate(retention.unreduced) if kept}
         self.gathered: set[UnitId] = set()
         self.prefetched: set[UnitId] = set()
         self.gather_buffer = self.reduce_buffer = 0  # bytes of the last collective of each kind
@@ -244,13 +247,13 @@ class _StepWalk:
             self._prefetch(range(number - 1, 0, -1), max(1, self.depth))
             self._block_backward(number)
             for unit in reversed(self._units(number)):
-                self._reduce(unit, number in stay_gathered, accumulates, gradients)
+                self._end_backward(unit, number in stay_gathered, last, accumulates, gradients)
         tracker.moment = "in the backward pass: the embedding"
         tracker.add("working", model.table)
         if model.tied:
             tracker.observe(working=model.table)  # sum of both uses of the table
         tracker.add("working", -tracker.now["working"])
-        self._reduce(ROOT, 0 in stay_gathered, accumulates, gradients)
+        self._end_backward(ROOT, 0 in stay_gathered, last, accumulates, gradients)
         if last:  # FSDP2 keeps the buffer while gradients are accumulated
             tracker.add("communication", -self.reduce_buffer)
             self.reduce_buffer = 0
@@ -263,23 +266,37 @@ class _StepWalk:
         if resident and number > resident:
             tracker.add("kept", activations.saved_bytes(number - resident))
 
-    def _reduce(
+    def _end_backward(
         self,
         unit: UnitId,
         stays_gathered: bool,
+        last: bool,
         accumulates: bool,
         gradients: Callable[[ParameterUnit], int],
     ) -> None:
-        """Reduce a unit's gradients at the end of its backward pass."""
+        """Reduce a unit's gradients at the end of its backward pass, or keep them unreduced."""
         tracker, parameters = self.tracker, self._unit(unit)
         if not stays_gathered:
             self._reshard(unit)
+        raw = parameters.elements * self.item + (self.activations.hidden if unit[0] else 0)
+        whole = parameters.elements * REDUCED_BYTES
+        unreduced = unit[0] in self.unreduced
+        if unreduced and not last:
+            tracker.observe(working=raw)
+            if not accumulates:
+                tracker.observe(gradients=whole, working=raw if self.item != REDUCED_BYTES else 0)
+                tracker.add("gradients", whole)
+            return
         tracker.add("communication", -self.reduce_buffer)
         self.reduce_buffer = parameters.padded * REDUCED_BYTES
-        raw = parameters.elements * self.item + (self.activations.hidden if unit[0] else 0)
+        if unreduced and accumulates:
+            tracker.observe(working=raw)  # added to the earlier micro-batches, then freed
+            raw = 0
         tracker.observe(communication=self.reduce_buffer, working=raw)
         tracker.add("communication", self.reduce_buffer)
-        if accumulates:
+        if unreduced and accumulates:
+            tracker.add("gradients", gradients(parameters) - whole)
+        elif accumulates:
             tracker.observe(gradients=gradients(parameters))
         else:
             tracker.add("gradients", gradients(parameters))

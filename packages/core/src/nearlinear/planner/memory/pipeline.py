@@ -125,9 +125,7 @@ def _estimate_rank(
     if accumulates:
         tracker.add("gradients", sum(map(reduced, units)))
     held = sum(stage.elements for stage in stages)
-    reshards = not stage_stays_gathered(
-        held, parallel.sdp_max_live_parameters, plan.spec.splits_backward
-    )
+    reshards = not stage_stays_gathered(held, parallel.live_parameters, plan.spec.splits_backward)
     walk = _PipelineWalk(stages, tracker, reshards)
     last = {number: turn for turn, (_, number, _) in enumerate(order)}
     for turn, (kind, number, _) in enumerate(order):

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from ...config import activation_strategy
 from ...config.train import TrainConfig
 from ...distributed.mesh import Mesh, dim_to_shard, dim_to_slice
 from ...errors import ConfigError
+from ...fsdp.prefetch import Retention, plan_retention
 from ..model_shape import ModelShape
 from .block_ops import MicroBatchSizes, trace_block, trace_head
 from .op_trace import OpTrace
@@ -244,6 +245,13 @@ class RankModel:
     @cached_property
     def head(self) -> OpTrace:
         return trace_head(self.family, self.sizes)
+
+    def retention(self, sizes: list[int]) -> Retention:
+        """Return the parameters and gradients kept between micro-batches; see `plan_retention`."""
+        parallel = self.config.parallel
+        if not self.config.train.two_hop:  # every micro-batch reduces everything
+            parallel = replace(parallel, gradient_reduction="micro_batch")
+        return plan_retention(sizes, parallel, self.mesh.sharing)
 
     def add_states(
         self,
