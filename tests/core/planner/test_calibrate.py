@@ -174,13 +174,18 @@ def test_planner_uses_measured_rates():
     assert planned(quick).step.busy["compute"] < found.step.busy["compute"]
 
 
-def test_resident_blocks_are_gathered_once_per_step():
-    apart = ["parallel.overlap_communication=false"]  # no overlap
+@pytest.mark.parametrize("reduction", ["auto", "micro_batch"])
+def test_resident_blocks_are_gathered_once_per_step(reduction):
+    """And reduced once, unless every micro-batch is to be reduced."""
+    apart = [
+        "parallel.overlap_communication=false",
+        f"parallel.gradient_reduction={reduction!r}",
+    ]
     one, few, many = (
         planned(a_node(), settings=[*apart, f"batch.accumulation={n}"]) for n in (1, 3, 20)
     )
     busy = one.step.busy
-    each = busy["compute"] + busy["reduce-scatter"]
+    each = busy["compute"] + busy["reduce-scatter"] * (reduction == "micro_batch")
     for more in (few, many):
         again = more.work.micro_batches - 1
         assert more.seconds == pytest.approx(one.seconds + again * each)
@@ -238,7 +243,8 @@ def test_all_reduce_over_replicas_slows_compute():
 def test_cost_per_collective_scales_with_their_number(key, settings):
     """Expect two all-gathers and one reduce-scatter per block and micro-batch.
 
-    A resident block has a single all-gather per step; every step has one second hop."""
+    A resident block has a single all-gather per step, and a single reduce-scatter if its gradients
+    stay unreduced; every step has one second hop."""
     cost = 1e-3
 
     def more(*settings, degree=2, passes=4):
@@ -259,7 +265,9 @@ def test_cost_per_collective_scales_with_their_number(key, settings):
     freed = "parallel.sdp_max_live_parameters=0"
     assert more(*settings, freed, degree=4) == pytest.approx(3, rel=1e-3)
     assert more(*settings, freed) == pytest.approx(3.25, rel=1e-3)
-    assert more(*settings, degree=4) == pytest.approx(1.25, rel=1e-3)
+    assert more(*settings, degree=4) == pytest.approx(0.5, rel=1e-3)
+    reduced = "parallel.gradient_reduction='micro_batch'"
+    assert more(*settings, reduced, degree=4) == pytest.approx(1.25, rel=1e-3)
 
 
 def test_first_writes_to_memory_cost_time():
