@@ -1,4 +1,4 @@
-"""Compositions of parallelism: runs every cell of the composition table in the README."""
+"""Compositions of parallelism: runs every cell of the composition table of the documentation."""
 
 import functools
 import itertools
@@ -10,7 +10,7 @@ import nearlinear as nl
 from nearlinear.distributed.mesh import Mesh
 from tests.support import parity
 
-README = Path(__file__).parents[2] / "packages/core/README.md"
+PAGE = Path(__file__).parents[2] / "packages/core/docs/concepts/parallelism.md"
 AXES = ("tensor", "context", "expert", "pipeline", "shard", "replicate")
 
 TENSOR = {"tensor_parallel_degree": 2}
@@ -79,8 +79,8 @@ def test_every_family_with_pipeline_tensor_and_shards_equals_one_process(family)
     )
 
 
-def test_readme_composition_table_equals_tested_runs():
-    lines = README.read_text().splitlines()
+def test_documented_composition_table_equals_tested_runs():
+    lines = PAGE.read_text().splitlines()
     begin = next(i for i, line in enumerate(lines) if line.startswith("| composes with"))
     header = [cell.strip() for cell in lines[begin].split("|")[2:-1]]
     documented = set()
