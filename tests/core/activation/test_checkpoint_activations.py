@@ -115,7 +115,8 @@ def test_what_is_gathered(overlap):
         with count_collectives() as counts:
             for batch in nl.accumulate(model, parity.split(parity.rows(0), 2)):
                 model(**batch).loss.backward()
-        assert counts.calls["reduce_scatter"] == 10
+        micro_batches = 1 if live else 2  # gradients that fit are reduced once
+        assert counts.calls["reduce_scatter"] == 5 * micro_batches
         return counts.calls["all_gather"]
 
     def count(strategy, live, ahead=1):

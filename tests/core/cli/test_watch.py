@@ -119,10 +119,9 @@ def test_watch_imports_no_torch(tmp_path):
     assert done.stdout.endswith("[]\n"), done.stdout + done.stderr
 
 
-def test_readme_commands_parse():
-    readme = Path(__file__).resolve().parents[3] / "packages" / "core" / "README.md"
-    section = readme.read_text().partition("## Watching a run")[2].partition("```sh\n")[2]
-    commands = section.partition("```")[0].splitlines()
+def test_documented_commands_parse():
+    page = Path(__file__).resolve().parents[3] / "packages/core/docs/howto/watch.md"
+    commands = page.read_text().partition("```sh\n")[2].partition("```")[0].splitlines()
     assert len(commands) == 5
     for text in commands:
         for part in text.partition("  #")[0].split("|"):
