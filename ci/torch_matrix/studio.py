@@ -51,7 +51,7 @@ PACKAGES = {
     "transformers": "4.57.6",
     "urllib3": "1.26.20",
 }
-# The README's install lines, for a terminal of Studio in the repository's folder.
+# Lines of docs/start/install.md, for a terminal of Studio in the repository's folder.
 LINES = """\
 python -c "from importlib.metadata import version as v; print('torch==' + v('torch'))" > torch.txt
 pip install -c torch.txt -e packages/collectives -e "packages/core[notebooks,data]"
@@ -65,7 +65,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m ci.torch_matrix.studio",
         description="Build an environment with the versions of SageMaker Studio (8 GB, most of it "
-        "CUDA), install the library with the README's lines, check that the existing packages are "
+        "CUDA), install the library with the documented lines, check that existing packages are "
         "unchanged, and run tests and a notebook.",
     )
     parser.add_argument(

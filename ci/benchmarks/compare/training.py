@@ -59,7 +59,7 @@ def make_batches(config: CompareConfig, step: int, rank: int) -> list[dict[str, 
 
 
 class Nearlinear:
-    """nearlinear, used as in its README."""
+    """nearlinear, used as documented."""
 
     def __init__(
         self, config: CompareConfig, two_hop: bool = True, free_blocks: bool = False, **options
