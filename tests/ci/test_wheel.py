@@ -122,12 +122,3 @@ def test_library_for_a_newer_system_is_refused(monkeypatch, cross_wheel):
         release.check_platform(cross_wheel)
     monkeypatch.setattr(release, "run", lambda *arguments: report.replace("2_35", "2_17"))
     assert "manylinux_2_17_aarch64" in release.check_platform(cross_wheel)
-
-
-def test_engine_exports_its_c_interface_only():
-    library = engine_build.engine_library()
-    command = ["nm", "-D", "--defined-only", str(library)]
-    shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    names = {line.split()[-1] for line in shown.splitlines()}
-    assert "nlc_abi_version" in names
-    assert {name for name in names if not name.startswith("nlc_")} == set()

@@ -210,10 +210,15 @@ def engine_library(shipped: bool = True, build: bool = True) -> Path | None:
 
 
 def build_engine(target: Path) -> None:
-    """Compile the engine. Only its C interface is exported, because it is loaded with global
-    symbols and may contain a C++ library of its own."""
+    """Compile the engine.
+
+    A wheel for other systems contains a C++ library of its own. It exports the C interface only,
+    because it is loaded with global symbols. Other builds export all: the C++ tests link them.
+    """
     headers = ENGINE / "third_party" / "libfabric"  # headers only: libfabric is loaded at run time
-    link = ["-lpthread", "-ldl", f"-Wl,--version-script={EXPORTS}"]
+    link = ["-lpthread", "-ldl"]
+    if os.environ.get("NEARLINEAR_COLLECTIVES_PLATFORM"):
+        link.append(f"-Wl,--version-script={EXPORTS}")
     compile_library(target, sorted(ENGINE.glob("*.cc")), [f"-isystem{headers}"], link)
 
 
