@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 from ci.benchmarks.collectives import record as bench_record
@@ -65,9 +65,7 @@ def _compare(options, argv: list[str]) -> int:
     record = bench_record.header(MODULE, argv, "torch", "nearlinear-collectives", "deepspeed")
     print(f"# {report.describe(config)}")
     record["config"] = asdict(config)
-    record["results"] = run_comparison(
-        config, timelines=options.figures is not None, memory=options.pareto
-    )
+    record["results"] = run_comparison(config, timelines=options.figures is not None)
     record["cores_used_by_others"] = background.cores(bench_record.own_cpu_seconds() - before)
     print(f"\n{report.render(config, record['results'])}")
     if parts := report.attribution(record["results"]):
@@ -104,7 +102,7 @@ def config_from_options(options) -> CompareConfig:
     if options.ladder:
         orders = LADDERS if options.ladder == "both" else [options.ladder]
         names = ["compute", *(name for order in orders for name in LADDERS[order])]
-    config = build_config(options, names).validate()
+    config = replace(build_config(options, names), memory=options.pareto).validate()
     prepare_outputs(options)
     return config
 

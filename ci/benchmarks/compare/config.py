@@ -29,6 +29,8 @@ class CompareConfig:
     warm_up: int = 1
     """Untimed steps of each system."""
     learning_rate: float = 1e-3
+    memory: bool = False
+    """Measure the peak memory of each system in one more step."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

@@ -36,19 +36,20 @@ def main(config_text: str, names: list[str]) -> None:
     if backend == "nearlinear":
         import nearlinear_collectives  # noqa: F401 (registers the backend)
     dist.init_process_group(backend)
-    adapters, states = {}, {}
+    live = live_tensor_bytes if config.memory else lambda: 0
+    adapters, held = {}, {}
     for name in names:
         system = SYSTEMS[name]
-        before = live_tensor_bytes()
+        before = live()
         adapters[name] = ADAPTERS[system.library](config, **system.options)
-        states[name] = live_tensor_bytes() - before
+        held[name] = live() - before
         dist.barrier()
     answer({"ready": names})
     while (request := next_request()) is not None:
         name = request["system"]
-        before = live_tensor_bytes()
-        answer(run_step(adapters[name], config, request, states[name]))
-        states[name] += live_tensor_bytes() - before
+        before = live()
+        answer(run_step(adapters[name], config, request, held[name]))
+        held[name] += live() - before
     dist.barrier()
     dist.destroy_process_group()
 

@@ -23,15 +23,12 @@ from .systems import SYSTEMS
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def run_comparison(
-    config: CompareConfig, timelines: bool = False, memory: bool = False
-) -> list[dict]:
+def run_comparison(config: CompareConfig, timelines: bool = False) -> list[dict]:
     """Return the record of every step, warm-up included.
 
     Args:
         config: The comparison.
         timelines: Run one more step of each system and record its timeline (``spans``).
-        memory: Run one more step of each system and record its peak memory (``peak_bytes``).
 
     Raises:
         ClusterError: If the cluster cannot be created.
@@ -45,7 +42,7 @@ def run_comparison(
             group.wait_until_ready()
         group_of = {name: group for group in workers for name in group.names}
         modes = ["warm-up"] * config.warm_up + ["timed"] * config.steps
-        modes += ["traced"] * timelines + ["memory"] * memory
+        modes += ["traced"] * timelines + ["memory"] * config.memory
         for step, mode in enumerate(modes):
             for name in config.systems:
                 record = group_of[name].run_step(name, step, mode)

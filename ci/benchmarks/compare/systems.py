@@ -33,7 +33,7 @@ def _nearlinear(title: str, counts=traffic.all_once, backend: str = "gloo", **op
     return System("nearlinear", title, options, backend, traffic=counts)
 
 
-def _zero3(title: str, counts=traffic.zero3, backend: str = "gloo", **options) -> System:
+def _zero(title: str, counts=traffic.zero3, backend: str = "gloo", **options) -> System:
     """Describe one of DeepSpeed's ZeRO stages."""
     requires = "deepspeed==0.19.8"
     return System("zero3", title, options, backend, requires=requires, traffic=counts)
@@ -41,6 +41,16 @@ def _zero3(title: str, counts=traffic.zero3, backend: str = "gloo", **options) -
 
 def _fsdp(title: str, counts=traffic.full_shard, **options) -> System:
     return System("fsdp", title, options, traffic=counts)
+
+
+def _on_both(
+    name: str, describe: Callable[..., System], title: str, *counts, **options
+) -> dict[str, System]:
+    """Describe a system on gloo and, under ``name`` with the suffix ``_nl``, on nearlinear."""
+    return {
+        name: describe(f"{title} (gloo)", *counts, **options),
+        f"{name}_nl": describe(f"{title} (nearlinear)", *counts, backend="nearlinear", **options),
+    }
 
 
 # nearlinear's MiCS with every optional part disabled; the ladders enable them one by one.
@@ -62,21 +72,14 @@ SYSTEMS = {
     "compute": System(
         "fsdp", "compute only, no communication", {"kind": "compute"}, trains_together=False
     ),
-    "zero3": _zero3("DeepSpeed ZeRO-3 (gloo)"),
-    "zero3_default": _zero3(
+    "zero3": _zero("DeepSpeed ZeRO-3 (gloo)"),
+    "zero3_default": _zero(
         "DeepSpeed ZeRO-3 (gloo), its default thresholds", traffic.zero3_default, scaled=False
     ),
-    "zero3_nl": _zero3("DeepSpeed ZeRO-3 (nearlinear)", backend="nearlinear"),
-    "zero1": _zero3("DeepSpeed ZeRO-1 (gloo)", traffic.all_once_full, stage=1),
-    "zero1_nl": _zero3(
-        "DeepSpeed ZeRO-1 (nearlinear)", traffic.all_once_full, "nearlinear", stage=1
-    ),
-    "zero2": _zero3("DeepSpeed ZeRO-2 (gloo)", traffic.zero2, stage=2),
-    "zero2_nl": _zero3("DeepSpeed ZeRO-2 (nearlinear)", traffic.zero2, "nearlinear", stage=2),
-    "ddp": _fsdp("DDP, no_sync (gloo)", traffic.replicated, kind="ddp"),
-    "ddp_nl": _fsdp(
-        "DDP, no_sync (nearlinear)", traffic.replicated, kind="ddp", backend="nearlinear"
-    ),
+    "zero3_nl": _zero("DeepSpeed ZeRO-3 (nearlinear)", backend="nearlinear"),
+    **_on_both("zero1", _zero, "DeepSpeed ZeRO-1", traffic.all_once_full, stage=1),
+    **_on_both("zero2", _zero, "DeepSpeed ZeRO-2", traffic.zero2, stage=2),
+    **_on_both("ddp", _fsdp, "DDP, no_sync", traffic.replicated, kind="ddp"),
     "mics": System(
         "mics",
         "DeepSpeed MiCS (gloo)",
@@ -85,30 +88,22 @@ SYSTEMS = {
         traffic=traffic.mics,
     ),
     "fsdp1": _fsdp("FSDP1, full shard (gloo)", kind="fsdp1"),
-    "fsdp2": _fsdp("FSDP2, full shard (gloo)", kind="full"),
-    "fsdp2_nl": _fsdp("FSDP2, full shard (nearlinear)", kind="full", backend="nearlinear"),
-    "hybrid": _fsdp("FSDP2, hybrid (gloo)", traffic.hybrid, kind="hybrid"),
-    "hybrid_nl": _fsdp(
-        "FSDP2, hybrid (nearlinear)", traffic.hybrid, kind="hybrid", backend="nearlinear"
-    ),
-    "fsdp2_once": _fsdp(
-        "FSDP2, full shard, kept, one reduction (gloo)", traffic.all_once_full, kind="full", **ONCE
-    ),
-    "fsdp2_once_nl": _fsdp(
-        "FSDP2, full shard, kept, one reduction (nearlinear)",
+    **_on_both("fsdp2", _fsdp, "FSDP2, full shard", kind="full"),
+    **_on_both("hybrid", _fsdp, "FSDP2, hybrid", traffic.hybrid, kind="hybrid"),
+    **_on_both(
+        "fsdp2_once",
+        _fsdp,
+        "FSDP2, full shard, kept, one reduction",
         traffic.all_once_full,
         kind="full",
-        backend="nearlinear",
         **ONCE,
     ),
-    "hybrid_once": _fsdp(
-        "FSDP2, hybrid, kept, one reduction (gloo)", traffic.all_once, kind="hybrid", **ONCE
-    ),
-    "hybrid_once_nl": _fsdp(
-        "FSDP2, hybrid, kept, one reduction (nearlinear)",
+    **_on_both(
+        "hybrid_once",
+        _fsdp,
+        "FSDP2, hybrid, kept, one reduction",
         traffic.all_once,
         kind="hybrid",
-        backend="nearlinear",
         **ONCE,
     ),
     "two_hop": _nearlinear("two-hop (gloo)", traffic.two_hop, **MINIMAL),
