@@ -3,9 +3,8 @@
 Source: MiCS (Zhang et al., VLDB 2023), section 3.4. Every micro-batch reduce-scatters its gradients
 inside the shard group, and only the last one all-reduces the sums across replicas. Units whose
 unreduced gradients fit in ``memory_budget`` run both hops in the last micro-batch only, see
-`prefetch`. The gradients
-equal those of one batch of all micro-batches of all ranks: each micro-batch is weighted by its
-number of target tokens, so that uneven micro-batches are correct too.
+`prefetch`. The gradients equal those of one batch of all micro-batches of all ranks: each
+micro-batch is weighted by its number of target tokens, so that uneven ones are correct too.
 
 The module also guards optimizers. Stepping before `accumulate` has synchronized the gradients, and
 stepping an optimizer built before ``nl.shard``, would silently do nothing, because ``grad`` is None

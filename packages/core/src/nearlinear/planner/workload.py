@@ -22,7 +22,7 @@ from ..pipeline_parallel.schedules import PipelineSchedule, find_schedule
 from ..train.preflight import check_model_divides
 from .memory.block_ops import known_family
 from .memory.pipeline import stages_of
-from .memory.rank import AVERAGE_BYTES, ParameterUnit, RankModel, root_of
+from .memory.rank import AVERAGE_BYTES, RankModel
 from .model_shape import ModelShape, model_shape
 
 Recompute = Literal["none", "block", "attention", "elementwise", "alternate"]
@@ -239,7 +239,7 @@ def workload_from_config(
         work = replace(work, **_pipeline_fields(rank, size, batches))
         work = replace(work, reshard_after_forward=_reshards_stages(work, live))
         return replace(work, **_activation_fields(rank, math.ceil(work.stage_layout.most_blocks)))
-    retention = rank.retention(unit_sizes(rank))
+    retention = rank.retention
     resident = retention.resident_blocks
     work = replace(
         work,
@@ -271,18 +271,11 @@ def _activation_fields(rank: RankModel, blocks: int) -> dict[str, Any]:
     return fields
 
 
-def unit_sizes(rank: RankModel) -> list[int]:
-    """Return the parameters of the root unit and of every block, before sharding."""
-    mesh, shape = rank.mesh, rank.shape
-    root = ParameterUnit(root_of(rank.family, shape, mesh.tensor), mesh.sharing).elements
-    return [root, *[sum(unit.elements for unit in rank.block)] * shape.layers]
-
-
 def unit_parameters(config: TrainConfig, world: int, vocabulary: int) -> list[int]:
-    """Return `unit_sizes` of ``config`` on ``world`` ranks."""
+    """Return `RankModel.unit_sizes` of ``config`` on ``world`` ranks."""
     shape = model_shape(config.model, vocabulary)
     family = known_family(config.model.family, shape)
-    return unit_sizes(RankModel(config, Mesh.from_config(config.parallel, world), shape, family))
+    return RankModel(config, Mesh.from_config(config.parallel, world), shape, family).unit_sizes
 
 
 def _pipeline_fields(rank: RankModel, size: int, batches: int) -> dict[str, Any]:

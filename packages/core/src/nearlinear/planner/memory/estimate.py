@@ -27,7 +27,7 @@ from ..model_shape import model_shape
 from .block_ops import known_family
 from .op_trace import OpTrace
 from .pipeline import estimate_pipeline
-from .rank import REDUCED_BYTES, ActivationMemory, ParameterUnit, RankModel, root_of, table_of
+from .rank import REDUCED_BYTES, ActivationMemory, ParameterUnit, RankModel, table_of
 from .report import MemoryEstimate, PeakTracker
 
 
@@ -93,14 +93,13 @@ def vocabulary_of(config: TrainConfig) -> int:
 
 def _estimate_sharded(rank: RankModel) -> MemoryEstimate:
     """Estimate a rank that has every block."""
-    family, shape, mesh, sizes = rank.family, rank.shape, rank.mesh, rank.sizes
-    root = ParameterUnit(root_of(family, shape, mesh.tensor), mesh.sharing)
+    shape, mesh, root = rank.shape, rank.mesh, rank.root
     model = _ShardedModel(
         root=root,
         block=rank.block,
         blocks=shape.layers,
         tied=shape.tied,
-        activations=rank.activations(shape.layers, sizes.embedded),
+        activations=rank.activations(shape.layers, rank.sizes.embedded),
         head=rank.head,
         table=math.prod(table_of(shape, mesh.tensor)) * rank.item,
     )
@@ -108,9 +107,8 @@ def _estimate_sharded(rank: RankModel) -> MemoryEstimate:
     tracker = PeakTracker()
     micro_batches = min(2, rank.config.batch.micro_batches(mesh.data_ranks))
     persistent = rank.add_states(units, tracker)
-    sizes = [root.elements, *[sum(unit.elements for unit in rank.block)] * shape.layers]
-    depth, retention = rank.config.parallel.prefetch_depth, rank.retention(sizes)
-    step = _StepWalk(model, depth, retention, tracker, rank.item)
+    depth = rank.config.parallel.prefetch_depth
+    step = _StepWalk(model, depth, rank.retention, tracker, rank.item)
     step.run(micro_batches, partial(rank.gradient_bytes, micro_batches))
     tracker.moment = "in the optimizer update"
     tracker.observe(update=rank.update_bytes(units))

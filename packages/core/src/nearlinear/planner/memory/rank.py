@@ -22,7 +22,6 @@ from .block_ops import MicroBatchSizes, trace_block, trace_head
 from .op_trace import OpTrace
 from .report import PeakTracker
 
-ITEM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 VALUE_BYTES = 4  # float32 parameter values, also in mixed precision
 REDUCED_BYTES = 4  # reduced and accumulated gradients are float32
 COUNT_BYTES = 4  # AdamW's step count, per parameter tensor
@@ -216,7 +215,7 @@ class RankModel:
     @property
     def item(self) -> int:
         """Bytes of a number in blocks."""
-        return ITEM_BYTES[self.config.parallel.precision]
+        return self.config.parallel.compute_bytes
 
     @cached_property
     def sizes(self) -> MicroBatchSizes:
@@ -246,12 +245,24 @@ class RankModel:
     def head(self) -> OpTrace:
         return trace_head(self.family, self.sizes)
 
-    def retention(self, sizes: list[int]) -> Retention:
-        """Return the parameters and gradients kept between micro-batches; see `plan_retention`."""
+    @cached_property
+    def root(self) -> ParameterUnit:
+        """Root unit of a model without a pipeline."""
+        return ParameterUnit(root_of(self.family, self.shape, self.mesh.tensor), self.mesh.sharing)
+
+    @property
+    def unit_sizes(self) -> list[int]:
+        """Parameters of the root unit and of every block, before sharding."""
+        block = sum(unit.elements for unit in self.block)
+        return [self.root.elements, *[block] * self.shape.layers]
+
+    @cached_property
+    def retention(self) -> Retention:
+        """Parameters and gradients kept between micro-batches; see `plan_retention`."""
         parallel = self.config.parallel
         if not self.config.train.two_hop:  # every micro-batch reduces everything
             parallel = replace(parallel, gradient_reduction="micro_batch")
-        return plan_retention(sizes, parallel, self.mesh.sharing)
+        return plan_retention(self.unit_sizes, parallel, self.mesh.sharing)
 
     def add_states(
         self,
