@@ -31,7 +31,7 @@ class CompileEngine(BuildHookInterface):
         self.scratch = tempfile.TemporaryDirectory(prefix="nearlinear-wheel-")
         library = Path(self.scratch.name) / build.SHIPPED.name
         try:
-            build.build_engine(library)
+            build.build_engine(library, portable=machine is not None)
         except build.BuildError as error:
             self.app.abort(f"{PACKAGE} needs a C++ compiler to be installed from source.\n{error}")
         stamp = library.with_suffix(".hash")

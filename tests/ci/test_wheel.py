@@ -122,3 +122,15 @@ def test_library_for_a_newer_system_is_refused(monkeypatch, cross_wheel):
         release.check_platform(cross_wheel)
     monkeypatch.setattr(release, "run", lambda *arguments: report.replace("2_35", "2_17"))
     assert "manylinux_2_17_aarch64" in release.check_platform(cross_wheel)
+
+
+def test_portable_engine_exports_its_c_interface_only(tmp_path, monkeypatch):
+    unoptimized = [flag for flag in engine_build.COMMON_FLAGS if flag != "-O3"]
+    monkeypatch.setattr(engine_build, "COMMON_FLAGS", unoptimized)  # compiles in less time
+    library = tmp_path / "libnearlinear_engine.so"
+    engine_build.build_engine(library, portable=True)
+    command = ["nm", "-D", "--defined-only", str(library)]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    names = {line.split()[-1] for line in shown.splitlines()}
+    assert "nlc_abi_version" in names
+    assert {name for name in names if not name.startswith("nlc_")} == set()

@@ -209,15 +209,18 @@ def engine_library(shipped: bool = True, build: bool = True) -> Path | None:
     return cached_library(f"libnearlinear_engine-{wanted}.so", build_engine if build else None)
 
 
-def build_engine(target: Path) -> None:
+def build_engine(target: Path, portable: bool = False) -> None:
     """Compile the engine.
 
-    A wheel for other systems contains a C++ library of its own. It exports the C interface only,
-    because it is loaded with global symbols. Other builds export all: the C++ tests link them.
+    Args:
+        target: Path of the library.
+        portable: Export the C interface only. A library for other systems contains a C++ library
+            of its own, and is loaded with global symbols. Other builds export all: the C++ tests
+            link them.
     """
     headers = ENGINE / "third_party" / "libfabric"  # headers only: libfabric is loaded at run time
     link = ["-lpthread", "-ldl"]
-    if os.environ.get("NEARLINEAR_COLLECTIVES_PLATFORM"):
+    if portable:
         link.append(f"-Wl,--version-script={EXPORTS}")
     compile_library(target, sorted(ENGINE.glob("*.cc")), [f"-isystem{headers}"], link)
 
