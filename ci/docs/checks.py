@@ -93,9 +93,7 @@ def links_and_structure(site: Path) -> list[str]:
 
 def _broken(path: Path, link: str, pages: dict[Path, Page]) -> str:
     """Return the fault of a link, or an empty string."""
-    if re.match(r"(mailto|data|javascript):", link):
-        return ""
-    if re.match(r"https?://|//", link):
+    if re.match(r"(mailto|data|javascript):|(https?:)?//", link):
         return ""
     target, _, anchor = link.partition("#")
     file = (path.parent / unquote(target.partition("?")[0])).resolve() if target else path

@@ -22,7 +22,9 @@ from ci.notebooks import pairs, sources
 NOTEBOOKS = ROOT / "notebooks"
 EXECUTED = ROOT / "artifacts" / "notebooks"
 REPOSITORY = "NEARLINEAR_REPOSITORY"
-"""Variable with GitHub's OWNER/NAME: pages then link to the notebook in Colab and Studio Lab."""
+"""Variable with the repository's address, as for `ci.wheels`. Pages of one on GitHub link to each
+notebook in Colab and Studio Lab."""
+GITHUB = "https://github.com/"
 LINK = re.compile(r"(!?\[[^\]]*\]\()([^)#:]+)(#[^)]*)?\)")
 
 
@@ -72,8 +74,9 @@ def write_pages() -> list[Path]:
 def badges(stem: str) -> str:
     """Return links that download a notebook, and open it in hosted services if they can find it."""
     found = ["{download}`Download this notebook <../../../../notebooks/" + f"{stem}.ipynb>`"]
-    if repository := os.environ.get(REPOSITORY):
-        path = f"github/{repository}/blob/main/notebooks/{stem}.ipynb"
+    address = os.environ.get(REPOSITORY, "").rstrip("/")
+    if address.startswith(GITHUB):
+        path = f"github/{address.removeprefix(GITHUB)}/blob/main/notebooks/{stem}.ipynb"
         found.append(f"[Open in Colab](https://colab.research.google.com/{path})")
         found.append(f"[Open in Studio Lab](https://studiolab.sagemaker.aws/import/{path})")
     return " · ".join(found)
