@@ -109,9 +109,11 @@ def _kill_group(process_id: int) -> None:
 
 def digest(module: str) -> str:
     """Return a hash of a module and its tests: a result is valid as long as they do not change."""
-    found = hashlib.sha256()
-    for path in (ROOT / SOURCE / module, *(ROOT / TESTS / name for name in TARGETS[module])):
-        found.update(path.read_bytes())
+    found = hashlib.sha256((ROOT / SOURCE / module).read_bytes())
+    for name in TARGETS[module]:
+        path = ROOT / TESTS / name
+        for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
+            found.update(file.read_bytes())
     return found.hexdigest()[:16]
 
 
