@@ -265,15 +265,15 @@ def test_different_numbers_of_micro_batches_are_an_error():
     nl.spmd.run(on_rank, 4)
 
 
-@pytest.mark.parametrize("batches", [[], "masked"])
-def test_step_without_targets_is_an_error(batches):
+@pytest.mark.parametrize(("masked", "reason"), [(0, "no micro-batches"), (1, "no target")])
+def test_step_without_targets_is_an_error(masked, reason):
     ids = tiny.rows(0, 2)
-    masked = [{"input_ids": ids, "labels": torch.full_like(ids, -100)}]
+    batches = [{"input_ids": ids, "labels": torch.full_like(ids, -100)}] * masked
 
     def on_rank(rank):
         model = sharded(1, layers=2)
-        with pytest.raises(nl.errors.DataError):
-            for _ in nl.accumulate(model, masked if batches else []):
+        with pytest.raises(nl.errors.DataError, match=reason):
+            for _ in nl.accumulate(model, batches):
                 pass
 
     nl.spmd.run(on_rank, 2)

@@ -166,6 +166,29 @@ def test_unknown_losses_are_refused(loss, reason):
     nl.spmd.run(on_rank, 2)
 
 
+@pytest.mark.parametrize(
+    ("layout", "error"),
+    [
+        ({"hybrid_shard_degree": 1, "pipeline_parallel_degree": 2}, "the labels it counts are unkn"),
+        ({"context_parallel_degree": 2}, "loss_function of LlamaForCausalLM is not"),
+        ({"tensor_parallel_degree": 2}, "loss_function of LlamaForCausalLM is not"),
+    ],
+)
+def test_unknown_losses_of_divided_models_are_refused(layout, error):
+    """No rank computes the whole loss, so that it can be neither measured nor replaced."""
+
+    def on_rank(rank):
+        nl.init(layout)
+        with nl.spmd.one_at_a_time(seed=0):
+            model = tiny.llama(2)
+        model.loss_function = lambda logits, labels, **_: logits.square().mean()
+        with pytest.raises(nl.errors.NearlinearError, match=error):
+            model = nl.shard(nl.pipeline(nl.transform(model)))
+            next(iter(nl.accumulate(model, [tiny.batch(tiny.rows(0, 2))])))
+
+    nl.spmd.run(on_rank, 2)
+
+
 def test_labels_changed_inside_the_model_are_refused():
     """A model that the rule fits by its class, but whose forward pass drops targets."""
 

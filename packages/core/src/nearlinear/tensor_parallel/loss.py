@@ -18,7 +18,7 @@ from .._torch import all_gather
 from ..distributed.runtime import Runtime
 from ..errors import ConfigError
 from ..fsdp.forward_transforms import forward_transforms
-from ..fsdp.targets import IGNORED_LABEL, SHIFTED
+from ..fsdp.targets import IGNORED_LABEL, SHIFTED, calls_loss_function, target_rule
 
 
 class CausalLoss:
@@ -101,12 +101,18 @@ def out_of_vocabulary(
 def install_loss(model: Any, now: Runtime, first: int = 0) -> None:
     """Set the loss function of ``model`` if it has tensor or context ranks.
 
-    ``first``: id of this rank's first logit. A model that does not call it raises ConfigError in
-    its first forward pass with labels.
+    ``first``: id of this rank's first logit. Raises ConfigError if the model's own loss function is
+    another one, and in the first forward pass with labels if the model does not call it.
     """
     tensor = now.group("tensor") if now.mesh.tensor > 1 else None
     context = now.group("context") if now.mesh.context > 1 else None
     if tensor is not None or context is not None:
+        if calls_loss_function(model) and target_rule(model) != SHIFTED:
+            raise ConfigError(
+                "tensor_parallel_degree or context_parallel_degree > 1: the loss_function of "
+                f"{type(model).__name__} is not the mean cross entropy of the next token, which is "
+                "the only one that ranks compute together. Set both to 1, or use that loss."
+            )
         loss = model.loss_function = CausalLoss(tensor, first, context)
         check = _LossCheck(model, loss)
         forward_transforms(model).before.append(check.before)
