@@ -18,6 +18,7 @@ from importlib import import_module
 from pathlib import Path
 
 from .mutations import Mutation, sample
+from .survivors import EXPLAINED
 from .targets import SOURCE, TARGETS, TESTS
 
 ROOT = Path(__file__).parents[2]
@@ -107,27 +108,34 @@ def _kill_group(process_id: int) -> None:
         pass
 
 
-def digest(module: str) -> str:
-    """Return a hash of a module and its tests: a result is valid as long as they do not change."""
-    found = hashlib.sha256((ROOT / SOURCE / module).read_bytes())
-    for name in TARGETS[module]:
-        path = ROOT / TESTS / name
-        for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
-            found.update(file.read_bytes())
-    return found.hexdigest()[:16]
+def digests(module: str) -> dict[str, str]:
+    """Return the hash of a module, and that of its tests."""
+    tests = [ROOT / TESTS / name for name in TARGETS[module]]
+    files = [file for path in tests for file in ([path] if path.is_file() else path.rglob("*.py"))]
+    return {
+        "source": _hash((ROOT / SOURCE / module).read_bytes()),
+        "tests": _hash(*(file.read_bytes() for file in sorted(files))),
+    }
+
+
+def _hash(*contents: bytes) -> str:
+    return hashlib.sha256(b"".join(contents)).hexdigest()[:16]
 
 
 def read_results(path: Path) -> dict[tuple[str, str], dict]:
-    """Return the valid results of earlier runs by module and mutation."""
+    """Return the valid results of earlier runs by module and mutation.
+
+    They are valid as long as the module does not change. A survivor is run again when tests change.
+    """
     if not path.exists():
         return {}
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    current = {module: digest(module) for module in TARGETS}
-    return {
-        (row["module"], row["key"]): row
-        for row in rows
-        if current.get(row["module"]) == row["digest"]
-    }
+    current, found = {module: digests(module) for module in TARGETS}, {}
+    for row in map(json.loads, path.read_text().splitlines()):
+        now = current.get(row["module"])
+        if now and now["source"] == row["source"]:
+            if row["result"] != SURVIVED or now["tests"] == row["tests"]:
+                found[row["module"], row["key"]] = row
+    return found
 
 
 def run_module(runs: TestRuns, module: str, count: int, seed: int, path: Path) -> None:
@@ -146,7 +154,7 @@ def run_module(runs: TestRuns, module: str, count: int, seed: int, path: Path) -
         limit = TIMEOUT_FACTOR * seconds + TIMEOUT_EXTRA
         result, took = runs.run_mutant(module, mutation, tests, limit)
         row = {
-            "module": module, "key": mutation.key, "digest": digest(module), "result": result,
+            "module": module, "key": mutation.key, **digests(module), "result": result,
             "kind": mutation.kind, "line": mutation.line, "seconds": round(took, 1),
             "before": mutation.before, "after": mutation.after,
         }  # fmt: skip
@@ -181,9 +189,9 @@ def format_table(rows: Iterable[dict]) -> str:
         lines += ["Survivors:", ""]
         for row in sorted(survivors, key=lambda row: (row["module"], row["line"])):
             before, after = (" ".join(row[name].split())[:100] for name in ("before", "after"))
-            lines.append(
-                f"- `{row['module']}:{row['line']}`, {row['kind']}: `{before}` -> `{after}`"
-            )
+            reason = EXPLAINED.get((row["module"], row["key"]), "not explained")
+            place = f"`{row['module']}:{row['line']}`"
+            lines.append(f"- {place}, {row['kind']}: `{before}` -> `{after}`: {reason}")
     return "\n".join(lines) + "\n"
 
 

@@ -169,7 +169,7 @@ def test_unknown_losses_are_refused(loss, reason):
 @pytest.mark.parametrize(
     ("layout", "error"),
     [
-        ({"hybrid_shard_degree": 1, "pipeline_parallel_degree": 2}, "the labels it counts are unkn"),
+        ({"hybrid_shard_degree": 1, "pipeline_parallel_degree": 2}, "labels it counts"),
         ({"context_parallel_degree": 2}, "loss_function of LlamaForCausalLM is not"),
         ({"tensor_parallel_degree": 2}, "loss_function of LlamaForCausalLM is not"),
     ],
