@@ -141,6 +141,17 @@ def test_damaged_checkpoint_falls_back_with_the_lost_steps_and_the_cause(run, ca
     assert "from the checkpoint after step 2: 1 step lost" in texts[1]
 
 
+def test_index_may_grow_with_the_data_beside_it(run, monkeypatch):
+    folder = run[0] / "step-00000001"
+    data = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    least = (folder / index.NAME).stat().st_size - data // index.DATA_PER_INDEX_BYTE
+    monkeypatch.setattr(index, "MAX_BYTES", least)
+    assert index.read(storage.as_path(folder)).step == 1
+    monkeypatch.setattr(index, "MAX_BYTES", least - 1)
+    with pytest.raises(CheckpointDamaged, match=f"and {least - 1 + data // 16} are allowed"):
+        index.read(storage.as_path(folder))
+
+
 def test_on_damage_fail_raises_and_damage_of_all_checkpoints_always_raises(run):
     folder, _ = run
     flip_data(folder / "step-00000003")
