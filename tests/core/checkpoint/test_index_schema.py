@@ -1,12 +1,13 @@
 """The schema of an index refuses what is never written, without help from hashes."""
 
 import errno
+import itertools
 import json
 
 import pytest
 
 from nearlinear import storage
-from nearlinear.checkpoint import index, index_schema
+from nearlinear.checkpoint import index, index_schema, shards
 from nearlinear.errors import CheckpointDamaged
 
 FILE = "rank-00000-of-00001.safetensors"
@@ -71,6 +72,19 @@ def test_valid_index_is_parsed(changes):
 def test_invalid_index_is_refused_with_the_reason(changes, reason):
     with pytest.raises(ValueError, match=reason):
         parse(**changes)
+
+
+@pytest.mark.parametrize("dims", [shards.MAX_SPLIT_DIMS, shards.MAX_SPLIT_DIMS + 1])
+def test_tensors_are_divided_along_few_dims(dims):
+    """The corners to compare double with every dim."""
+    halves = [((*at,), (1,) * dims) for at in itertools.product([0, 1], repeat=dims)]
+    w = tensor(*halves, shape=(2,) * dims)
+    files = {FILE: {"bytes": 4 * 2**dims, "sha256": "0" * 64}}
+    if dims > shards.MAX_SPLIT_DIMS:
+        with pytest.raises(ValueError, match=f"model/w is divided along {dims} dims"):
+            parse(tensors={"model/w": w}, files=files)
+    else:
+        parse(tensors={"model/w": w}, files=files)
 
 
 @pytest.mark.parametrize(
