@@ -10,3 +10,6 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ROOT / "packages" / "core" / "docs"
 SITE = ROOT / "artifacts" / "docs"
+REPOSITORY = "NEARLINEAR_REPOSITORY"
+"""Variable with the repository's address, as for `ci.wheels`. Pages link to source files, and those
+of a repository on GitHub to each notebook in Colab and Studio Lab."""

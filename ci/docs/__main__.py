@@ -5,7 +5,7 @@
     ./run docs --draft         with the outputs of notebooks at hand, also old ones or none
 
 Notebooks whose code or libraries changed are executed first. Warnings, broken links, misspelled
-words and resources from a network are errors.
+words, weak English (`ci.prose`) and resources from a network are errors.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from ci import api_reference
-from ci.docs import PAGES, ROOT, SITE, checks, figures, reference, tutorials, twins
+from ci.docs import PAGES, REPOSITORY, ROOT, SITE, checks, figures, reference, tutorials, twins
 
 STAMP = ".sources"
 CONF = Path(__file__).parent
@@ -73,7 +73,8 @@ def build(site: Path) -> int:
         name = str(left.relative_to(site).with_suffix(""))
         if name not in names and left.name not in checks.IGNORED and "_static" not in left.parts:
             left.unlink()
-    faults = [*checks.links_and_structure(site), *checks.remote_resources(site), *checks.spelling()]
+    faults = [*checks.links_and_structure(site), *checks.remote_resources(site)]
+    faults += [*checks.spelling(), *checks.english()]
     for fault in faults:
         print(fault)
     print(f"{len(names)} pages, {len(faults)} faults")
@@ -93,7 +94,7 @@ def write_generated() -> None:
 def sources_key() -> str:
     """Return a hash of everything that the site is made from."""
     digest = hashlib.sha256(json.dumps({name: version(name) for name in PACKAGES}).encode())
-    digest.update(os.environ.get(tutorials.REPOSITORY, "").encode())
+    digest.update(os.environ.get(REPOSITORY, "").encode())
     folders = (PAGES, CONF, *reference.SOURCES.values(), ROOT / "notebooks", tutorials.EXECUTED)
     files = {path for folder in folders for path in folder.rglob("*") if path.is_file()}
     files |= {ROOT / "run", ROOT / "CONTRIBUTING.md", ROOT / "ci/benchmarks/compare/README.md"}

@@ -14,6 +14,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote
 
+from ci import prose
 from ci.docs import PAGES, ROOT
 
 TERMS = {
@@ -32,6 +33,8 @@ TERMS = {
     "tokenizer": "howto/prepare_data",
     "DeepSpeed": "migration/deepspeed",
     "slow": "howto/watch howto/tune",
+    "SMP": "migration/smp_v1 migration/smp_v2",
+    "kill": "howto/resume",
     "hybrid_shard_degree": "reference/config concepts/mics",
 }
 """Terms of newcomers, each with the pages of which one must be among the first three results."""
@@ -122,6 +125,13 @@ def spelling() -> list[str]:
     if "No module named" in done.stderr:
         return [f"codespell is not installed: {done.stderr.strip()}"]
     return done.stdout.splitlines()
+
+
+def english() -> list[str]:
+    """Return the areas of pages and notebooks whose English exceeds the limits of `ci.prose`."""
+    areas = {name: prose.AREAS[name] for name in ("documentation", "notebooks")}
+    found = [prose.violations(name, prose.measure_area(area)) for name, area in areas.items()]
+    return [fault for fault in found if fault]
 
 
 def wrong_answers(results: dict[str, list[str]]) -> Iterator[str]:

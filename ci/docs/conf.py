@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 
 import latex2mathml.converter
@@ -9,6 +10,10 @@ from docutils import nodes
 from sphinx.application import Sphinx
 
 import nearlinear
+from ci.docs import PAGES, REPOSITORY, ROOT
+
+SOURCE_SUFFIXES = (".py", "")
+LINK = re.compile(r"(?<!!)(\[[^\]]*\])\(([^)#:]+)\)")
 
 project = "nearlinear"
 author = "The nearlinear authors"
@@ -69,12 +74,28 @@ def add_description(app, page, template, context, doctree) -> None:
         )
 
 
+def link_sources(app: Sphinx, page: str, source: list[str]) -> None:
+    """Point links to source files at the repository; without its address, keep their text only."""
+    address = os.environ.get(REPOSITORY, "").rstrip("/")
+
+    def linked(match: re.Match) -> str:
+        file = (PAGES / page).parent.joinpath(match[2]).resolve()
+        if not file.is_file() or file.suffix not in SOURCE_SUFFIXES or file.is_relative_to(PAGES):
+            return match[0]
+        text = match[1]
+        return f"{text}({address}/blob/main/{file.relative_to(ROOT)})" if address else text[1:-1]
+
+    if not page.startswith("tutorials/"):  # notebooks, read as JSON
+        source[0] = LINK.sub(linked, source[0])
+
+
 def setup(app: Sphinx) -> dict[str, bool]:
     app.add_html_math_renderer(
         "mathml",
         inline_renderers=(visit_inline_math, None),
         block_renderers=(visit_block_math, None),
     )
+    app.connect("source-read", link_sources)
     app.connect("html-page-context", add_description)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
 

@@ -16,14 +16,11 @@ from typing import Any
 
 import nbformat
 
-from ci.docs import PAGES, ROOT
+from ci.docs import PAGES, REPOSITORY, ROOT
 from ci.notebooks import pairs, sources
 
 NOTEBOOKS = ROOT / "notebooks"
 EXECUTED = ROOT / "artifacts" / "notebooks"
-REPOSITORY = "NEARLINEAR_REPOSITORY"
-"""Variable with the repository's address, as for `ci.wheels`. Pages of one on GitHub link to each
-notebook in Colab and Studio Lab."""
 GITHUB = "https://github.com/"
 LINK = re.compile(r"(!?\[[^\]]*\]\()([^)#:]+)(#[^)]*)?\)")
 

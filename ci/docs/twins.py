@@ -64,10 +64,25 @@ def plain(path: Path) -> str:
         if match["name"] == "include":
             target = block.splitlines()[0].partition("} ")[2].strip()
             return plain((path.parent / target).resolve())
+        if match["name"] == "toctree" and ":hidden:" not in block:
+            return _contents(path.parent, block)
         return "" if match["name"] in ("index", "toctree", "grid") else block
 
     text = DIRECTIVE.sub(resolved, text)
     return re.sub(r"\n{3,}", "\n\n", text.replace(".ipynb)", ".md)"))
+
+
+def _contents(folder: Path, toctree: str) -> str:
+    """Return the pages of a table of contents as a list of links."""
+    names = [line for line in toctree.splitlines()[1:-1] if line and not line.startswith(":")]
+    lines = []
+    for name in names:
+        page, notebook = folder / f"{name}.md", folder / f"{name}.ipynb"
+        if page.exists() or notebook.exists():
+            text = plain(page) if page.exists() else from_notebook(notebook)
+            heading, about = describe(text)
+            lines.append(f"- [{heading}]({name}.md)" + (f": {about}" if about else ""))
+    return "\n".join([*lines, ""])
 
 
 def from_notebook(path: Path) -> str:
@@ -116,6 +131,6 @@ def describe(text: str) -> tuple[str, str]:
         if block.startswith("# "):
             title = title or block.splitlines()[0][2:]
         elif title and not re.match(r"[#!|<`\[:-]", block):
-            about = re.split(r"(?<=[.:])\s", " ".join(block.split()))[0]
+            about = re.split(r"(?<=\.)\s", " ".join(block.split()))[0]
             break
     return title, re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", about).rstrip(":")

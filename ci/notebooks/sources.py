@@ -10,7 +10,14 @@ import nbformat
 
 from ci.notebooks import ROOT
 
-FOLDERS = ("packages/core/src", "packages/collectives/src", "data_prep")
+FOLDERS = (
+    "packages/core/src",
+    "packages/collectives/src",
+    "data_prep",
+    "ci/benchmarks",
+    "ci/emulation",
+)
+"""Folders of Python code that notebooks import."""
 SUFFIXES = (".py", ".cc", ".h", ".toml", ".csv")
 
 

@@ -187,6 +187,14 @@ def test_twins_resolve_includes_and_describe_pages(tmp_path):
     assert "emulated cluster" in (tmp_path / "evidence" / "comparison.md").read_text()
     assert "```{index}" not in (tmp_path / "llms-full.txt").read_text()
     assert "{download}" not in index
+    assert "](install.md): " in (tmp_path / "start" / "index.md").read_text()
+
+
+def test_key_of_outputs_covers_all_modules_that_notebooks_import():
+    code = "\n".join(path.read_text("utf-8") for path in (ROOT / "notebooks").glob("*.py"))
+    modules = set(re.findall(r"^\s*(?:from|import) (ci\.[\w.]+)", code, re.MULTILINE))
+    assert "ci.emulation" in modules
+    assert not [name for name in modules if not name.replace(".", "/").startswith(sources.FOLDERS)]
 
 
 # The built site
@@ -208,6 +216,7 @@ def test_site_is_complete_and_needs_no_network(site):
     for page in site.rglob("*.html"):
         if page.name not in checks.IGNORED:
             assert page.with_suffix(".md").exists(), page
+    assert not list(site.glob("_downloads/*/*.py"))  # links to source files are no downloads
     broken = site / "broken.html"
     broken.write_text('<html><img src="https://a/b.png"><a href="nowhere.html">x</a></html>')
     faults = " ".join(checks.links_and_structure(site) + checks.remote_resources(site))

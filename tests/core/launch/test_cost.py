@@ -160,6 +160,13 @@ def test_denied_price_list_still_prints_machine_hours(aws, config, capsys):
     assert "6.0 machine-hours" in said and "--price-per-hour" in said and "not authorized" in said
 
 
+def test_recorded_price_replaces_a_denied_price_list(aws, config, capsys):
+    aws.refuse("GetProducts", "AccessDeniedException", "not authorized")
+    assert cli.main(["cost", config, "--set", 'job.instance_type="ml.p5.48xlarge"']) == 0
+    said = capsys.readouterr().out
+    assert "EC2 on demand" in said and "not authorized" in said and "USD" in said
+
+
 def test_cost_command_of_a_submitted_job(aws, capsys):
     stamps = {
         key: value.timestamp() if isinstance(value, datetime) else value

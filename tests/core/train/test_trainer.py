@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+import data_prep
 import nearlinear as nl
 from nearlinear.config import train as train_config
 from nearlinear.distributed.mesh import Mesh
@@ -198,6 +199,33 @@ def test_held_out_loss_does_not_depend_on_the_ranks(small_run):
 
     values = [nl.spmd.run(evaluate, ranks)[0] for ranks in (1, 2, 4)]
     assert values == pytest.approx([values[0]] * 3, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("val_fraction", "mixture", "reason"),
+    [(0, False, "is empty"), (0.01, False, "fewer than one window"), (0, True, "no folder of")],
+)
+def test_run_without_validation_data_trains_with_one_warning(
+    small_run, token_folder, tmp_path, caplog, val_fraction, mixture, reason
+):
+    texts = [f"{'word ' * 20}{number}" for number in range(20)]
+    data_prep.prepare(
+        data_prep.Source(name="tiny", documents=lambda: iter(texts)),
+        tmp_path / "tokens",
+        tokenizer=str(token_folder / "tokenizer" / "tokenizer.json"),
+        val_fraction=val_fraction,
+        progress=False,
+    )
+    path = str(tmp_path / "tokens")
+    data = {"sources": {path: 1.0}} if mixture else {"path": path}
+    small_run["data"] = {"sequence_length": 128} | data
+    small_run["train"]["steps"] = 2
+    preflight.check_run(train_config.load(small_run, environment={}), 2)
+    with caplog.at_level("WARNING", logger="nearlinear"):
+        results, _ = run(small_run, ranks=2)
+    assert math.isnan(results[0].eval_loss)
+    warned = [text for text in caplog.messages if "training without validation" in text]
+    assert len(warned) == 1 and reason in warned[0]
 
 
 def test_llama_reduces_the_loss(small_run):

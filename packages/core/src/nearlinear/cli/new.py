@@ -164,9 +164,6 @@ def make_plan(options: argparse.Namespace) -> RunPlan:
     data: dict[str, Any] = {"path": str(tokens), "sequence_length": length}
     if chats:
         data |= {"packing": "best_fit", "document_mask": True}
-    train: dict[str, Any] = {"steps": options.steps}
-    if size is not None and size * HELD_OUT / BYTES_PER_TOKEN < 4 * length:
-        train["eval_sequences"] = 0  # too little text to hold some out
     optimizer: dict[str, Any] = {"warmup_steps": max(1, options.steps // 10)}
     if starts_from:
         optimizer["lr"] = 2e-4 if options.lora else 2e-5
@@ -179,7 +176,7 @@ def make_plan(options: argparse.Namespace) -> RunPlan:
         "data": data,
         "batch": {"micro_batch_size": 1 if starts_from else 8},
         "optimizer": optimizer,
-        "train": train,
+        "train": {"steps": options.steps},
         "run": run,
     }
     return RunPlan(config, machines, prepare, chats)

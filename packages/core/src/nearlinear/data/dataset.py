@@ -29,7 +29,7 @@ from .cache import cache_folder
 from .format import Manifest
 from .open import open_split
 from .packing import PACKINGS, PackingPlan
-from .source import MOST_OPEN, ShardSource, TokenStream
+from .source import MOST_OPEN, NoSplit, ShardSource, TokenStream
 
 PAGE = 4096
 UNIT = 2**20
@@ -193,7 +193,7 @@ class TokenDataset:
         self._documents = functools.lru_cache(MOST_OPEN)(self.source.documents)
         self._plan = self._planned(cache) if packing != "concat" else None
         if not len(self):
-            raise DataError(
+            raise NoSplit(
                 f"split {split!r} of {self.path} holds {self.tokens} tokens, fewer than one window "
                 f"of {sequence_length}: use a sequence_length of at most {self.tokens}, or prepare "
                 "more text"

@@ -207,7 +207,7 @@ class DocumentsByToken:
 
 
 class NoSplit(DataError):
-    """The data does not contain the requested split, or the split is empty."""
+    """The data does not contain the requested split, or too little of it for one sequence."""
 
 
 class ShardSource(abc.ABC):

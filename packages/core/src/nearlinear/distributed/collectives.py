@@ -167,7 +167,7 @@ class Hierarchy:
         """All-gather ``input`` (E,) of every rank into ``output`` (ranks * E,).
 
         The input may be a view of the output. Both stages write to the final positions, so that
-        nothing is shuffled afterwards. Source: MiCS (Zhang et al., VLDB 2023), section 3.3.
+        nothing is shuffled afterwards. Source: MiCS (Zhang et al. 2022, arXiv:2205.00119).
         """
         parts = output.view(-1, self.ranks_per_node, input.numel())  # (nodes, ranks of one, E)
         index = self.intra_node.rank()

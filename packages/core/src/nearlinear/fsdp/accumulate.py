@@ -1,6 +1,6 @@
 """Two-hop gradient synchronization over the micro-batches of one optimizer step.
 
-Source: MiCS (Zhang et al., VLDB 2023), section 3.4. Every micro-batch reduce-scatters its gradients
+Source: MiCS (Zhang et al. 2022, arXiv:2205.00119). Every micro-batch reduce-scatters its gradients
 inside the shard group, and only the last one all-reduces the sums across replicas. Units whose
 unreduced gradients fit in ``memory_budget`` run both hops in the last micro-batch only, see
 `prefetch`. The gradients equal those of one batch of all micro-batches of all ranks: each

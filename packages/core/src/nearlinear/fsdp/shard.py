@@ -1,6 +1,6 @@
 """Sharded model states: `nl.shard`, on PyTorch's ``fully_shard``.
 
-Source: MiCS (Zhang et al., VLDB 2023), section 3.2: model states are sharded within a subset of the
+Source: MiCS (Zhang et al. 2022, arXiv:2205.00119): model states are sharded within a subset of the
 ranks and replicated across subsets. Every block is a unit of its own, gathered just before use and
 freed after it. Embeddings, final norm and head stay in the root unit, so that tied weights are one
 parameter of one unit. Units that a `ShardingExtension` names (experts divided by

@@ -2,7 +2,7 @@
 
 FSDP2 shards over the shard axis only and hands the communication of every unit to a `UnitAllGather`
 and a `UnitReduceScatter`. The latter implements two-hop gradient synchronization (MiCS, Zhang et
-al., VLDB 2023, section 3.4). First hop: each unit's gradients are reduce-scattered in the shard
+al. 2022, arXiv:2205.00119). First hop: each unit's gradients are reduce-scattered in the shard
 group while the backward pass continues. Second hop: the last micro-batch of a step all-reduces the
 accumulated sums across replicas. In between `UnitReduceScatter` stashes the sums, so that no
 optimizer sees them; after the second hop it exposes them as gradients. Units that `prefetch` keeps

@@ -6,6 +6,7 @@ Commands import their implementation when they run, so that building the parsers
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from typing import Any
 
 from .fsx import cli as fsx
@@ -183,7 +184,7 @@ def _stop(options: argparse.Namespace, arguments: list[str]) -> int:
 
 def _cost(options: argparse.Namespace, arguments: list[str]) -> int:
     from ..errors import ConfigError
-    from . import spec
+    from . import gate, spec
     from .sagemaker import cost, jobs
 
     if options.job.endswith((".toml", ".json")):
@@ -198,6 +199,9 @@ def _cost(options: argparse.Namespace, arguments: list[str]) -> int:
     else:
         usage = cost.actual_usage(jobs.describe_job(options.job, options.region))
     price, why_unknown = cost.find_price(usage, options.price_per_hour)
+    if price is None and (recorded := gate.table_price(usage.instance_type)):
+        why = f"AWS's price list was not read: {why_unknown}; or pass --price-per-hour X"
+        price = dataclasses.replace(recorded, source=f"{recorded.source}. {why}")
     print(cost.format_cost(usage, price, why_unknown))
     return 0
 

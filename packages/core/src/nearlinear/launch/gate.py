@@ -89,9 +89,9 @@ def refusals(job: JobSpec, found: Forecast) -> list[Problem]:
     return problems
 
 
-def table_price(job: JobSpec) -> HourlyPrice | None:
-    """Return EC2's on-demand price of the job's machines in the hardware table, if it has one."""
-    name = job.instance_type.removeprefix("ml.")
+def table_price(instance_type: str) -> HourlyPrice | None:
+    """Return EC2's on-demand price of a machine in the hardware table, if it has one."""
+    name = instance_type.removeprefix("ml.")
     node = find_node(name) if name in node_names() else None
     if node is None or not node.usd_per_hour:
         return None

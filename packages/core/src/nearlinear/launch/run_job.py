@@ -188,7 +188,7 @@ def _run_sagemaker(options: LaunchOptions) -> int:
         for note in notes:
             print(f"not checked: {note}", file=sys.stderr)
         raise_if_invalid(problems)
-    price, why = gate.table_price(job), ""
+    price, why = gate.table_price(job.instance_type), ""
     if options.price_per_hour is not None or not offline:
         listed, why = cost.find_price(cost.planned_usage(job), options.price_per_hour)
         price = listed or price

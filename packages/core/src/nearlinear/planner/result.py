@@ -260,7 +260,7 @@ def extrapolations(work: Workload, cluster: Cluster) -> list[str]:
         ("updates in host memory", work.offload_optimizer),
         ("delays weight gradients (zero bubble)", work.stage_layout.plan.spec.splits_backward),
         ("gathers in 8 bits", work.gather_bytes < 2),
-        ("computes in float32", work.precision == "fp32"),
+        ("computes in float32 (parallel.bf16 = true is faster)", work.precision == "fp32"),
     ):  # fmt: skip
         if used:
             found.append(f"no published run {feature}")

@@ -53,7 +53,8 @@ def check_run(config: TrainConfig, world: int, ranks_per_node: int = 0) -> Mesh:
     config.batch.micro_batches(mesh.data_ranks)
     data = open_dataset(config, "train")
     if config.train.eval_sequences:
-        open_dataset(config, "val")
+        with contextlib.suppress(NoSplit):  # the trainer warns, and trains without validation
+            open_dataset(config, "val")
     if world > 1 and config.model.overrides:
         _check_overrides(config, data.manifest.vocab_size)
     state = read_data_state(config)
@@ -251,6 +252,11 @@ def _open_sources(
         except NoSplit:
             if split == "train":
                 raise
+    if not found:
+        raise NoSplit(
+            f"no folder of data.sources has a split {split!r} of at least one sequence: prepare "
+            "the data again with a larger --val-fraction"
+        )
     return found
 
 

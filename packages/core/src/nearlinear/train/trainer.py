@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import math
 import signal
 import time
@@ -33,6 +34,7 @@ from ..config.train import TrainConfig, load
 from ..data.dataset import TokenDataset
 from ..data.loader import Loader
 from ..data.mixture import Mixture
+from ..data.source import NoSplit
 from ..distributed import runtime
 from ..distributed.mesh import Mesh
 from ..distributed.watchdog import Watchdog, watch_ranks
@@ -60,6 +62,8 @@ from .model import build_model, flops_per_token, parallelize, peak_tflops
 from .objectives import build_objective
 from .optimizer import build_optimizer, learning_rate, set_learning_rate
 from .self_check.check import check_model
+
+log = logging.getLogger(__name__)
 
 STARTUP_PATIENCE = 12.0
 """Multiple of ``train.rank_timeout`` for each part of the set-up: large checkpoints take long."""
@@ -135,7 +139,11 @@ class Trainer:
             self.dataset: TokenDataset | Mixture = preflight.open_dataset(config, "train", verified)
             self.held_out: TokenDataset | Mixture | None = None
             if config.train.eval_sequences:
-                self.held_out = preflight.open_dataset(config, "val", verified)
+                try:
+                    self.held_out = preflight.open_dataset(config, "val", verified)
+                except NoSplit as error:
+                    if self.rank == 0:
+                        log.warning("training without validation: %s", error)
             objective = build_objective(config, self.dataset)
             self.loader: Loader = build_loader(config, self.dataset, objective)
             self.tokens_per_step: int = self.loader.samples_per_step * config.sequence_length
@@ -433,7 +441,8 @@ class Trainer:
         """Return the held-out loss in nats, equal on every rank."""
         if self.held_out is None:
             raise ConfigError(
-                "train.eval_sequences = 0: no held-out data is open; set it to at least 1"
+                "no held-out data is open: set train.eval_sequences to at least 1, and prepare the "
+                "data with a split 'val' of at least one sequence"
             )
         size, windows = self.config.batch.micro_batch_size, self.config.train.eval_sequences
         changes = self.loader.masks, self.loader.transform
