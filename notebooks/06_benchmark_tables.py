@@ -49,7 +49,7 @@ from ci.benchmarks.compare.systems import SYSTEMS
 from ci.benchmarks.network.config import parse_rate
 from ci.emulation import cluster
 from nearlinear.planner import validate
-from nearlinear.plots import GRID, HATCHES, INK, MARKERS, MUTED, PALETTE, show
+from nearlinear.plots import GRID, HATCHES, INK, LINES, MARKERS, MUTED, PALETTE, show
 
 assert scale in ("ci", "laptop", "cluster"), f"scale = {scale!r}: use ci, laptop or cluster"
 logging.set_verbosity_error()  # of transformers
@@ -496,8 +496,8 @@ for ax in (left, right):
     bare(ax, axis="x")
 show(
     alt="Left: published speed-ups on clusters of GPUs, "
-    f"{min(row['percent'] for row in rows):g} to {max(row['percent'] for row in rows):g} %. Right: "
-    "speed-ups measured on emulated nodes for the same four kinds of change; all are positive."
+    f"{min(row['percent'] for row in rows):.0f} to {max(row['percent'] for row in rows):.0f} %. "
+    "Right: speed-ups measured on emulated nodes for the same four kinds of change; all are positive."
 )
 
 # %% [markdown]
@@ -520,7 +520,7 @@ def draw_series(found, x_of, label):
     shown = [name for name in SHOWN if all(name in run.names for run in found)]
     x = [x_of(run.config) for run in found]
     for number, who in enumerate(shown):
-        colour, marker = PALETTE[number], MARKERS[number]
+        colour, marker = (*LINES, PALETTE[5])[number], MARKERS[number]
         spreads = np.array([run.efficiency(who) for run in found])
         ax.plot(x, 100 * spreads[:, 0], marker=marker, ms=5, mec=INK, mew=0.5, color=colour,
                 label=title(who))  # fmt: skip

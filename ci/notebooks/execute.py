@@ -129,7 +129,7 @@ def run(path: Path, output: Path, parameters: dict, cell_timeout: int) -> Result
     if error is None:
         faults = figures.faults(nbformat.read(output, as_version=4))
         if faults:
-            error = "\n".join([f"{path.name}: {len(faults)} faults of figures", *faults])
+            error = "\n".join([f"{path.name}: figures with faults", *faults])
     result = Result(time.monotonic() - start, error)
     record(path, output if output.exists() else path, output, result)
     return result

@@ -198,17 +198,20 @@ def prose(text: str) -> str:
 
 
 def thumbnail(notebook, executed: Path) -> tuple[Path | None, str]:
-    """Save the first image among the outputs in the same folder, and return it and its text."""
+    """Save an image of the outputs in the same folder, and return it and its alternative text.
+
+    The image is the first one, without PNG images higher than wide, which a card cannot show.
+    """
     for cell in notebook.cells:
         for output in cell.get("outputs", []):
             for kind, suffix in IMAGES.items():
                 data = output.get("data", {}).get(kind)
                 if data is None:
                     continue
+                content = data.encode() if suffix == "svg" else base64.b64decode(data)
+                if suffix == "png" and content[20:24] > content[16:20]:  # height, width
+                    continue
                 image = executed.with_suffix(f".{suffix}")
-                if suffix == "svg":
-                    image.write_text(data)
-                else:
-                    image.write_bytes(base64.b64decode(data))
+                image.write_bytes(content)
                 return image, figures.alternative_text(output)
     return None, ""

@@ -263,7 +263,8 @@ def predicted_against_published(found: Any, ax: Axes | None = None) -> Axes:
     for number, (source, scored) in enumerate(found.sources.items()):
         style = {"color": PALETTE[number % len(PALETTE)], "ms": 4, "alpha": 0.75}
         style |= {"mec": INK, "mew": 0.3}
-        _draw_times(ax, scored, MARKERS[number % len(MARKERS)], label=source, **style)
+        mark = MARKERS[(number + number // len(PALETTE)) % len(MARKERS)]
+        _draw_times(ax, scored, mark, label=source, **style)
     _draw_times(ax, found.held_out, "x", label="H100, held out", color=INK, ms=4)
     published = [each.run.seconds for each in (*found.scored, *found.held_out)]
     ends = [min(published) / 1.3, max(published) * 1.3]
