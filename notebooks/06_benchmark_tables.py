@@ -497,7 +497,7 @@ for ax in (left, right):
 show(
     alt="Left: published speed-ups on clusters of GPUs, "
     f"{min(row['percent'] for row in rows):.0f} to {max(row['percent'] for row in rows):.0f} %. "
-    "Right: speed-ups measured on emulated nodes for the same four kinds of change; all are positive."
+    "Right: speed-ups measured on emulated nodes for the same kinds of change; all are positive."
 )
 
 # %% [markdown]
