@@ -306,7 +306,7 @@ for ax, title, *pair in zip(axes, titles, usual, in_blocks, strict=True):
 plots.show(
     alt="Reading by sequences and by blocks: "
     + "; ".join(
-        f"{title} {one:.3g} and {other:.3g}"
+        f"{title} {one:,.4g} and {other:,.4g}"
         for title, one, other in zip(titles, usual, in_blocks, strict=True)
     )
     + ". Blocks need fewer and larger requests."

@@ -89,7 +89,7 @@ def loss_curve(
                     va="bottom", textcoords="offset points", color=MUTED, fontsize=9)  # fmt: skip
         ax.margins(y=0.12)
     ax.set(xlabel="optimizer step", ylabel="cross-entropy, nats")
-    ax.xaxis.get_major_locator().set_params(integer=True)
+    ax.locator_params(axis="x", integer=True)
     ax.legend(frameon=False)
     return ax
 
