@@ -266,8 +266,11 @@ def side_environment(
         options: Further options of the installer.
 
     Raises:
-        SetupError: If the installer fails; contains the end of its output.
+        SetupError: If there is no such interpreter, or the installer fails; contains the end of
+            its output.
     """
+    if shutil.which(interpreter) is None:
+        raise SetupError(f"{interpreter} was not found. Choose another, such as python3.")
     found, stamp = folder / "bin" / "python", folder / "complete"
     wanted = "\n".join([interpreter, *packages, *options])
     if stamp.exists() and stamp.read_text() == wanted and works(found):

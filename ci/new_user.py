@@ -59,6 +59,7 @@ PATHS = {
         "nearlinear export my-lora my-lora/adapter --adapter",
     ],
 }
+TIMEOUT = 1800  # seconds of one command, on a busy machine
 MOST_COMMANDS = 5  # including the installation
 
 
@@ -172,15 +173,12 @@ def generate(folder: Path, python: Path) -> str:
 
 def run(command: str, folder: Path, python: Path) -> str:
     """Run one command of the environment and return its output. Raises StepError."""
-    done = subprocess.run(
-        shlex.split(command),
-        cwd=folder,
-        env=variables(python),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    options = {"cwd": folder, "env": variables(python), "text": True, "timeout": TIMEOUT, **pipes}
+    try:
+        done = subprocess.run(shlex.split(command), **options)
+    except subprocess.TimeoutExpired:
+        raise StepError(f"{command}\ntook longer than {TIMEOUT} seconds") from None
     if done.returncode:
         raise StepError(f"{command}\n{done.stdout[-2000:]}{done.stderr[-3000:]}")
     return done.stdout

@@ -53,7 +53,18 @@ import data_prep
 import nearlinear as nl
 from nearlinear.config import train as train_config
 from nearlinear.data import packing_efficiency
-from nearlinear.plots import GRID, INK, MUTED, PALETTE, loss_curve, rank_map, read_metrics
+from nearlinear.plots import (
+    GRID,
+    INK,
+    LINES,
+    MUTED,
+    PALETTE,
+    loss_curve,
+    rank_map,
+    read_metrics,
+    show,
+    text_on,
+)
 
 plt.rcParams["figure.dpi"] = 110
 keeper = tempfile.TemporaryDirectory(prefix="nearlinear-01-")  # removed when the kernel ends
@@ -68,11 +79,14 @@ work = Path(keeper.name)
 
 
 # %%
-def tokens_of(row, cells, gap_after):
-    """Draw one cell per token, with a gap wherever `gap_after` changes."""
+def tokens_of(row, cells, names, gap_after):
+    """Draw one cell per token with its document, and a gap wherever `gap_after` changes."""
     gaps = 0.8 * np.cumsum(np.diff(gap_after, prepend=gap_after[0]) != 0)
     xs = np.arange(len(cells)) + gaps
     ax.broken_barh([(x, 0.9) for x in xs], (row, 0.6), facecolors=cells)
+    for x, cell, name in zip(xs, cells, names, strict=True):
+        ax.text(x + 0.45, row + 0.3, name, color=text_on(cell), fontsize=7, ha="center",
+                va="center")  # fmt: skip
     return xs
 
 
@@ -80,19 +94,26 @@ figure, ax = plt.subplots(figsize=(8.6, 3.6), layout="constrained")
 document = np.repeat(np.arange(5), [8, 5, 12, 6, 10])  # 41 tokens, end-of-text counted
 is_last = np.diff(document, append=-1) != 0
 cells = np.where(is_last, INK, np.array(PALETTE)[document])
+names = np.array(list("ABCDE"))[document]
 window = np.arange(40) // 10
-shuffled = np.concatenate([cells[:40].reshape(4, 10)[w] for w in (2, 0, 3, 1)])
-tokens_of(3, cells, document)
-tokens_of(2, cells, np.zeros(41))
-tokens_of(1, [*cells[:40], GRID], [*window, 4])
-for rank, x in enumerate(tokens_of(0, shuffled, window)[::10]):
+order = np.concatenate([np.arange(40).reshape(4, 10)[w] for w in (2, 0, 3, 1)])
+tokens_of(3, cells, names, document)
+tokens_of(2, cells, names, np.zeros(41))
+tokens_of(1, [*cells[:40], GRID], names, [*window, 4])
+for rank, x in enumerate(tokens_of(0, cells[order], names[order], window)[::10]):
     ax.text(x + 5, -0.12, f"rank {rank}", ha="center", va="top", color=INK)
 ax.set_yticks(np.arange(4) + 0.3, ["shuffled", "windows", "stream", "documents"], fontsize=11)
 ax.text(44.5, 0.88, "left over", ha="center", va="top", color=MUTED, fontsize=9)
 ax.set(xticks=[], xlim=(-0.5, 46.5), ylim=(-0.5, 3.9))
-ax.set_title("one cell is one token; dark cells are end-of-text", fontsize=10, color=MUTED)
+ax.set_title(
+    "one cell is one token, with its document; dark cells are end-of-text", fontsize=10, color=MUTED
+)
 ax.tick_params(length=0)
 ax.spines[:].set_visible(False)
+show(
+    alt="Five documents of 5 to 12 tokens are joined into one stream and cut into four windows of "
+    "10 tokens, which ranks 0 to 3 read in shuffled order; one token is left over."
+)
 
 # %% [markdown]
 # ## Notation
@@ -273,6 +294,10 @@ ax.axvline(sequence_length, color=INK, ls="--", lw=1.5)
 ax.text(sequence_length * 1.08, ax.get_ylim()[1] * 0.6, "one window", color=INK)
 ax.set_title("documents of the training split", fontsize=11)
 shorter = np.mean(lengths < sequence_length)
+show(
+    alt=f"Histogram of tokens per document: the median is {np.median(lengths):.0f}, and "
+    f"{100 * shorter:.0f} % of the documents are shorter than one window."
+)
 print(f"{100 * shorter:.1f} % of the documents are shorter than one window")
 
 # %% [markdown]
@@ -316,25 +341,33 @@ for L, counted in index["statistics"]["kept"]["train"]["lengths"].items():
 
 # %%
 figure, ax = plt.subplots(figsize=(7.4, 3.7), layout="constrained")
-for way, colour, label in (
-    ("concat", PALETTE[2], "concat"),
-    ("best_fit", PALETTE[0], "best fit"),
-    ("truncate", PALETTE[1], "truncating and dropping"),
+for way, colour, style, label in (
+    ("concat", LINES[2], "s-", "concat"),
+    ("best_fit", LINES[0], "o-", "best fit"),
+    ("truncate", LINES[1], "^-", "truncating"),
 ):
     share = [100 * found[L][way].share for L in window_lengths]
-    ax.plot(window_lengths, share, "o-", color=colour, label=f"{label}, this corpus")
-for way, colour in (("best_fit", PALETTE[0]), ("one_document", INK)):
+    size, face = (9, "none") if way == "concat" else (5, colour)  # concat is behind best fit
+    ax.plot(window_lengths, share, style, color=colour, ms=size, mfc=face, label=f"kept, {label}")
+for way, colour, style in (("best_fit", LINES[0], "x:"), ("one_document", INK, "v:")):
     filled = [100 * found[L][way].filled for L in window_lengths]
-    ax.plot(window_lengths, filled, ":", color=colour, label=f"places filled, {way}")
-ax.plot([512, 2048], [31.5, 19.8], "D", ms=8, color=PALETTE[3], ls="none",
-        label="truncating and dropping, 1,000 OpenWebText documents")  # fmt: skip
+    ax.plot(window_lengths, filled, style, color=colour, ms=5,
+            label=f"places filled, {way.replace('_', ' ')}")  # fmt: skip
+ax.plot([512, 2048], [31.5, 19.8], "D", ms=8, color=LINES[1], ls="none",
+        label="kept, truncating 1,000\nOpenWebText documents")  # fmt: skip
 ax.set_xscale("log", base=2)
 ax.set_xticks(window_lengths, window_lengths)
-ax.set(xlabel="sequence length, tokens", ylabel="tokens kept, %", ylim=(0, 108))
+ax.set(xlabel="sequence length, tokens", ylabel="share of tokens or places, %", ylim=(0, 108))
 ax.grid(color=GRID)
 ax.spines[["top", "right"]].set_visible(False)
 ax.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
-plt.show()
+show(
+    alt="Share of tokens kept over the sequence length. Concatenating and best fit keep nearly "
+    "all; "
+    "truncating and dropping keeps less with every longer sequence: "
+    f"{100 * found[window_lengths[0]]['truncate'].share:.0f} % at {window_lengths[0]} tokens and "
+    f"{100 * found[window_lengths[-1]]['truncate'].share:.0f} % at {window_lengths[-1]}."
+)
 
 # %% [markdown]
 # Sharing a window has a price: its documents attend to each other, unless the run masks them
@@ -426,7 +459,8 @@ for row, of_rank in enumerate(history):
     places = [(rank, number) for rank, numbers in enumerate(of_rank) for number in numbers]
     for place, (rank, number) in enumerate(places):
         ax.broken_barh([(place + 0.04, 0.92)], (row + 0.07, 0.86), color=colours[rank])
-        ax.text(place + 0.5, row + 0.5, number, ha="center", va="center", color="white")
+        ax.text(place + 0.5, row + 0.5, number, ha="center", va="center",
+                color=text_on(colours[rank]))  # fmt: skip
 ax.plot([0, global_batch], [3, 3], color=INK, lw=2, clip_on=False)
 ax.text(global_batch + 0.15, 3, "state saved\nand loaded", va="center", color=INK)
 for rank in range(4):
@@ -437,7 +471,10 @@ ax.set_title("numbers of the windows read in each step", fontsize=11)
 ax.tick_params(length=0)
 ax.spines[:].set_visible(False)
 figure.legend(loc="outside lower center", ncols=4, frameon=False)
-plt.show()
+show(
+    alt="Numbers of the windows read by each rank in six steps: three steps on 4 ranks, then the "
+    "state is loaded on 2 ranks, which read the following windows of the same order."
+)
 
 # %% [markdown]
 # The steps after the stop equal those of a run without interruption. This holds for every number of
@@ -519,7 +556,11 @@ figure, (left, right) = plt.subplots(
 )
 rank_map(nl.Mesh(replicate=2, shard=2), left)
 loss_curve(read_metrics(work / "run"), vocabulary=manifest.vocab_size, ax=right)
-plt.show()
+show(
+    alt="Left: four ranks in two replicas of two shards. Right: training and held-out loss fall "
+    "from "
+    f"the level of guessing to {results[0].eval_loss:.1f} nats in 8 steps."
+)
 
 assert len(set(results)) == 1  # equal on every rank
 assert results[0].eval_loss < np.log(manifest.vocab_size) - 1

@@ -60,6 +60,10 @@ work = Path(keeper.name)
 # %%
 mesh = nl.Mesh(replicate=2, shard=4, ranks_per_node=4)
 plots.rank_map(mesh)
+plots.show(
+    alt="Eight ranks in two rows, one per replica, and four columns, one per shard. Ranks of a "
+    "column hold the same shard: 0 and 4, 1 and 5, 2 and 6, 3 and 7."
+)
 print(mesh)
 
 # %% [markdown]
@@ -99,11 +103,21 @@ degrees = [8, 16, 32, 64, 128, 256]
 states = [16 * parameters_30b / d / 2**30 for d in degrees]
 
 fig, ax = plt.subplots(figsize=(7, 3), layout="constrained")
-ax.bar([str(d) for d in degrees], states, color=[plots.PALETTE[d == degree] for d in degrees])
+for d, size in zip(degrees, states, strict=True):
+    chosen = d == degree
+    ax.bar(
+        str(d), size, color=plots.PALETTE[chosen], hatch=plots.HATCHES[chosen], edgecolor="white"
+    )
+ax.text(degrees.index(degree), states[degrees.index(degree)] + 1, "rule of thumb", ha="center")
 ax.axhline(40, color=plots.MUTED, ls="--", lw=1)
-ax.set(xlabel="shard degree", ylabel="GiB of states per GPU", title="GPT-2 30B, 16 bytes/parameter")
+ax.text(len(degrees) - 0.55, 41, "memory of a GPU", ha="right", color=plots.INK)
+ax.set(xlabel="shard degree", ylabel="states per GPU, GiB", title="GPT-2 30B, 16 bytes/parameter")
 ax.spines[["top", "right"]].set_visible(False)
-plt.show()
+plots.show(
+    alt=f"Model states per GPU over the shard degree: {states[degrees.index(8)]:.0f} GiB at "
+    f"degree 8 "
+    "exceed the 40 GiB of a GPU; every doubling of the degree halves them."
+)
 
 assert states[degrees.index(8)] > 40 and states[degrees.index(128)] < 4
 
@@ -238,13 +252,19 @@ two_hop = nl.spmd.run(counted, ranks=4, args=(True,))[0]
 
 fig, ax = plt.subplots(figsize=(7, 3), layout="constrained")
 places = range(len(one_hop))
-ax.bar([p - 0.2 for p in places], one_hop.values(), 0.38, label="one hop", color=plots.PALETTE[1])
+ax.bar([p - 0.2 for p in places], one_hop.values(), 0.38, label="one hop", color=plots.PALETTE[1],
+       hatch=plots.HATCHES[1], edgecolor="white")  # fmt: skip
 ax.bar([p + 0.2 for p in places], two_hop.values(), 0.38, label="two hops", color=plots.PALETTE[0])
 ax.set_xticks(places, [kind.replace("_", "-") for kind in one_hop])
 ax.set_ylabel(f"calls in {A} micro-batches")
+ax.yaxis.get_major_locator().set_params(integer=True)
 ax.spines[["top", "right"]].set_visible(False)
-ax.legend(frameon=False)
-plt.show()
+fig.legend(loc="outside upper right", ncols=2, frameon=False)
+plots.show(
+    alt="Calls per optimizer step: one and two hops gather and reduce-scatter equally often, "
+    "but two "
+    f"hops need {two_hop['all_reduce']} all-reduces instead of {one_hop['all_reduce']}."
+)
 
 assert one_hop == {"all_gather": 18, "reduce_scatter": 16, "all_reduce": 16}
 assert two_hop == {"all_gather": 18, "reduce_scatter": 16, "all_reduce": 4}
@@ -289,7 +309,10 @@ manifest = data_prep.prepare(
 dataset = nl.data.TokenDataset(work / "tokens", sequence_length=128)
 print(dataset)
 plots.document_lengths(dataset.document_lengths())
-plt.show()
+plots.show(
+    alt="Histogram of tokens per document: most have between 30 and 500 tokens, with a median of "
+    f"{sorted(dataset.document_lengths())[len(dataset.document_lengths()) // 2]}."
+)
 assert manifest.vocab_size == 50257
 
 # %% [markdown]
@@ -381,7 +404,11 @@ else:
 if scale != "cluster":
     metrics = plots.read_metrics(work / "run")
     plots.loss_curve(metrics, vocabulary=manifest.vocab_size)
-    plt.show()
+    plots.show(
+        alt=f"Training and held-out loss over {metrics[-1]['step']} steps fall from the level of "
+        f"guessing, {math.log(manifest.vocab_size):.1f} nats, to {metrics[-1]['eval_loss']:.1f} "
+        f"nats."
+    )
 
     guessing = math.log(manifest.vocab_size)
     held_out = metrics[-1]["eval_loss"]

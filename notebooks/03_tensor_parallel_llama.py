@@ -57,12 +57,15 @@ sharded = [batch_tokens(ranks, 1) for ranks in clusters]
 together = [batch_tokens(ranks, max(1, ranks // 256)) for ranks in clusters]
 
 ax = plt.subplots(figsize=(7, 3.2), layout="constrained")[1]
-ax.plot(clusters, sharded, "o-", color=plots.PALETTE[0], label="sharding alone")
-ax.plot(clusters, together, "o-", color=plots.PALETTE[1], label="tensor degree grows from 256 on")
+ax.plot(clusters, sharded, "o-", color=plots.LINES[0], label="sharding alone")
+ax.plot(clusters, together, "s--", color=plots.LINES[1], label="tensor degree grows from 256 on")
 ax.set(xscale="log", yscale="log", xlabel="GPUs", ylabel="million tokens per step")
 ax.set_xticks(clusters, map(str, clusters))
 ax.legend(frameon=False)
-plt.show()
+plots.show(
+    alt="Batch size over the number of GPUs. With sharding alone it doubles with the GPUs; with a "
+    f"tensor degree that grows from 256 GPUs on it stays at {together[-1]:.1f} million tokens."
+)
 
 assert sharded[-1] == 8 * sharded[2]
 assert together[2:] == [together[2]] * 4  # the batch size stays constant
@@ -119,7 +122,12 @@ width = llama().config.hidden_size
 fig, axes = plt.subplots(1, 2, figsize=(9, 4.4), layout="constrained")
 for name, ax in zip(MATRICES, axes, strict=True):
     plots.slices((width, width), [blocks[name] for blocks, _, _ in found], name[15:-7], ax)
-plt.show()
+plots.show(
+    alt="Blocks of two weight matrices of one layer, labeled with ranks. The query projection is "
+    "split by rows only; the output projection by columns over tensor ranks and by rows over "
+    "shards. "
+    "Ranks 0 to 3 hold the same blocks as ranks 4 to 7."
+)
 
 total = sum(p.numel() for p in llama().parameters())
 for rank, (_, mine, _) in enumerate(found[:4]):
@@ -289,10 +297,15 @@ zigzag = [int((chunks[r] + chunks[2 * CONTEXT - 1 - r]).sum()) for r in range(CO
 ax = plt.subplots(figsize=(6, 2.6), layout="constrained")[1]
 for offset, values, label in ((-0.2, consecutive, "consecutive"), (0.2, zigzag, "zig-zag")):
     ax.bar([r + offset for r in range(CONTEXT)], values, 0.4, label=label,
-           color=plots.PALETTE[offset > 0])  # fmt: skip
+           color=plots.PALETTE[offset > 0], hatch=plots.HATCHES[offset > 0],
+           edgecolor="white")  # fmt: skip
 ax.set(xticks=range(CONTEXT), xlabel="context rank", ylabel="scores computed")
 ax.legend(frameon=False)
-plt.show()
+plots.show(
+    alt="Attention scores computed by each context rank. Consecutive parts give the last rank "
+    f"{max(consecutive) / min(consecutive):.0f} times the work of the first; zig-zag parts are "
+    f"equal."
+)
 
 assert len(set(zigzag)) == 1 and max(consecutive) > 6 * min(consecutive)
 

@@ -184,9 +184,11 @@ fig, (left, right) = plt.subplots(
 )
 places = range(len(ladder))
 begin = [0.0] * len(ladder)
-for colour, (part, name) in zip(plots.PALETTE, SHOWN.items(), strict=False):
+styles = zip(plots.PALETTE, plots.HATCHES, SHOWN.items(), strict=False)
+for colour, hatch, (part, name) in styles:
     sizes = [parts[part] for parts in most]
-    left.barh(places, sizes, left=begin, color=colour, label=name)
+    left.barh(places, sizes, left=begin, color=colour, hatch=hatch, edgecolor="white",
+              label=name)  # fmt: skip
     begin = [a + b for a, b in zip(begin, sizes, strict=True)]
 left.set_yticks(places, [rung.name for rung in ladder])
 left.invert_yaxis()
@@ -194,12 +196,18 @@ left.set_xlabel("MiB per rank, maximum over ranks")
 left.legend(frameon=False)
 for offset, values, label in ((-0.2, work, "operations"), (0.2, sent, "bytes in collectives")):
     right.barh([place + offset for place in places], [value / values[0] for value in values], 0.4,
-               color=plots.PALETTE[5 + (offset > 0)], label=label)  # fmt: skip
+               color=plots.PALETTE[5 * (offset > 0)], hatch=plots.HATCHES[offset > 0],
+               edgecolor="white", label=label)  # fmt: skip
 right.set_xlabel("per step, relative to the first rung")
-right.legend(frameon=False)
+right.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 1))
 for ax in (left, right):
     ax.spines[["top", "right"]].set_visible(False)
-plt.show()
+plots.show(
+    alt="Left: memory per rank by category falls with every added technique, from "
+    f"{total[0]:.1f} to {total[-1]:.1f} MiB. Right: the "
+    f"operations of a step grow to {work[-1] / work[0]:.1f} times and the bytes in collectives to "
+    f"{sent[-1] / sent[0]:.1f} times those of data parallelism."
+)
 
 # %% [markdown]
 # The figure shows:

@@ -49,7 +49,7 @@ from ci.benchmarks.compare.systems import SYSTEMS
 from ci.benchmarks.network.config import parse_rate
 from ci.emulation import cluster
 from nearlinear.planner import validate
-from nearlinear.plots import GRID, INK, MUTED, PALETTE
+from nearlinear.plots import GRID, HATCHES, INK, LINES, MARKERS, MUTED, PALETTE, show
 
 assert scale in ("ci", "laptop", "cluster"), f"scale = {scale!r}: use ci, laptop or cluster"
 logging.set_verbosity_error()  # of transformers
@@ -367,21 +367,29 @@ if drawn:
     fig, axes = plt.subplots(len(drawn), 1, figsize=size, squeeze=False, layout="constrained")
     for ax, (name, run) in zip(axes[:, 0], drawn.items(), strict=True):
         floor = run.seconds("compute").median
-        names = run.names[::-1]
-        spreads = [run.seconds(who) for who in names]
+        order = run.names[::-1]
+        names = [title(who) for who in order]
+        spreads = [run.seconds(who) for who in order]
         medians = np.array([spread.median for spread in spreads])
         around = np.abs(np.array([spread[1:] for spread in spreads]).T - medians)
         ax.barh(names, np.minimum(medians, floor), color=PALETTE[0], label="computation")
         ax.barh(names, np.maximum(medians - floor, 0), left=floor, color=PALETTE[1],
-                label="communication and waiting")  # fmt: skip
+                hatch=HATCHES[1], edgecolor="white", label="communication and waiting")  # fmt: skip
         ax.errorbar(medians, names, xerr=around, fmt="none", ecolor=INK, lw=1, capsize=2)
         ax.axvline(floor, color=MUTED, lw=1, ls="--")
         ax.set_title(f"{name}: {cluster_of(run.config)}", fontsize=10, color=INK)
         bare(ax, axis="x")
         assert medians.min() > 0.9 * floor  # the bound holds, up to variations of the machine
     axes[-1, 0].set_xlabel("seconds per step: median, shortest and longest")
-    axes[0, 0].legend(frameon=False, fontsize=9)
-    plt.show()
+    fig.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside upper right", ncols=2,
+               frameon=False, fontsize=9)  # fmt: skip
+    slowest = max(run.seconds(who).median / run.seconds("compute").median
+                  for run in drawn.values() for who in run.names)  # fmt: skip
+    show(
+        alt=f"Seconds per step of every system in {len(drawn)} comparisons, split into computation "
+        f"and the rest. The slowest system takes {slowest:.1f} times the computation; none is "
+        "faster than computation alone."
+    )
 else:
     print("No stored comparison contains `compute`.")
 
@@ -453,6 +461,10 @@ def measured(comparison):
     }
 
 
+def hatch_of(name):
+    return HATCHES[list(single).index(name) % len(HATCHES)]
+
+
 def colour_of(name):
     return PALETTE[list(single).index(name) % len(PALETTE)]
 
@@ -460,7 +472,7 @@ def colour_of(name):
 fig, (left, right) = plt.subplots(1, 2, figsize=(9.6, 4), layout="constrained")
 labels = [f"{row['compares']}\n{row['model']}, sequence {row['sequence']}" for row in rows]
 left.barh(labels[::-1], [row["percent"] for row in rows][::-1], color=MUTED)
-left.tick_params(axis="y", labelsize=7)
+left.tick_params(axis="y", labelsize=8)
 left.set(title="published: clusters of GPUs", xlabel="speed-up, %")
 for place, comparison in enumerate(reversed(COMPARISONS)):
     found = measured(comparison)
@@ -468,18 +480,25 @@ for place, comparison in enumerate(reversed(COMPARISONS)):
         height = 0.8 / len(found)
         y = place + 0.4 - height * (nth + 0.5)
         around = [[spread.median - spread.low], [spread.high - spread.median]]
-        right.barh(y, 100 * (spread.median - 1), height * 0.9, color=colour_of(name))
+        right.barh(y, 100 * (spread.median - 1), height * 0.9, color=colour_of(name),
+                   hatch=hatch_of(name), edgecolor="white")  # fmt: skip
         right.errorbar(100 * (spread.median - 1), y, xerr=100 * np.array(around), color=INK, lw=1,
                        capsize=2)  # fmt: skip
-right.set_yticks(range(len(COMPARISONS)), list(reversed(COMPARISONS)), fontsize=7)
+right.set_yticks(range(len(COMPARISONS)), list(reversed(COMPARISONS)), fontsize=8)
 right.set(title="measured here: emulated nodes", xlabel="speed-up, %")
 if single:
-    handles = [plt.Rectangle((0, 0), 1, 1, color=colour_of(name)) for name in single]
-    right.legend(handles, list(single), frameon=False, fontsize=7)
+    handles = [plt.Rectangle((0, 0), 1, 1, facecolor=colour_of(name), hatch=hatch_of(name),
+                             edgecolor="white") for name in single]  # fmt: skip
+    fig.legend(handles, list(single), loc="outside lower center", ncols=6, frameon=False,
+               fontsize=8)  # fmt: skip
 for ax in (left, right):
     ax.title.set_fontsize(10)
     bare(ax, axis="x")
-plt.show()
+show(
+    alt="Left: published speed-ups on clusters of GPUs, "
+    f"{min(row['percent'] for row in rows):.0f} to {max(row['percent'] for row in rows):.0f} %. "
+    "Right: speed-ups measured on emulated nodes for the same kinds of change; all are positive."
+)
 
 # %% [markdown]
 # ## Scaling
@@ -500,16 +519,22 @@ def draw_series(found, x_of, label):
     fig, ax = plt.subplots(figsize=(7, 3.4), layout="constrained")
     shown = [name for name in SHOWN if all(name in run.names for run in found)]
     x = [x_of(run.config) for run in found]
-    for who, colour in zip(shown, PALETTE, strict=False):
+    for number, who in enumerate(shown):
+        colour, marker = (*LINES, PALETTE[5])[number], MARKERS[number]
         spreads = np.array([run.efficiency(who) for run in found])
-        ax.plot(x, 100 * spreads[:, 0], "o-", ms=4, color=colour, label=title(who))
+        ax.plot(x, 100 * spreads[:, 0], marker=marker, ms=5, mec=INK, mew=0.5, color=colour,
+                label=title(who))  # fmt: skip
         ax.fill_between(x, 100 * spreads[:, 1], 100 * spreads[:, 2], color=colour, alpha=0.12, lw=0)
     ax.set_xscale("log", base=2)
     ax.set_xticks(x, [f"{value:g}" for value in x])
     ax.set(xlabel=label, ylabel="computing share of a step, %", ylim=(0, 105))
     bare(ax)
     ax.legend(frameon=False, fontsize=8)
-    plt.show()
+    first, last = (100 * run.efficiency(shown[-1])[0] for run in (found[0], found[-1]))
+    show(
+        alt=f"Computing share of a step over {label} for {len(shown)} systems. {title(shown[-1])} "
+        f"has {first:.0f} % at {x[0]:g} and {last:.0f} % at {x[-1]:g}; bands show the spread."
+    )
 
 
 if "scaling" in series:

@@ -50,7 +50,16 @@ import nearlinear as nl
 from nearlinear.planner import api, search, validate
 from nearlinear.planner.api import parse_cluster
 from nearlinear.planner.explain import three_billion_rule
-from nearlinear.plots import GRID, INK, MUTED, PALETTE, predicted_against_published
+from nearlinear.plots import (
+    GRID,
+    HATCHES,
+    INK,
+    LINES,
+    MARKERS,
+    PALETTE,
+    predicted_against_published,
+    show,
+)
 
 assert scale in ("ci", "laptop", "cluster"), f"scale = {scale!r}: use ci, laptop or cluster"
 plt.rcParams["figure.dpi"] = 110
@@ -153,14 +162,26 @@ lasting = np.array([states / d / GIB for d in degrees])
 needed = np.array([plans[d].memory / GIB for d in degrees])
 where = np.arange(len(degrees))
 ax.bar(where, lasting, 0.62, color=PALETTE[0], label="states, shared")
-ax.bar(where, needed - lasting, 0.62, lasting, color=PALETTE[1], label="everything else")
+ax.bar(where, needed - lasting, 0.62, lasting, color=PALETTE[1], label="everything else",
+       hatch=HATCHES[1], edgecolor="white")  # fmt: skip
 ax.axhline(place.gpu.memory_gib, color=INK, lw=1, ls="--")
-ax.text(len(degrees) - 0.6, place.gpu.memory_gib + 1, f"a {place.gpu.name}", ha="right", color=INK)
+ax.text(
+    len(degrees) - 0.6,
+    place.gpu.memory_gib + 1,
+    f"memory of {place.gpu.name}",
+    ha="right",
+    color=INK,
+)
 ax.set_xticks(where, degrees)
-ax.set(xlabel="GPUs that share one copy", ylabel="GiB per GPU")
+ax.set(xlabel="GPUs that share one copy", ylabel="memory per GPU, GiB")
 ax.legend(frameon=False)
 bare(ax, "y")
-plt.show()
+show(
+    alt="Memory per GPU over the number of GPUs that share one copy: "
+    f"{needed[0]:.0f} GiB at {degrees[0]} and {needed[-1]:.0f} GiB at {degrees[-1]}. Only the "
+    f"states "
+    "shrink; everything else stays."
+)
 
 fitting = [d for d in degrees if plans[d].fits]
 print(f"fit: {fitting}")
@@ -212,26 +233,33 @@ print(f"smallest that fits: {fitting[0]}; fastest that fits: {fastest}; "
 figure, (left, right) = plt.subplots(1, 2, figsize=(9.2, 3.4), layout="constrained")
 sizes = [size for size in (1, 2, 3, 6) if per_gpu % size == 0]
 slowdown = {}
-for color, size in zip(PALETTE, sizes, strict=False):
+for color, marker, size in zip(LINES, MARKERS, sizes, strict=False):
     changed = with_(question, batch__micro_batch_size=size, batch__accumulation=per_gpu // size)
     found = [nl.plan(with_(changed, parallel__hybrid_shard_degree=d), cluster) for d in degrees]
     slowdown[size] = found[-1].seconds / found[0].seconds
     label = f"{size} x {sequence_length} tokens a pass"
-    left.plot(degrees, [p.seconds for p in found], "o-", color=color, label=label)
+    left.plot(degrees, [p.seconds for p in found], marker=marker, color=color, label=label)
     for d, p in zip(degrees, found, strict=True):
-        right.plot(p.memory / GIB, p.seconds, "o", color=color, alpha=1 if p.fits else 0.25)
-        if size == sizes[0]:
-            right.annotate(d, (p.memory / GIB, p.seconds), (3, 4), textcoords="offset points",
-                           color=MUTED, fontsize=8)  # fmt: skip
+        right.plot(p.memory / GIB, p.seconds, marker, color=color, mfc=color if p.fits else "none")
+        if size == sizes[0] and d in (*degrees[:2], degrees[-1]):
+            right.annotate(d, (p.memory / GIB, p.seconds), (0, 7), textcoords="offset points",
+                           color=INK, fontsize=8, ha="center")  # fmt: skip
 left.set_xscale("log", base=2)
 left.set_xticks(degrees, degrees)
 left.set(xlabel="GPUs that share one copy", ylabel="seconds per step", ylim=(0, None))
+left.set_ylim(0, 1.15 * left.get_ylim()[1])
 left.legend(frameon=False, fontsize=9)
 right.axvline(place.gpu.memory_gib, color=INK, lw=1, ls="--")
-right.set(xlabel="GiB per GPU (pale: does not fit)", ylim=left.get_ylim())
+right.set(xlabel="memory per GPU, GiB (hollow: does not fit)", ylabel="seconds per step")
+right.set_ylim(left.get_ylim())
 for ax in (left, right):
     bare(ax)
-plt.show()
+show(
+    alt="Left: seconds per step over the number of GPUs that share one copy, with a line per "
+    "number of "
+    "sequences in a pass. Right: the same steps over memory. With one sequence a pass the degree "
+    f"changes the time by a factor of {max(slowdown.values()):.1f}; with {sizes[-1]} hardly at all."
+)
 if len(sizes) > 1:
     assert slowdown[sizes[0]] > slowdown[sizes[-1]]  # with fewer tokens per pass the degree matters
 
@@ -245,7 +273,10 @@ if len(sizes) > 1:
 shown = nl.plan(with_(question, batch__micro_batch_size=1), cluster)
 figure, ax = plt.subplots(figsize=(9.2, 2.6), layout="constrained")
 shown.figure(ax)
-plt.show()
+show(
+    alt="Timeline of one step with a row per stream: network, compute and optimizer. Computation "
+    "waits in its gaps for the all-gathers and reduce-scatters of the network."
+)
 print(shown.bottleneck)
 
 # %% [markdown]
@@ -465,7 +496,11 @@ table(["model", "cluster", "system", "published, s", "modelled, s", "error"], ro
 # %%
 figure, ax = plt.subplots(figsize=(6.4, 4.6), layout="constrained")
 predicted_against_published(found, ax)
-plt.show()
+show(
+    alt="Predicted over published seconds per step of all published runs, by source, on "
+    "logarithmic "
+    "axes. The points lie around the diagonal, with bands of 10 and 25 %."
+)
 print(found)
 
 # %% [markdown]
@@ -481,7 +516,7 @@ print(found)
 # 4096 tokens per GPU and pass. Shared over all GPUs, a gather is a ring over all of them, and its
 # latency grows with their number. Shared over 64 or 128, additional GPUs are additional copies,
 # which synchronize once per step. Beyond 128 machines the prediction cannot be verified here; it is
-# drawn paler.
+# drawn dashed.
 
 # %%
 llama = {
@@ -493,7 +528,7 @@ llama = {
 figure, ax = plt.subplots(figsize=(7.6, 3.6), layout="constrained")
 kept = {}
 everywhere = [16 * 2**n for n in range(8)]
-for color, degree in zip(PALETTE, (0, 128, 64), strict=False):
+for color, marker, degree in zip(LINES, MARKERS, (0, 128, 64), strict=False):
     label = f"shared by {degree}" if degree else "shared by all"
     if degree:
         changed = with_(llama, parallel__hybrid_shard_degree=degree)
@@ -506,15 +541,25 @@ for color, degree in zip(PALETTE, (0, 128, 64), strict=False):
     share = np.array(rates) / rates[0]
     kept[degree] = dict(zip(gpus, share, strict=True))
     real = np.array(gpus) <= 1024
-    ax.plot(np.array(gpus)[real], share[real], "o-", color=color, label=label)
-    ax.plot(np.array(gpus)[gpus.index(1024) :], share[gpus.index(1024) :], "o--", color=color,
-            alpha=0.4)  # fmt: skip
+    ax.plot(np.array(gpus)[real], share[real], marker=marker, color=color, label=label)
+    ax.plot(np.array(gpus)[gpus.index(1024) :], share[gpus.index(1024) :], ls="--", marker=marker,
+            color=color, mfc="none")  # fmt: skip
 ax.set_xscale("log", base=2)
 ax.set_xticks(gpus, [f"{g:,}" for g in gpus])
-ax.set(xlabel="GPUs (dashed: beyond 128 machines)", ylabel="rate per GPU, of 128's", ylim=(0, 1.06))
+ax.set(
+    xlabel="GPUs (dashed: beyond 128 machines)",
+    ylabel="rate per GPU, relative to 128",
+    ylim=(0, 1.06),
+)
 ax.legend(frameon=False)
 bare(ax)
-plt.show()
+show(
+    alt="Tokens per second and GPU relative to 128 GPUs, over the number of GPUs. Copies shared "
+    "by 64 "
+    f"or 128 GPUs keep {kept[64][16384]:.0%} and {kept[128][16384]:.0%} at 16,384 GPUs; a copy "
+    f"shared "
+    f"by all keeps {kept[0][16384]:.0%}."
+)
 for degree, shares in kept.items():
     print(f"shared by {degree or 'all':>3}: at 1,024 GPUs {shares[1024]:.1%} of the rate per GPU, "
           f"at 16,384 {shares[16384]:.1%}")  # fmt: skip

@@ -124,19 +124,24 @@ assert len(uploaded) > 10
 # %%
 sizes = np.array([1200, 2400, 4800, 9600, 19200, 38400])
 fig, ax = plt.subplots(figsize=(7, 3.2), layout="constrained")
-for deployment, per_tib, colour in (
-    ("SCRATCH_2", 200, plots.PALETTE[1]), ("PERSISTENT_2", 125, "#93c5fd"),
-    ("PERSISTENT_2", 1000, plots.PALETTE[0]),
-):  # fmt: skip
+deployments = (("SCRATCH_2", 200), ("PERSISTENT_2", 125), ("PERSISTENT_2", 1000))
+for number, (deployment, per_tib) in enumerate(deployments):
     rates = [service.total_throughput(int(gib), per_tib) / 1000 for gib in sizes]
-    ax.plot(sizes / 1000, rates, "o-", color=colour, label=f"{deployment}, {per_tib} MB/s per TiB")
-ax.set(xscale="log", yscale="log", xlabel="TiB", ylabel="GB/s", title="throughput bought")
+    ax.plot(sizes / 1000, rates, marker=plots.MARKERS[number], color=plots.LINES[number],
+            label=f"{deployment}, {per_tib} MB/s per TiB")  # fmt: skip
+ax.set(xscale="log", yscale="log", xlabel="storage capacity, TiB",
+       ylabel="throughput, GB/s")  # fmt: skip
 ax.set_xticks(sizes / 1000, [f"{s / 1000:g}" for s in sizes])
 ax.set_xticks([], minor=True)
 ax.grid(color=plots.GRID, lw=0.8)
 ax.spines[["top", "right"]].set_visible(False)
 ax.legend(frameon=False)
-plt.show()
+plots.show(
+    alt="Throughput over the storage capacity of three types of file systems. It grows in "
+    "proportion; "
+    f"PERSISTENT_2 with 1000 MB/s per TiB gives {rates[0]:.1f} GB/s at 1.2 TiB and "
+    f"{rates[-1]:.0f} GB/s at 38.4 TiB."
+)
 
 # %% [markdown]
 # `--dry-run` prints the request without sending it:
@@ -218,11 +223,14 @@ if folder:
     fig, ax = plt.subplots(figsize=(7, 2.6), layout="constrained")
     ax.plot([now.restored_files for now in seen], [100 * now.share for now in seen], "o-",
             color=plots.PALETTE[0])  # fmt: skip
-    ax.set(xlabel="files in the file system", ylabel="% of the bytes", ylim=(0, 104))
+    ax.set(xlabel="files in the file system", ylabel="bytes restored, %", ylim=(0, 104))
     ax.xaxis.get_major_locator().set_params(integer=True)
     ax.grid(color=plots.GRID, lw=0.8)
     ax.spines[["top", "right"]].set_visible(False)
-    plt.show()
+    plots.show(
+        alt="Share of the bytes over the number of files in the file system during hydration. It "
+        f"rises to {100 * end.share:.0f} % with {seen[-1].restored_files} files."
+    )
 
     assert end.share == 1 and [path.name for path in order[:2]] == ["index.json", "tokenizer.json"]
     for path in uploaded:
@@ -291,9 +299,18 @@ for ax, title, *pair in zip(axes, titles, usual, in_blocks, strict=True):
     ax.bar_label(bars, [f"{value:,.0f}" if value > 9 else f"{value:.2g}" for value in pair])
     ax.set_yscale("log")
     ax.set_ylim(min(pair) / 3, max(pair) * 4)
+    bars[0].set(hatch=plots.HATCHES[1], edgecolor="white")
     ax.set_title(title, fontsize=10)
+    ax.set_xlabel("order of reading")
     ax.spines[["top", "right"]].set_visible(False)
-plt.show()
+plots.show(
+    alt="Reading by sequences and by blocks: "
+    + "; ".join(
+        f"{title} {one:,.4g} and {other:,.4g}"
+        for title, one, other in zip(titles, usual, in_blocks, strict=True)
+    )
+    + ". Blocks need fewer and larger requests."
+)
 
 assert usual[2] > 100 and in_blocks[2] < 1.05  # nearly all fetched bytes are used
 assert usual[0] > 100 * in_blocks[0] and in_blocks[1] > 700
@@ -461,7 +478,11 @@ left = work / "hosts" / "algo-1" / "output" / "data"
 metrics = plots.read_metrics(left)
 vocabulary = Manifest.read(work / "tokens").vocab_size
 plots.loss_curve(metrics, vocabulary=vocabulary)
-plt.show()
+plots.show(
+    alt=f"Training and held-out loss of the job over {metrics[-1]['step']} steps fall from the "
+    f"level "
+    f"of guessing, {math.log(vocabulary):.1f} nats, to {metrics[-1]['loss']:.1f} nats."
+)
 
 assert metrics[-1]["step"] == steps
 assert metrics[-1]["loss"] < metrics[0]["loss"] < math.log(vocabulary) + 0.5

@@ -17,7 +17,7 @@ from typing import Any
 import nbformat
 
 from ci.docs import PAGES, REPOSITORY, ROOT
-from ci.notebooks import pairs, sources
+from ci.notebooks import figures, pairs, sources
 
 NOTEBOOKS = ROOT / "notebooks"
 EXECUTED = ROOT / "artifacts" / "notebooks"
@@ -92,6 +92,8 @@ def _copy_outputs(executed: Any, notebook: Any) -> None:
     for cell, result in zip(code, done, strict=True):
         cell.outputs = [each for each in result.outputs if each.get("name") != "stderr"]
         cell.execution_count = result.execution_count
+        if alt := next(filter(None, map(figures.alternative_text, cell.outputs)), ""):
+            cell.metadata["mystnb"] = {"image": {"alt": alt}}  # MyST-NB reads no other place
 
 
 def _with_links_from_pages(text: str) -> str:

@@ -23,7 +23,7 @@ from jupyter_client import AsyncKernelManager
 from jupyter_client.kernelspec import KernelSpec
 from papermill.exceptions import PapermillExecutionError
 
-from ci.notebooks import ROOT, sources
+from ci.notebooks import ROOT, figures, sources
 
 PR_SET_CHILD_SUBREAPER = 36
 
@@ -44,6 +44,7 @@ class ThisInterpreter(AsyncKernelManager):
     def kernel_spec(self) -> KernelSpec:
         # Log level ERROR hides ipykernel's warning about unencrypted loopback on every start.
         argv = [sys.executable, "-c", START_KERNEL, "-f", "{connection_file}", "--log-level=40"]
+        argv.append(f"--ext={figures.__name__}")
         return KernelSpec(argv=argv, display_name="Python 3", language="python")
 
 
@@ -53,7 +54,7 @@ class Result:
 
     seconds: float
     error: str | None = None
-    """The failing cell and the end of its traceback."""
+    """The failing cell and the end of its traceback, or the faults of the figures."""
 
     @property
     def status(self) -> str:
@@ -125,6 +126,10 @@ def run(path: Path, output: Path, parameters: dict, cell_timeout: int) -> Result
             error = f"{path.name}: {type(failure).__name__}: {failure}"
         finally:
             terminate(set(psutil.Process().children(recursive=True)) - before)
+    if error is None:
+        faults = figures.faults(nbformat.read(output, as_version=4))
+        if faults:
+            error = "\n".join([f"{path.name}: figures with faults", *faults])
     result = Result(time.monotonic() - start, error)
     record(path, output if output.exists() else path, output, result)
     return result

@@ -13,6 +13,8 @@ import latex2mathml.converter
 import nbformat
 from nbconvert import HTMLExporter
 
+from ci.notebooks import figures
+
 IMAGES = {"image/png": "png", "image/jpeg": "jpg", "image/svg+xml": "svg"}
 MATH = re.compile(r"(?<!\\)\$\$(?P<block>[^<]+?)\$\$|(?<![\\$])\$(?P<inline>[^$<]+?)\$")
 VERBATIM = re.compile(r"(<(pre|code)\b.*?</\2>)", re.DOTALL)
@@ -74,8 +76,15 @@ CARD = """<article class="card">
 </article>"""
 
 
+TEMPLATE = """{% extends 'lab/index.html.j2' %}
+{% block data_png scoped %}
+{%- set alt = (output | get_metadata('alt', 'image/png') or '') | escape_html -%}
+{{ super() | replace('<img ', '<img alt="' ~ alt ~ '" ', 1) }}
+{%- endblock data_png %}"""
+
+
 class OfflineExporter(HTMLExporter):
-    """nbconvert's HTML exporter with formulas as MathML."""
+    """nbconvert's HTML exporter with formulas as MathML and alternative texts of figures."""
 
     def markdown2html(self, context, source):
         parts = VERBATIM.split(super().markdown2html(context, source))
@@ -105,7 +114,9 @@ def render(executed: Path) -> Path:
     """Write the executed notebook as an HTML page in the same folder."""
     notebook = nbformat.read(executed, as_version=4)
     notebook.metadata.pop("widgets", None)
-    body, _ = OfflineExporter(template_name="lab").from_notebook_node(notebook)
+    body, _ = OfflineExporter(template_name="lab", raw_template=TEMPLATE).from_notebook_node(
+        notebook
+    )
     page = executed.with_suffix(".html")
     page.write_text(SCRIPT.sub("", body))
     return page
@@ -129,10 +140,11 @@ def write_index(folder: Path) -> Path:
 
 def card(notebook, outcome: dict, executed: Path, base: Path) -> str:
     title, description = headline(notebook)
-    image = thumbnail(notebook, executed)
+    image, alt = thumbnail(notebook, executed)
     picture = f"<span>{html.escape(executed.stem[:2])}</span>"
     if image:
-        picture = f'<img src="{image.relative_to(base).as_posix()}" alt="" loading="lazy">'
+        picture = f'<img src="{image.relative_to(base).as_posix()}" alt="{html.escape(alt)}" '
+        picture += 'loading="lazy">'
     error = (
         f"<pre>{html.escape(outcome['error'].splitlines()[0])}</pre>\n" if outcome["error"] else ""
     )
@@ -185,18 +197,21 @@ def prose(text: str) -> str:
     return html.escape(re.sub(r"[*`]|\b_|_\b", "", text))
 
 
-def thumbnail(notebook, executed: Path) -> Path | None:
-    """Save the first image among the outputs as a file in the same folder."""
+def thumbnail(notebook, executed: Path) -> tuple[Path | None, str]:
+    """Save an image of the outputs in the same folder, and return it and its alternative text.
+
+    The image is the first one, without PNG images higher than wide, which a card cannot show.
+    """
     for cell in notebook.cells:
         for output in cell.get("outputs", []):
             for kind, suffix in IMAGES.items():
                 data = output.get("data", {}).get(kind)
                 if data is None:
                     continue
+                content = data.encode() if suffix == "svg" else base64.b64decode(data)
+                if suffix == "png" and content[20:24] > content[16:20]:  # height, width
+                    continue
                 image = executed.with_suffix(f".{suffix}")
-                if suffix == "svg":
-                    image.write_text(data)
-                else:
-                    image.write_bytes(base64.b64decode(data))
-                return image
-    return None
+                image.write_bytes(content)
+                return image, figures.alternative_text(output)
+    return None, ""

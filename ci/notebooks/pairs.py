@@ -86,6 +86,9 @@ def faults(folder: Path, stem: str) -> list[tuple[str, str]]:
     if first is None or first.cell_type != "markdown" or not first.source.startswith("# "):
         fix = f"begin {script.name} with a markdown cell: # %% [markdown], then # # Title"
         found.append(("does not begin with a markdown title", fix))
+    if any("plt.show()" in cell.source for cell in code):
+        fix = f"in {script.name}: nearlinear.plots.show(alt=...) instead of plt.show()"
+        found.append(("a figure has no alternative text", fix))
     if "scale" not in parameters(path):
         fix = f'in {script.name}: # %% tags=["parameters"], then scale = "ci"  # ci or laptop'
         found.append(("has no cell tagged `parameters` that sets `scale`", fix))

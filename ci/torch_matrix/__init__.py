@@ -1,1 +1,1 @@
-"""Test the collectives on other torch releases: install, compile the glue, run all operations."""
+"""Test both packages on other releases of torch and Python: install, compile the glue, train."""

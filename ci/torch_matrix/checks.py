@@ -1,12 +1,13 @@
 """Check one torch release: every operation and FSDP2, with the compiled and the Python glue.
 
-Run ``python -m ci.torch_matrix.checks`` in an environment with the release and numpy. Prints one
-line of JSON with the checks and the failure.
+Run ``python -m ci.torch_matrix.checks`` in an environment with the release and numpy, and with
+``--package`` in one with the wheels. Prints one line of JSON with the checks and the failure.
 """
 
 import contextlib
 import json
 import os
+import platform
 import sys
 import time
 
@@ -76,6 +77,37 @@ def check_training(pool: Pool) -> str:
     return f"FSDP2 {training.STEPS} steps{note}"
 
 
+def check_package() -> str:
+    """Train a sharded GPT-2 on 4 ranks with nearlinear and return the number of steps."""
+    import transformers
+
+    import nearlinear as nl
+
+    def train(rank: int) -> list[float]:
+        nl.init({"hybrid_shard_degree": 2})
+        shape = {"vocab_size": 64, "n_positions": 32, "n_embd": 32, "n_layer": 2, "n_head": 2}
+        with nl.spmd.one_at_a_time(seed=0):
+            config = transformers.GPT2Config(**shape, bos_token_id=0, eos_token_id=0)
+            model = transformers.GPT2LMHeadModel(config)
+        nl.shard(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        ids = torch.arange(32).repeat(2, 1)
+        losses = []
+        for _ in range(training.STEPS):
+            for batch in nl.accumulate(model, [{"input_ids": ids, "labels": ids}] * 2):
+                loss = model(**batch).loss
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    losses = nl.spmd.run(train, ranks=4)[0]
+    if losses[-1] >= losses[0]:
+        raise AssertionError(f"the loss did not fall: {losses}")
+    return f"{nl.__version__}, {len(losses)} steps"
+
+
 def compile_glue() -> str:
     from nearlinear_collectives import backend, build
 
@@ -88,8 +120,10 @@ def compile_glue() -> str:
 
 
 def main() -> int:
-    found = {"torch": torch.__version__, "failed": ""}
+    found = {"torch": torch.__version__, "version": platform.python_version(), "failed": ""}
     try:
+        if "--package" in sys.argv:
+            found["package"] = check_package()
         found["glue"] = compile_glue()
         for glue in GLUES:
             os.environ["NEARLINEAR_COLLECTIVES_GLUE"] = glue

@@ -12,16 +12,14 @@ import argparse
 import contextlib
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from ci.torch_matrix.environments import InstallError, run
+from ci.environment import ROOT, SetupError, side_environment
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 PACKAGES = {
     "torch": "2.8.0",
     "boto3": "1.43.46",
@@ -85,13 +83,13 @@ def main(argv: list[str] | None = None) -> int:
             after = installed(folder)
             changed = [name for name in before if after.get(name) != before[name]]
             if changed:
-                raise InstallError(f"the install lines changed {', '.join(changed)}")
+                raise SetupError(f"the install lines changed {', '.join(changed)}")
             print(f"{len(before)} packages unchanged, {len(after) - len(before)} new", flush=True)
             run_shell(folder, f"pip install --quiet {' '.join(TESTERS)}")
             tests = ["-m", "pytest", "--numprocesses=auto", "-q", *args.tests]
             notebook = ["-m", "ci.notebooks", "--scale", "ci", "--only", NOTEBOOK]
             return max(python(folder, command) for command in (tests, notebook))
-    except InstallError as error:
+    except SetupError as error:
         print(error, file=sys.stderr)
         return 1
 
@@ -99,22 +97,15 @@ def main(argv: list[str] | None = None) -> int:
 @contextlib.contextmanager
 def environment(interpreter: str, kept: Path | None) -> Iterator[Path]:
     """Yield the folder of an environment like Studio's, removed unless ``kept``."""
-    if shutil.which(interpreter) is None:
-        raise InstallError(
-            f"{interpreter} was not found. Choose another with --python, such as --python python3."
-        )
     with contextlib.ExitStack() as stack:
         folder = kept or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="studio-")))
-        if not (folder / "complete").exists():
-            run([interpreter, "-m", "venv", "--clear", str(folder)])
-            packages = " ".join(f"{name}=={version}" for name, version in PACKAGES.items())
-            run_shell(folder, f"python -m pip install --quiet --no-cache-dir {packages}")
-            (folder / "complete").touch()
+        packages = [f"{name}=={version}" for name, version in PACKAGES.items()]
+        side_environment(folder, packages, interpreter, "--no-cache-dir")
         yield folder
 
 
 def run_shell(folder: Path, lines: str) -> None:
-    """Run shell commands in the repository's folder. Raises InstallError."""
+    """Run shell commands in the repository's folder. Raises SetupError."""
     with tempfile.TemporaryDirectory() as elsewhere:  # receives torch.txt
         lines = lines.replace("torch.txt", str(Path(elsewhere, "torch.txt")))
         done = subprocess.run(
@@ -125,7 +116,7 @@ def run_shell(folder: Path, lines: str) -> None:
             text=True,
         )
     if done.returncode:
-        raise InstallError((done.stderr or done.stdout).strip()[-4000:])
+        raise SetupError((done.stderr or done.stdout).strip()[-4000:])
 
 
 def installed(folder: Path) -> dict[str, str]:

@@ -34,7 +34,8 @@ PLOT = """\
 import matplotlib.pyplot as plt
 print("scale", scale, "steps", steps)
 plt.plot([1, 2])
-plt.show()"""
+from nearlinear import plots
+plots.show(alt='A line rises from 1 to 2.')"""
 
 
 @pytest.fixture
@@ -71,10 +72,27 @@ def test_run_streams_output_and_renders_the_gallery(folder):
     for link in ["notebooks/01_first.html", "notebooks/01_first.ipynb", "notebooks/01_first.png"]:
         assert f'"{link}"' in index and (artifacts / link).exists()
     page = (artifacts / "notebooks/01_first.html").read_text()
+    text = 'alt="A line rises from 1 to 2."'
+    assert text in page and text in index
     assert "<math" in page and "<script" not in page and 'src="http' not in page
     assert (
         not nbformat.read(folder / "01_first.ipynb", 4).cells[2].outputs
     )  # the source is unchanged
+
+
+@pytest.mark.parametrize(
+    "code, fault",
+    [
+        ("", "has no alternative text"),
+        ("plt.text(0, 1, 'one'); plt.text(0, 1, 'two'); plots.show(alt='A line.')",
+         "'one' overlaps 'two'"),
+    ],
+)  # fmt: skip
+def test_figure_with_a_fault_fails_the_run(folder, code, fault):
+    first = "import matplotlib.pyplot as plt\nfrom nearlinear import plots\nplt.plot([1, 2])\n"
+    add(folder, "01_first", first + code)
+    done = runner(folder)
+    assert done.returncode == 1 and fault in done.stdout
 
 
 @pytest.mark.parametrize("setting, hint", [("step=5", "Did you mean 'steps'?"), ("x=1", "scale")])

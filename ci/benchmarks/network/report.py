@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ci.benchmarks.collectives.options import format_size
-from nearlinear.plots import GRID, INK, MUTED, PALETTE
+from nearlinear.plots import GRID, INK, LINES, MARKERS, MUTED
 
 from .config import CEILING, show_rate
 
@@ -76,13 +76,16 @@ def draw(record: dict, operation: str = "all_gather", figure=None):
     for ax in axes[len(per_node) :]:
         ax.remove()
     for ranks, ax in zip(per_node, axes, strict=False):
-        for label, colour in zip(labels, PALETTE, strict=False):
+        for number, label in enumerate(labels):
+            colour, marker = LINES[number], MARKERS[number]
             points = [
                 (entry["bytes"], 100 * entry["link_used"])
                 for entry in results
                 if entry["ranks_per_node"] == ranks and entry["contender"] == label
             ]
-            ax.plot(*zip(*points, strict=True), "o-", ms=4, lw=1.8, color=colour, label=label)
+            ax.plot(
+                *zip(*points, strict=True), marker=marker, ms=4, lw=1.8, color=colour, label=label
+            )
         _format_axes(ax, ranks, sorted({entry["bytes"] for entry in results}))
     for index, ax in enumerate(figure.axes):
         if index % columns == 0:
@@ -111,9 +114,9 @@ def save(record: dict, path: Path) -> None:
 
 def _format_axes(ax, ranks: int, sizes: list[int]) -> None:
     ax.axhline(100 * CEILING, color=MUTED, lw=1, ls="--")
-    ax.text(sizes[-1], 100 * CEILING + 0.8, "headers", color=MUTED, fontsize=7, ha="right")
+    ax.text(sizes[len(sizes) // 2], 101, "limit of headers", color=MUTED, fontsize=8, ha="center")
     ax.set_xscale("log", base=2)
-    ax.set_ylim(0, 104)
+    ax.set_ylim(0, 109)
     ticks = sizes[:: -(-len(sizes) // 5)]
     ax.set_xticks(ticks, [format_size(size) for size in ticks], fontsize=8)
     ax.set_xticks([], minor=True)

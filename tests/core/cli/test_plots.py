@@ -1,6 +1,5 @@
 """Figures contain the numbers passed to them."""
 
-import itertools
 import json
 
 import matplotlib
@@ -11,6 +10,8 @@ matplotlib.use("Agg")
 
 from matplotlib import pyplot as plt  # noqa: E402
 
+from ci import colors  # noqa: E402
+from ci.notebooks.figures import hidden_labels  # noqa: E402
 from nearlinear import plots  # noqa: E402
 from nearlinear.checkpoint.shards import TensorShard  # noqa: E402
 from nearlinear.distributed.mesh import Mesh  # noqa: E402
@@ -74,87 +75,30 @@ def test_slices_are_drawn_at_their_offsets_with_their_ranks():
     assert ax.get_title() == "two replicas" and ax.get_ylim() == (4, 0)
 
 
-COLOR_VISION = {
-    "normal": np.eye(3),
-    "protanopia": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216],
-                   [-0.003882, -0.048116, 1.051998]],
-    "deuteranopia": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413],
-                     [-0.011820, 0.042940, 0.968881]],
-    "tritanopia": [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602],
-                   [0.004733, 0.691367, 0.303900]],
-}  # fmt: skip
-"""Maps of linear RGB. Source: Machado, Oliveira and Fernandes 2009, severity 1."""
-
-
-def linear_rgb(color: str):
-    values = np.array([int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)])
-    return np.where(values <= 0.04045, values / 12.92, ((values + 0.055) / 1.055) ** 2.4)
-
-
-def cielab(rgb):
-    """Return CIE L*a*b* (D65) of linear RGB."""
-    to_xyz = [[0.4124564, 0.3575761, 0.1804375], [0.2126729, 0.7151522, 0.0721750],
-              [0.0193339, 0.1191920, 0.9503041]]  # fmt: skip
-    xyz = np.array(to_xyz) @ np.clip(rgb, 0, 1) / [0.95047, 1.0, 1.08883]
-    x, y, z = np.where(xyz > (6 / 29) ** 3, np.cbrt(xyz), xyz / (3 * (6 / 29) ** 2) + 4 / 29)
-    return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
-
-
-@pytest.mark.parametrize("vision", COLOR_VISION)
+@pytest.mark.parametrize("vision", colors.VISION)
 def test_any_two_colors_differ_for_any_color_vision(vision):
-    seen = [cielab(np.array(COLOR_VISION[vision]) @ linear_rgb(c)) for c in plots.PALETTE]
-    assert min(np.linalg.norm(a - b) for a, b in itertools.combinations(seen, 2)) > 15
+    assert colors.closest(plots.PALETTE, vision)[0] > 10
 
 
-def contrast(first: str, second: str) -> float:
-    """Return the contrast ratio of WCAG 2."""
-    weights = [0.2126, 0.7152, 0.0722]
-    dark, light = sorted(float(linear_rgb(c) @ weights) for c in (first, second))
-    return (light + 0.05) / (dark + 0.05)
+@pytest.mark.parametrize("color", plots.LINES)
+def test_lines_stand_out_from_the_page(color):
+    assert colors.contrast(color, "#ffffff") >= 3
 
 
 @pytest.mark.parametrize("color", plots.PALETTE)
 def test_text_on_any_color_is_legible(color):
     ax = plots.rank_map(Mesh(shard=8))
     text = ax.texts[plots.PALETTE.index(color)].get_color()
-    assert contrast(color, text.replace("white", "#ffffff")) > 3.5
+    assert colors.contrast(color, text.replace("white", "#ffffff")) > 3.5
+
+
+@pytest.mark.parametrize("page", colors.PAGES)
+def test_text_of_the_gallery_is_legible(page):
+    for name, (ink, background) in colors.pairs(page).items():
+        assert colors.contrast(ink, background) >= 4.5, name
 
 
 # --- labels ---------------------------------------------------------------------------------------
-
-
-def hidden_labels(ax) -> list[str]:
-    """Return the texts that overlap another text or reach over the edge of the figure."""
-    figure = ax.figure
-    figure.canvas.draw()
-    renderer = figure.canvas.get_renderer()
-    ticks = [*ax.get_xticklabels(), *ax.get_yticklabels()]
-    legend = ax.get_legend()
-    texts = [*ticks, *ax.texts, ax.xaxis.label, ax.yaxis.label, ax.title]
-    texts += legend.get_texts() if legend else []
-    shown = [text for text in texts if text.get_visible() and text.get_text().strip()]
-    high = ax.transAxes.transform((1, 1)) + 1
-    low = ax.transAxes.transform((0, 0)) - 1
-    boxes = []
-    for text in shown:
-        box = text.get_window_extent(renderer)
-        # Matplotlib keeps, but does not draw, the labels of ticks beyond the limits.
-        middle = ((box.x0 + box.x1) / 2, (box.y0 + box.y1) / 2)
-        outside = text in ticks and not (
-            low[0] <= middle[0] <= high[0] or low[1] <= middle[1] <= high[1]
-        )
-        if not outside:
-            boxes.append((text.get_text(), box))
-    faults = []
-    for (one, first), (two, second) in itertools.combinations(boxes, 2):
-        if first.x0 < second.x1 and second.x0 < first.x1:
-            if first.y0 < second.y1 and second.y0 < first.y1:
-                faults.append(f"{one!r} overlaps {two!r}")
-    for name, box in boxes:
-        (left, bottom), (right, top) = figure.bbox.min, figure.bbox.max
-        if box.x0 < left or box.y0 < bottom or box.x1 > right or box.y1 > top:
-            faults.append(f"{name!r} is cut off")
-    return faults
 
 
 def memory_axes():
@@ -192,11 +136,11 @@ FIGURES = {
 
 @pytest.mark.parametrize("figure", FIGURES)
 def test_no_label_is_covered_or_cut_off(figure):
-    assert hidden_labels(FIGURES[figure]()) == []
+    assert hidden_labels(FIGURES[figure]().figure) == []
 
 
 def test_covered_labels_are_found():
     ax = plots.loss_curve(METRICS)
     ax.text(2, 8, "one")
     ax.text(2, 8, "two")
-    assert "'one' overlaps 'two'" in hidden_labels(ax)
+    assert "'one' overlaps 'two'" in hidden_labels(ax.figure)

@@ -26,6 +26,38 @@ if TYPE_CHECKING:
 INK, MUTED, GRID = "#1f2a37", "#6b7280", "#e5e7eb"
 PALETTE = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9", "#f0e442", INK)
 """Colors that people with any color vision can tell apart. Source: Okabe and Ito 2008."""
+LINES = (*(PALETTE[number] for number in (0, 3, 2, 4)), INK)
+"""Colors of `PALETTE` with a contrast of at least 3 to a white page, for lines and markers."""
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
+"""Markers of lines, in addition to their colors."""
+HATCHES = ("", "//", "..", "\\\\", "xx", "--", "oo", "++")
+"""Patterns of areas, in addition to their colors."""
+
+
+def show(alt: str) -> None:
+    """Show the current figure of pyplot with an alternative text.
+
+    In a notebook the text is stored in the output's metadata (``image/png``, ``alt``), where
+    converters to HTML read it. Elsewhere the figure is shown without it.
+
+    Args:
+        alt: A sentence with the plotted quantities and the finding.
+
+    Raises:
+        ValueError: The text is empty.
+    """
+    import matplotlib.pyplot as plt
+
+    if not alt.strip():
+        raise ValueError("show: alt is empty. Describe the plotted quantities and the finding.")
+    if "inline" not in plt.get_backend():
+        plt.show()
+        return
+    from IPython.display import display
+
+    figure = plt.gcf()
+    display(figure, metadata={"image/png": {"alt": " ".join(alt.split())}})
+    plt.close(figure)
 
 
 def read_metrics(folder: str | Path) -> list[dict[str, Any]]:
@@ -46,16 +78,18 @@ def loss_curve(
     """
     ax = _prepare_axes(ax, (7, 3.6))
     steps = [m["step"] for m in metrics]
-    ax.plot(steps, [m["loss"] for m in metrics], color=PALETTE[0], lw=1.6, label="training")
+    ax.plot(steps, [m["loss"] for m in metrics], color=LINES[0], lw=1.6, label="training")
     held_out = [(m["step"], m["eval_loss"]) for m in metrics if "eval_loss" in m]
     if held_out:
-        ax.plot(*zip(*held_out, strict=True), "o-", color=PALETTE[1], ms=5, label="held out")
+        ax.plot(*zip(*held_out, strict=True), "s-", color=LINES[1], ms=5, label="held out")
     if vocabulary:
         level = float(np.log(vocabulary))
         ax.axhline(level, color=MUTED, lw=1, ls="--")
-        ax.annotate(f"guessing: ln({vocabulary})", (steps[-1], level), ha="right", va="bottom",
-                    color=MUTED, fontsize=9)  # fmt: skip
+        ax.annotate(f"guessing: ln({vocabulary})", (steps[-1], level), (0, 2), ha="right",
+                    va="bottom", textcoords="offset points", color=MUTED, fontsize=9)  # fmt: skip
+        ax.margins(y=0.12)
     ax.set(xlabel="optimizer step", ylabel="cross-entropy, nats")
+    ax.locator_params(axis="x", integer=True)
     ax.legend(frameon=False)
     return ax
 
@@ -105,7 +139,7 @@ def document_lengths(lengths: Sequence[int] | np.ndarray, ax: Axes | None = None
     return ax
 
 
-def _text_on(color: str) -> str:
+def text_on(color: str) -> str:
     """Return the color of legible text on an area of ``color``: white, or ink on light areas."""
     red, green, blue = (int(color[i : i + 2], 16) for i in (1, 3, 5))
     return INK if 0.299 * red + 0.587 * green + 0.114 * blue > 100 else "white"
@@ -120,14 +154,14 @@ def rank_map(mesh: Mesh, ax: Axes | None = None) -> Axes:
 
     cells = mesh.grid.reshape(mesh.pipeline * mesh.replicate, -1)
     rows, columns = cells.shape
-    ax = _prepare_axes(ax, (min(11, max(5, 1.4 + 0.8 * columns)), 0.9 + 0.75 * rows))
+    ax = _prepare_axes(ax, (min(11, max(5, 1.4 + 0.8 * columns)), 1.1 + 0.75 * rows))
     for (row, column), rank in np.ndenumerate(cells):
         shard = mesh.state_rank(int(rank))
         color = PALETTE[shard % len(PALETTE)]
         ax.add_patch(Rectangle((column + 0.06, row + 0.1), 0.88, 0.8, color=color, alpha=0.85))
         if columns <= 32:
             ax.text(
-                column + 0.5, row + 0.5, str(rank), color=_text_on(color), ha="center", va="center"
+                column + 0.5, row + 0.5, str(rank), color=text_on(color), ha="center", va="center"
             )
         starts_node = mesh.ranks_per_node and int(rank) % mesh.ranks_per_node == 0
         if starts_node and columns > 1 and 0 < column:
@@ -137,7 +171,7 @@ def rank_map(mesh: Mesh, ax: Axes | None = None) -> Axes:
     shown = [str(s) if columns <= 16 or i % 16 == 0 else "" for i, s in enumerate(shards)]
     ax.set_xticklabels(shown)
     ax.set_yticks(np.arange(rows) + 0.5, [f"replica {r % mesh.replicate}" for r in range(rows)])
-    ax.set_xlabel("shard of the model states (numbers in the cells: ranks)")
+    ax.set_xlabel("shard of the model states\n(numbers in the cells: ranks)")
     ax.tick_params(length=0)
     ax.grid(False)
     for side in ax.spines.values():
@@ -168,8 +202,9 @@ def slices(shape: Sequence[int], held: list[Any], title: str = "", ax: Axes | No
         place = {"facecolor": color, "edgecolor": "white", "lw": 2, "alpha": 0.85}
         ax.add_patch(Rectangle((column, row), width, height, **place))
         middle, label = (column + width / 2, row + height / 2), ", ".join(map(str, ranks))
-        ax.text(*middle, label, color=_text_on(color), ha="center", va="center")
-    ax.set(xlim=(0, columns), ylim=(rows, 0), xlabel="columns", ylabel="rows", title=title)
+        ax.text(*middle, label, color=text_on(color), ha="center", va="center")
+    ax.set(xlim=(0, columns), ylim=(rows, 0), ylabel="rows", title=title)
+    ax.set_xlabel("columns (numbers in the blocks: ranks)")
     ax.tick_params(length=0)
     for side in ax.spines.values():
         side.set_visible(False)
@@ -227,7 +262,9 @@ def predicted_against_published(found: Any, ax: Axes | None = None) -> Axes:
     ax = _prepare_axes(ax, (6.4, 5.6))
     for number, (source, scored) in enumerate(found.sources.items()):
         style = {"color": PALETTE[number % len(PALETTE)], "ms": 4, "alpha": 0.75}
-        _draw_times(ax, scored, "o" if number < len(PALETTE) else "^", label=source, **style)
+        style |= {"mec": INK, "mew": 0.3}
+        mark = MARKERS[(number + number // len(PALETTE)) % len(MARKERS)]
+        _draw_times(ax, scored, mark, label=source, **style)
     _draw_times(ax, found.held_out, "x", label="H100, held out", color=INK, ms=4)
     published = [each.run.seconds for each in (*found.scored, *found.held_out)]
     ends = [min(published) / 1.3, max(published) * 1.3]
