@@ -1,7 +1,9 @@
 """Settings of the test suite: offline model hubs, one core per process, no hypothesis deadline,
-slow tests first, the end of each test's job, and a skip reason for GPU tests.
+slow tests first, cheap garbage collection, the end of each test's job, and a skip reason for GPU
+tests.
 """
 
+import gc
 import itertools
 import os
 import sys
@@ -42,6 +44,15 @@ def pytest_collection_modifyitems(items):
     if not torch.cuda.is_available():
         for item in on_gpu:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU; torch finds none here"))
+
+
+def pytest_collection_finish():
+    """Exempt the collected tests and their imports from garbage collection.
+
+    Otherwise each full collection, automatic or by `gc.collect`, visits millions of objects.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def slow_first(items: list, workers: int) -> list:

@@ -10,6 +10,7 @@ import ctypes
 import dataclasses
 import datetime
 import faulthandler
+import gc
 import importlib
 import json
 import os
@@ -194,4 +195,5 @@ def main(handle: int) -> None:
     for module in PRELOADED:
         with contextlib.suppress(ModuleNotFoundError):
             importlib.import_module(module)
+    gc.freeze()  # else a collection in a rank visits, and thereby copies, all imported objects
     serve_forks(socket.socket(fileno=handle))

@@ -58,7 +58,7 @@ def run_id(run) -> str:
 
 @pytest.mark.parametrize("run", RUNS, ids=run_id)
 def test_composed_training_equals_one_process(run):
-    """Each of three AdamW steps has two micro-batches with different numbers of targets."""
+    """Each of two AdamW steps has two micro-batches with different numbers of targets."""
     ranks, family, config = run
     rows = parity.ROWS // Mesh.from_config(nl.ParallelConfig(**config), ranks).data_ranks
     accumulation = 2 if rows >= 2 * config.get("microbatches", 1) else 1

@@ -69,7 +69,7 @@ def transformed(kind: str, experts: int, config, **changes):
 
 
 @functools.cache
-def train_alone(kind: str, experts: int, count: int, steps: int = 3, **changes):
+def train_alone(kind: str, experts: int, count: int, steps: int = 2, **changes):
     """Return losses, gradients of the first step and final parameters of the unmodified model."""
     model = build(kind, experts, **changes)
     updates, losses, gradients = tiny.optimizer_for(model, "adamw"), [], {}
@@ -92,7 +92,7 @@ def train_divided(
     count: int,
     accumulation: int = 1,
     moe: dict | None = None,
-    steps: int = 3,
+    steps: int = 2,
     two_hop: bool = True,
     precision: str | None = None,
     **changes,

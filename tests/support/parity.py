@@ -10,7 +10,8 @@ from nearlinear.checkpoint.shards import TensorShard, local_tensor_shards
 from nearlinear.distributed import runtime
 from nearlinear.fsdp.model_state import optimizer_parameter, parameter_state
 
-VOCABULARY, SEQUENCE, ROWS, STEPS = 97, 16, 8, 3
+VOCABULARY, SEQUENCE, ROWS = 97, 16, 8
+STEPS = 2  # the second depends on the first update of all values and states
 
 _COMMON = {
     "vocab_size": VOCABULARY,

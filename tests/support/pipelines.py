@@ -10,7 +10,7 @@ from tests.support import families, parity
 ROWS = 8
 
 
-def alone(family: str, steps: int = 3, layers: int = 4, accumulation: int = 1):
+def alone(family: str, steps: int = 2, layers: int = 4, accumulation: int = 1):
     """Return losses, norms, first gradients and final parameters of the unmodified model."""
     torch.manual_seed(0)
     model = families.build(family, layers)
@@ -33,7 +33,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
-def piped(rank: int, family: str, config: dict, steps: int = 3, layers: int = 4, accumulation=1):
+def piped(rank: int, family: str, config: dict, steps: int = 2, layers: int = 4, accumulation=1):
     """Run the same training through `nl.pipeline`, on this rank's share of every batch."""
     mesh = nl.init(config)
     with nl.spmd.one_at_a_time(seed=0):

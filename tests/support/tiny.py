@@ -66,7 +66,7 @@ def optimizer_for(model, name: str) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
 
 
-def train_alone(kind: str, optimizer: str, count: int, steps: int = 3, clip: float = 1.0):
+def train_alone(kind: str, optimizer: str, count: int, steps: int = 2, clip: float = 1.0):
     """Return losses and final parameters of plain PyTorch, one large batch per step."""
     torch.manual_seed(0)
     model = MODELS[kind]()
@@ -89,7 +89,7 @@ def train_sharded(
     optimizer: str,
     count: int,
     two_hop: bool = True,
-    steps: int = 3,
+    steps: int = 2,
     clip: float = 1.0,
     ranks_per_node: int | None = None,
     **config,

@@ -70,12 +70,16 @@ def load_and_train(rank, folder, degree, kind, optimizer="adamw"):
 
 
 @pytest.mark.parametrize(
-    ("kind", "optimizer", "ranks", "degree"),
-    [("gpt2", "adamw", 4, 2), ("llama", "adamw", 8, 4), ("gpt2", "sgd", 2, 2)],
+    ("kind", "optimizer", "ranks", "degree", "layouts"),
+    [
+        ("gpt2", "adamw", 4, 2, [(1, 1), (2, 1), (4, 4), (8, 2)]),
+        ("llama", "adamw", 8, 4, [(1, 1), (8, 8)]),
+        ("gpt2", "sgd", 2, 2, [(4, 4)]),
+    ],
 )
-def test_checkpoint_loads_in_any_layout(kind, optimizer, ranks, degree, tmp_path):
+def test_checkpoint_loads_in_any_layout(kind, optimizer, ranks, degree, layouts, tmp_path):
     saved, after = run_on(ranks, save_and_train, str(tmp_path), degree, kind, optimizer)[0]
-    for others, theirs in ((1, 1), (2, 1), (4, 4), (8, 2), (8, 8)):
+    for others, theirs in layouts:
         found = run_on(others, load_and_train, str(tmp_path), theirs, kind, optimizer)
         for loaded, losses in found:
             assert loaded.keys() == saved.keys()
@@ -123,7 +127,7 @@ def load_only(rank, folder, degree):
     nl.load(folder, model, updates)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+@pytest.mark.parametrize("ranks", [1, 4, 8])
 def test_load_hashes_each_file_on_one_rank(ranks, tmp_path, monkeypatch):
     """Hash the file with the step counts on a single rank, although all ranks read it."""
     run_on(4, save_and_train, tmp_path, 4, "gpt2")

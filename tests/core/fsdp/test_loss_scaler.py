@@ -24,20 +24,20 @@ from tests.support.releases import needs_hooks
 FP16 = {"fp16": True, "init_scale": 2.0**14}
 TENSOR = {"tensor_parallel_degree": 2}
 PIPELINE = {"pipeline_parallel_degree": 2, "microbatches": 2}
-BOUND = 5e-3  # of losses, gradients and values after 3 AdamW steps; bfloat16 is 8 times coarser
+BOUND = 5e-3  # of losses, gradients and values after 2 AdamW steps; bfloat16 is 8 times coarser
 reference = functools.cache(parity.alone)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
 @pytest.mark.parametrize(
-    ("ranks", "config"),
+    ("family", "ranks", "config"),
     [
-        (1, {}),
-        (4, {"hybrid_shard_degree": 2}),
-        (2, TENSOR),
-        (2, PIPELINE),
-        (2, {"context_parallel_degree": 2}),
-        (8, PIPELINE | TENSOR | {"hybrid_shard_degree": 2}),
+        ("gpt2", 1, {}),
+        ("llama", 4, {"hybrid_shard_degree": 2}),
+        ("gpt2", 2, TENSOR),
+        ("llama", 2, PIPELINE),
+        ("gpt2", 2, {"context_parallel_degree": 2}),
+        ("llama", 2, {"context_parallel_degree": 2}),
+        ("gpt2", 8, PIPELINE | TENSOR | {"hybrid_shard_degree": 2}),
     ],
     ids=str,
 )

@@ -57,7 +57,7 @@ def test_sliced_optimizer_training_equals_one_process(layout):
 @pytest.mark.parametrize("two_hop", [True, False])
 def test_sliced_optimizer_with_momentum_and_clipping(config, two_hop):
     expected = tiny.train_alone("gpt2", "momentum", 16, clip=0.1)
-    args = ("gpt2", 2, 2, "momentum", 16, two_hop, 3, 0.1)
+    args = ("gpt2", 2, 2, "momentum", 16, two_hop, 2, 0.1)
 
     def work(rank):
         return tiny.train_sharded(rank, *args, **config, **SHARED)

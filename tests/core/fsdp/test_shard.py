@@ -21,9 +21,12 @@ def alone(kind, optimizer):
     return tiny.train_alone(kind, optimizer, ROWS)
 
 
-@pytest.mark.parametrize(("kind", "accumulation"), [("gpt2", 4), ("llama", 1)])
-@pytest.mark.parametrize(("ranks", "degree"), LAYOUTS)
-def test_sharded_training_equals_one_process(kind, ranks, degree, accumulation):
+@pytest.mark.parametrize(
+    ("kind", "accumulation", "ranks", "degree"),
+    [("gpt2", 4, *layout) for layout in LAYOUTS]
+    + [("llama", 1, 1, 1), ("llama", 1, 2, 1), ("llama", 1, 4, 2), ("llama", 1, 8, 8)],
+)
+def test_sharded_training_equals_one_process(kind, accumulation, ranks, degree):
     optimizer = "adamw"
     runs = nl.spmd.run(
         tiny.train_sharded, ranks, args=(kind, degree, accumulation, optimizer, ROWS)
@@ -82,7 +85,7 @@ def test_bf16_computes_in_bf16_and_keeps_float32_masters():
         )
         losses = []
         optimizer = tiny.optimizer_for(model, "sgd")
-        for step in range(3):
+        for step in range(2):
             for micro_batch in nl.accumulate(model, [tiny.batch(tiny.rows(step, 16))]):
                 loss = model(**micro_batch).loss
                 loss.backward()

@@ -160,6 +160,8 @@ def test_sigterm_saves_and_the_same_command_resumes(small_run, tmp_path, ranks):
     assert running.returncode == 128 + signal.SIGTERM, said
     [done] = save.steps(tmp_path / "kept")
     assert done >= 3 and "stopped" in said
+    if ranks > 1:
+        return  # a run of several processes resumes in tests/core/launch/test_emulate.py
     again = start(config, f"train.steps={done + 2}")
     out, err = again.communicate(timeout=120)
     assert again.returncode == 0, out + err

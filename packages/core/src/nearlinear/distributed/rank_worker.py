@@ -7,6 +7,7 @@ the ranks. The starter itself never uses what it has imported, so that its forks
 
 from __future__ import annotations
 
+import gc
 import json
 import multiprocessing
 import os
@@ -48,6 +49,7 @@ def serve() -> None:
             return
         request = json.loads(line)
         import_libraries(request.pop("modules"))
+        gc.freeze()  # else a collection in a rank visits, and thereby copies, all imported objects
         session = _context.Process(target=run_session, args=(os.getpid(),), kwargs=request)
         session.start()
         print(session.pid, flush=True)

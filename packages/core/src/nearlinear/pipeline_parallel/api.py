@@ -105,8 +105,10 @@ def pipeline(
         copy_tied_parameters(model, tied)
     stages = {n: build_stage(model, model_split, partition[n], num_blocks) for n in numbers}
     blocks = {block for number in numbers for block in partition[number]}
+    is_transformed = any("forward" in vars(module) for module in model.modules())
     remove_other_stages(model, model_split, blocks, num_blocks)
-    gc.collect()  # removed modules with an instance forward are reference cycles
+    if is_transformed:
+        gc.collect()  # removed modules with an instance forward are reference cycles
     wave_size = schedule.wave_size(config.active_microbatches, config.microbatches)
     state = model_state(model)
     state.pipeline = PipelineRuntime(

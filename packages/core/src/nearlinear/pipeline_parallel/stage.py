@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import functools
 import inspect
 import sys
 import textwrap
@@ -422,6 +423,7 @@ def _shallow_copy(module: HuggingFaceModel) -> HuggingFaceModel:
     return copied
 
 
+@functools.cache
 def returns_tuple(block: type[nn.Module]) -> bool:
     """Return True if the block's ``forward`` returns a tuple, as some did in transformers 4.
 
