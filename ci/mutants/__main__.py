@@ -17,13 +17,13 @@ from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 
-from .mutations import Mutation, sample
+from .mutations import Mutation, code_of, sample
 from .survivors import EXPLAINED
 from .targets import SOURCE, TARGETS, TESTS
 
 ROOT = Path(__file__).parents[2]
 TABLE = ROOT / "packages/core/docs/mutants.md"
-RESULTS = ROOT / "artifacts/mutants.jsonl"
+RESULTS = ROOT / "ci/mutants/results.jsonl"
 COPIED = ("packages/core/src", "packages/collectives/src", "tests", "ci", "data_prep",
           "pyproject.toml")  # fmt: skip
 PRELOADED = ("pytest", "torch.distributed.fsdp", "torch.distributed.tensor", "hypothesis", "moto",
@@ -109,11 +109,11 @@ def _kill_group(process_id: int) -> None:
 
 
 def digests(module: str) -> dict[str, str]:
-    """Return the hash of a module, and that of its tests."""
+    """Return the hash of a module's code, and that of its tests."""
     tests = [ROOT / TESTS / name for name in TARGETS[module]]
     files = [file for path in tests for file in ([path] if path.is_file() else path.rglob("*.py"))]
     return {
-        "source": _hash((ROOT / SOURCE / module).read_bytes()),
+        "source": _hash(code_of((ROOT / SOURCE / module).read_bytes()).encode()),
         "tests": _hash(*(file.read_bytes() for file in sorted(files))),
     }
 

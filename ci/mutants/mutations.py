@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import copy
 import random
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -31,11 +32,14 @@ class Mutation:
     end: int
     before: str
     after: str
+    number: int
+    """Count of equal mutations before it in the module."""
 
     @property
     def key(self) -> str:
-        """Name of the mutation within its module."""
-        return f"{self.begin}:{self.kind}:{self.after}"
+        """Name within the module, which changes of comments and other code leave as it is."""
+        number = f" #{self.number}" if self.number else ""
+        return f"{self.kind}: {self.before} -> {self.after}{number}"
 
     def apply(self, source: bytes) -> bytes:
         """Return the mutated source."""
@@ -62,15 +66,35 @@ def find_mutations(source: bytes) -> list[Mutation]:
     starts = [0]
     for line in source.splitlines(keepends=True):
         starts.append(starts[-1] + len(line))
-    found = []
+    found, counts = [], Counter()
     for kind, node, changed in _changes(ast.parse(source)):
         begin = starts[node.lineno - 1] + node.col_offset
         end = starts[node.end_lineno - 1] + node.end_col_offset
         after = ast.unparse(changed)
         if isinstance(node, ast.expr):
             after = f"({after})"
-        found.append(Mutation(kind, node.lineno, begin, end, source[begin:end].decode(), after))
+        before = source[begin:end].decode()
+        number = counts[kind, before, after]
+        counts[kind, before, after] += 1
+        found.append(Mutation(kind, node.lineno, begin, end, before, after, number))
     return sorted(found, key=lambda each: (each.begin, each.kind, each.after))
+
+
+def code_of(source: bytes) -> str:
+    """Return the statements of a module without comments, formatting and docstrings."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(getattr(node, "body", None), list):
+            node.body = [each for each in node.body if not _is_text(each)]
+    return ast.unparse(tree)
+
+
+def _is_text(node: ast.AST) -> bool:
+    return (
+        isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
+    )
 
 
 def _changes(tree: ast.AST) -> Iterator[tuple[str, ast.expr | ast.stmt, ast.AST]]:

@@ -1,13 +1,20 @@
 """Why mutants survive that no test detects."""
 
+_EQUAL_LENGTHS = "equivalent: offsets and shapes of a tensor have equal lengths"
+
 EXPLAINED: dict[tuple[str, str], str] = {
-    ("checkpoint/index_schema.py", "7248:constant:(False)"):
-        "the lengths are compared before",
-    ("fsdp/accumulate.py", "15913:constant:(False)"):
-        "the hook would be installed again; the first one raises the error",
-    ("fsdp/unit_collectives.py", "8861:constant:(True)"):
-        "the default is never used: FSDP2 passes the argument, and the method ignores it",
-    ("checkpoint/index.py", "3312:off by one:(65)"):
-        "the key that is searched in the first bytes ends before byte 64",
+    ("checkpoint/index.py", "off by one: 64 -> (65)"):
+        "equivalent: the text that is searched in the first bytes ends before byte 64",
+    ("checkpoint/index_schema.py", "constant: True -> (False)"):
+        "equivalent: the lengths are compared before",
+    ("checkpoint/shards.py", "constant: True -> (False) #2"): _EQUAL_LENGTHS,
+    ("checkpoint/shards.py", "constant: True -> (False) #3"): _EQUAL_LENGTHS,
+    ("checkpoint/shards.py",
+     "operator: weight * math.prod(signs) -> (weight // math.prod(signs))"):
+        "equivalent: both numbers are 1 or -1",
+    ("fsdp/accumulate.py", "constant: True -> (False) #6"):
+        "harmless: the hook would be installed again, and the first one raises the error",
+    ("fsdp/unit_collectives.py", "constant: False -> (True) #1"):
+        "equivalent: FSDP2 passes this argument, and the method ignores it",
 }  # fmt: skip
-"""Reason by module and key of the mutation."""
+"""Reason by module and `Mutation.key`."""

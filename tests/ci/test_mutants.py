@@ -4,7 +4,7 @@ import ast
 import json
 
 from ci.mutants import __main__ as command
-from ci.mutants import mutations, targets
+from ci.mutants import mutations, survivors, targets
 
 SOURCE = b'''
 """Docstring with 3 numbers."""
@@ -46,6 +46,17 @@ def test_mutations_change_one_place_and_leave_messages_alone():
     }  # fmt: skip
 
 
+def test_comments_docstrings_and_other_code_keep_results_valid():
+    """The results of a day should not be lost to a comment."""
+    changed = SOURCE.replace(b"import logging", b"import logging  # of Python").replace(
+        b"Return \xc3\xa9.", b"Return a value."
+    )
+    assert changed != SOURCE and mutations.code_of(changed) == mutations.code_of(SOURCE)
+    assert mutations.code_of(SOURCE.replace(b"most - 1", b"most")) != mutations.code_of(SOURCE)
+    keys = [each.key for each in mutations.find_mutations(SOURCE + SOURCE)]
+    assert len(set(keys)) == len(keys) == 2 * len(mutations.find_mutations(SOURCE))
+
+
 def test_sample_is_seeded_and_covers_every_kind():
     chosen = mutations.sample(SOURCE, 6, "a")
     assert chosen == mutations.sample(SOURCE, 6, "a") != mutations.sample(SOURCE, 6, "b")
@@ -60,6 +71,9 @@ def test_targets_exist_and_can_be_mutated():
         assert len(found) >= 20, module
         ast.parse(found[-1].apply(source))
         assert all((command.ROOT / targets.TESTS / name).exists() for name in tests)
+        keys = {each.key for each in found}
+        explained = {key for name, key in survivors.EXPLAINED if name == module}
+        assert explained <= keys, explained - keys
 
 
 class FakeRuns:
