@@ -28,7 +28,6 @@ UNNECESSARY = {
     "cuda-pathfinder",
     "cuda-toolkit",
     "nvidia-cuda-cccl",
-    "setuptools",
     "triton",
 }
 ADDITIONAL = ["numpy"]  # used by the tests
