@@ -55,7 +55,8 @@ def test_vocabulary_parallel_loss_equals_transformers(
     for loss, _ in found:
         torch.testing.assert_close(loss, expected.detach(), rtol=1e-5, atol=1e-6)
     gradient = torch.cat([part for _, part in found], -1)
-    torch.testing.assert_close(gradient, reference.grad, rtol=1e-5, atol=1e-6)
+    rounding = 1e-7 * scale  # of the logarithm of the sum, which is as large as the logits
+    torch.testing.assert_close(gradient, reference.grad, rtol=1e-5, atol=1e-6 + 3 * rounding)
 
 
 def context_parallel_loss(rank, logits, shifted):
