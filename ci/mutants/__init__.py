@@ -5,5 +5,5 @@
     python -m ci.mutants --write                         # writes packages/core/docs/mutants.md
 
 Every mutant runs in a copy of the repository. Results are appended to a file, so that a run that is
-interrupted continues, and mutants of unchanged modules and tests are not run again.
+interrupted continues. A mutant runs again if its module changes, and a survivor also if tests do.
 """

@@ -141,7 +141,7 @@ def read_results(path: Path) -> dict[tuple[str, str], dict]:
 def run_module(runs: TestRuns, module: str, count: int, seed: int, path: Path) -> None:
     """Run the mutants of a module that have no result yet, and append their results."""
     source, tests = (ROOT / SOURCE / module).read_bytes(), TARGETS[module]
-    known = read_results(path)
+    known, hashes = read_results(path), digests(module)
     chosen = sample(source, count, f"{seed}/{module}")
     missing = [each for each in chosen if (module, each.key) not in known]
     if not missing:
@@ -154,7 +154,7 @@ def run_module(runs: TestRuns, module: str, count: int, seed: int, path: Path) -
         limit = TIMEOUT_FACTOR * seconds + TIMEOUT_EXTRA
         result, took = runs.run_mutant(module, mutation, tests, limit)
         row = {
-            "module": module, "key": mutation.key, **digests(module), "result": result,
+            "module": module, "key": mutation.key, **hashes, "result": result,
             "kind": mutation.kind, "line": mutation.line, "seconds": round(took, 1),
             "before": mutation.before, "after": mutation.after,
         }  # fmt: skip
