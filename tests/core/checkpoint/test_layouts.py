@@ -66,6 +66,14 @@ def single_rank(family):
     return values
 
 
+def assert_resumed_run_equals_single_rank(family, before, after, folder):
+    """Save in the layout ``before``, given as (ranks, config), and resume in ``after``."""
+    nl.spmd.run(train_and_save, before[0], args=(family, before[1], str(folder)))
+    for values in nl.spmd.run(load_and_train, after[0], args=(family, after[1], str(folder))):
+        for name, value in single_rank(family).items():
+            torch.testing.assert_close(values[name], value, rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("family", "before", "after"),
     [
@@ -78,11 +86,7 @@ def single_rank(family):
     ],
 )
 def test_resume_on_another_layout_matches_single_rank(family, before, after, tmp_path):
-    expected = single_rank(family)
-    nl.spmd.run(train_and_save, before[0], args=(family, before[1], str(tmp_path)))
-    for values in nl.spmd.run(load_and_train, after[0], args=(family, after[1], str(tmp_path))):
-        for name, value in expected.items():
-            torch.testing.assert_close(values[name], value, rtol=0, atol=1e-5)
+    assert_resumed_run_equals_single_rank(family, before, after, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -90,12 +94,7 @@ def test_resume_on_another_layout_matches_single_rank(family, before, after, tmp
     [(SHARDED, SHARDED_OPTIMIZER), (SINGLE_RANK, SHARDED), (REPLICATED_OF_FOUR, SINGLE_RANK)],
 )
 def test_stacked_experts_are_sharded_evenly_and_resume_on_another_layout(before, after, tmp_path):
-    family = "mixtral of 2"  # experts
-    expected = single_rank(family)
-    nl.spmd.run(train_and_save, before[0], args=(family, before[1], str(tmp_path)))
-    for values in nl.spmd.run(load_and_train, after[0], args=(family, after[1], str(tmp_path))):
-        for name, value in expected.items():
-            torch.testing.assert_close(values[name], value, rtol=0, atol=1e-5)
+    assert_resumed_run_equals_single_rank("mixtral of 2", before, after, tmp_path)
 
 
 def held_experts(rank, config):
@@ -120,11 +119,7 @@ def test_ranks_hold_equal_parts_of_fewer_experts():
     ],
 )
 def test_resume_with_sharded_optimizer_state_matches_single_rank(family, before, after, tmp_path):
-    expected = single_rank(family)
-    nl.spmd.run(train_and_save, before[0], args=(family, before[1], str(tmp_path)))
-    for values in nl.spmd.run(load_and_train, after[0], args=(family, after[1], str(tmp_path))):
-        for name, value in expected.items():
-            torch.testing.assert_close(values[name], value, rtol=0, atol=1e-5)
+    assert_resumed_run_equals_single_rank(family, before, after, tmp_path)
 
 
 def test_sharded_optimizer_state_is_written_by_all_ranks_and_resumes_exactly(tmp_path):
