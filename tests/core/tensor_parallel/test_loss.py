@@ -55,8 +55,9 @@ def test_vocabulary_parallel_loss_equals_transformers(
     for loss, _ in found:
         torch.testing.assert_close(loss, expected.detach(), rtol=1e-5, atol=1e-6)
     gradient = torch.cat([part for _, part in found], -1)
-    rounding = 1e-7 * scale  # of the logarithm of the sum, which is as large as the logits
-    torch.testing.assert_close(gradient, reference.grad, rtol=1e-5, atol=1e-6 + 3 * rounding)
+    # Large logits: the log of the sum is as large, and so is its rounding in the gradient.
+    atol = 1e-6 if scale == 1.0 else 1.5e-5
+    torch.testing.assert_close(gradient, reference.grad, rtol=1e-5, atol=atol)
 
 
 def context_parallel_loss(rank, logits, shifted):
