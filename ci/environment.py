@@ -254,6 +254,12 @@ def remedy(output: str) -> str:
     )
 
 
+def check_interpreter(interpreter: str) -> None:
+    """Raise SetupError if there is no such program."""
+    if shutil.which(interpreter) is None:
+        raise SetupError(f"{interpreter} was not found. Choose another, such as python3.")
+
+
 def side_environment(
     folder: Path, packages: Sequence[str], interpreter: str = sys.executable, *options: str
 ) -> Path:
@@ -269,8 +275,7 @@ def side_environment(
         SetupError: If there is no such interpreter, or the installer fails; contains the end of
             its output.
     """
-    if shutil.which(interpreter) is None:
-        raise SetupError(f"{interpreter} was not found. Choose another, such as python3.")
+    check_interpreter(interpreter)
     found, stamp = folder / "bin" / "python", folder / "complete"
     wanted = "\n".join([interpreter, *packages, *options])
     if stamp.exists() and stamp.read_text() == wanted and works(found):

@@ -173,10 +173,16 @@ def generate(folder: Path, python: Path) -> str:
 
 def run(command: str, folder: Path, python: Path) -> str:
     """Run one command of the environment and return its output. Raises StepError."""
-    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    options = {"cwd": folder, "env": variables(python), "text": True, "timeout": TIMEOUT, **pipes}
     try:
-        done = subprocess.run(shlex.split(command), **options)
+        done = subprocess.run(
+            shlex.split(command),
+            cwd=folder,
+            env=variables(python),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT,
+        )
     except subprocess.TimeoutExpired:
         raise StepError(f"{command}\ntook longer than {TIMEOUT} seconds") from None
     if done.returncode:

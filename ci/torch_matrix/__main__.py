@@ -9,14 +9,13 @@ import argparse
 import itertools
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 from ci import new_user
-from ci.environment import ROOT, SetupError, side_environment
+from ci.environment import ROOT, SetupError, check_interpreter, side_environment
 
 COLUMNS = ("torch", "version", "package", "glue", "compiled", "python")
 TITLES = ("torch", "Python", "nearlinear", "glue compiled in", "compiled glue",
@@ -100,8 +99,7 @@ def required(interpreter: str, version: str, wheels: Path | None) -> list[str]:
     Raises:
         SetupError: There is no such interpreter, or pip finds no such release for it.
     """
-    if shutil.which(interpreter) is None:
-        raise SetupError(f"{interpreter} was not found")
+    check_interpreter(interpreter)
     files = new_user.wheels_of(wheels) if wheels else []
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.json")
