@@ -19,7 +19,7 @@ TARGETS: dict[str, list[str]] = {
                             "checkpoint/test_save_and_load.py"],
     "checkpoint/shards.py": ["checkpoint/test_index_schema.py", "checkpoint/test_damage.py",
                              "checkpoint/test_layouts.py", "checkpoint/test_save_and_load.py"],
-    "checkpoint/sealed_json.py": ["checkpoint/test_damage.py"],
+    "checkpoint/sealed_json.py": ["checkpoint/test_sealed_json.py", "checkpoint/test_damage.py"],
     "checkpoint/load.py": ["checkpoint/test_save_and_load.py", "checkpoint/test_damage.py",
                            "checkpoint/test_layouts.py", "checkpoint/test_resume_layouts.py"],
     "checkpoint/resume.py": ["checkpoint/test_damage.py", "train/test_resume.py",

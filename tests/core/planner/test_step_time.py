@@ -89,6 +89,33 @@ def test_simulated_micro_batches_extrapolate_exactly(monkeypatch):
         assert quick.busy[kind] == pytest.approx(whole.busy[kind], rel=1e-9)
 
 
+@pytest.mark.parametrize("once_root", [False, True])
+def test_gradients_reduced_once_leave_one_reduction_per_step(once_root):
+    found = run(micro_batches=3, reduced_once_blocks=5, reduced_once_root=once_root)
+    parts = found.blocks
+    blocks, roots = 3 * (SHAPE.layers - 5) + 5, 1 if once_root else 3
+    assert found.busy["reduce-scatter"] == pytest.approx(
+        blocks * parts.block_reduce_scatter + roots * parts.reduce_scatter(parts.root_parameters)
+    )
+
+
+def test_blocks_gathered_across_micro_batches_are_gathered_once():
+    found = run(micro_batches=3, gathered_across_micro_batches=True, resident_blocks=5)
+    gathered = [task.label for task in found.timeline.tasks if task.kind == "all-gather"]
+    assert gathered.count("") == 1  # the root
+    # the last block's backward pass follows its forward pass, and backward ends with block 0
+    assert [gathered.count(f"block {n}") for n in range(8)] == [1] * 5 + [6, 6, 3]
+
+
+def test_gather_starts_only_when_earlier_blocks_are_freed():
+    tasks = run(prefetch=1, micro_batch=64).timeline.tasks
+    forward = [task for task in tasks if task.kind == "all-gather"][: 1 + SHAPE.layers]
+    gathers = {task.label: task.start for task in forward}
+    ends = {task.label: task.end for task in tasks if task.kind == "compute"}
+    for block in range(3, 8):
+        assert gathers[f"block {block}"] == ends[f"forward {block - 3}"] > 0
+
+
 def test_stream_runs_its_tasks_in_order():
     timeline = Timeline()
     first = timeline.add("a", 2.0)
@@ -240,6 +267,17 @@ def test_early_stop_spares_the_last_reduce_scatter(asked, exchanges):
     assert sum(piece.tensor for piece in found.recompute) == pytest.approx(
         exchanges * found.tensor_all_reduce
     )
+
+
+def test_recomputation_repeats_the_communication_of_whole_blocks_only():
+    mixture = dataclasses.replace(SHAPE, gated=True, experts=8, experts_per_token=2)
+    mesh = Mesh(shard=8, tensor=4, expert=8, ranks_per_node=8)
+    asked = {"shape": mixture, "mesh": mesh, "recomputed_share": 0.5}
+    whole, part = (run(recompute=kind, **asked).blocks for kind in ("block", "selective"))
+    assert sum(piece.expert for piece in whole.recompute) == whole.expert_all_to_all > 0
+    assert whole.recompute[0].tensor == 0.5 * whole.tensor_all_reduce > 0
+    assert part.compute.recompute.total > 0
+    assert all(piece.expert == piece.tensor == 0.0 for piece in part.recompute)
 
 
 def test_context_parallel_gradients_are_float32():
