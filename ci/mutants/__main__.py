@@ -46,7 +46,7 @@ class TestRuns:
     __test__ = False
 
     def __init__(self, folder: Path):
-        self.copy = folder / "copy"
+        self.copy, self.output = folder / "copy", folder / "output"
         for name in COPIED:
             source, target = ROOT / name, self.copy / name
             if source.is_dir():
@@ -74,9 +74,10 @@ class TestRuns:
 
     def _test(self, tests: list[str]) -> None:
         os.setsid()
-        silence = os.open(os.devnull, os.O_RDWR)
-        for stream in range(3):
-            os.dup2(silence, stream)
+        output = os.open(self.output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        for stream in (1, 2):
+            os.dup2(output, stream)
         os.chdir(self.copy)
         paths = [str(self.copy / part) for part in (*COPIED[:2], ".")]
         sys.path[:0] = paths
@@ -149,6 +150,7 @@ def run_module(runs: TestRuns, module: str, count: int, seed: int, path: Path) -
     result, seconds = runs.run(tests, 1800)
     if result != SURVIVED:
         print(f"{module}: its tests fail without a mutation; skipped", flush=True)
+        print(runs.output.read_text(errors="replace")[-2000:], flush=True)
         return
     for mutation in missing:
         limit = TIMEOUT_FACTOR * seconds + TIMEOUT_EXTRA

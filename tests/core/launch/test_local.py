@@ -19,7 +19,8 @@ from nearlinear import cli
 from nearlinear.checkpoint import save
 from nearlinear.distributed import rendezvous
 from nearlinear.errors import ConfigError
-from nearlinear.launch import slurm
+from nearlinear.launch import local, slurm
+from nearlinear.launch.local import ExitStatus, LocalRanks
 
 
 @pytest.mark.parametrize(
@@ -98,8 +99,7 @@ def ranks_of(job):
     for line in job.stdout:
         if line.startswith("step="):
             break
-    children = psutil.Process(job.pid).children(recursive=True)
-    return [p for p in children if "--launched-by" in p.cmdline()]
+    return psutil.Process(job.pid).children()
 
 
 def ended(processes, seconds=20.0):
@@ -270,3 +270,22 @@ def test_incomplete_rank_variables_are_reported(small_run, tmp_path, variables, 
     )
     assert done.returncode == 2 and words in done.stderr and "Traceback" not in done.stderr
     assert time.monotonic() - start < 100
+
+
+@pytest.mark.parametrize("forked", [True, False])
+def test_forked_ranks_and_new_interpreters_end_alike(forked, monkeypatch, capfd):
+    monkeypatch.setattr(local, "_can_fork", lambda: forked)
+    prepared = []
+
+    def run(*arguments):
+        launched = ["train", *arguments, "--launched-by", str(os.getpid())]
+        return local.run_ranks(
+            LocalRanks(2), "nearlinear.cli", launched, lambda: prepared.append(arguments)
+        )
+
+    assert run("--print-config") == ExitStatus(0)
+    assert capfd.readouterr().out.count("[optimizer]") == 2
+    refused = run("--set", "optimizer.lrr=1")
+    assert refused.code == 2 and "unknown key 'lrr'" in refused.reason
+    assert len(prepared) == (2 if forked else 0)
+    assert "RANK" not in os.environ

@@ -239,6 +239,14 @@ def test_values_at_the_limits_have_no_problems(changes):
             "has duplicates",
         ),
         ({"VpcConfig/Subnets": ["subnet-0123456"]}, "VpcConfig.Subnets", "is not a valid ID"),
+        (
+            {
+                "VpcConfig/Subnets": ["subnet-01234567", "subnet-0123456789abcdef0"],
+                f"{MACHINES}/InstanceCount": 2,
+            },
+            "VpcConfig.Subnets",
+            "2 subnets, but the EFA traffic of 2 x ml.p4d.24xlarge cannot cross them",
+        ),
         ({"RetryStrategy/MaximumRetryAttempts": 0}, "RetryStrategy.MaximumRetryAttempts", "0 is"),
         ({"RetryStrategy/MaximumRetryAttempts": True}, "RetryStrategy.MaximumRetryAttempts", "has"),
         ({"RetryStrategy/MaximumRetryAttempts": 1.5}, "RetryStrategy.MaximumRetryAttempts", "has"),

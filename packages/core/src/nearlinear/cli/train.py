@@ -93,7 +93,13 @@ def run_on_ranks(
     check(ranks, ranks)
     if ranks == 1:
         return work()
-    return local.start_ranks("nearlinear.cli", arguments, ranks)
+
+    def prepare() -> None:
+        from ..train import model, trainer  # noqa: F401
+
+        model.import_classes(config.model)
+
+    return local.start_ranks("nearlinear.cli", arguments, ranks, prepare)
 
 
 def _default_ranks() -> int:

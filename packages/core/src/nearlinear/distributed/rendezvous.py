@@ -33,11 +33,14 @@ def serve_store(host: str, port: int, *, all_local: bool) -> dist.TCPStore:
         port: TCP port; 0 for a free one, which ``store.port`` names.
         all_local: True if all ranks run on this machine, so that loopback addresses suffice.
     """
-    listener = _listen(host, port, all_local)
-    port = listener.getsockname()[1]
+    return hold_store(host, listen(host, port, all_local=all_local))
+
+
+def hold_store(host: str, listener: socket.socket) -> dist.TCPStore:
+    """Hold the store of a job in this process, on a socket of `listen`."""
     return dist.TCPStore(
         host,
-        port,
+        listener.getsockname()[1],
         is_master=True,
         timeout=JOIN_TIMEOUT,
         wait_for_workers=False,
@@ -97,8 +100,8 @@ def connect_ranks(backend: str) -> None:
     dist.init_process_group(backend, store=store, rank=rank, world_size=world)
 
 
-def _listen(host: str, port: int, all_local: bool) -> socket.socket:
-    """Return a listening socket on the address of ``host``."""
+def listen(host: str, port: int, *, all_local: bool) -> socket.socket:
+    """Return a listening socket on the address of ``host`` only; arguments as in `serve_store`."""
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     refused = ""
     for family, _, _, _, address in found:

@@ -1,5 +1,9 @@
 """Launcher of one machine: start its ranks, hold the job's store, and report the first failure.
 
+On a machine without GPUs the launcher imports the libraries once and forks its ranks, because many
+ranks then share few cores, and importing takes longer than a short run. With GPUs every rank is a
+new interpreter, because CUDA does not survive a fork.
+
 The ranks of one machine meet at a store on the loopback interface. Ranks of several machines meet
 at a store in the launcher of the first one, on the interface of the rendezvous address. A signal to
 the launcher reaches each rank once: ranks have process groups of their own, so that a terminal's
@@ -8,18 +12,24 @@ Ctrl-C does not reach them twice.
 
 from __future__ import annotations
 
+import atexit
+import gc
 import json
+import logging
 import os
+import runpy
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 from types import FrameType
 
@@ -87,13 +97,16 @@ def is_launched_rank() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def start_ranks(module: str, arguments: list[str], num_ranks: int) -> int:
+def start_ranks(
+    module: str, arguments: list[str], num_ranks: int, prepare: Callable[[], None] | None = None
+) -> int:
     """Run ``python -m module arguments --launched-by PID`` as local ranks; return the exit code.
 
-    A failing rank stops the others within seconds. The reason is printed to stderr.
+    A failing rank stops the others within seconds. The reason is printed to stderr. ``prepare``:
+    see `run_ranks`.
     """
     arguments = [*arguments, "--launched-by", str(os.getpid())]
-    status = run_ranks(LocalRanks(num_ranks), module, arguments)
+    status = run_ranks(LocalRanks(num_ranks), module, arguments, prepare)
     if status.code >= 128:
         print(f"stopped: {status.reason}" if status.reason else "stopped", file=sys.stderr)
     elif status.code == 2:
@@ -106,19 +119,30 @@ def start_ranks(module: str, arguments: list[str], num_ranks: int) -> int:
     return status.code
 
 
-def run_ranks(ranks: LocalRanks, module: str, arguments: Sequence[str]) -> ExitStatus:
+def run_ranks(
+    ranks: LocalRanks,
+    module: str,
+    arguments: Sequence[str],
+    prepare: Callable[[], None] | None = None,
+) -> ExitStatus:
     """Run ``python -m module arguments`` as ``ranks`` and wait for all of them.
 
     SIGTERM and SIGINT reach the ranks as SIGTERM, on which they save the run and end. A second
-    SIGINT kills them.
+    SIGINT kills them. ``prepare`` imports modules that forked ranks need.
     """
+    from ..distributed.rendezvous import hold_store
+
     threads = max(1, (os.cpu_count() or 1) // ranks.num_ranks)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     with tempfile.TemporaryDirectory(prefix="nearlinear-ranks-") as folder, _Signals() as signals:
-        variables, store = _rendezvous(ranks)
-        # -u: unbuffered, so that output appears immediately
-        command = [sys.executable, "-u", "-m", module, *arguments]
-        group = RankGroup(command, ranks, variables, Path(folder))
+        fork = _can_fork()
+        if fork and prepare:
+            with suppress(ImportError):  # the ranks report it
+                prepare()
+        variables, listener = _rendezvous(ranks)
+        group = RankGroup([module, *arguments], ranks, variables, Path(folder), fork, listener)
+        # after the forks, which would inherit a store without its thread
+        store = hold_store(variables["MASTER_ADDR"], listener) if listener else None
         try:
             exits = group.wait(signals)
         finally:
@@ -134,40 +158,122 @@ def run_ranks(ranks: LocalRanks, module: str, arguments: Sequence[str]) -> ExitS
     return status
 
 
-def _rendezvous(ranks: LocalRanks) -> tuple[dict[str, str], object]:
-    """Return the variables with which ranks find the store, and the store if it is held here."""
+def _rendezvous(ranks: LocalRanks) -> tuple[dict[str, str], socket.socket | None]:
+    """Return the variables with which ranks find the store, and its socket if it is held here."""
     from ..distributed import rendezvous
 
     single = ranks.num_hosts == 1
     host, _, port = (ranks.rendezvous or f"{rendezvous.LOOPBACK}:0").rpartition(":")
     if single:
         host, port = rendezvous.LOOPBACK, "0"
-    store = None
+    listener = None
     if ranks.host_index == 0:
         local = single or rendezvous.is_loopback(host)
-        store = rendezvous.serve_store(host, int(port), all_local=local)
-        port = str(store.port)
-    return {"MASTER_ADDR": host, "MASTER_PORT": port}, store
+        listener = rendezvous.listen(host, int(port), all_local=local)
+        port = str(listener.getsockname()[1])
+    return {"MASTER_ADDR": host, "MASTER_PORT": port}, listener
+
+
+def _can_fork() -> bool:
+    """Return True if a fork of this process can be a rank: on Linux, and without GPUs."""
+    import torch
+
+    return sys.platform == "linux" and not torch.cuda.is_available()
+
+
+class ForkedRank(ForkProcess):
+    """A rank that is a fork of the launcher, with the methods of `subprocess.Popen`.
+
+    Args:
+        command: Module to run, and its arguments.
+        environment: Environment variables of the rank.
+        listener: Socket of the launcher, which the rank closes.
+    """
+
+    def __init__(
+        self,
+        command: list[str],
+        environment: Mapping[str, str],
+        listener: socket.socket | None,
+    ):
+        super().__init__()
+        self._command, self._environment, self._listener = command, environment, listener
+        # a signal to the rank must not reach the launcher's handler, which the fork inherits
+        unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
+        try:
+            self.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
+
+    @property
+    def returncode(self) -> int | None:
+        return self.exitcode
+
+    def poll(self) -> int | None:
+        return self.exitcode
+
+    def wait(self) -> None:
+        self.join()
+
+    def send_signal(self, number: int) -> None:
+        if self.exitcode is None and self.pid:
+            os.kill(self.pid, number)
+
+    def run(self) -> None:
+        """Make this process equal to a new interpreter, and run the command in it."""
+        atexit._clear()  # else the fork would remove the launcher's temporary folder
+        os.setpgid(0, 0)
+        for number in _STOP_SIGNALS:
+            default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+            signal.signal(number, default)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_SIGNALS)
+        if self._listener:
+            self._listener.close()
+        os.environ.update(self._environment)
+        logging.root.handlers.clear()  # configured again, for this rank
+        for stream in (sys.stdout, sys.stderr):
+            stream.reconfigure(write_through=True)  # type: ignore[union-attr]
+        import torch
+
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # torch was imported before
+        try:
+            sys.argv = self._command
+            runpy.run_module(self._command[0], run_name="__main__", alter_sys=True)
+        finally:
+            atexit._run_exitfuncs()
 
 
 class RankGroup:
     """The rank processes of one machine.
 
     Args:
-        command: Command line of every rank.
+        command: Module that every rank runs, and its arguments.
         ranks: Number and place of the ranks.
         variables: Environment variables of the rendezvous.
         folder: Private folder for the messages of failing ranks.
+        fork: True to fork the ranks.
+        listener: Socket of the job's store, if this process holds it.
     """
 
     def __init__(
-        self, command: list[str], ranks: LocalRanks, variables: Mapping[str, str], folder: Path
+        self,
+        command: list[str],
+        ranks: LocalRanks,
+        variables: Mapping[str, str],
+        folder: Path,
+        fork: bool,
+        listener: socket.socket | None,
     ):
         self._folder = folder
         self._first = ranks.host_index * ranks.num_ranks
-        self._processes: dict[int, subprocess.Popen] = {}
+        self._processes: dict[int, subprocess.Popen | ForkedRank] = {}
         self._ends: dict[int, float] = {}
         self._terminated = False
+        # -u: unbuffered, so that output appears immediately
+        interpreter = [sys.executable, "-u", "-m"]
+        if fork:
+            gc.collect()
+            gc.freeze()  # else a collection in a rank visits, and thereby copies, all modules
         for local_rank in range(ranks.num_ranks):
             rank = self._first + local_rank
             environment = {
@@ -182,7 +288,11 @@ class RankGroup:
                 "TORCHELASTIC_RESTART_COUNT": "0",
                 "TORCHELASTIC_ERROR_FILE": str(self._error_file(rank)),
             }
-            self._processes[rank] = subprocess.Popen(command, env=environment, process_group=0)
+            self._processes[rank] = (
+                ForkedRank(command, environment, listener)
+                if fork
+                else subprocess.Popen([*interpreter, *command], env=environment, process_group=0)
+            )
 
     def wait(self, signals: _Signals) -> dict[int, RankExit]:
         """Wait for the end of all ranks, and stop them after a failure or a signal."""
@@ -234,6 +344,7 @@ class RankGroup:
 
     def _exit(self, rank: int) -> RankExit:
         code, left = self._processes[rank].returncode, {}
+        assert code is not None
         with suppress(OSError, ValueError):
             left = json.loads(self._error_file(rank).read_text(encoding="utf-8"))
         message, by_peer = str(left.get("message", "")), bool(left.get("by_peer"))

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -94,6 +95,14 @@ def build_model(config: ModelConfig, vocabulary: int, eos_id: int = -1) -> PreTr
     else:
         model_state(model).target_rule = UNSHIFTED  # verified in the first step
     return model
+
+
+def import_classes(config: ModelConfig) -> None:
+    """Import the modules with the classes of the model that `build_model` would return."""
+    meta_model.import_transformers()
+    family = config.architecture["family"]
+    for module in ("configuration", "modeling"):
+        import_module(f"transformers.models.{family}.{module}_{family}")
 
 
 def describe(config: TrainConfig, rows: Callable[[str], int]) -> tuple[dict, Path | None]:
