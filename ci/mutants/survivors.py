@@ -12,9 +12,18 @@ EXPLAINED: dict[tuple[str, str], str] = {
     ("checkpoint/shards.py",
      "operator: weight * math.prod(signs) -> (weight // math.prod(signs))"):
         "equivalent: both numbers are 1 or -1",
+    ("context_parallel/ring_attention.py",
+     "operator: self.seed + 4 * source + number -> (self.seed + 4 * source - number)"):
+        "equivalent: the seeds of all blocks still differ",
+    ("data/sampler.py", "off by one: 1 -> (2) #4"):
+        "equivalent: numpy infers the length that is given as any negative number",
     ("fsdp/accumulate.py", "constant: True -> (False) #6"):
         "harmless: the hook would be installed again, and the first one raises the error",
     ("fsdp/unit_collectives.py", "constant: False -> (True) #1"):
         "equivalent: FSDP2 passes this argument, and the method ignores it",
+    ("planner/step_time.py", "comparison: left_out <= 0 -> (left_out < 0)"):
+        "equivalent: zero times the seconds of a micro-batch are added",
+    ("tensor_parallel/parallelize.py", "constant: False -> (True)"):
+        "equivalent: every config of transformers has the attribute",
 }  # fmt: skip
 """Reason by module and `Mutation.key`."""

@@ -8,7 +8,7 @@ import torch
 import transformers
 
 import nearlinear as nl
-from nearlinear.context_parallel.batch import PaddingMask, split_arguments
+from nearlinear.context_parallel.batch import PaddingMask, predicts_from_padding, split_arguments
 from nearlinear.context_parallel.parallelize import check_model
 from tests.support import parity
 
@@ -36,6 +36,17 @@ def test_padding_repeats_the_last_token_and_is_no_target():
     assert first["position_ids"].tolist() == [[0, 1, 4, 4]]
     assert first["labels"].tolist() == [[1, 2, -100, -100]]
     assert second["labels"].tolist() == [[3, 4, -100, -100]]
+
+
+def test_labels_at_padding_are_found():
+    labels = torch.tensor([[-100, 1, 2, 3]])  # each is predicted by the token before
+    left, right = torch.tensor([[0, 1, 1, 1]]), torch.tensor([[1, 1, 1, 0]])
+    assert predicts_from_padding({"attention_mask": left, "labels": labels})
+    assert not predicts_from_padding({"attention_mask": right, "labels": labels})
+    assert not predicts_from_padding({"attention_mask": left})
+    assert not predicts_from_padding({"labels": labels})
+    scores = torch.zeros(1, 1, 4, 4)  # a mask of scores hides no token as a whole
+    assert not predicts_from_padding({"attention_mask": scores, "labels": labels})
 
 
 def test_masks_are_built_from_the_whole_batch():

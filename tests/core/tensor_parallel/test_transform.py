@@ -504,6 +504,32 @@ def test_hidden_states_and_attentions_are_rejected():
         nl.spmd.run(run, 2, args=("", True))
 
 
+class LlamaWithOwnLoss(transformers.LlamaForCausalLM):
+    """Model whose forward computes the loss itself, and needs all logits for that."""
+
+    def forward(self, input_ids, labels=None):
+        output = super().forward(input_ids=input_ids)
+        if labels is not None:
+            output.loss = torch.nn.functional.cross_entropy(
+                output.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+            )
+        return output
+
+
+def test_loss_of_a_part_of_the_logits_is_refused():
+    def run(rank):
+        nl.init(TP2)
+        with nl.spmd.one_at_a_time(seed=0):
+            model = LlamaWithOwnLoss(parity.build("llama").config)
+        model = nl.shard(nl.transform(model))
+        batch = parity.rows(0)
+        model(batch["input_ids"])  # without labels there is no loss
+        model(batch["input_ids"] % 8, labels=batch["labels"] % 8)  # all in the first rank's part
+
+    with pytest.raises(RankError, match="LlamaWithOwnLoss computes its loss without loss_function"):
+        nl.spmd.run(run, 2)
+
+
 @pytest.mark.parametrize(
     ("ranks", "per_node", "heads", "message"),
     [
