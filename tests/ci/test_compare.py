@@ -1,6 +1,8 @@
 """`ci.benchmarks.compare`: arithmetic, validation, and a small comparison of all systems."""
 
+import itertools
 import json
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 import pytest
@@ -8,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ci.benchmarks.compare import __main__ as command
-from ci.benchmarks.compare import peers, report, run, sweep, trace, traffic, training
+from ci.benchmarks.compare import peers, race, report, run, sweep, trace, traffic, training
 from ci.benchmarks.compare.config import CompareConfig
 from ci.benchmarks.compare.systems import LADDERS, SYSTEMS
 from ci.emulation.cluster import unavailable_reason
@@ -91,12 +93,57 @@ def test_all_systems_train_the_same_model():
             assert expected | {"compute"} <= kinds, each
 
 
-def test_unit_sizes_equal_those_of_the_model():
-    config = CompareConfig(systems=())
+@pytest.mark.parametrize("model", ["gpt2", "llama"])
+def test_unit_sizes_equal_those_of_the_model(model):
+    config = CompareConfig(systems=(), model=model)
     model = training.build_model(config)
     blocks = [sum(p.numel() for p in block.parameters()) for block in training.blocks_of(model)]
     root = sum(p.numel() for p in model.parameters()) - sum(blocks)
     assert traffic.unit_sizes(config) == (root, *blocks)
+
+
+def test_runs_of_the_race_pair_every_cluster_rate_and_accumulation():
+    configs = race.run_configs(steps=3)
+    for keys in itertools.combinations(("world", "rate", "accumulation"), 2):
+        assert len({tuple(getattr(c, key) for key in keys) for c in configs}) >= len(configs) - 3
+    assert len({(c.nodes, c.ranks_per_node, c.rate) for c in configs}) == 9
+    assert {c.model for c in configs} == {"gpt2", "llama"}
+    one_group = configs[-1]  # hybrid sharding of one group is full sharding
+    assert one_group.shard == one_group.world and "hybrid_nl" not in one_group.systems
+    slow = replace(configs[0], accumulation=8)
+    assert "fsdp2_nl" not in race.contestants(slow) and "ours_nl" in race.contestants(slow)
+
+
+def test_race_compares_the_fastest_systems_within_each_budget(tmp_path):
+    config = CompareConfig(systems=())
+    size = 4 * sum(traffic.unit_sizes(config))
+    measured = {  # seconds, peak in sizes of the parameters
+        "ddp_nl": (5.0, 5.9), "fsdp2_once": (6.2, 4.2), "fsdp2_nl": (9.0, 2.9),
+        "ours_nl_lean": (7.5, 2.8), "ours_nl_once": (5.2, 4.3), "ours_once": (6.0, 4.9),
+        "ours_nl_whole": (5.0, 5.8),
+    }  # fmt: skip
+    rows = [
+        {"system": name, "step": step, "seconds": seconds, "timed": step == 0, "loss": 1.0,
+         **({"peak_bytes": peak * size} if step else {})}
+        for name, (seconds, peak) in measured.items()
+        for step in range(2)
+    ]  # fmt: skip
+    runs = [{"config": asdict(config), "results": rows}]
+    found = {cell.budget: cell for cell in race.cells(runs)}
+    assert [(c.ours, c.other) for c in found.values()] == [
+        ("ours_nl_lean", "fsdp2_nl"),
+        ("ours_nl_lean", "fsdp2_once"),
+        ("ours_nl_once", "fsdp2_once"),
+        ("ours_nl_whole", "ddp_nl"),
+    ]
+    assert found[3.0].ratio == pytest.approx(9.0 / 7.5) and found[6.0].ratio == 1.0
+    assert [cell.gathered_fits for cell in found.values()] == [False, True, True, True]
+    on_gloo = {cell.budget: (cell.ours, cell.other) for cell in race.cells(runs, "gloo")}
+    assert on_gloo[3.0] == (None, None) and on_gloo[6.0] == ("ours_once", "fsdp2_once")
+    shown = race.render(runs)
+    assert "Geometric mean over all cells (4)" in shown and "1.20x" in shown
+    report.save(report.plot_fronts(runs, race.OURS), tmp_path / "race.svg")
+    assert "accumulation" in (tmp_path / "race.svg").read_text()
 
 
 def test_minimum_bytes_equal_a_manual_count():

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 
 @dataclass(frozen=True)
 class CompareConfig:
-    """Configuration of a comparison, passed to the ranks as JSON. The model is a GPT-2."""
+    """Configuration of a comparison, passed to the ranks as JSON."""
 
     systems: tuple[str, ...]
     nodes: int = 4
@@ -17,6 +17,8 @@ class CompareConfig:
     """Ranks of a MiCS shard group."""
     rate: str = "1gbit"
     """Limit of each NIC per direction, in tc's notation."""
+    model: str = "gpt2"
+    """Architecture: ``gpt2`` or ``llama``."""
     layers: int = 8
     width: int = 384
     heads: int = 6
@@ -39,6 +41,11 @@ class CompareConfig:
     def from_json(cls, text: str) -> CompareConfig:
         fields = json.loads(text)
         return cls(**{**fields, "systems": tuple(fields["systems"])})
+
+    @property
+    def inner(self) -> int:
+        """Width between the products of Llama's feed-forward layer: 8/3 of the width."""
+        return round(self.width / 24) * 64
 
     def validate(self) -> CompareConfig:
         """Return this configuration. Raises ValueError if it cannot run."""

@@ -6,6 +6,7 @@ step timelines, and efficiency over nodes or link rates.
 
 from __future__ import annotations
 
+import math
 import statistics
 from pathlib import Path
 
@@ -26,11 +27,9 @@ KINDS = {
 
 
 def describe(config: CompareConfig) -> str:
-    parameters = (
-        config.layers * 12 * config.width**2 + (config.vocabulary + config.sequence) * config.width
-    )
+    parameters, name = sum(traffic.unit_sizes(config)), {"gpt2": "GPT-2", "llama": "Llama"}
     return (
-        f"GPT-2 of {parameters / 1e6:.1f}M parameters, {config.nodes} nodes x "
+        f"{name[config.model]} of {parameters / 1e6:.1f}M parameters, {config.nodes} nodes x "
         f"{config.ranks_per_node} ranks at {config.rate}, shard groups of {config.shard}; a step "
         f"is {config.accumulation} micro-batches of {config.micro_batch} x {config.sequence} "
         "tokens per rank"
@@ -205,6 +204,41 @@ def plot_timelines(records: list[dict]):
     axes[-1].set_xlabel("seconds into the step (slightly slower than untraced steps)")
     handles = [_swatch(colour, words) for words, colour in KINDS.values()]
     figure.legend(handles=handles, loc="outside upper right", ncols=4, frameon=False, fontsize=9)
+    return figure
+
+
+def plot_fronts(runs: list[dict], ours: tuple[str, ...]):
+    """Draw a panel per run: peak memory over step time, with the fronts of ours and the others."""
+    from matplotlib.figure import Figure
+
+    columns = min(3, len(runs))
+    figure = Figure(
+        figsize=(4 * columns, 3.2 * math.ceil(len(runs) / columns)), layout="constrained"
+    )
+    axes = figure.subplots(math.ceil(len(runs) / columns), columns, squeeze=False).flatten()
+    for run, ax in zip(runs, axes, strict=False):
+        config, seconds = CompareConfig(**run["config"]), step_medians(run["results"])
+        size = 4 * sum(traffic.unit_sizes(config))
+        peaks = {r["system"]: r["peak_bytes"] / size for r in run["results"] if "peak_bytes" in r}
+        points = {n: (seconds[n], p) for n, p in peaks.items() if SYSTEMS[n].trains_together}
+        for words, own, colour, marker in (
+            ("nearlinear", True, PALETTE[0], "o"), ("others", False, MUTED, "s"),
+        ):  # fmt: skip
+            of_kind = {n: point for n, point in points.items() if (n in ours) == own}
+            front = sorted(of_kind[n] for n in pareto_front(of_kind))
+            if of_kind:
+                ax.plot(*zip(*of_kind.values(), strict=True), marker, color=colour, ms=4, alpha=0.6)
+                ax.plot(*zip(*front, strict=True), "-", color=colour, marker=marker, label=words)
+        ax.set_title(
+            f"{config.nodes} x {config.ranks_per_node}, {config.rate}, accumulation "
+            f"{config.accumulation}, {config.model}", fontsize=9, loc="left", color=INK,
+        )  # fmt: skip
+        ax.set(xlabel="seconds per step", ylabel="peak, in sizes of the parameters")
+        ax.grid(color=GRID)
+        ax.spines[["top", "right"]].set_visible(False)
+    axes[0].legend(frameon=False, fontsize=9)
+    for ax in axes[len(runs) :]:
+        ax.set_axis_off()
     return figure
 
 

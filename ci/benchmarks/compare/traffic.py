@@ -31,6 +31,9 @@ class Traffic:
 def unit_sizes(config: CompareConfig) -> tuple[int, ...]:
     """Return the parameters of the root unit (embeddings, last norm), then of each block."""
     width = config.width
+    if config.model == "llama":
+        block = 4 * width**2 + 3 * width * config.inner + 2 * width
+        return ((config.vocabulary + 1) * width, *([block] * config.layers))
     block = 12 * width**2 + 13 * width
     return ((config.vocabulary + config.sequence + 2) * width, *([block] * config.layers))
 

@@ -16,30 +16,44 @@ from .config import CompareConfig
 
 
 def build_model(config: CompareConfig) -> torch.nn.Module:
-    """Return a float32 GPT-2 with tied embeddings and no dropout, identical on every rank."""
-    from transformers import GPT2Config, GPT2LMHeadModel
+    """Return a float32 model with tied embeddings and no dropout, identical on every rank."""
+    from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
-    gpt2 = GPT2Config(
-        vocab_size=config.vocabulary,
-        n_positions=config.sequence,
-        n_embd=config.width,
-        n_layer=config.layers,
-        n_head=config.heads,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        use_cache=False,
-        bos_token_id=0,
-        eos_token_id=0,
-        attn_implementation="sdpa",
+    common = {
+        "vocab_size": config.vocabulary,
+        "use_cache": False,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        "tie_word_embeddings": True,
+    }
+    shape = (
+        LlamaConfig(
+            hidden_size=config.width,
+            intermediate_size=config.inner,
+            num_hidden_layers=config.layers,
+            num_attention_heads=config.heads,
+            max_position_embeddings=config.sequence,
+            **common,
+        )
+        if config.model == "llama"
+        else GPT2Config(
+            n_positions=config.sequence,
+            n_embd=config.width,
+            n_layer=config.layers,
+            n_head=config.heads,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            **common,
+        )
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(20260101)
-        return GPT2LMHeadModel(gpt2)
+        return AutoModelForCausalLM.from_config(shape, attn_implementation="sdpa")
 
 
 def blocks_of(model: torch.nn.Module) -> list[torch.nn.Module]:
-    return list(model.transformer.h)
+    return list(model.model.layers if hasattr(model, "model") else model.transformer.h)
 
 
 def build_optimizer(parameters, config: CompareConfig) -> torch.optim.Optimizer:

@@ -1,0 +1,189 @@
+"""The fastest system at every memory budget, over clusters, link rates, accumulation and models.
+
+Every run is one comparison of all systems, in turn, at several settings each. A system is within a
+budget if its measured peak of allocated tensors is; budgets are multiples of P, the size of the
+float32 parameters. So one run gives a cell for each budget. The nine runs are an orthogonal array:
+every pair of a cluster, a rate and an accumulation occurs once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from ci.benchmarks.collectives import record as bench_record
+from ci.emulation.cluster import exit_status
+
+from . import report, traffic
+from .__main__ import report_deviations
+from .config import CompareConfig
+from .peers import PeerMissing
+from .run import run_comparison
+from .sweep import gigabits
+from .systems import SYSTEMS
+
+MODULE = "ci.benchmarks.compare.race"
+BUDGETS = (3.0, 4.25, 5.0, 6.0)
+"""Peaks of allocated tensors in sizes of the float32 parameters."""
+LONGEST_TRANSFER = 40.0
+"""Seconds of transfer alone in a step beyond which a system is left out of a run."""
+CLUSTERS = ({"nodes": 4}, {"nodes": 2, "ranks_per_node": 2}, {"nodes": 3, "shard": 3})
+RATES, ACCUMULATIONS = ("100mbit", "1gbit", "10gbit"), (1, 4, 8)
+MODELS = ({}, {"model": "llama", "layers": 9})
+OURS = ("ours", "ours_once", "ours_nl", "ours_nl_once", "ours_nl_lean", "ours_nl_full",
+        "ours_nl_whole")  # fmt: skip
+OTHERS = ("ddp", "ddp_nl", "zero1", "zero2", "zero3", "fsdp2", "fsdp2_nl", "fsdp2_once",
+          "fsdp2_once_nl", "hybrid", "hybrid_nl", "hybrid_once", "hybrid_once_nl")  # fmt: skip
+EXAMPLES = f"""\
+examples:
+  python -m {MODULE} --json race.json --figures figures    all runs; continues an unfinished file
+  python -m {MODULE} --json race.json --runs 0 4           the first and the fifth
+  python -m {MODULE} --json race.json --runs               only the tables of the file"""
+
+
+def run_configs(steps: int) -> list[CompareConfig]:
+    """Return the configuration of every run."""
+    configs = []
+    for first in range(3):
+        for second in range(3):
+            cluster, rate = CLUSTERS[first], RATES[second]
+            accumulation = ACCUMULATIONS[(first + second) % 3]
+            model = MODELS[(first + second) % 2]
+            base = CompareConfig((), rate=rate, accumulation=accumulation, memory=True)
+            config = replace(base, steps=steps, **cluster, **model)
+            configs.append(replace(config, systems=("compute", *contestants(config))).validate())
+    return configs
+
+
+def contestants(config: CompareConfig) -> Iterator[str]:
+    """Yield the systems of a run: with several shard groups, and without hopeless transfers."""
+    for name in (*OURS, *OTHERS):
+        hybrid = name.startswith("hybrid")
+        if (
+            not (hybrid and config.shard == config.world)
+            and transfer_seconds(config, name) <= LONGEST_TRANSFER
+        ):
+            yield name
+
+
+def transfer_seconds(config: CompareConfig, name: str) -> float:
+    """Return the least seconds that a step's bytes take on a NIC."""
+    counts = SYSTEMS[name].traffic
+    assert counts is not None
+    return 8 * traffic.minimum_bytes(config, counts(config)) / (1e9 * gigabits(config.rate))
+
+
+@dataclass(frozen=True)
+class Cell:
+    """The fastest systems of a run within a memory budget."""
+
+    run: int
+    budget: float
+    """In sizes of the parameters."""
+    ours: str | None
+    other: str | None
+    ratio: float
+    """Speed of ours relative to the fastest other system; nan if one of them does not exist."""
+    gathered_fits: bool
+    """True if a system that gathers every unit once per step is within the budget."""
+
+
+def cells(runs: list[dict], suffix: str = "") -> list[Cell]:
+    """Return the cells of all runs. ``suffix``: "gloo" compares systems on gloo only."""
+    found = []
+    for number, run in enumerate(runs):
+        config, seconds = CompareConfig(**run["config"]), report.step_medians(run["results"])
+        size = traffic.BYTES_PER_PARAMETER * sum(traffic.unit_sizes(config))
+        peaks = {r["system"]: r["peak_bytes"] / size for r in run["results"] if "peak_bytes" in r}
+        for budget in BUDGETS:
+            fitting = [name for name in seconds if peaks.get(name, math.inf) <= budget]
+            if suffix == "gloo":
+                fitting = [name for name in fitting if "_nl" not in name]
+            best = [min((n for n in fitting if n in names), key=seconds.__getitem__, default=None)
+                    for names in (OURS, OTHERS)]  # fmt: skip
+            ratio = seconds[best[1]] / seconds[best[0]] if best[0] and best[1] else math.nan
+            once = any(max(SYSTEMS[name].traffic(config).gathers) <= 1
+                       for name in fitting if SYSTEMS[name].traffic)  # fmt: skip
+            found.append(Cell(number, budget, *best, ratio, once))
+    return found
+
+
+def render(runs: list[dict]) -> str:
+    """Return Markdown tables of all cells, with geometric means of the ratios."""
+    parts = []
+    for suffix, title in (("", "every backend"), ("gloo", "gloo only")):
+        rows = [[title, "budget", "ours", "s/step", "fastest other", "s/step", "speed-up"],
+                [":--", "--:", ":--", "--:", ":--", "--:", "--:"]]  # fmt: skip
+        found = cells(runs, suffix)
+        for cell in found:
+            run = runs[cell.run]
+            config, seconds = CompareConfig(**run["config"]), report.step_medians(run["results"])
+            shown = [f"{config.nodes} x {config.ranks_per_node}, {config.rate}, accumulation "
+                     f"{config.accumulation}, {config.model}", f"{cell.budget:g} P"]  # fmt: skip
+            for name in (cell.ours, cell.other):
+                shown += [SYSTEMS[name].title, f"{seconds[name]:.2f}"] if name else ["none", ""]
+            rows.append([*shown, "" if math.isnan(cell.ratio) else f"{cell.ratio:.2f}x"])
+        parts.append(report.markdown(rows))
+        for words, chosen in (
+            ("all cells", found),
+            ("cells in which the gathered model does not fit",
+             [cell for cell in found if not cell.gathered_fits]),
+        ):  # fmt: skip
+            ratios = [cell.ratio for cell in chosen if not math.isnan(cell.ratio)]
+            if ratios:
+                mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+                parts.append(f"Geometric mean over {words} ({len(ratios)}): {mean:.2f}x, smallest "
+                             f"{min(ratios):.2f}x.")  # fmt: skip
+    return "\n\n".join(parts)
+
+
+def main(argv: list[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    options = _parser().parse_args(argv)
+    return exit_status(lambda: _race(options, argv), PeerMissing)
+
+
+def _race(options, argv: list[str]) -> int:
+    record = bench_record.header(MODULE, argv, "torch", "nearlinear-collectives", "deepspeed")
+    record["runs"] = json.loads(options.json.read_text())["runs"] if options.json.exists() else []
+    configs = run_configs(options.steps)
+    wanted = range(len(configs)) if options.runs is None else options.runs
+    for config in (configs[number] for number in wanted):
+        if any(CompareConfig(**run["config"]) == config for run in record["runs"]):
+            continue
+        print(f"# {report.describe(config)}", flush=True)
+        left_out = [name for name in (*OURS, *OTHERS) if name not in config.systems]
+        print(f"# left out: {', '.join(left_out) or 'none'}", flush=True)
+        results = run_comparison(config)
+        record["runs"].append({"config": asdict(config), "results": results})
+        bench_record.write(options.json, record)
+        print(f"\n{report.render(config, results)}\n", flush=True)
+    print(render(record["runs"]))
+    if options.figures:
+        options.figures.mkdir(parents=True, exist_ok=True)
+        report.save(report.plot_fronts(record["runs"], OURS), options.figures / "race.svg")
+    return max((report_deviations(run["results"]) for run in record["runs"]), default=0)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {MODULE}",
+        description=__doc__,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--runs", type=int, nargs="*", metavar="N", help="numbers of runs, from 0 (default: all)")
+    add("--steps", type=int, default=3, metavar="K", help="timed steps of each system (default: 3)")
+    add("--json", type=Path, required=True, metavar="FILE", help="read and write all records")
+    add("--figures", type=Path, metavar="FOLDER", help="write the figure as SVG")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
