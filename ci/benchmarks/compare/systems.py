@@ -80,6 +80,14 @@ SYSTEMS = {
     **_on_both("zero1", _zero, "DeepSpeed ZeRO-1", traffic.all_once_full, stage=1),
     **_on_both("zero2", _zero, "DeepSpeed ZeRO-2", traffic.zero2, stage=2),
     **_on_both("ddp", _fsdp, "DDP, no_sync", traffic.replicated, kind="ddp"),
+    **_on_both(
+        "ddp_zero",
+        _fsdp,
+        "DDP, no_sync, ZeroRedundancyOptimizer",
+        traffic.all_once_full,
+        kind="ddp",
+        sharded_optimizer=True,
+    ),
     "mics": System(
         "mics",
         "DeepSpeed MiCS (gloo)",
@@ -127,6 +135,13 @@ SYSTEMS = {
         "nearlinear, whole replicas (nearlinear)",
         traffic.replicated,
         hybrid_shard_degree=1,
+        **ON_NEARLINEAR,
+    ),
+    "ours_nl_sliced": _nearlinear(
+        "nearlinear, whole replicas, sharded optimizer (nearlinear)",
+        traffic.all_once_full,
+        hybrid_shard_degree=1,
+        shard_optimizer_state=True,
         **ON_NEARLINEAR,
     ),
     "ours_nl_full": _nearlinear(

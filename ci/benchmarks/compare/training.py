@@ -98,6 +98,8 @@ class Nearlinear:
         if free_blocks:
             self.model.set_reshard_after_forward(False, recurse=False)  # the root stays gathered
         self.optimizer = build_optimizer(self.model.parameters(), config)
+        if options.get("shard_optimizer_state"):
+            self.optimizer = nl.shard_optimizer(self.optimizer, self.model)
         self.two_hop = two_hop
         self.accumulate = nl.accumulate
 
@@ -131,6 +133,7 @@ class Fsdp:
         backend: str = "gloo",
         kept: bool = False,
         once: bool = False,
+        sharded_optimizer: bool = False,
     ):
         """Build the adapter.
 
@@ -140,6 +143,7 @@ class Fsdp:
             backend: Backend of FSDP2's shard group or of DDP, ``gloo`` or ``nearlinear``.
             kept: FSDP2 frees gathered parameters at the end of the step only.
             once: FSDP2 reduces gradients in the last micro-batch of a step only.
+            sharded_optimizer: DDP's ranks each keep the optimizer state of some parameters.
         """
         from torch.distributed.device_mesh import init_device_mesh
 
@@ -165,7 +169,11 @@ class Fsdp:
             self._use_nearlinear()
         if kept:
             self.model.set_reshard_after_forward(False)
-        self.optimizer = build_optimizer(self.model.parameters(), config)
+        self.optimizer = (
+            _sharded_optimizer(self.model, config)
+            if sharded_optimizer
+            else build_optimizer(self.model.parameters(), config)
+        )
 
     def _fully_shard(self, mesh) -> None:
         from torch.distributed.fsdp import fully_shard
@@ -215,6 +223,18 @@ class Fsdp:
         self.optimizer.step()
         self.optimizer.zero_grad()
         return total / len(batches)
+
+
+def _sharded_optimizer(model, config: CompareConfig) -> torch.optim.Optimizer:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    return ZeroRedundancyOptimizer(
+        model.parameters(),
+        torch.optim.AdamW,
+        process_group=model.process_group,
+        lr=config.learning_rate,
+        foreach=True,
+    )
 
 
 class DeepSpeedZero3:
