@@ -293,6 +293,8 @@ def test_config_that_contradicts_the_pretrained_folder_raises(small_run, tmp_pat
 def test_train_command_reports_pickle_only_folder(small_run, tmp_path, capsys):
     (tmp_path / "pickles").mkdir()
     (tmp_path / "pickles" / "pytorch_model.bin").write_bytes(b"")
+    described = {"model_type": "llama", "max_position_embeddings": 128}
+    (tmp_path / "pickles" / "config.json").write_text(json.dumps(described))
     config = tmp_path / "run.json"
     config.write_text(json.dumps(small_run | {"model": {"init_from": str(tmp_path / "pickles")}}))
     assert cli.main(["train", str(config)]) == 2

@@ -185,6 +185,7 @@ def make_plan(options: argparse.Namespace) -> RunPlan:
 def _model_name(name: str) -> str:
     """Return ``name`` if it can be a Hugging Face model. Raises ConfigError."""
     if Path(name).is_dir():
+        architecture.check_weights(name)
         architecture.read_architecture(name)
         return name
     if "/" not in name or not architecture.HUB_NAME.fullmatch(name):

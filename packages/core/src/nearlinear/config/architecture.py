@@ -205,7 +205,8 @@ NOT_SHAPE_KEYS = ("model_type", "architectures", "dtype", "torch_dtype", "auto_m
 
 _TOKENIZER_PATTERNS = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*",
                       "merges.txt", "chat_template.jinja")  # fmt: skip
-_MODEL_PATTERNS = ("config.json", "generation_config.json", "*.safetensors", INDEX)
+_CONFIG_PATTERNS = ("config.json", "generation_config.json")
+_WEIGHT_PATTERNS = ("*.safetensors", INDEX)
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?(?:@[\w.-]+)?")
 
 
@@ -227,7 +228,8 @@ def model_folder(name: str, *, download: bool = True, weights: bool = True) -> P
                                                           and path.parent.is_dir()):  # fmt: skip
         return path
     repository, _, revision = name.partition("@")
-    wanted: list[str] = [*(_MODEL_PATTERNS if weights else ()), *_TOKENIZER_PATTERNS]
+    wanted: list[str] = [*_CONFIG_PATTERNS, *_TOKENIZER_PATTERNS]
+    wanted += _WEIGHT_PATTERNS if weights else ()
     try:
         from huggingface_hub import snapshot_download
 
@@ -274,13 +276,12 @@ def weight_files(folder: Path) -> list[Path]:
     )
 
 
-def read_config(folder: Path) -> dict:
-    """Return the config.json in ``folder``. Raises CheckpointError if it cannot be read."""
-    found = _read_json(folder / CONFIG)
+def read_config(path: Path) -> dict:
+    """Return the config.json at ``path``. Raises CheckpointError if it cannot be read."""
+    found = _read_json(path)
     if not isinstance(found.get("model_type"), str):
         raise CheckpointError(
-            f"{folder / CONFIG} has no model_type, so it is not the config of a model; check the "
-            "path"
+            f"{path} has no model_type, so it is not the config of a model; check the path"
         )
     return found
 
@@ -313,17 +314,27 @@ def _read_json(path: Path) -> dict:
     return found
 
 
+def check_weights(folder: str) -> None:
+    """Raise ConfigError unless the safetensors files of the model in ``folder`` are complete.
+
+    ``folder`` may be a name, see `model_folder`.
+    """
+    try:
+        weight_files(model_folder(folder))
+    except CheckpointError as error:
+        raise ConfigError(f"model.init_from: {error}") from None
+
+
 @cache
 def read_architecture(folder: str) -> Architecture:
     """Return the architecture of the model in ``folder``, in the form of `get_preset`.
 
-    ``folder`` may be a name, see `model_folder`. Raises ConfigError if there is no model that can
-    be trained.
+    ``folder`` may be a name, see `model_folder`, or the path of a config.json. The weights may be
+    missing. Raises ConfigError if the config cannot be read or describes quantized weights.
     """
     try:
-        place = model_folder(folder)
-        weight_files(place)
-        found = read_config(place)
+        alone = Path(folder).is_file()
+        found = read_config(Path(folder) if alone else model_folder(folder, weights=False) / CONFIG)
     except CheckpointError as error:
         raise ConfigError(f"model.init_from: {error}") from None
     family = found["model_type"]

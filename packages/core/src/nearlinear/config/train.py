@@ -47,7 +47,8 @@ class ModelConfig:
     """keys of the Hugging Face model config to change, e.g. n_layer = 2"""
     init_from: str = ""
     """model to start from instead of a preset: a Hugging Face folder (config.json, safetensors), or
-    a name on the Hub, as in org/model or org/model@revision; empty = random initialization"""
+    a name on the Hub, as in org/model or org/model@revision; a config.json alone can be planned;
+    empty = random initialization"""
 
     @property
     def architecture(self) -> Architecture:
@@ -64,7 +65,7 @@ class ModelConfig:
     @property
     def is_readable(self) -> bool:
         """True if the architecture is known here; a job's folder may be on its machines only."""
-        if not self.init_from:
+        if not self.init_from or Path(self.init_from).is_file():
             return True
         try:
             return architecture.model_folder(self.init_from, download=False).is_dir()

@@ -64,7 +64,8 @@ class BlockTimes:
     def block_parameters(self) -> float:
         """Parameters of a block before sharding."""
         shape, mesh = self.work.shape, self.work.mesh
-        return (shape.attention_matrices + shape.router) / mesh.tensor + self.expert_parameters
+        own = shape.attention_matrices + shape.shared_matrices + shape.router
+        return own / mesh.tensor + self.expert_parameters
 
     @cached_property
     def expert_parameters(self) -> float:

@@ -80,8 +80,9 @@ class ComputeTimes:
         self.rows: int = work.tokens
         self.heads: float = shape.heads / mesh.tensor
         self.kv_width: float = shape.kv_width / mesh.tensor
-        self.width: float = shape.width / mesh.tensor
+        self.queries: float = shape.attention_width / mesh.tensor
         self.inner: float = shape.inner / mesh.tensor
+        self.shared: float = shape.shared_inner / mesh.tensor
 
     def matmul(self, m: float, k: float, n: float, rate: float = 0.0, count: float = 1.0) -> float:
         """Seconds of ``count`` matrix products [m, k] x [k, n]."""
@@ -111,7 +112,7 @@ class ComputeTimes:
         shape, mesh = self.work.shape, self.work.mesh
         attention = 2 * sum(self._attention_matmuls) + self._core_backward
         matrices = shape.attention_matrices + shape.router
-        experts = shape.experts * shape.feed_forward_matrices / mesh.expert
+        experts = shape.experts * shape.feed_forward_matrices / mesh.expert + shape.shared_matrices
         return BlockSeconds(
             attention + 2 * self._elementwise[0] + self.gradient_writes(matrices / mesh.tensor),
             2 * sum(self._feed_forward_matmuls)
@@ -194,8 +195,8 @@ class ComputeTimes:
     def _attention_matmuls(self) -> list[float]:
         full = self.work.shape.width
         return [
-            self._linear(full, self.width + 2 * self.kv_width),
-            self._linear(self.width, full),
+            self._linear(full, self.queries + 2 * self.kv_width),
+            self._linear(self.queries, full),
         ]
 
     @cached_property
@@ -203,6 +204,8 @@ class ComputeTimes:
         shape = self.work.shape
         used, full = shape.experts_per_token, shape.width
         up = [self._linear(full, self.inner, used)] * (2 if shape.gated else 1)
+        if shape.shared_inner:
+            up += [self._linear(full, self.shared)] * 2 + [self._linear(self.shared, full)]
         return [*up, self._linear(self.inner, full, used)]
 
     def _linear(self, k: float, n: float, used: float = 1.0) -> float:
@@ -232,7 +235,7 @@ class ComputeTimes:
     @property
     def _core_flops(self) -> float:
         """FLOPs of causal attention; the masked half is not computed."""
-        return 2.0 * self.rows * self.work.sequence * self.width
+        return 2.0 * self.rows * self.work.sequence * self.queries
 
     @property
     def _score_matmul(self) -> float:
@@ -253,8 +256,8 @@ class ComputeTimes:
         shape, compiled = self.work.shape, self.work.compiled
         split = self.work.mesh.tensor if self.work.sequence_parallel else 1
         hidden = self.rows * shape.width / split
-        heads = self.rows * (self.width + self.kv_width)
-        inner = self.rows * self.inner * shape.experts_per_token
+        heads = self.rows * (self.queries + self.kv_width)
+        inner = self.rows * (self.inner * shape.experts_per_token + self.shared)
         unary, binary = ACTIVATIONS[shape.activation]
         binary += shape.gated  # times the second matrix
         act = 2.0 + shape.gated if compiled else 2.0 * unary + 3.0 * binary

@@ -44,7 +44,8 @@ def check_run(config: TrainConfig, world: int, ranks_per_node: int = 0) -> Mesh:
         ConfigError: A setting cannot be used.
         DataError: The token shards cannot be used.
     """
-    config.model.architecture  # noqa: B018 - raises ConfigError
+    if config.model.init_from:
+        architecture.check_weights(config.model.init_from)
     config.parallel.check_supported()
     _warn_unused(config)
     mesh = Mesh.from_config(config.parallel, world, ranks_per_node)

@@ -72,7 +72,7 @@ def known_family(family: str, shape: ModelShape) -> str:
     """Return ``family``, or the known family that is most similar."""
     if family in BLOCKS:
         return family
-    return "mixtral" if shape.experts > 1 else "llama"
+    return "mixtral" if shape.experts > 1 else "llama" if shape.gated else "gpt_neox"
 
 
 def trace_block(family: str, sizes: MicroBatchSizes) -> OpTrace:
@@ -117,34 +117,44 @@ def _gpt2(to: OpTrace, sizes: MicroBatchSizes, x: TracedTensor) -> None:
 
 
 def _llama(to: OpTrace, sizes: MicroBatchSizes, x: TracedTensor) -> None:
-    width, inner = sizes.shape.width, sizes.shape.inner
     x = _llama_attention(to, sizes, x)
     normed = _all_gathered(to, sizes, _rms_norm(to, sizes, x))
-    gate = to.linear(normed, sizes.wide(inner), sizes.matrix(width, inner))
+    down = _gated(to, sizes, normed, sizes.shape.inner)
+    to.add(x, _reduce_scattered(to, sizes, down))
+
+
+def _gated(to: OpTrace, sizes: MicroBatchSizes, x: TracedTensor, inner: int) -> TracedTensor:
+    """SwiGLU feed-forward layer (Shazeer 2020)."""
+    width = sizes.shape.width
+    gate = to.linear(x, sizes.wide(inner), sizes.matrix(width, inner))
     gate = to.call(gate.bytes, gate, saves=(gate,))  # SiLU
-    up = to.linear(normed, sizes.wide(inner), sizes.matrix(width, inner))
-    down = to.linear(
+    up = to.linear(x, sizes.wide(inner), sizes.matrix(width, inner))
+    return to.linear(
         to.times(gate, up), sizes.tokens * width * sizes.item, sizes.matrix(inner, width)
     )
-    to.add(x, _reduce_scattered(to, sizes, down))
 
 
 def _mixtral(to: OpTrace, sizes: MicroBatchSizes, x: TracedTensor) -> None:
     x = _llama_attention(to, sizes, x)
     normed = _all_gathered(to, sizes, _rms_norm(to, sizes, x))
-    to.add(x, _reduce_scattered(to, sizes, _moe(to, sizes, normed)))
+    mixed = _moe(to, sizes, normed)
+    if sizes.shape.shared_inner:
+        mixed = to.add(mixed, _gated(to, sizes, normed, sizes.shape.shared_inner))
+    to.add(x, _reduce_scattered(to, sizes, mixed))
 
 
 def _llama_attention(to: OpTrace, sizes: MicroBatchSizes, x: TracedTensor) -> TracedTensor:
     """First half of a Llama block."""
-    width, kv = sizes.shape.width, sizes.shape.kv_width
+    width, kv, queries = (
+        sizes.shape.width, sizes.shape.kv_width, sizes.shape.attention_width,
+    )  # fmt: skip
     normed = _all_gathered(to, sizes, _rms_norm(to, sizes, x))
-    q = to.linear(normed, sizes.wide(width), sizes.matrix(width, width))
+    q = to.linear(normed, sizes.wide(queries), sizes.matrix(width, queries))
     k = to.linear(normed, sizes.wide(kv), sizes.matrix(width, kv))
     v = to.linear(normed, sizes.wide(kv), sizes.matrix(width, kv))
     qkv = _rotated(to, q), _rotated(to, k), v
     mixed = _in_rows(to, sizes, _attention(to, sizes, qkv, saves=qkv))
-    mixed = to.linear(mixed, sizes.tokens * width * sizes.item, sizes.matrix(width, width))
+    mixed = to.linear(mixed, sizes.tokens * width * sizes.item, sizes.matrix(queries, width))
     return to.add(x, _reduce_scattered(to, sizes, mixed))
 
 
@@ -201,7 +211,7 @@ def _attention(
     """Fused attention; ``saves`` begins with the queries."""
     heads = sizes.tokens * sizes.shape.heads // sizes.tensor
     log_sums = to.side_output(heads * FLOAT)
-    size = sizes.wide(sizes.shape.width)
+    size = sizes.wide(sizes.shape.attention_width)
     if sizes.context == 1:
         return to.call(size, *given, saves=(*saves, log_sums), out=True, product=True)
     kv = 2 * sizes.wide(sizes.shape.kv_width)

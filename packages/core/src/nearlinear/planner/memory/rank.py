@@ -94,7 +94,7 @@ def root_of(family: str, shape: ModelShape, tensor: int) -> tuple[Dims, ...]:
 def block_of(family: str, shape: ModelShape, mesh: Mesh) -> tuple[ParameterUnit, ...]:
     """Return the units of a block: expert-parallel experts have their own unit."""
     tensor, width = mesh.tensor, shape.width
-    inner, kv, own = shape.inner // tensor, shape.kv_width // tensor, width // tensor
+    inner, kv, own = (n // tensor for n in (shape.inner, shape.kv_width, shape.attention_width))
     norms = _norm(family, width) * 2
     attention = ((own, width), (kv, width), (kv, width), (width, own))
     if family == "gpt2":  # Conv1D has its inputs first
@@ -104,7 +104,9 @@ def block_of(family: str, shape: ModelShape, mesh: Mesh) -> tuple[ParameterUnit,
         matrices = [(3 * own, width), (3 * own,), (width, own), (width,)]
         matrices += [(inner, width), (inner,), (width, inner), (width,)]
     elif shape.experts > 1:
-        return _moe_block(shape, mesh, (*attention, (shape.experts, width), *norms))
+        wide = shape.shared_inner // tensor
+        shared = ((wide, width), (wide, width), (width, wide)) if wide else ()
+        return _moe_block(shape, mesh, (*attention, (shape.experts, width), *shared, *norms))
     else:
         matrices = [*attention, (inner, width), (inner, width), (width, inner)]
     return (ParameterUnit((*matrices, *norms), mesh.sharing),)
