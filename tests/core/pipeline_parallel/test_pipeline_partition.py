@@ -34,6 +34,20 @@ def costs(first, blocks, last):
     )
 
 
+@pytest.mark.parametrize("scale", [(1, 1), (1000, 1), (1, 1000), (0, 1), (1, 0)])
+def test_weights_are_shares_of_the_whole_model(scale):
+    times, memories = (1, 2, 5), (4, 1, 3)
+    parts = [PartitionCost(1, t * scale[0], m * scale[1])
+             for t, m in zip(times, memories, strict=True)]  # fmt: skip
+    model = ModelCosts(parts[0], (parts[1],), parts[2])
+    for memory_weight in (0.0, 0.3, 1.0):
+        expected = [
+            memory_weight * m / 8 * bool(scale[1]) + (1 - memory_weight) * t / 8 * bool(scale[0])
+            for t, m in zip(times, memories, strict=True)
+        ]
+        assert [model.weight(part, memory_weight) for part in parts] == pytest.approx(expected)
+
+
 def test_equal_blocks_are_partitioned_evenly():
     assert partition_blocks(costs(0, [1] * 6, 0), 3, 0.0) == [range(0, 2), range(2, 4), range(4, 6)]
 
