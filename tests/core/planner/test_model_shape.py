@@ -61,6 +61,16 @@ PUBLISHED = {
         sizes(1024, 512, 24, 16, 8, 49155, True, num_local_experts=32, num_experts_per_tok=8),
         1.33,
     ),
+    "DeepSeek-V2-Lite": (
+        "deepseek_v2",
+        sizes(2048, 10944, 27, 16, 16, 102400, moe_intermediate_size=1408, n_routed_experts=64)
+        | {"n_shared_experts": 2, "num_experts_per_tok": 6, "q_lora_rank": None}
+        | {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+        | {"first_k_dense_replace": 1},
+        15.71,
+    ),
+    "DeepSeek-V3": ("deepseek_v3", {"max_position_embeddings": 4096}, 671.0),  # the defaults
+    "GLM-4.5-Air": ("glm4_moe", {"max_position_embeddings": 4096}, 103.5),  # the defaults
     "Gemma 2 2B": ("gemma2", sizes(2304, 9216, 26, 8, 4, 256000, True, head_dim=256), 2.61),
     "OLMo 2 7B": ("olmo2", sizes(4096, 11008, 32, 32, 32, 100352), 7.30),
     "Phi 3 mini": ("phi3", sizes(3072, 8192, 32, 32, 32, 32064, pad_token_id=0), 3.82),
@@ -93,6 +103,12 @@ def test_parameters_equal_those_of_the_model(name, config_file):
     matrices = sum(math.prod(dims) for unit in units for dims in unit.parameters if len(dims) > 1)
     assert matrices == shape.block_parameters
     assert shape.heads * shape.head_width == shape.attention_width
+    if latent := shape.latent:
+        query, *keys_values, output = latent.matrices(shape.width, shape.heads, shape.head_width)[
+            -4:
+        ]
+        assert query[1] == shape.heads * (128 + 64) and output[0] == shape.heads * 128
+        assert keys_values[1] == (512, shape.heads * (128 + 128)) and shape.dense_blocks in (1, 3)
     if "num_experts_per_tok" in described:
         assert shape.experts_per_token == described["num_experts_per_tok"] < shape.experts
 
@@ -100,12 +116,10 @@ def test_parameters_equal_those_of_the_model(name, config_file):
 @pytest.mark.parametrize(
     ("family", "described", "words"),
     [
-        ("deepseek_v3", sizes(512, 1024, 4, 8, 8, 1000), "the matrix self_attn.q_a_proj.weight"),
         (
-            "glm4_moe",
-            sizes(512, 1024, 3, 8, 2, 1000, moe_intermediate_size=64, n_routed_experts=4)
-            | {"first_k_dense_replace": 1, "num_experts_per_tok": 2},
-            "block 1 has another .* matrix than block 0",
+            "qwen3_next",
+            sizes(512, 1024, 4, 8, 2, 1000, head_dim=64) | mixture(4, 2),
+            "the planner does not know the matrix linear_attn",
         ),
         ("falcon", sizes(512, 1024, 2, 8, 8, 1000), "self_attention.query_key_value.weight"),
         ("jamba", sizes(512, 1024, 2, 8, 8, 1000), "the planner does not know the matrix"),

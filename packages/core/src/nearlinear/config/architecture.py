@@ -166,6 +166,9 @@ LAYERS_KEY = dict.fromkeys(CONFIG_CLASSES, "num_hidden_layers") | {
     "t5": "num_layers",
 }
 
+EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+"""Keys of the number of experts in the configs of transformers."""
+
 MASKED_FAMILIES = ("bert", "roberta", "xlm-roberta", "modernbert")
 SPAN_FAMILIES = ("t5", "mt5", "umt5")
 
@@ -185,6 +188,11 @@ def context_key(family: str) -> str:
 def layers_key(family: str) -> str:
     """Return the config key of the number of blocks, also for families without a preset."""
     return LAYERS_KEY.get(family, "num_hidden_layers")
+
+
+def number_of_experts(config: Any) -> int:
+    """Return the experts of each mixture in a model with transformers' ``config``; 1 without."""
+    return next((n for key in EXPERT_KEYS if (n := getattr(config, key, None))), 1)
 
 
 def get_preset(name: str) -> Architecture:

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ..config.architecture import number_of_experts
 from ..config.parallel import ParallelConfig
 from ..errors import ConfigError
 
@@ -66,8 +67,8 @@ class ModelCosts:
 def estimate_costs(model: nn.Module, split: ModelSplit) -> ModelCosts:
     """Estimate costs from the shapes of the parameters, which may be on the meta device."""
     config: Any = model.config
-    experts = getattr(config, "num_local_experts", None) or 1
-    active_share = (getattr(config, "num_experts_per_tok", None) or 1) / experts
+    chosen = getattr(config, "num_experts_per_tok", None) or 1
+    active_share = chosen / number_of_experts(config)
 
     def cost(modules: Iterable[nn.Module], is_lookup: bool = False) -> PartitionCost:
         parameters, time = {}, 0.0

@@ -193,7 +193,11 @@ class ComputeTimes:
 
     @cached_property
     def _attention_matmuls(self) -> list[float]:
-        full = self.work.shape.width
+        shape, full = self.work.shape, self.work.shape.width
+        if shape.latent is not None:
+            heads = shape.heads // self.work.mesh.tensor
+            products = shape.latent.matrices(full, heads, shape.head_width)
+            return [self._linear(inputs, outputs) for inputs, outputs in products]
         return [
             self._linear(full, self.queries + 2 * self.kv_width),
             self._linear(self.queries, full),
@@ -235,7 +239,10 @@ class ComputeTimes:
     @property
     def _core_flops(self) -> float:
         """FLOPs of causal attention; the masked half is not computed."""
-        return 2.0 * self.rows * self.work.sequence * self.queries
+        shape, wide = self.work.shape, self.queries
+        if shape.latent is not None:  # the scores take queries, their sums take values
+            wide = (wide + self.heads * shape.latent.value) / 2
+        return 2.0 * self.rows * self.work.sequence * wide
 
     @property
     def _score_matmul(self) -> float:

@@ -10,6 +10,7 @@ planned as a smaller one.
 from __future__ import annotations
 
 import json
+import math
 import re
 from dataclasses import dataclass, replace
 from functools import cache
@@ -49,6 +50,10 @@ ROLES = {
     "key": _ATTENTION + r"k_proj\.weight",
     "value": _ATTENTION + r"v_proj\.weight",
     "query, key and value": _ATTENTION + r"qkv_proj\.weight",
+    "compressed query": _ATTENTION + r"q_a_proj\.weight",
+    "expanded query": _ATTENTION + r"q_b_proj\.weight",
+    "compressed key": _ATTENTION + r"kv_a_proj_with_mqa\.weight",
+    "expanded key": _ATTENTION + r"kv_b_proj\.weight",
     "output": _ATTENTION + r"(?:o_proj|out_proj)\.weight",
     "gate": _FEED_FORWARD + r"gate_proj\.weight",
     "up": "(?:" + _FEED_FORWARD + r"up_proj|fc1)\.weight",
@@ -66,9 +71,41 @@ ROLES = {
 """Regular expressions of the names of a block's matrices, by role; vectors need no role."""
 
 _DENSE = ({"gate", "up", "down"}, {"gate and up", "down"}, {"up", "down"})
-_ATTENTIONS = ({"query", "key", "value", "output"}, {"query, key and value", "output"})
+_COMPRESSED = {"compressed key", "expanded key", "output"}
+_ATTENTIONS = (
+    {"query", "key", "value", "output"},
+    {"query, key and value", "output"},
+    {"query", *_COMPRESSED},
+    {"compressed query", "expanded query", *_COMPRESSED},
+)
 _EXPERTS = {"router", "experts' gate and up", "experts' down"}
 _SHARED = {"shared gate", "shared up", "shared down"}
+
+
+@dataclass(frozen=True)
+class LatentAttention:
+    """Sizes of multi-head latent attention (DeepSeek-V2, arXiv:2405.04434), in elements."""
+
+    query_rank: int
+    """Width of the compressed queries; 0 if they are not compressed."""
+    rank: int
+    """Width of the compressed keys and values."""
+    rotary: int
+    """Part of a head's queries and keys with rotary positions; all heads share that of the keys."""
+    value: int
+    """Width of a head's values."""
+
+    def matrices(self, width: int, heads: int, head: int) -> tuple[tuple[int, int], ...]:
+        """Return (inputs, outputs) of the products, in order; ``head``: width of its queries."""
+        queries = heads * head
+        keys_values = heads * (head - self.rotary + self.value)
+        query = ((width, self.query_rank), (self.query_rank, queries))
+        return (
+            *(query if self.query_rank else ((width, queries),)),
+            (width, self.rank + self.rotary),
+            (self.rank, keys_values),
+            (heads * self.value, width),
+        )
 
 
 @dataclass(frozen=True)
@@ -96,8 +133,13 @@ class ModelShape:
     experts_per_token: int = 1
     shared_inner: int = 0
     """Width of the experts that all tokens share, together; they are gated like the others."""
-    vectors: int = 0
-    """Parameters that are no matrices (norms, biases) if they are known."""
+    latent: LatentAttention | None = None
+    """Attention with compressed keys and values."""
+    dense_blocks: int = 0
+    """Blocks with a dense feed-forward layer in a model of mixtures."""
+    other_parameters: int = 0
+    """Parameters of norms and biases, if they are known, less those that dense blocks have fewer
+    than mixtures."""
     activation: str = "gelu"
     """Activation function, a key of `ACTIVATIONS`."""
 
@@ -117,6 +159,9 @@ class ModelShape:
     @property
     def attention_matrices(self) -> int:
         """Attention parameters of a block."""
+        if self.latent is not None:
+            products = self.latent.matrices(self.width, self.heads, self.head_width)
+            return sum(inputs * outputs for inputs, outputs in products)
         return 2 * self.width * (self.attention_width + self.kv_width)
 
     @property
@@ -157,14 +202,17 @@ class ModelShape:
 
     @property
     def parameters(self) -> int:
-        return self.layers * self.block_parameters + self.root_parameters + self.vectors
+        return self.layers * self.block_parameters + self.root_parameters + self.other_parameters
 
     def flops_per_token(self, sequence: int) -> float:
         """Model FLOPs per token, forward and backward, as in `train.model` (PaLM, appendix B)."""
         active = self.attention_matrices + self.shared_matrices + self.router
         active += self.experts_per_token * self.feed_forward_matrices
         matrices = self.layers * active + self.vocabulary * self.width
-        return 6.0 * matrices + 12.0 * self.layers * self.attention_width * sequence
+        wide = self.attention_width
+        if self.latent is not None:  # the scores take queries, their sums take values
+            wide = (wide + self.heads * self.latent.value) / 2
+        return 6.0 * matrices + 12.0 * self.layers * wide * sequence
 
 
 def model_shape(model: ModelConfig, vocabulary: int = 0) -> ModelShape:
@@ -195,7 +243,9 @@ def model_shape(model: ModelConfig, vocabulary: int = 0) -> ModelShape:
             f"the vocabulary of {model.name} is unknown. Set model.overrides.vocab_size."
         )
     shape = ModelShape(
-        **sizes,
+        layers=sizes["layers"],
+        width=sizes["width"],
+        heads=sizes["heads"],
         inner=_optional_int(keys, "n_inner" if gpt else "intermediate_size", 4 * sizes["width"]),
         vocabulary=check_positive_int(words, f"{table}.vocab_size"),
         kv_heads=_optional_int(keys, "num_key_value_heads", sizes["heads"]),
@@ -304,14 +354,19 @@ def _read_shape(hashed: _Hashed, vocabulary: int) -> ModelShape:
         raise ConfigError(f"{model.name}: {error}") from None
     blocks = find_blocks(built)
     matrices = [_matrices(model.name, block) for block in blocks]
+    sizes = max(matrices, key=lambda found: sum(map(math.prod, found.values())))
+    config = built.config
+    dense = 0
     for number, found in enumerate(matrices):
-        if found != matrices[0]:
-            role = next(r for r in {**found, **matrices[0]} if found.get(r) != matrices[0].get(r))
+        if found == sizes:
+            continue
+        roles = [role for role in {**sizes, **found} if found.get(role) != sizes.get(role)]
+        if not sizes.keys() >= _EXPERTS or not set(roles) & found.keys() <= _DENSE[0] | _DENSE[1]:
             raise ConfigError(
-                f"{model.name}: block {number} has another {role} matrix than block 0, and the "
-                "planner models equal blocks only. Plan a model of one kind of block"
+                f"{model.name}: block {number} has another {roles[0]} matrix than others. The "
+                "planner models equal blocks, and dense ones beside mixtures"
             )
-    sizes, config = matrices[0], built.config
+        dense += 1
     attention = _attention(model.name, built, sizes)
     mixture = _EXPERTS & sizes.keys()
     feed_forward = (
@@ -324,12 +379,13 @@ def _read_shape(hashed: _Hashed, vocabulary: int) -> ModelShape:
         vocabulary=tables[0].shape[0],
         tied=tables[0] is tables[1],
         positions=positions,
+        dense_blocks=dense,
         activation=activation_of(getattr(config, "hidden_act", None) or "silu"),
         **attention,
         **feed_forward,
     )
     everything = sum(p.numel() for p in built.parameters())
-    shape = replace(shape, vectors=everything - shape.parameters)
+    shape = replace(shape, other_parameters=everything - shape.parameters)
     check_shape(shape, model.name)
     return shape
 
@@ -359,6 +415,8 @@ def _attention(model: str, built: Any, sizes: dict[str, tuple[int, ...]]) -> dic
             f"(matrices: {', '.join(sorted(sizes))})"
         )
     width, wide = sizes["output"]
+    if "expanded key" in sizes:
+        return {"width": width, "heads": heads, **_latent_attention(model, heads, sizes)}
     head_width, rest = divmod(wide, heads)
     keys = sizes["key"][0] if "key" in sizes else (sizes["query, key and value"][0] - wide) // 2
     if rest or keys % head_width or (sizes.get("value") or (keys,))[0] != keys:
@@ -367,6 +425,19 @@ def _attention(model: str, built: Any, sizes: dict[str, tuple[int, ...]]) -> dic
             "of one width, which the planner requires"
         )
     return {"width": width, "heads": heads, "head_dim": head_width, "kv_heads": keys // head_width}
+
+
+def _latent_attention(model: str, heads: int, sizes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
+    queries = sizes["expanded query" if "expanded query" in sizes else "query"][0]
+    expanded, rank = sizes["expanded key"]
+    rotary, value = sizes["compressed key"][0] - rank, sizes["output"][1]
+    if queries % heads or value % heads or expanded != queries - heads * rotary + value:
+        raise ConfigError(
+            f"{model}: queries {queries} wide, keys and values {expanded} wide and a rotary part "
+            f"of {rotary} are not those of latent attention with {heads} heads"
+        )
+    latent = LatentAttention(sizes.get("compressed query", (0,))[0], rank, rotary, value // heads)
+    return {"head_dim": queries // heads, "kv_heads": heads, "latent": latent}
 
 
 def _dense(model: str, sizes: dict[str, tuple[int, ...]], block: Module) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from torch import nn
 from .. import hardware
 from ..activation.api import checkpoint_activations, offload_activations
 from ..checkpoint.hf import meta_model
-from ..config.architecture import context_key
+from ..config.architecture import context_key, number_of_experts
 from ..config.moe import MoEConfig
 from ..config.train import ModelConfig, TrainConfig
 from ..data.format import Manifest
@@ -187,7 +187,7 @@ def _flops(matrix: nn.Parameter) -> float:
 
 def _active_expert_share(config) -> float:
     """Return the share of a mixture's experts that compute for each token."""
-    return config.num_experts_per_tok / config.num_local_experts
+    return config.num_experts_per_tok / number_of_experts(config)
 
 
 def peak_tflops(device: torch.device, precision: str) -> float:

@@ -112,14 +112,14 @@ def check_model_divides(config: TrainConfig, mesh: Mesh) -> None:
     heads = "n_head" if family == "gpt2" else "num_attention_heads"
     for key in (heads, "num_key_value_heads"):
         _check_divides("tensor_parallel_degree", mesh.tensor, key, shape.get(key))
-    if mesh.expert > 1 and "num_local_experts" not in shape:
+    experts = next((key for key in architecture.EXPERT_KEYS if shape.get(key)), "")
+    if mesh.expert > 1 and not experts:
         raise ConfigError(
             f"parallel.expert_parallel_degree = {mesh.expert}: {name} has no experts; set it to 1, "
             "or choose a mixtral preset"
         )
-    experts = shape.get("num_local_experts")
-    _check_divides("expert_parallel_degree", mesh.expert, "num_local_experts", experts)
-    if "num_local_experts" in shape:
+    _check_divides("expert_parallel_degree", mesh.expert, experts, shape.get(experts))
+    if experts:
         own_loss = bool(shape.get("output_router_logits"))
         config.moe.check_degrees(mesh.expert, mesh.pipeline, mesh.context, own_loss)
     layers = shape.get(layers_key(family))

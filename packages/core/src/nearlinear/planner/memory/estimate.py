@@ -57,6 +57,8 @@ def estimate(
     reasons += [reason for reason, applies in _unchecked_features(config, mesh) if applies]
     if family != config.model.family:
         reasons.append(f"{config.model.family} is modelled as {family}, the most similar family")
+    if shape.dense_blocks:
+        reasons.append(f"{shape.dense_blocks} dense blocks are modelled as mixtures")
     return dataclasses.replace(found, rough="; ".join(reasons))
 
 

@@ -97,6 +97,9 @@ def block_of(family: str, shape: ModelShape, mesh: Mesh) -> tuple[ParameterUnit,
     inner, kv, own = (n // tensor for n in (shape.inner, shape.kv_width, shape.attention_width))
     norms = _norm(family, width) * 2
     attention = ((own, width), (kv, width), (kv, width), (width, own))
+    if shape.latent is not None:
+        products = shape.latent.matrices(width, shape.heads // tensor, shape.head_width)
+        attention = tuple((outputs, inputs) for inputs, outputs in products)
     if family == "gpt2":  # Conv1D has its inputs first
         matrices = [(width, 3 * own), (3 * own,), (own, width), (width,)]
         matrices += [(width, inner), (inner,), (inner, width), (width,)]
