@@ -53,5 +53,5 @@ TARGETS: dict[str, list[str]] = {
                                        "pipeline_parallel/test_pipeline_stage.py",
                                        "pipeline_parallel/test_pipeline.py"],
     "pipeline_parallel/stage.py": ["pipeline_parallel/test_pipeline_stage.py",
-                                   "pipeline_parallel/test_pipeline.py"],
+                                   "pipeline_parallel/test_pipeline.py", "test_compositions.py"],
 }  # fmt: skip
