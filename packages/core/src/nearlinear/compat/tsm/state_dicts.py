@@ -132,7 +132,8 @@ def load_into_model(model: nn.Module, values: Mapping[str, Any], strict: bool = 
     named = _as_named(model)
     if values.keys() - {each.name for each in named} and _is_transformers(model):
         named = hf_tensors(meta_model.build_like(model))
-    missing = [each.name for each in named if each.name not in values]
+    given = {each.source for each in named if each.name in values}  # tied: one name is enough
+    missing = [each.name for each in named if each.source not in given]
     unexpected = sorted(values.keys() - {each.name for each in named})
     if strict and (missing or unexpected):
         raise RuntimeError(

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.tensor import DTensor
 
-from ..... import _torch
+from ..... import _torch, storage
 from .....checkpoint import index
 from .....checkpoint.load import load as load_checkpoint
 from .....checkpoint.load import read_optimizer_state
@@ -59,8 +59,8 @@ def load(
         _load_local(state_dict, parts, folder_of(checkpoint_id, storage_reader, local=True))
         return
     folder = folder_of(checkpoint_id, storage_reader)
-    if not (folder / index.NAME).exists():  # written by torch
-        dcp.load(
+    if index.NAME not in folder.file_sizes() and not storage.is_remote(str(folder)):
+        dcp.load(  # a checkpoint that torch wrote
             state_dict,
             checkpoint_id=str(folder),
             storage_reader=storage_reader,
@@ -99,13 +99,14 @@ def _take(
 
 
 def _load_local(state_dict: dict[str, Any], parts: Parts, folder: StoragePath) -> None:
-    path = folder / LOCAL_FILE
-    if not path.exists():
+    if LOCAL_FILE not in folder.file_sizes():
         raise CheckpointError(
             f"{folder} has no local state dict: this rank needs the folder that a rank of the same "
             "tensor, expert and shard rank saved"
         )
-    saved = torch.load(io.BytesIO(b"".join(path.stream())), map_location="cpu", weights_only=True)
+    saved = torch.load(
+        io.BytesIO(b"".join((folder / LOCAL_FILE).stream())), map_location="cpu", weights_only=True
+    )
     assert parts.model is not None
     if not state_dict.keys() <= saved.keys():
         raise CheckpointError(f"{folder} lacks {sorted(state_dict.keys() - saved.keys())}")
@@ -216,6 +217,6 @@ def _read_optimizer(model: nn.Module, storage_reader: Any) -> dict[str, Any] | N
     None if the folder of ``storage_reader`` is no such checkpoint. A collective call.
     """
     folder = folder_of(None, storage_reader)
-    if not (folder / index.NAME).exists():
+    if index.NAME not in folder.file_sizes():
         return None
     return read_optimizer_state(folder, model)
