@@ -1,7 +1,6 @@
 """Training scripts of SMP v2 (`nearlinear.compat.tsm`), written from its documentation."""
 
 import functools
-import itertools
 import json
 import logging
 
@@ -308,3 +307,328 @@ def test_full_states_of_a_split_model(tmp_path):
     assert model(**batch_of(1)).loss.item() == pytest.approx(losses[1], abs=1e-5)
     for found in nl.spmd.run(full_script, 2, args=(tmp_path, False)):
         assert found == pytest.approx(losses[1:], abs=1e-5)
+
+
+def torch_checkpoint(rank, folder):
+    """Save and resume with torch's own functions, one folder for each tensor rank."""
+    config = {"tensor_parallel_degree": 2}
+    model, optimizer = prepared(config)
+    train(model, optimizer, [0])
+    folder = f"{folder}/tp{tsm.state.tp_rank}"
+    dcp.save(
+        sharded_state(model, optimizer, total_steps=1),
+        storage_writer=dcp.FileSystemWriter(folder),
+        process_group=model.process_group,
+    )
+    model, optimizer = prepared(config)
+    with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+        state = {"model": model.state_dict(), "total_steps": 0}
+        reader = dcp.FileSystemReader(folder)
+        dcp.load(state, storage_reader=reader, process_group=model.process_group)
+        found = load_sharded_optimizer_state_dict(
+            state["model"], "optimizer", reader, process_group=model.process_group
+        )
+        optimizer.load_state_dict(
+            FSDP.optim_state_dict_to_load(model, optimizer, found["optimizer"])
+        )
+    model.load_state_dict(state["model"])
+    assert state["total_steps"] == 1
+    return train(model, optimizer, [1]), full_values(model)
+
+
+def test_checkpoint_by_torchs_own_functions(tmp_path):
+    losses, values = alone("llama")
+    for found, state in nl.spmd.run(torch_checkpoint, 4, args=(tmp_path,)):
+        assert found == pytest.approx(losses[1:], abs=1e-5)
+        assert_values(state, values)
+
+
+class Custom(nn.Module):
+    """A model that is not built from a config of Hugging Face."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(2)])
+        self.register_buffer("scale", torch.full((1,), 2.0))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x * self.scale
+
+
+def fill(module):
+    """Initialize one module by a rule of its own."""
+    for parameter in module.parameters(recurse=False):
+        nn.init.normal_(parameter, std=0.5)
+    for buffer in module.buffers(recurse=False):
+        buffer.fill_(3.0)
+
+
+def initialized(rank, how):
+    tsm.init({"hybrid_shard_degree": 0, "random_seed": 5})
+    with torch.device("meta"):
+        model = Custom()
+    given = {}
+    if how == "initer":
+        initer = DelayedParamIniter(model, init_method_using_config=fill)
+        given = {"param_init_fn": initer.get_param_init_fn()}
+    elif how == "param_init_fn":
+
+        def allocate_and_fill(module):
+            fill(module.to_empty(device="cpu", recurse=False))
+
+        given = {"param_init_fn": allocate_and_fill}
+    elif how == "sync_module_states":
+        if rank == 0:
+            with nl.spmd.one_at_a_time(seed=7):
+                model = Custom()
+        given = {
+            "sync_module_states": True,
+            "param_init_fn": lambda module: module.to_empty(device="cpu", recurse=False),
+        }
+    model = FSDP(model, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), **given)
+    assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+    return full_values(model, translate=False), model.scale.item()
+
+
+def test_other_ways_to_initialize_a_meta_model():
+    """Values are those of one process, whoever provides them."""
+    for how, scale in (("initer", 3.0), ("param_init_fn", 3.0), ("sync_module_states", 2.0)):
+        (reference,) = nl.spmd.run(initialized, 1, args=(how,))
+        for values, found in nl.spmd.run(initialized, 2, args=(how,)):
+            assert found == reference[1] == scale
+            assert_values(values, reference[0])
+            assert values["layers.0.weight"].std() > 0.1
+    with pytest.raises(nl.spmd.RankError, match="Custom has parameters or buffers on the meta"):
+        nl.spmd.run(initialized, 1, args=("default",))
+
+
+def from_rank0(rank):
+    """A pretrained model on rank 0 only, with split matrices."""
+    tsm.init({"tensor_parallel_degree": 2})
+    with nl.spmd.one_at_a_time(seed=0):
+        model = parity.unseeded("llama")
+    if rank:
+        with nl.spmd.one_at_a_time(), torch.device("meta"):
+            model = parity.unseeded("llama")
+    model = tsm.transform(model, dtype=torch.float32, load_state_dict_from_rank0=True)
+    model = FSDP(
+        model, sync_module_states=True, cpu_offload=CPUOffload(True), device_id=torch.device("cpu")
+    )
+    return train(model, parity.adamw(model, 1e-3), [0])
+
+
+def test_values_of_rank_0():
+    for found in nl.spmd.run(from_rank0, 2):
+        assert found == pytest.approx(alone("llama")[0][:1], abs=1e-5)
+
+
+def mixed(rank, lower):
+    tsm.init()
+    with nl.spmd.one_at_a_time(seed=0):
+        model = parity.unseeded("gpt2")
+    precision = MixedPrecision(torch.bfloat16, reduce_dtype=lower, buffer_dtype=lower)
+    model = FSDP(model, None, ShardingStrategy.SHARD_GRAD_OP, mixed_precision=precision)
+    output = model(**batch_of(0))
+    output.loss.backward()
+    return output.logits.dtype, {p.grad.dtype for p in model.parameters()}, output.loss.item()
+
+
+def test_mixed_precision_computes_in_bfloat16_with_float32_gradients(caplog):
+    caplog.set_level(logging.INFO)
+    for dtype, gradients, loss in nl.spmd.run(mixed, 2, args=(torch.bfloat16,)):
+        assert (dtype, gradients) == (torch.bfloat16, {torch.float32})
+        assert loss == pytest.approx(alone("gpt2")[0][0], abs=2e-2)
+    assert "reduce_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16): float32 is" in caplog.text
+
+
+def test_hybrid_shard_degree_0_follows_the_strategy(monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    expected = {None: 4, FULL: 4, HYBRID: 2, ShardingStrategy.NO_SHARD: 1}
+
+    def sharing(rank):
+        found = {}
+        for strategy in expected:
+            tsm.init({})
+            model = FSDP(Custom(), sharding_strategy=strategy)
+            assert model.rank == rank % expected[strategy]
+            found[strategy] = model.process_group.size()
+        return found
+
+    assert nl.spmd.run(sharing, 4) == [expected] * 4
+
+
+def state_of_rank(rank):
+    tsm.init({"tensor_parallel_degree": 2, "context_parallel_degree": 2})
+    assert tsm.is_initialized()
+    found = {
+        name: getattr(tsm.state, name)
+        for name in (
+            "hybrid_shard_degree rank world_size tensor_parallel_degree tp_size tp_rank cp_size "
+            "cp_rank ep_size ep_rank sm_activation_offloading activation_loading_horizon"
+        ).split()
+    }
+    groups = ("tp", "cp", "ep", "rep_rank", "world")
+    of = {name: getattr(tsm.state, f"{name}_process_group") for name in groups}
+    found |= {name: dist.get_process_group_ranks(group) for name, group in of.items()}
+    tsm.state.activation_loading_horizon = 5
+    assert runtime.current().config.activation_loading_horizon == 5
+    tsm.state.tp_size = 2
+    with pytest.raises(ConfigError, match="tp_size = 3: the layout of the running job is 2; give"):
+        tsm.state.tp_size = 3
+    return found
+
+
+def test_state():
+    found = nl.spmd.run(state_of_rank, 4)[3]
+    assert found == {
+        "hybrid_shard_degree": 2, "rank": 3, "world_size": 4, "tensor_parallel_degree": 2,
+        "tp_size": 2, "tp_rank": 1, "cp_size": 2, "cp_rank": 1, "ep_size": 1, "ep_rank": 0,
+        "sm_activation_offloading": True, "activation_loading_horizon": 2, "tp": [2, 3],
+        "cp": [1, 3], "ep": [3], "rep_rank": [1, 3], "world": [0, 1, 2, 3],
+    }  # fmt: skip
+
+
+def test_precedence_and_keys_without_effect(monkeypatch, tmp_path, caplog):
+    given = {"activation_loading_horizon": 3, "random_seed": 3, "allow_empty_shards": True}
+    (tmp_path / "config.json").write_text(json.dumps(given))
+    line = '{"random_seed": 4, "activation_loading_horizon": 4}'
+    monkeypatch.setattr("sys.argv", ["train.py", "--mp_parameters", line, "--steps=3"])
+    monkeypatch.setenv("SM_HP_MP_PARAMETERS", '{"tensor_parallel_seed": 5}')
+    for config in (given, tmp_path / "config.json", str(tmp_path / "config.json")):
+        caplog.clear()
+        tsm.init(config)
+        settings = runtime.current().config
+        assert (settings.random_seed, settings.activation_loading_horizon) == (5, 4)
+        assert "without effect here: allow_empty_shards" in caplog.text
+    monkeypatch.setattr("sys.argv", ["train.py", "--mp_parameters=[1]"])
+    with pytest.raises(ConfigError, match=r"--mp_parameters \[1\]: expected a JSON object"):
+        tsm.init()
+    monkeypatch.setattr("sys.argv", ["train.py"])
+    with pytest.raises(ConfigError, match="context_parallel_degree"):
+        tsm.init({"context_paralel_degree": 2})
+    with pytest.raises(ConfigError, match="context_parallel_degree = 2 does not divide"):
+        tsm.init({"context_parallel_degree": 2, "hybrid_shard_degree": 1})
+
+
+def test_keys_are_those_of_the_configuration():
+    defaults = nl.ParallelConfig()
+    for name, key in tsm.job.KEYS.items():
+        assert getattr(defaults, key.equivalent or name) == key.default, name
+
+
+REFUSED = {
+    "ignored_modules=": lambda model: FSDP(model, ignored_modules=[model.layers[0]]),
+    "device_mesh=": lambda model: FSDP(model, device_mesh=object()),
+    "hybrid_shard_degree shards over": lambda model: FSDP(model, tsm.state.tp_process_group),
+    "a part of the model is wrapped already": lambda model: FSDP(nn.Sequential(FSDP(model))),
+    "float16 needs the loss scale": lambda model: FSDP(
+        model, mixed_precision=MixedPrecision(torch.float16)
+    ),
+    "pass transformer_auto_wrap_policy": lambda model: FSDP(model, auto_wrap_policy=3),
+    "only 2 is supported": lambda model: FSDP(model).clip_grad_norm_(1.0, norm_type=1.0),
+    "call model.apply": lambda model: FSDP(model).apply(print),
+    "Remove the hook": lambda model: FSDP(model).register_comm_hook(None, print),
+    "summon_full_params is not supported": lambda model: FSDP.summon_full_params(FSDP(model)),
+    "in a job without float8": lambda model: tsm.transformer_engine.fp8_autocast().__enter__(),
+    "needs the settings of the mixtures": lambda model: (
+        tsm.init({"expert_parallel_degree": 2}),
+        tsm.transform(model),
+    ),
+    "cannot be saved": lambda model: state_dict_saver.save(
+        sharded_state(model := FSDP(model), parity.adamw(model, 1e-3), other=Custom()),
+        checkpoint_id="x",
+    ),
+    "has no sharded model": lambda model: state_dict_saver.save({"a": 1}, checkpoint_id="x"),
+    "pass checkpoint_id=": lambda model: state_dict_loader.load({"a": 1}),
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_refused_with_a_reason(words):
+    def attempt(rank):
+        tsm.init()
+        with pytest.raises((ConfigError, CheckpointError), match=words):
+            REFUSED[words](Custom())
+
+    nl.spmd.run(attempt, 2)
+
+
+def test_torch_is_untouched_before_init_and_after_shutdown():
+    own = vars(FSDP)["state_dict_type"], FullStateDictConfig.__init__
+    code = apply_activation_checkpointing.__code__
+    before = load_sharded_optimizer_state_dict.__code__
+    tsm.init()
+    assert vars(FSDP)["state_dict_type"] is not own[0]
+    FullStateDictConfig(translate_on_save=True)
+    assert isinstance(FSDP(Custom()), FSDP)
+    tsm.shutdown()
+    assert (vars(FSDP)["state_dict_type"], FullStateDictConfig.__init__) == own
+    assert apply_activation_checkpointing.__code__ is code
+    assert load_sharded_optimizer_state_dict.__code__ is before
+    assert not tsm.is_initialized()
+    model = nn.Linear(2, 2)
+    assert type(offload_wrapper(model)).__name__ == "OffloadWrapper"
+    with pytest.raises(TypeError, match="translate_on_save"):
+        FullStateDictConfig(translate_on_save=True)
+    assert type(FSDP(model, device_id=torch.device("cpu"))) is FSDP
+
+
+def reference_attention(q, k, v, bias):
+    k, v = (each.repeat_interleave(q.shape[1] // each.shape[1], 1) for each in (k, v))
+    scores = q @ k.transpose(2, 3) / q.shape[-1] ** 0.5
+    return (scores + bias).softmax(-1) @ v
+
+
+@pytest.mark.parametrize("layout", ["b h s d", "b s h d"])
+def test_attention_modules(layout):
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, 2, 6, 5, 8, generator=generator)
+    order = (lambda x: x) if layout == "b h s d" else (lambda x: x.transpose(1, 2))
+    dim = 1 if layout == "b h s d" else 2
+    qkv = torch.stack([order(q), order(k), order(v)], dim)
+    hidden = torch.full((5, 5), -torch.inf).triu(1)
+    seen = torch.ones(2, 1, 5, 5, dtype=torch.bool)
+    seen[1, ..., 4] = False
+    masked = torch.zeros(2, 1, 5, 5).masked_fill(~seen, -torch.inf)
+    attention = tsm.nn.attn.FlashSelfAttention()
+    distance = (torch.arange(5)[:, None] - torch.arange(5)).abs()
+    slopes = torch.tensor([0.25, 0.0625, 0.015625, 0.00390625, 0.5, 0.125])
+    cases = [
+        (attention(qkv, layout=layout), 0.0),
+        (attention(qkv, causal=True, layout=layout), hidden),
+        (attention(qkv, seen, causal=True, layout=layout), hidden + masked),
+        (
+            tsm.nn.attn.FlashSelfAttention(use_alibi=True)(qkv, causal=True, layout=layout),
+            hidden - slopes[:, None, None] * distance,
+        ),
+    ]
+    for found, bias in cases:
+        torch.testing.assert_close(found, reference_attention(q, k, v, bias))
+    kv = torch.stack([order(k[:, :2]), order(v[:, :2])], dim)
+    grouped = tsm.nn.attn.FlashGroupedQueryAttention()
+    found = grouped(order(q), kv, causal=True, layout=layout, cast_dtype=torch.float64)
+    assert found.dtype == torch.float64
+    expected = reference_attention(q, k[:, :2], v[:, :2], hidden)
+    torch.testing.assert_close(found.float(), expected)
+    with pytest.raises(ConfigError, match="layout = 'b d'"):
+        attention(qkv, layout="b d")
+
+
+def test_modules_of_the_public_tree():
+    module = tsm.utils.module_utils.empty_module_params(nn.Linear(2, 3), device="meta")
+    assert module.weight.is_meta and module.weight.shape == (3, 2)
+    with torch.device("meta"):
+        norm = nn.BatchNorm1d(3)
+    moved = tsm.utils.module_utils.move_buffers_to_device(norm, "cpu")
+    assert moved.weight.is_meta and not moved.running_mean.is_meta
+    config = parity.build("llama").config
+    layer = tsm.nn.huggingface.llama_flashattn.LlamaFlashAttention(config)
+    assert layer.config._attn_implementation == "sdpa"
+    with tsm.transformer_engine.fp8_autocast(
+        enabled=False, fp8_recipe=tsm.transformer_engine.DelayedScaling()
+    ):
+        pass
+    router = MoEConfig(use_cpu_initialization=True).router()
+    assert (router.moe_load_balancing, router.moe_z_loss_coeff) == ("sinkhorn", 0.001)

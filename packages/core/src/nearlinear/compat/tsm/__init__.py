@@ -11,7 +11,7 @@ The modules have the names of the public API, so that ``torch.sagemaker.X`` is `
 `init` lets torch's ``FullyShardedDataParallel`` construct a `fsdp1.ShardedModel`, until `shutdown`.
 """
 
-from . import delayed_param, distributed, moe, nn, transformer_engine, utils
+from . import delayed_param, distributed, job, moe, nn, transformer_engine, utils
 from .job import init, is_initialized, shutdown, state, transform
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "distributed",
     "init",
     "is_initialized",
+    "job",
     "moe",
     "nn",
     "shutdown",

@@ -110,8 +110,8 @@ def reset_parameters(module: nn.Module) -> None:
     reset = getattr(module, "reset_parameters", None)
     if reset is None:
         raise ConfigError(
-            f"{type(module).__name__} has parameters on the meta device and no reset_parameters: "
-            "pass DelayedParamIniter(model, init_method_using_config=function of a module)"
+            f"{type(module).__name__} has parameters or buffers on the meta device and no "
+            "reset_parameters: pass DelayedParamIniter(model, init_method_using_config=...)"
         )
     reset()
 
