@@ -210,7 +210,7 @@ def is_hierarchy_faster(
     A collective call. The slowest rank decides, so that all ranks return the same.
     """
     times: dict[tuple[int, torch.dtype], list[float]] = {}
-    for elements, dtype in dict.fromkeys(sizes):
+    for elements, dtype in dict.fromkeys(size for size in sizes if size[0]):
         output = memory.allocate((elements * group.size(),), dtype=dtype, device=device)
         mine = output.view(-1, elements)[group.rank()].zero_()
         gathers = (
@@ -229,7 +229,7 @@ def is_hierarchy_faster(
             flat * 1e3,
             staged * 1e3,
         )
-    return [times[size][1] < times[size][0] for size in sizes]
+    return [size in times and times[size][1] < times[size][0] for size in sizes]
 
 
 def _time_alternately(

@@ -193,7 +193,7 @@ def _use_hierarchy(
     assert comm.gather_hierarchy is not None
     ranks = getattr(runtime.mesh, axis)
     shards = [sum(-(-p.numel() // ranks) for p in _torch.sharded_parameters(u)) for u in units]
-    sizes = [packed_size(runtime.config.gather_dtype, shard, dtype) or 1 for shard in shards]
+    sizes = [packed_size(runtime.config.gather_dtype, shard, dtype) for shard in shards]
     memory = _allocator(comm.gather_group, "AllGather")
     return is_hierarchy_faster(
         comm.gather_hierarchy, comm.gather_group, memory, sizes, runtime.device
