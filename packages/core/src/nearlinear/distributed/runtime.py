@@ -23,6 +23,7 @@ from ..config import parallel
 from ..config.parallel import HOST_MEMORY_BACKEND, ParallelConfig
 from ..errors import ConfigError, NearlinearError
 from . import process_exit, rendezvous
+from .collectives import backend_of
 from .mesh import AXES, AXIS_GROUPS, Mesh
 from .thread_backend import BACKEND as THREAD_BACKEND
 
@@ -215,7 +216,7 @@ def collective_device() -> torch.device:
     now = _known()
     if now is not None:
         return now.device
-    if dist.get_backend() == "nccl":
+    if backend_of() == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
