@@ -18,7 +18,6 @@ LAYERS = {
     "sharding": ("fsdp",),
     "techniques": (
         "activation",
-        "compat",
         "context_parallel",
         "expert_parallel",
         "pipeline_parallel",
@@ -26,7 +25,7 @@ LAYERS = {
         "transforms",
     ),
     "state": ("checkpoint", "data", "memory"),
-    "training": ("train",),
+    "training": ("compat", "train"),
     "interfaces": (
         "cli",
         "environment",

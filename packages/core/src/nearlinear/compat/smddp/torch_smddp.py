@@ -43,14 +43,13 @@ def register() -> str:
     """Register the backend once; return the name of the backend that it stands for."""
     if NAME in BACKEND_ALIASES:
         return BACKEND_ALIASES[NAME]
-    on_gpu = torch.cuda.is_available()
-    if importlib.util.find_spec("nearlinear_collectives") is not None:
-        create, devices, stands_for = _create_host_memory, ["cpu", "cuda"], HOST_MEMORY_BACKEND
-    elif on_gpu:
-        create, devices, stands_for = _create_nccl, ["cuda"], "nccl"
+    if torch.cuda.is_available():
+        create, device, stands_for = _create_nccl, "cuda", "nccl"
+    elif importlib.util.find_spec("nearlinear_collectives") is not None:
+        create, device, stands_for = _create_host_memory, "cpu", HOST_MEMORY_BACKEND
     else:
-        create, devices, stands_for = _create_gloo, ["cpu"], "gloo"
-    dist.Backend.register_backend(NAME, create, extended_api=True, devices=devices)
+        create, device, stands_for = _create_gloo, "cpu", "gloo"
+    dist.Backend.register_backend(NAME, create, extended_api=True, devices=[device])
     BACKEND_ALIASES[NAME] = stands_for
     log.info("the backend smddp stands for %s", stands_for)
     for name in sorted(VARIABLES.keys() & os.environ.keys()):
@@ -59,7 +58,7 @@ def register() -> str:
 
 
 def _create_host_memory(options: Any, pg_options: Any = None) -> Any:
-    """Create the group of nearlinear-collectives, which passes CUDA tensors on to NCCL."""
+    """Create the group of nearlinear-collectives."""
     from nearlinear_collectives.backend import create_backend
 
     return create_backend(options, pg_options)

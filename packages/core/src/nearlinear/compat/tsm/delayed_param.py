@@ -151,8 +151,9 @@ def _fill_buffers(module: nn.Module, source: nn.Module) -> None:
     for tensors, others in ((module._buffers, source._buffers), (vars(module), vars(source))):
         for name, value in tensors.items():
             other = others.get(name)
-            plain = isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor)
-            if plain and value.is_meta and not other.is_meta:
+            if not (isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor)):
+                continue
+            if value.is_meta and not other.is_meta:
                 tensors[name] = other.to(value.dtype) if value.is_floating_point() else other
 
 
