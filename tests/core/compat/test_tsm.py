@@ -404,6 +404,41 @@ def test_other_ways_to_initialize_a_meta_model():
         nl.spmd.run(initialized, 1, args=("default",))
 
 
+def test_validation_of_delayed_initialization():
+    tsm.init()
+    with torch.device("meta"):
+        model = parity.unseeded("gpt2")
+    initer = DelayedParamIniter(model, verbose=True)
+    with pytest.raises(AssertionError, match="still on the meta device"):
+        with initer.validate_params_and_buffers_inited():
+            pass
+    with initer.validate_params_and_buffers_inited(enabled=False):
+        pass
+    with pytest.raises(AssertionError, match=r"64 parameters are initialized, and the model has"):
+        with initer.validate_params_and_buffers_inited():
+            FSDP(model, param_init_fn=initer.get_param_init_fn())
+            initer.count_num_params(model.transformer.ln_f)
+    for module in model.modules():
+        initer.count_num_params(module)
+    with initer.validate_params_and_buffers_inited():
+        pass
+
+
+def exchanged(rank):
+    tsm.init({"context_parallel_degree": 2})
+    with nl.spmd.one_at_a_time(seed=0):
+        model = parity.unseeded("llama")
+    model = FSDP(tsm.transform(model, cp_comm_type="all_gather"))
+    name = type(model_state(model.module).extensions[0].exchange).__name__
+    return name, train(model, parity.adamw(model, 1e-3), [0])
+
+
+def test_exchange_of_context_ranks():
+    for name, losses in nl.spmd.run(exchanged, 2):
+        assert name == "AllGatherExchange"
+        assert losses == pytest.approx(alone("llama")[0][:1], abs=1e-5)
+
+
 def from_rank0(rank):
     """A pretrained model on rank 0 only, with split matrices."""
     tsm.init({"tensor_parallel_degree": 2})
@@ -469,9 +504,14 @@ def state_of_rank(rank):
             "cp_rank ep_size ep_rank sm_activation_offloading activation_loading_horizon"
         ).split()
     }
-    groups = ("tp", "cp", "ep", "rep_rank", "world")
-    of = {name: getattr(tsm.state, f"{name}_process_group") for name in groups}
-    found |= {name: dist.get_process_group_ranks(group) for name, group in of.items()}
+    groups = {
+        "tp": tsm.state.tp_process_group,
+        "cp": tsm.state.cp_process_group,
+        "ep": tsm.state.ep_process_group,
+        "rep_rank": tsm.state.rep_rank_process_group,
+        "world": tsm.state.world_process_group,
+    }
+    found |= {name: dist.get_process_group_ranks(group) for name, group in groups.items()}
     tsm.state.activation_loading_horizon = 5
     assert runtime.current().config.activation_loading_horizon == 5
     tsm.state.tp_size = 2

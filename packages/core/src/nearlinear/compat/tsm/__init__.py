@@ -11,12 +11,13 @@ The modules have the names of the public API, so that ``torch.sagemaker.X`` is `
 `init` lets torch's ``FullyShardedDataParallel`` construct a `fsdp1.ShardedModel`, until `shutdown`.
 """
 
-from . import delayed_param, distributed, job, moe, nn, transformer_engine, utils
+from . import delayed_param, distributed, fsdp1, job, moe, nn, transformer_engine, utils
 from .job import init, is_initialized, shutdown, state, transform
 
 __all__ = [
     "delayed_param",
     "distributed",
+    "fsdp1",
     "init",
     "is_initialized",
     "job",
