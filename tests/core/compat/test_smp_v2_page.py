@@ -4,18 +4,15 @@ import ast
 import functools
 import importlib
 import inspect
-import os
 import re
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import nearlinear as nl
 from nearlinear.compat import tsm
 from nearlinear.compat.smddp import torch_smddp
-from nearlinear.distributed import runtime
 from tests.support import parity
 
 HERE = Path(__file__).parent
@@ -77,39 +74,6 @@ def test_a_script_before_and_after_the_change_trains_alike():
     for name, value in after[0].items():
         torch.testing.assert_close(before[0][name], value, rtol=0, atol=1e-5)
         assert (value != parity.build("llama").get_parameter(name)).any()
-
-
-def replicated(rank, port, words):
-    dist.destroy_process_group()
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    variables = {"model": parity.build("llama")}
-    exec(block(words), variables)
-    loss = variables["model"](**parity.rows(rank)).loss
-    loss.backward()
-    name, parameter = next(iter(variables["model"].named_parameters()))
-    return dist.get_backend(), runtime.is_initialized(), name, parameter.grad
-
-
-def test_smddp_before_and_after(free_port):
-    found = [
-        nl.spmd.run(replicated, 2, args=(free_port(), words), processes=True)
-        for words in ("torch_smddp", "nl.init()\nmodel = Distributed")
-    ]
-    assert [each[0][0] for each in found] == ["smddp", "gloo"]
-    assert [each[0][1] for each in found] == [False, True]
-    torch.testing.assert_close(found[0][0][3], found[1][1][3])
-
-
-@pytest.fixture
-def free_port():
-    import socket
-
-    def find() -> int:
-        with socket.socket() as listener:
-            listener.bind(("127.0.0.1", 0))
-            return listener.getsockname()[1]
-
-    return find
 
 
 ROWS = re.findall(r"^\| `([\w.]+)(?:\((\w+)=\))?` \| .+ \| `(\w+)::(\w+)` \|$", TEXT, re.MULTILINE)
