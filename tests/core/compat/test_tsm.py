@@ -309,6 +309,35 @@ def test_full_states_of_a_split_model(tmp_path):
         assert found == pytest.approx(losses[1:], abs=1e-5)
 
 
+def experts_script(rank, folder, config, save):
+    """Sinkhorn routing and a full state of divided experts in the form of Hugging Face."""
+    tsm.init(config)
+    with nl.spmd.one_at_a_time(seed=0):
+        model = parity.unseeded("mixtral")
+    model = FSDP(tsm.transform(model, config={"moe_load_balancing": "sinkhorn"}))
+    optimizer = parity.adamw(model, 1e-3)
+    if save:
+        train(model, optimizer, [0])
+        config = FullStateDictConfig(rank0_only=True, translate_on_save=True)
+        with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, config):
+            state = model.state_dict()
+        if rank == 0:
+            torch.save(state, folder / "model.pt")
+    model.load_state_dict(torch.load(folder / "model.pt") if not save else full_values(model))
+    model.eval()
+    with torch.no_grad():
+        return model(**batch_of(1)).loss.item(), sorted(full_values(model))
+
+
+def test_full_state_of_divided_experts(tmp_path):
+    config = {"expert_parallel_degree": 2}
+    found = nl.spmd.run(experts_script, 2, args=(tmp_path, config, True))
+    loaded = nl.spmd.run(experts_script, 1, args=(tmp_path, {}, False))
+    for loss, names in (*found, *loaded):
+        assert loss == pytest.approx(found[0][0], abs=1e-5) and names == found[0][1]
+    assert any("experts.3.w" in name for name in found[0][1])
+
+
 def torch_checkpoint(rank, folder):
     """Save and resume with torch's own functions, one folder for each tensor rank."""
     config = {"tensor_parallel_degree": 2}
@@ -480,6 +509,7 @@ def test_mixed_precision_computes_in_bfloat16_with_float32_gradients(caplog):
 
 def test_hybrid_shard_degree_0_follows_the_strategy(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv("SM_HP_MP_PARAMETERS", '{"hybrid_shard_degree": 0}')
     expected = {None: 4, FULL: 4, HYBRID: 2, ShardingStrategy.NO_SHARD: 1}
 
     def sharing(rank):

@@ -182,8 +182,12 @@ def init(
     Raises:
         ConfigError: A key or value is invalid, or does not fit the number of ranks.
     """
+    return join(parallel.load(config), ranks_per_node)
+
+
+def join(settings: ParallelConfig, ranks_per_node: int | None = None) -> Mesh:
+    """Join the job like `init`, with final ``settings``, and return its mesh."""
     global _of_process
-    settings = parallel.load(config)
     device = _device()
     if not dist.is_initialized():
         _join(backend_for_device(settings.communication_backend, device.type))

@@ -140,7 +140,7 @@ class ShardedModel(FullyShardedDataParallel):
             for part in module.modules():
                 post_param_init_fn(part)
         self.add_module(WRAPPED, module)
-        self.settings = StateDictSettings(
+        self.state_dict_settings = StateDictSettings(
             StateDictType.FULL_STATE_DICT, FullStateDictConfig(), FullOptimStateDictConfig()
         )
 
@@ -213,7 +213,7 @@ class ShardedModel(FullyShardedDataParallel):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Return the state dict of the current type, see `state_dicts.of_model`."""
-        return state_dicts.of_model(self.module, self.settings)
+        return state_dicts.of_model(self.module, self.state_dict_settings)
 
     def load_state_dict(  # pyright: ignore[reportIncompatibleMethodOverride] no assign
         self, state_dict: dict[str, Any], strict: bool = True, assign: bool = False
@@ -233,7 +233,7 @@ def _set_degree(model: nn.Module, strategy: ShardingStrategy | None) -> None:
         degree = min(now.mesh.ranks_per_node or now.mesh.world, now.mesh.world)
     if degree:
         config = dataclasses.replace(now.config, hybrid_shard_degree=degree)
-        runtimes.init(config, ranks_per_node=now.mesh.ranks_per_node)
+        runtimes.join(config, now.mesh.ranks_per_node)
 
 
 def _check_group(given: Any) -> None:
@@ -326,8 +326,8 @@ def _set_state_dict_type(
     found = _sharded(module)
     if found is None:
         return original(module, state_dict_type, state_dict_config, optim_state_dict_config)
-    before = found.settings
-    found.settings = state_dicts.settings_of(
+    before = found.state_dict_settings
+    found.state_dict_settings = state_dicts.settings_of(
         state_dict_type, state_dict_config, optim_state_dict_config
     )
     return before
@@ -335,7 +335,7 @@ def _set_state_dict_type(
 
 def _get_state_dict_type(original: Callable, module: nn.Module) -> StateDictSettings:
     found = _sharded(module)
-    return original(module) if found is None else found.settings
+    return original(module) if found is None else found.state_dict_settings
 
 
 @contextlib.contextmanager
@@ -349,14 +349,14 @@ def _state_dict_type(original: Callable, module: nn.Module, *args: Any, **kwargs
     try:
         yield
     finally:
-        found.settings = before
+        found.state_dict_settings = before
 
 
 def _optim_state_dict(original: Callable, model: nn.Module, optim: Any, *args, **kwargs) -> Any:
     found = _sharded(model)
     if found is None:
         return original(model, optim, *args, **kwargs)
-    return state_dicts.of_optimizer(found.module, optim, found.settings)
+    return state_dicts.of_optimizer(found.module, optim, found.state_dict_settings)
 
 
 def _full_optim_state_dict(original: Callable, model: nn.Module, optim: Any, *args, **kwargs):
