@@ -1,5 +1,6 @@
 """Training scripts of SMP v2 (`nearlinear.compat.tsm`), written from its documentation."""
 
+import copy
 import functools
 import json
 import logging
@@ -14,6 +15,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     offload_wrapper,
 )
 from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import (
     CPUOffload,
     FullOptimStateDictConfig,
@@ -307,6 +309,21 @@ def test_full_states_of_a_split_model(tmp_path):
     assert model(**batch_of(1)).loss.item() == pytest.approx(losses[1], abs=1e-5)
     for found in nl.spmd.run(full_script, 2, args=(tmp_path, False)):
         assert found == pytest.approx(losses[1:], abs=1e-5)
+
+
+def torch_state_dicts(rank):
+    """Model and optimizer through torch.distributed.checkpoint.state_dict."""
+    model, optimizer = prepared({"hybrid_shard_degree": 2})
+    train(model, optimizer, [0])
+    states = copy.deepcopy(get_state_dict(model, optimizer))
+    train(model, optimizer, [1])
+    set_state_dict(model, optimizer, model_state_dict=states[0], optim_state_dict=states[1])
+    return model.sharding_strategy, train(model, optimizer, [1])
+
+
+def test_torchs_functions_for_state_dicts():
+    for strategy, found in nl.spmd.run(torch_state_dicts, 4):
+        assert strategy is HYBRID and found == pytest.approx(alone("llama")[0][1:], abs=1e-5)
 
 
 def experts_script(rank, folder, config, save):

@@ -149,6 +149,15 @@ class ShardedModel(FullyShardedDataParallel):
         return self._modules[WRAPPED]  # pyright: ignore[reportReturnType] set in __init__
 
     @property
+    def sharding_strategy(self) -> ShardingStrategy:
+        """Strategy of FSDP1 that has the layout of the job."""
+        mesh = runtimes.current().mesh
+        if mesh.sharing == 1:
+            return ShardingStrategy.NO_SHARD
+        full = mesh.replicate == 1
+        return ShardingStrategy.FULL_SHARD if full else ShardingStrategy.HYBRID_SHARD
+
+    @property
     def process_group(self) -> dist.ProcessGroup:
         """Ranks that share one copy of the model states."""
         return runtimes.current().group("sharing")

@@ -61,7 +61,14 @@ def settings_of(
     return StateDictSettings(kind, model_config or of_model(), optimizer_config or of_optimizer())
 
 
-class ModelStateDict(dict[str, Any]):
+class _LiveStateDict(dict[str, Any]):
+    """State dict that remembers its source; copies and pickles are plain dicts."""
+
+    def __reduce__(self):
+        return dict, (dict(self),)
+
+
+class ModelStateDict(_LiveStateDict):
     """Sharded or local state dict that remembers its model."""
 
     def __init__(self, values: Mapping[str, Any], model: nn.Module, local: bool):
@@ -69,7 +76,7 @@ class ModelStateDict(dict[str, Any]):
         self.model, self.local = model, local
 
 
-class OptimizerStateDict(dict[str, Any]):
+class OptimizerStateDict(_LiveStateDict):
     """Sharded state dict that remembers its model and its optimizer."""
 
     def __init__(
