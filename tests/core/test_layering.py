@@ -25,9 +25,10 @@ LAYERS = {
         "transforms",
     ),
     "state": ("checkpoint", "data", "memory"),
-    "training": ("compat", "train"),
+    "training": ("train",),
     "interfaces": (
         "cli",
+        "compat",
         "environment",
         "launch",
         "planner",

@@ -111,3 +111,16 @@ def test_environment_variables_are_accepted(caplog, monkeypatch):
     stands_for = torch_smddp.register()
     assert f"smddp stands for {stands_for}" in caplog.text
     assert "SMDATAPARALLEL_SERVER_PORT has no effect here: there are no servers" in caplog.text
+
+
+@pytest.mark.gpu
+def test_smddp_stands_for_nccl_on_gpus(tmp_path):
+    assert torch_smddp.register() == "nccl"
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("smddp", store=store, rank=0, world_size=1)
+    value = torch.ones(2, device="cuda")
+    dist.all_reduce(value)
+    assert value.tolist() == [1.0, 1.0] and dist.get_backend() == "smddp"
+    tsm.init()
+    losses = losses_of(FSDP(parity.build("llama")), 0, 1)
+    assert losses == pytest.approx(losses_of(parity.build("llama"), 0, 1), abs=1e-4)

@@ -37,6 +37,7 @@ from nearlinear.compat.tsm.distributed.checkpoint import state_dict_loader, stat
 from nearlinear.compat.tsm.distributed.checkpoint.state_dict_utils import (
     SMStateDictType,
     sm_state_dict_type,
+    warn_without_effect,
 )
 from nearlinear.compat.tsm.moe.moe_config import MoEConfig
 from nearlinear.context_parallel.batch import take
@@ -608,7 +609,9 @@ def test_keys_are_those_of_the_configuration():
 REFUSED = {
     "ignored_modules=": lambda model: FSDP(model, ignored_modules=[model.layers[0]]),
     "device_mesh=": lambda model: FSDP(model, device_mesh=object()),
-    "hybrid_shard_degree shards over": lambda model: FSDP(model, tsm.state.tp_process_group),
+    "hybrid_shard_degree shards over": lambda model: FSDP(
+        model, process_group=tsm.state.tp_process_group
+    ),
     "a part of the model is wrapped already": lambda model: FSDP(nn.Sequential(FSDP(model))),
     "float16 needs the loss scale": lambda model: FSDP(
         model, mixed_precision=MixedPrecision(torch.float16)
@@ -717,5 +720,49 @@ def test_modules_of_the_public_tree():
         enabled=False, fp8_recipe=tsm.transformer_engine.DelayedScaling()
     ):
         pass
+
+
+def test_settings_of_mixtures():
     router = MoEConfig(use_cpu_initialization=True).router()
     assert (router.moe_load_balancing, router.moe_z_loss_coeff) == ("sinkhorn", 0.001)
+    given = {
+        "smp_moe": False,
+        "random_seed": 1,
+        "moe_load_balancing": "aux_loss",
+        "global_token_shuffle": True,
+        "moe_all_to_all_dispatcher": False,
+        "moe_aux_loss_coeff": 0.5,
+        "moe_z_loss_coeff": 0.25,
+    }
+    assert vars(MoEConfig(**given).router()) == given
+
+
+def test_arguments_without_effect_are_accepted_with_one_warning(caplog, tmp_path):
+    warn_without_effect.cache_clear()
+    tsm.init()
+    model = tsm.transform(Custom(), device="cpu")
+    model = FSDP(
+        model, forward_prefetch=True, limit_all_gathers=False, backward_prefetch=None, device_id=0
+    )
+    assert "forward_prefetch and limit_all_gathers have no effect" in caplog.text
+    optimizer = torch.optim.SGD(model.parameters())
+    for _ in range(2):
+        state_dict_saver.async_save(
+            sharded_state(model, optimizer),
+            storage_writer=dcp.FileSystemWriter(tmp_path / "checkpoint"),
+            planner=dcp.DefaultSavePlanner(),
+            process_group=model.process_group,
+            coordinator_rank=0,
+            queue=state_dict_saver.AsyncCallsQueue(),
+            sharded_strategy=object(),
+            wait_error_handling=False,
+            force_check_all_plans=False,
+            s3_region=None,
+            s3client_config=object(),
+        )
+        state_dict_saver.maybe_finalize_async_calls(process_group=model.process_group)
+    warned = [r.getMessage() for r in caplog.records if r.getMessage().endswith("effect here")]
+    names = ("planner", "queue", "sharded_strategy", "s3client_config")
+    assert sorted(warned) == sorted(
+        f"{name} has no effect here" for name in (*names, "tsm.transform(device=)")
+    )

@@ -26,6 +26,7 @@ from ...errors import ConfigError
 from ...transforms import transform as split_model
 from . import fsdp1
 from .delayed_param import allocate_buffers
+from .distributed.checkpoint.state_dict_utils import warn_without_effect
 from .moe.moe_config import MoEConfig
 
 log = logging.getLogger(__name__)
@@ -221,7 +222,7 @@ def transform(
     Raises ConfigError.
     """
     if device is not None:
-        log.info("tsm.transform(device=%s) has no effect: FSDP places the shards", device)
+        warn_without_effect("tsm.transform(device=)")
     if dtype is not None:
         model = model.to(dtype)
     if load_state_dict_from_rank0:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -22,9 +21,7 @@ from .....fsdp.model_state import local_tensor
 from .....storage import StoragePath
 from ...state_dicts import ModelStateDict, refreshed
 from .state_dict_saver import LOCAL_FILE, maybe_finalize_async_calls
-from .state_dict_utils import Parts, PlainValues, folder_of, note_s3_settings
-
-log = logging.getLogger(__name__)
+from .state_dict_utils import Parts, PlainValues, folder_of, note_arguments
 
 
 def load(
@@ -51,7 +48,7 @@ def load(
         storage_reader: Object whose ``path`` is used without ``checkpoint_id``.
         check_keys_matched: Raise CheckpointError for saved plain values that ``state_dict`` lacks.
     """
-    note_s3_settings(s3_region, s3client_config)
+    note_arguments(s3_region, coordinator_rank=coordinator_rank, s3client_config=s3client_config)
     maybe_finalize_async_calls()
     parts = Parts(state_dict)
     if parts.is_local:

@@ -7,7 +7,6 @@ one is a file per rank, written without communication.
 from __future__ import annotations
 
 import io
-import logging
 import threading
 from collections import deque
 from collections.abc import Mapping
@@ -20,9 +19,7 @@ from ..... import _torch
 from .....checkpoint.async_writer import PendingSave
 from .....checkpoint.save import save as save_checkpoint
 from .....errors import CheckpointError
-from .state_dict_utils import Parts, PlainValues, folder_of, note_s3_settings
-
-log = logging.getLogger(__name__)
+from .state_dict_utils import Parts, PlainValues, folder_of, note_arguments
 
 LOCAL_FILE = "local.pt"
 """File of a local state dict in its folder."""
@@ -48,7 +45,13 @@ def save(
     s3client_config: Any = None,
 ) -> None:
     """Save ``state_dict`` and return when it is complete; see `async_save`."""
-    _start(state_dict, checkpoint_id, storage_writer, planner, s3_region, s3client_config).wait()
+    note_arguments(
+        s3_region,
+        planner=planner,
+        coordinator_rank=coordinator_rank,
+        s3client_config=s3client_config,
+    )
+    _start(state_dict, checkpoint_id, storage_writer).wait()
 
 
 def async_save(
@@ -81,7 +84,15 @@ def async_save(
 
     Raises CheckpointError.
     """
-    pending = _start(state_dict, checkpoint_id, storage_writer, planner, s3_region, s3client_config)
+    note_arguments(
+        s3_region,
+        planner=planner,
+        coordinator_rank=coordinator_rank,
+        queue=queue,
+        sharded_strategy=sharded_strategy,
+        s3client_config=s3client_config,
+    )
+    pending = _start(state_dict, checkpoint_id, storage_writer)
     number = getattr(_thread, "started", 0) + 1
     _thread.started = number
     _pending().append((number, pending))
@@ -107,17 +118,7 @@ def _pending() -> deque[tuple[int, PendingSave]]:
     return _thread.pending
 
 
-def _start(
-    state_dict: Mapping[str, Any],
-    checkpoint_id: Any,
-    writer: Any,
-    planner: Any,
-    s3_region: str | None,
-    s3client_config: Any,
-) -> PendingSave:
-    note_s3_settings(s3_region, s3client_config)
-    if planner is not None:
-        log.info("planner has no effect: the index of the checkpoint is its plan")
+def _start(state_dict: Mapping[str, Any], checkpoint_id: Any, writer: Any) -> PendingSave:
     parts = Parts(state_dict)
     if parts.is_local:
         return _save_local(state_dict, folder_of(checkpoint_id, writer, local=True))

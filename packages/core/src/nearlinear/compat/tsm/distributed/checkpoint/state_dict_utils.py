@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import enum
+import functools
 import io
 import json
 import logging
@@ -139,9 +140,16 @@ def folder_of(checkpoint_id: Any, storage_object: Any, local: bool = False) -> S
     return storage.as_path(text if local else all_gather_json(text)[0])
 
 
-def note_s3_settings(s3_region: str | None, s3client_config: Any) -> None:
-    """Use the region of an S3 client if the environment has none. Other settings are refused."""
+@functools.cache
+def warn_without_effect(what: str) -> None:
+    """Log once that an argument has no effect."""
+    log.warning("%s has no effect here", what)
+
+
+def note_arguments(s3_region: str | None, **without_effect: Any) -> None:
+    """Use the region of S3 if the environment has none; warn of arguments without effect."""
     if s3_region:
         os.environ.setdefault("AWS_DEFAULT_REGION", s3_region)
-    if s3client_config is not None:
-        log.warning("s3client_config has no effect: boto3 reads the AWS_ environment variables")
+    for name, value in without_effect.items():
+        if value:
+            warn_without_effect(name)
