@@ -26,6 +26,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, transformer_auto_wrap_policy
+from transformers import AutoModelForCausalLM
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from transformers.models.mixtral.modeling_mixtral import MixtralDecoderLayer
@@ -297,6 +298,7 @@ def full_script(rank, path, save):
     if rank == 0:
         torch.save(state, path / "model.pt")
         torch.save(values, path / "optimizer.pt")
+        model.save_pretrained(path / "hugging_face", state_dict=dict(state))
     return sorted(state)
 
 
@@ -304,9 +306,7 @@ def test_full_states_of_a_split_model(tmp_path):
     losses, values = alone("llama_tied")
     names, others = nl.spmd.run(full_script, 2, args=(tmp_path, True))
     assert names == sorted(values.keys() - {"lm_head.weight"}) and others == []
-    model = parity.build("llama_tied")
-    model.load_state_dict(torch.load(tmp_path / "model.pt"), strict=False)
-    model.tie_weights()
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hugging_face")
     assert model(**batch_of(1)).loss.item() == pytest.approx(losses[1], abs=1e-5)
     for found in nl.spmd.run(full_script, 2, args=(tmp_path, False)):
         assert found == pytest.approx(losses[1:], abs=1e-5)
@@ -563,12 +563,15 @@ def state_of_rank(rank):
     tsm.state.activation_loading_horizon = 5
     assert runtime.current().config.activation_loading_horizon == 5
     tsm.state.tp_size = 2
+    tsm.state.unknown = rank
+    assert tsm.state.unknown in range(4)
     with pytest.raises(ConfigError, match="tp_size = 3: the layout of the running job is 2; give"):
         tsm.state.tp_size = 3
     return found
 
 
-def test_state():
+def test_state(caplog, monkeypatch):
+    monkeypatch.setitem(vars(tsm.state), "unknown", 0)
     found = nl.spmd.run(state_of_rank, 4)[3]
     assert found == {
         "hybrid_shard_degree": 2, "rank": 3, "world_size": 4, "tensor_parallel_degree": 2,
@@ -576,6 +579,7 @@ def test_state():
         "sm_activation_offloading": True, "activation_loading_horizon": 2, "tp": [2, 3],
         "cp": [1, 3], "ep": [3], "rep_rank": [1, 3], "world": [0, 1, 2, 3],
     }  # fmt: skip
+    assert "tsm.state.unknown = 3 has no effect here" in caplog.text
 
 
 def test_precedence_and_keys_without_effect(monkeypatch, tmp_path, caplog):
