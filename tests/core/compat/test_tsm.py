@@ -430,6 +430,8 @@ def initialized(rank, how):
         if rank == 0:
             with nl.spmd.one_at_a_time(seed=7):
                 model = Custom()
+        else:
+            DelayedParamIniter(model)  # values that those of rank 0 replace
         given = {
             "sync_module_states": True,
             "param_init_fn": lambda module: module.to_empty(device="cpu", recurse=False),
@@ -486,7 +488,7 @@ def test_exchange_of_context_ranks():
         assert losses == pytest.approx(alone("llama")[0][:1], abs=1e-5)
 
 
-def from_rank0(rank):
+def from_rank0(rank, asked):
     """A pretrained model on rank 0 only, with split matrices."""
     tsm.init({"tensor_parallel_degree": 2})
     with nl.spmd.one_at_a_time(seed=0):
@@ -494,7 +496,7 @@ def from_rank0(rank):
     if rank:
         with nl.spmd.one_at_a_time(), torch.device("meta"):
             model = parity.unseeded("llama")
-    model = tsm.transform(model, dtype=torch.float32, load_state_dict_from_rank0=True)
+    model = tsm.transform(model, dtype=torch.float32, load_state_dict_from_rank0=asked)
     model = FSDP(
         model, sync_module_states=True, cpu_offload=CPUOffload(True), device_id=torch.device("cpu")
     )
@@ -502,8 +504,10 @@ def from_rank0(rank):
 
 
 def test_values_of_rank_0():
-    for found in nl.spmd.run(from_rank0, 2):
+    for found in nl.spmd.run(from_rank0, 2, args=(True,)):
         assert found == pytest.approx(alone("llama")[0][:1], abs=1e-5)
+    with pytest.raises(nl.spmd.RankError, match="has no values on this rank: pass load_state"):
+        nl.spmd.run(from_rank0, 2, args=(False,))
 
 
 def mixed(rank, lower):

@@ -48,6 +48,7 @@ from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 from ... import _torch
 from ...activation.api import checkpoint_activations, offload_activations
 from ...distributed import runtime as runtimes
+from ...distributed.consensus import all_gather_ints
 from ...errors import ConfigError
 from ...fsdp.accumulate import defer_replica_reduction
 from ...fsdp.clip_grad import clip_grad_norm_
@@ -126,9 +127,8 @@ class ShardedModel(FullyShardedDataParallel):
         now = runtimes.current()
         if cpu_offload is not None and cpu_offload.offload_params:
             now.config = dataclasses.replace(now.config, offload_optimizer=True)
-        if sync_module_states and not _has_values_of_rank0(module):
-            allocate_buffers(module, now.device)
-            broadcast_initial_values(module, now)
+        if sync_module_states:
+            _use_values_of_rank0(module)
         initialize_by(module, param_init_fn)
         shard(
             module,
@@ -260,12 +260,30 @@ def _check_group(given: Any) -> None:
         )
 
 
-def _has_values_of_rank0(model: nn.Module) -> bool:
-    """Return whether all parameters are on the meta device with a known source of values."""
-    parameters = list(model.parameters())
-    return bool(parameters) and all(
-        p.is_meta and parameter_state(p).initial_values is not None for p in parameters
-    )
+def _use_values_of_rank0(model: nn.Module) -> None:
+    """Replace the values of ``model`` by those of rank 0, for ``sync_module_states``.
+
+    Nothing is left to do after ``tsm.transform``, which takes equal values on all ranks, or with
+    ``load_state_dict_from_rank0`` those of rank 0. Raises ConfigError for a split model without
+    values.
+    """
+    unknown = [
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.is_meta and parameter_state(parameter).initial_values is None
+    ]
+    if model_state(model).layout.axes:
+        if unknown:
+            raise ConfigError(
+                f"sync_module_states = True, but {unknown[0]} of the transformed model has no "
+                "values on this rank: pass load_state_dict_from_rank0=True to tsm.transform"
+            )
+        return
+    now = runtimes.current()
+    deferred = not unknown and all(parameter.is_meta for parameter in model.parameters())
+    if not all(same for (same,) in all_gather_ints([deferred], now.device)):
+        allocate_buffers(model, now.device)
+        broadcast_initial_values(model, now)
 
 
 def _precision(given: MixedPrecision | None, configured: str) -> str:
