@@ -430,8 +430,6 @@ def initialized(rank, how):
         if rank == 0:
             with nl.spmd.one_at_a_time(seed=7):
                 model = Custom()
-        else:
-            DelayedParamIniter(model)  # values that those of rank 0 replace
         given = {
             "sync_module_states": True,
             "param_init_fn": lambda module: module.to_empty(device="cpu", recurse=False),
@@ -489,14 +487,17 @@ def test_exchange_of_context_ranks():
 
 
 def from_rank0(rank, asked):
-    """A pretrained model on rank 0 only, with split matrices."""
-    tsm.init({"tensor_parallel_degree": 2})
+    """A pretrained model on rank 0 only; ``asked``: whether transform distributes it, or None."""
+    tsm.init({"tensor_parallel_degree": 1 if asked is None else 2, "random_seed": 3})
     with nl.spmd.one_at_a_time(seed=0):
         model = parity.unseeded("llama")
     if rank:
         with nl.spmd.one_at_a_time(), torch.device("meta"):
             model = parity.unseeded("llama")
-    model = tsm.transform(model, dtype=torch.float32, load_state_dict_from_rank0=asked)
+    if asked is not None:
+        model = tsm.transform(model, dtype=torch.float32, load_state_dict_from_rank0=asked)
+    elif rank:
+        DelayedParamIniter(model)  # values that those of rank 0 replace
     model = FSDP(
         model, sync_module_states=True, cpu_offload=CPUOffload(True), device_id=torch.device("cpu")
     )
@@ -504,8 +505,9 @@ def from_rank0(rank, asked):
 
 
 def test_values_of_rank_0():
-    for found in nl.spmd.run(from_rank0, 2, args=(True,)):
-        assert found == pytest.approx(alone("llama")[0][:1], abs=1e-5)
+    for asked in (True, None):
+        for found in nl.spmd.run(from_rank0, 2, args=(asked,)):
+            assert found == pytest.approx(alone("llama")[0][:1], abs=1e-5)
     with pytest.raises(nl.spmd.RankError, match="has no values on this rank: pass load_state"):
         nl.spmd.run(from_rank0, 2, args=(False,))
 
