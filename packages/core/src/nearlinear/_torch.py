@@ -284,13 +284,16 @@ def instead_of_initializers(function: Callable) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for name in COMPOSED_INITIALIZERS:
             inner = getattr(torch.nn.init, f"_no_grad_{name}", None) or getattr(torch.nn.init, name)
-            stack.enter_context(_replaced_code(inner, function))
+            stack.enter_context(replaced_code(inner, function))
         yield
 
 
 @contextlib.contextmanager
-def _replaced_code(replaced: Any, function: Callable) -> Iterator[None]:
-    """Replace the code of ``replaced``, to which other modules hold references."""
+def replaced_code(replaced: Any, function: Callable) -> Iterator[None]:
+    """Replace the code of ``replaced``, to which other modules hold references.
+
+    ``function`` receives the original as its first argument. 2.8.0, 2.13.0.
+    """
     code, defaults, name = (
         replaced.__code__,
         replaced.__defaults__,
@@ -307,6 +310,16 @@ def _replaced_code(replaced: Any, function: Callable) -> Iterator[None]:
     finally:
         replaced.__code__, replaced.__defaults__ = code, defaults
         del replaced.__globals__[name]
+
+
+def activation_wrappers() -> types.ModuleType:
+    """Return the module with ``apply_activation_checkpointing`` and ``offload_wrapper``.
+
+    2.8.0, 2.13.0.
+    """
+    from torch.distributed.algorithms._checkpoint import checkpoint_wrapper
+
+    return checkpoint_wrapper
 
 
 def thread_group_base() -> tuple[type, Callable[[], None], Callable[[], None], Callable[[], bool]]:

@@ -29,6 +29,7 @@ def transform(
     *,
     load_state_dict_from_rank0: bool = False,
     cp_comm_type: str | None = None,
+    batch_is_split: bool = False,
 ) -> nn.Module:
     """Split ``model`` by the config of `nl.init`, in place. A collective call.
 
@@ -48,6 +49,9 @@ def transform(
         config: Settings of mixtures of experts, see `MoEConfig`.
         load_state_dict_from_rank0: Use the values of rank 0 on all ranks; `shard` distributes them.
         cp_comm_type: Overrides the config's key.
+        batch_is_split: With context parallelism, every rank passes its own part of each batch
+            instead of the whole: of 2 C chunks on dim 1, for C context ranks, rank r has the
+            chunks r and 2 C - 1 - r. Losses are those of whole sequences; logits are of the part.
 
     Returns:
         ``model``.
@@ -73,9 +77,10 @@ def transform(
     if "tensor" in axes:
         apply_tensor_parallel(model, now)
     if "context" in axes:
-        apply_context_parallel(model, now, cp_comm_type or now.config.cp_comm_type)
+        apply_context_parallel(model, now, cp_comm_type or now.config.cp_comm_type, batch_is_split)
     if axes & {"tensor", "context"}:
-        forward_transforms(model).before.insert(0, BatchCheck(now, "tensor", "context"))
+        together = ("tensor",) if batch_is_split else ("tensor", "context")
+        forward_transforms(model).before.insert(0, BatchCheck(now, *together))
     routed = "tensor" in axes and getattr(model.config, "output_router_logits", False)
     if "expert" in axes or config is not None or routed:  # tensor ranks share the router loss
         apply_expert_parallel(model, now, config)

@@ -76,6 +76,33 @@ def load(
     return loaded[0]
 
 
+def read_optimizer_state(folder: StoragePath, model: nn.Module) -> dict[str, Any]:
+    """Return the state of the optimizer in a checkpoint, for a script without that optimizer yet.
+
+    A collective call. Raises CheckpointError on all ranks.
+
+    Returns:
+        ``{"state": {parameter name: {key: tensor}}, "param_groups": [...]}`` with tensors divided
+        as the parameters of ``model``, which is sharded, are.
+    """
+    async_writer.finish()
+    found: dict[str, Any] = {}
+    with raise_on_all_ranks():
+        saved = index.read(folder)
+        parameters = {name: p for p, name in state.updated_names(model).items()}
+        placeholder = torch.optim.SGD(parameters.values())
+        state.allocate_optimizer_state(placeholder, model, saved.tensors)
+        tensors = dict(state.optimizer_tensors(placeholder, model))
+        _read_tensors(folder, saved, tensors)
+        found["state"] = {
+            name: dict(placeholder.state[parameter])
+            for name, parameter in parameters.items()
+            if parameter in placeholder.state
+        }
+        found["param_groups"] = _stored_value(folder, saved, "optimizer")["groups"]
+    return found
+
+
 def _remote_names(model: nn.Module) -> set[str]:
     """Return the names of parameters and buffers that only other pipeline stages hold."""
     if state.job_runtime(model).mesh.pipeline == 1:

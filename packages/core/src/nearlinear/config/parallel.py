@@ -367,7 +367,7 @@ def load(
         raise ConfigError(
             f"the config is a {type(config).__name__}: expected a dict, or a .toml or .json path"
         )
-    return parse(canonical(asked) | canonical(_from_launcher(environment)))
+    return parse(canonical(asked) | canonical(launcher_parameters(environment)))
 
 
 def allow_value(key: str, value: str) -> None:
@@ -405,7 +405,8 @@ def canonical(data: dict) -> dict:
     return result
 
 
-def _from_launcher(environment) -> dict:
+def launcher_parameters(environment: Mapping[str, str]) -> dict:
+    """Return the keys in the launcher's environment variable. Raises ConfigError."""
     text = environment.get(LAUNCHER_VARIABLE, "").strip()
     if not text:
         return {}

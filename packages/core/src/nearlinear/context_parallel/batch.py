@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.nn import functional
 
 from .._torch import all_gather
+from ..distributed.consensus import all_gather_ints
 from ..errors import ConfigError, DataError
 from ..fsdp.targets import IGNORED_LABEL
 
@@ -58,6 +59,47 @@ def restore(parts: list[torch.Tensor], dim: int = 1) -> torch.Tensor:
     """Join the rows of all ranks to the whole sequence; the inverse of `take`."""
     early, late = zip(*(part.chunk(2, dim) for part in parts), strict=True)
     return torch.cat([*early, *reversed(late)], dim)
+
+
+SEQUENCE_ARGUMENTS = (
+    *("input_ids", "inputs_embeds", "token_type_ids", "labels", "shift_labels"),
+    *("attention_mask", "position_ids"),
+)
+"""Arguments of a model with one value per token, (B, S, ...)."""
+
+
+def join_split_batch(given: dict, group: dist.ProcessGroup) -> dict:
+    """Return the arguments for the whole batch from those of this rank, which are split already.
+
+    The split is that of `take`, and no row is padding. Positions, shifted labels and masks depend
+    on neighboring tokens, so that the whole sequence is needed for them. A collective call of the
+    context ranks. Raises DataError on all of them if their parts have different shapes.
+    """
+    device = next((v.device for v in given.values() if isinstance(v, torch.Tensor)), "cpu")
+    parts = {
+        name: given[name]
+        for name in SEQUENCE_ARGUMENTS
+        if isinstance(given.get(name), torch.Tensor) and given[name].dim() > 1
+    }
+    described = [size for name in SEQUENCE_ARGUMENTS for size in _rows_of(parts.get(name))]
+    shapes = all_gather_ints(described, torch.device(device), group)
+    if any(shape != described for shape in shapes) or any(v.shape[1] % 2 for v in parts.values()):
+        raise DataError(
+            "batch_is_split = True, but the context ranks were given parts of different shapes or "
+            f"of an odd length ({ {name: tuple(v.shape) for name, v in parts.items()} } here): "
+            "pad sequences to a multiple of 2 x context_parallel_degree, divide them into that "
+            "many chunks on dim 1, and give rank r the chunks r and 2 x degree - 1 - r"
+        )
+    whole = {}
+    for name, part in parts.items():
+        gathered = part.new_empty(group.size(), *part.shape)
+        all_gather(gathered.flatten(0, 1), part.detach().contiguous(), group=group)
+        whole[name] = restore(list(gathered.unbind(0)))
+    return given | whole
+
+
+def _rows_of(part: torch.Tensor | None) -> tuple[int, int]:
+    return (0, 0) if part is None else (part.shape[0], part.shape[1])
 
 
 def positions(rank: int, ranks: int, chunk: int, device) -> torch.Tensor:

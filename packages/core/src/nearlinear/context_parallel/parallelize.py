@@ -12,6 +12,8 @@ from __future__ import annotations
 import copy
 import inspect
 import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,8 +25,16 @@ from ..distributed.runtime import Runtime
 from ..errors import ConfigError, NearlinearError
 from ..fsdp.forward_transforms import forward_transforms
 from ..fsdp.model_state import HuggingFaceModel, ShardingExtension, model_state, set_model_state
+from ..fsdp.targets import IGNORED_LABEL, TargetRule
 from ..tensor_parallel.loss import install_loss
-from .batch import FLAGS, FullBatch, gather_logits, predicts_from_padding, split_arguments
+from .batch import (
+    FLAGS,
+    FullBatch,
+    gather_logits,
+    join_split_batch,
+    predicts_from_padding,
+    split_arguments,
+)
 from .masks import ATTENTION_NAME, SequenceMask, current_batch, use_whole_sequences
 from .ring_attention import EXCHANGES, attention
 
@@ -132,8 +142,15 @@ UNSUPPORTED_ATTENTION_ARGUMENTS = ("position_bias", "head_mask", "indices", "cac
 class ContextParallel(ShardingExtension):
     """Context ranks of one model and its current batch."""
 
-    def __init__(self, model: HuggingFaceModel, group: dist.ProcessGroup, comm_type: str):
+    def __init__(
+        self,
+        model: HuggingFaceModel,
+        group: dist.ProcessGroup,
+        comm_type: str,
+        batch_is_split: bool = False,
+    ):
         self.model, self.exchange = model, EXCHANGES[comm_type](group)
+        self.batch_is_split = batch_is_split
         self.counts_by_mask = _counts_by_mask(model)
         self.eager = model.config._attn_implementation == "eager"
         self.batch: FullBatch | None = None
@@ -141,6 +158,9 @@ class ContextParallel(ShardingExtension):
 
     def split(self, arguments: dict) -> dict:
         """Take this rank's part of the model's arguments, see `batch.split_arguments`."""
+        own_embeddings = arguments.get("inputs_embeds")
+        if self.batch_is_split:
+            arguments = join_split_batch(arguments, self.exchange.group)
         given = {flag: getattr(self.model.config, flag, None) for flag in FLAGS} | arguments
         if self.counts_by_mask and given.get("position_ids") is None:
             if given.get("attention_mask") is not None:
@@ -156,13 +176,15 @@ class ContextParallel(ShardingExtension):
                 "to -100."
             )
         embeddings = given.get("inputs_embeds")
-        if isinstance(embeddings, torch.Tensor):
+        if isinstance(embeddings, torch.Tensor) and not self.batch_is_split:
             group, ranks = self.exchange.group, self.exchange.ranks
             given["inputs_embeds"] = all_reduce_grad(embeddings, group, times=ranks)
         documents = not self._would_cache(given.get("use_cache"))
         local, self.batch = split_arguments(
             given, self.exchange.rank, self.exchange.ranks, documents
         )
+        if self.batch_is_split and own_embeddings is not None:
+            local["inputs_embeds"] = own_embeddings  # with their graph
         current_batch.set(self.batch.masks)
         self.attended = False
         return local
@@ -179,7 +201,10 @@ class ContextParallel(ShardingExtension):
         return bool(use_cache) and not recomputes
 
     def gather(self, output):
-        """Return the model's output, with the logits of all tokens if there were no labels."""
+        """Return the model's output, with the logits of all tokens if there were no labels.
+
+        Whoever splits batches gets the logits of his own part.
+        """
         current_batch.set(None)
         if not self.attended:
             raise NearlinearError(
@@ -188,7 +213,7 @@ class ContextParallel(ShardingExtension):
                 "nl.transform, not after it."
             )
         assert self.batch is not None
-        if self.batch.has_labels:
+        if self.batch.has_labels or self.batch_is_split:
             return output
         if isinstance(output, tuple):
             return (gather_logits(output[0], self.batch, self.exchange.group), *output[1:])
@@ -196,23 +221,50 @@ class ContextParallel(ShardingExtension):
         return output
 
 
-def apply_context_parallel(model: HuggingFaceModel, now: Runtime, comm_type: str) -> None:
+@dataclass(frozen=True)
+class SplitTargets(TargetRule):
+    """Counts the targets of a whole batch from the parts of the context ranks."""
+
+    runtime: Runtime | None = None
+
+    def count(self, batch: Mapping[str, Any]) -> float:
+        """Return the number of targets of the whole batch. A collective call."""
+        assert self.runtime is not None
+        group = self.runtime.group("context")
+        targets = batch["labels"] if batch.get("shift_labels") is None else batch["shift_labels"]
+        if batch.get("shift_labels") is None and dist.get_rank(group) == 0:
+            targets = targets[..., 1:]  # the first token of a sequence is no target
+        count = (targets != IGNORED_LABEL).sum().double().to(self.runtime.device)
+        dist.all_reduce(count, group=group)
+        return count.item()
+
+
+def apply_context_parallel(
+    model: HuggingFaceModel, now: Runtime, comm_type: str, batch_is_split: bool = False
+) -> None:
     """Split the sequences of ``model`` over the context ranks. Raises ConfigError.
 
     Every context rank passes the same batch and gets the same loss. With labels, the logits are
     those of the rank's own tokens.
 
-    ``comm_type``: exchange of keys and values, ``"p2p"`` or ``"all_gather"``.
+    Args:
+        model: The model.
+        now: This rank's runtime.
+        comm_type: Exchange of keys and values, ``"p2p"`` or ``"all_gather"``.
+        batch_is_split: Every context rank passes its own part of the batch, see
+            `batch.join_split_batch`, and gets the logits of that part.
     """
     if comm_type not in EXCHANGES:
         raise ConfigError(f"cp_comm_type = {comm_type!r}: allowed are 'p2p' and 'all_gather'")
     check_model(model)
-    context = ContextParallel(model, now.group("context"), comm_type)
+    context = ContextParallel(model, now.group("context"), comm_type, batch_is_split)
     _install_attention(model, context)
     forward_transforms(model).before.append(context.split)
     forward_transforms(model).after.append(context.gather)
     if now.mesh.tensor == 1:  # tensor parallelism has installed it, with its vocabulary offset
         install_loss(model, now)
+    if batch_is_split:
+        model_state(model).target_rule = SplitTargets(shifted=True, runtime=now)
     model_state(model).layout.axes.add("context")
 
 

@@ -198,6 +198,16 @@ def split_by_node(
 _TIMED_ROUNDS = 3
 
 
+BACKEND_ALIASES: dict[str, str] = {}
+"""Names of c10d backends that were registered for another one, such as "smddp"."""
+
+
+def backend_of(group: dist.ProcessGroup | None = None) -> str:
+    """Return the name of the backend of ``group``, resolved by `BACKEND_ALIASES`."""
+    name = dist.get_backend(group)
+    return BACKEND_ALIASES.get(name, name)
+
+
 def is_hierarchy_faster(
     hierarchy: Hierarchy,
     group: dist.ProcessGroup,
@@ -210,7 +220,7 @@ def is_hierarchy_faster(
     A collective call. The slowest rank decides, so that all ranks return the same.
     """
     times: dict[tuple[int, torch.dtype], list[float]] = {}
-    for elements, dtype in dict.fromkeys(sizes):
+    for elements, dtype in dict.fromkeys(size for size in sizes if size[0]):
         output = memory.allocate((elements * group.size(),), dtype=dtype, device=device)
         mine = output.view(-1, elements)[group.rank()].zero_()
         gathers = (
@@ -229,7 +239,7 @@ def is_hierarchy_faster(
             flat * 1e3,
             staged * 1e3,
         )
-    return [times[size][1] < times[size][0] for size in sizes]
+    return [size in times and times[size][1] < times[size][0] for size in sizes]
 
 
 def _time_alternately(
@@ -258,7 +268,7 @@ class ReduceScatter:
 
     def __init__(self, group: dist.ProcessGroup, hierarchy: Hierarchy | None = None):
         self.group, self.hierarchy = group, hierarchy
-        self.by_exchange = dist.get_backend(group) == "gloo"
+        self.by_exchange = backend_of(group) == "gloo"
 
     def __call__(
         self, output: torch.Tensor, input: torch.Tensor, op: dist.ReduceOp.RedOpType

@@ -23,6 +23,7 @@ from ..config import parallel
 from ..config.parallel import HOST_MEMORY_BACKEND, ParallelConfig
 from ..errors import ConfigError, NearlinearError
 from . import process_exit, rendezvous
+from .collectives import backend_of
 from .mesh import AXES, AXIS_GROUPS, Mesh
 from .thread_backend import BACKEND as THREAD_BACKEND
 
@@ -181,8 +182,12 @@ def init(
     Raises:
         ConfigError: A key or value is invalid, or does not fit the number of ranks.
     """
+    return join(parallel.load(config), ranks_per_node)
+
+
+def join(settings: ParallelConfig, ranks_per_node: int | None = None) -> Mesh:
+    """Join the job like `init`, with final ``settings``, and return its mesh."""
     global _of_process
-    settings = parallel.load(config)
     device = _device()
     if not dist.is_initialized():
         _join(backend_for_device(settings.communication_backend, device.type))
@@ -215,7 +220,7 @@ def collective_device() -> torch.device:
     now = _known()
     if now is not None:
         return now.device
-    if dist.get_backend() == "nccl":
+    if backend_of() == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 

@@ -430,3 +430,27 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, args, kwargs) -> None:
             "gradients are divided among replicas: wrap it, nl.shard_optimizer(optimizer, model)"
         )
     check_gradients_complete(parameters)
+
+
+@contextlib.contextmanager
+def defer_replica_reduction(model: nn.Module) -> Iterator[None]:
+    """Do not all-reduce across replicas in the backward passes of this block.
+
+    Outside of `accumulate`, for loops with a ``no_sync`` of their own: sums stay inside the shard
+    groups until the next backward pass after the block, which all-reduces all of them.
+    """
+    _reduce_replicas(model, False)
+    try:
+        yield
+    finally:
+        _reduce_replicas(model, True)
+
+
+def _reduce_replicas(model: nn.Module, last: bool) -> None:
+    reduction = model_state(model).reduction
+    if reduction is not None:
+        reduction.last, reduction.two_hop = last, True
+    for root in fsdp_roots(model):
+        assert isinstance(root, FSDPModule)
+        root.set_requires_all_reduce(last)
+        root.set_is_last_backward(last)

@@ -25,6 +25,7 @@ from ..distributed.collectives import (
     Allocator,
     Hierarchy,
     ReduceScatter,
+    backend_of,
     is_hierarchy_faster,
     split_by_node,
 )
@@ -188,7 +189,7 @@ def _use_hierarchy(
     if choice == "on":
         return [True] * len(units)
     comm = _shard_comm(runtime, axis)
-    if dist.get_backend(comm.gather_group) == HOST_MEMORY_BACKEND:  # hierarchical by itself
+    if backend_of(comm.gather_group) == HOST_MEMORY_BACKEND:  # hierarchical by itself
         return [False] * len(units)
     assert comm.gather_hierarchy is not None
     ranks = getattr(runtime.mesh, axis)
@@ -225,7 +226,7 @@ def enable_overlapped_reduction(units: Units, runtime: Runtime) -> GradientReduc
 
 def _allocator(group: dist.ProcessGroup, kind: str) -> Allocator:
     """Return the allocator of FSDP2's buffers: the backend's own, if it has one."""
-    if dist.get_backend(group) != HOST_MEMORY_BACKEND:
+    if backend_of(group) != HOST_MEMORY_BACKEND:
         return TorchAllocator()
     import nearlinear_collectives
 

@@ -8,7 +8,7 @@ that hold them, in a single all-to-all.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from ..save import ShardMemory, describe_shards, iterate_shards, local_memory
 from ..shards import TensorShard, assign_writers
 from . import meta_model
 from .adapters import ADAPTER_CONFIG, MergedWeights, is_adapter, is_transposed
-from .naming import hf_tensors
+from .naming import HFTensor, hf_tensors
 from .writer import MAX_SHARD_BYTES, FolderWriter, OutputFile, OutputTensor, split_into_files
 
 
@@ -242,6 +242,32 @@ def _write_error(folder: Path, error: OSError) -> str:
         f"{folder} cannot be written ({error.strerror or error}): use a folder that all ranks "
         "share, with enough space for the model"
     )
+
+
+def gather_tensors(
+    tensors: dict[str, state.StateTensor],
+    wanted: Sequence[HFTensor],
+    receivers: Collection[int],
+    now: runtime.Runtime,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the name and the values of each of ``wanted`` on the ranks ``receivers``.
+
+    A collective call of all ranks, one exchange per tensor; iterate to the end.
+
+    Args:
+        tensors: Tensors of which every rank holds shards, by name.
+        wanted: Blocks of these tensors.
+        receivers: Ranks that get the values.
+        now: This rank's runtime.
+    """
+    local = local_memory(tensors)
+    exchange = _ShardExchange(local, all_gather_json(describe_shards(tensors, local)))
+    for each in wanted:
+        output = OutputTensor(each, tensors[each.source].tensor.dtype)
+        requested = [output if rank in receivers else None for rank in range(now.mesh.world)]
+        values = exchange.exchange(requested, now)
+        if values is not None:
+            yield each.name, values
 
 
 class _ShardExchange:

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from ...errors import CheckpointError, NearlinearError
+from ...fsdp.deferred_init import deferred_init
 from ...spmd import one_at_a_time
 
 
@@ -31,6 +32,19 @@ def build_like(model: nn.Module) -> Any:
     if getattr(model, "generation_config", None) is not None:
         bare.generation_config = copy.deepcopy(model.generation_config)
     return bare
+
+
+def deferred_like(model: nn.Module) -> Any:
+    """Build the whole model of ``model`` under `deferred_init`, with the job's seed.
+
+    Returns None unless ``model`` is a transformers model.
+    """
+    kind = _transformers_class(type(model))
+    if kind is None:
+        return None
+    config: Any = _portable_config(model.config)
+    with deferred_init():
+        return kind(config)
 
 
 def build_from_config(described: dict) -> Any:

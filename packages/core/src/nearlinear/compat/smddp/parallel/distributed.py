@@ -1,0 +1,5 @@
+"""The same class under its longer module name."""
+
+from . import DistributedDataParallel
+
+__all__ = ["DistributedDataParallel"]
