@@ -25,6 +25,8 @@ EXPLAINED: dict[tuple[str, str], str] = {
         "equivalent on CPUs, where torch's sort is stable",
     ("pipeline_parallel/partition.py", "off by one: 1.0 -> (2.0) #1"):
         "equivalent: the divisor of costs that are all 0",
+    ("pipeline_parallel/stage.py", "operator: hidden * torch.nan -> (hidden // torch.nan)"):
+        "equivalent: both are NaN",
     ("planner/step_time.py", "comparison: left_out <= 0 -> (left_out < 0)"):
         "equivalent: zero times the seconds of a micro-batch are added",
     ("tensor_parallel/parallelize.py", "constant: False -> (True)"):
