@@ -116,7 +116,8 @@ class ParallelConfig:
     """limit of micro-batches in flight in schedules that run forward passes first; 0 = number of
     stages + 2"""
     prescaled_batch: bool = True
-    """SMP v1 compatibility. Must be true: model-parallel ranks always receive the same batch."""
+    """tensor ranks are given the same batch; false = each its part of it, in an SMP v1 step
+    function only"""
     auto_partition: bool = True
     """assign blocks to stages automatically; false = by nl.pipeline(model, split=...)"""
     default_partition: int | None = None
@@ -197,11 +198,6 @@ class ParallelConfig:
                 raise ConfigError(f"{name} = {getattr(self, name)}: must be at least 1")
         if not 0 <= (self.memory_weight or 0.0) <= 1:
             raise ConfigError(f"memory_weight = {self.memory_weight}: must be in 0 .. 1")
-        if not self.prescaled_batch and self.tensor_parallel_degree > 1:
-            raise ConfigError(
-                "prescaled_batch = false is not supported: ranks that split a model read the same "
-                "batch. Set it to true and read by data rank, as nl.data.Loader does."
-            )
         if self.hybrid_shard_degree < 0:
             raise ConfigError(
                 f"hybrid_shard_degree = {self.hybrid_shard_degree}: must be 0 (all data ranks) or "
@@ -367,7 +363,7 @@ def load(
         raise ConfigError(
             f"the config is a {type(config).__name__}: expected a dict, or a .toml or .json path"
         )
-    return parse(canonical(asked) | canonical(_from_launcher(environment)))
+    return parse(canonical(asked) | canonical(launcher_parameters(environment)))
 
 
 def allow_value(key: str, value: str) -> None:
@@ -405,7 +401,8 @@ def canonical(data: dict) -> dict:
     return result
 
 
-def _from_launcher(environment) -> dict:
+def launcher_parameters(environment: Mapping[str, str]) -> dict:
+    """Return the parameters that the launcher has set. Raises ConfigError."""
     text = environment.get(LAUNCHER_VARIABLE, "").strip()
     if not text:
         return {}

@@ -91,6 +91,8 @@ class Runtime:
     _groups: dict[str, dist.ProcessGroup] = field(default_factory=dict)
     comm_threads: CommThreadSet | None = None
     """Communication threads, once a model uses them."""
+    compat: object | None = None
+    """State of another library's interface on this rank, see `nearlinear.compat`."""
 
     @classmethod
     def from_device_mesh(cls, device_mesh: DeviceMesh, config: ParallelConfig) -> Runtime:
@@ -181,8 +183,12 @@ def init(
     Raises:
         ConfigError: A key or value is invalid, or does not fit the number of ranks.
     """
+    return join(parallel.load(config), ranks_per_node)
+
+
+def join(settings: ParallelConfig, ranks_per_node: int | None = None) -> Mesh:
+    """Join the job like `init`, with final ``settings``, and return its mesh."""
     global _of_process
-    settings = parallel.load(config)
     device = _device()
     if not dist.is_initialized():
         _join(backend_for_device(settings.communication_backend, device.type))
@@ -220,6 +226,13 @@ def collective_device() -> torch.device:
     return torch.device("cpu")
 
 
+def world_size() -> int:
+    """Return the number of ranks of the job, before `init` too."""
+    return (
+        dist.get_world_size() if dist.is_initialized() else parallel.whole_number("WORLD_SIZE", 1)
+    )
+
+
 def is_initialized() -> bool:
     """Return whether `init` was called on this rank."""
     return _known() is not None
@@ -239,7 +252,7 @@ def process_group(axis: str) -> dist.ProcessGroup:
 
     Args:
         axis: One of pipeline, replicate, shard, context and tensor, or a group across axes:
-            sharing, expert, expert_sharing.
+            sharing, expert, expert_sharing, data, model, stage, see `mesh.AXIS_GROUPS`.
 
     Raises:
         ConfigError: There is no such axis.

@@ -28,7 +28,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from .. import _torch
 from ..distributed.collectives import transform_grad
 from ..distributed.runtime import Runtime
-from ..errors import DataError, NearlinearError
+from ..errors import ConfigError, DataError, NearlinearError
 from . import loss_scaler
 from .model_state import (
     fsdp_roots,
@@ -36,6 +36,7 @@ from .model_state import (
     model_state,
     optimizer_parameter,
     parameter_state,
+    runtime_of,
 )
 from .targets import Prediction, TargetMeasurement, predict_targets, unknown_targets
 
@@ -84,6 +85,13 @@ def accumulate(
         raise NearlinearError(
             f"nl.accumulate needs a sharded model, and this {type(model).__name__} is not: call "
             "nl.shard(model) first"
+        )
+    config = runtime_of(model).config
+    if config.tensor_parallel_degree > 1 and not config.prescaled_batch:
+        raise ConfigError(
+            "prescaled_batch = false with tensor_parallel_degree > 1: only a function under "
+            "@smp.step (nearlinear.compat.smp) gathers the batches of tensor ranks. Set it to true "
+            "and read by data rank, as nl.data.Loader does."
         )
     return AccumulationStep(model, list(micro_batches), weight, two_hop).run()
 
