@@ -83,10 +83,23 @@ def config(layers=4):
         n_embd=32,
         n_positions=TOKENS,
         vocab_size=VOCABULARY,
+        bos_token_id=None,
+        eos_token_id=None,
         resid_pdrop=0.0,
         embd_pdrop=0.0,
         attn_pdrop=0.0,
     )
+
+
+def create_model(args):
+    torch.manual_seed(7)
+    dtype = torch.float16 if args.fp16 else torch.bfloat16 if args.bf16 else torch.float32
+    with smp.model_creation(
+        tensor_parallelism=smp.tp_size() > 1 or args.use_distributed_transformer > 0,
+        dtype=dtype,
+        attention_in_fp32=False,
+    ):
+        return AutoModelForCausalLM.from_config(config())
 
 
 def build(args):
@@ -110,14 +123,7 @@ def build(args):
     if args.manual_partition:
         settings |= {"auto_partition": False, "default_partition": 0}
     smp.init(settings)
-    torch.manual_seed(7)
-    dtype = torch.float16 if args.fp16 else torch.bfloat16 if args.bf16 else torch.float32
-    with smp.model_creation(
-        tensor_parallelism=smp.tp_size() > 1 or args.use_distributed_transformer > 0,
-        dtype=dtype,
-        attention_in_fp32=False,
-    ):
-        model = AutoModelForCausalLM.from_config(config())
+    model = create_model(args)
     model = smp.DistributedModel(
         model,
         trace_device="gpu",
