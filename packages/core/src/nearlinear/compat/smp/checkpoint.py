@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import pickle
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -72,14 +73,15 @@ def _file(f: str | os.PathLike, partial: bool) -> str:
 
 def _read(path: str | os.PathLike, map_location: Any = "cpu") -> Any:
     try:
-        return decode(torch.load(path, map_location=map_location, weights_only=True))
+        found = torch.load(path, map_location=map_location, weights_only=True)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from None
-    except Exception as error:  # the unpickler of torch
+    except (pickle.UnpicklingError, RuntimeError) as error:
         raise CheckpointError(
             f"{path} contains more than tensors, numbers and strings, which could run code when "
-            f"loaded ({error}): save it with smp.save"
+            f"loaded, or is damaged ({error}): save it with smp.save"
         ) from error
+    return decode(found)
 
 
 def encode(value: Any) -> Any:
@@ -118,6 +120,7 @@ def decode(value: Any) -> Any:
     if kind == "config":
         from transformers import AutoConfig
 
+        inner.pop("model_type", None)
         return AutoConfig.for_model(value["model_type"], **inner)
     simple: dict[str, Callable] = {
         "tuple": tuple,
