@@ -18,7 +18,6 @@ LAYERS = {
     "sharding": ("fsdp",),
     "techniques": (
         "activation",
-        "compat",
         "context_parallel",
         "expert_parallel",
         "pipeline_parallel",
@@ -29,6 +28,7 @@ LAYERS = {
     "training": ("train",),
     "interfaces": (
         "cli",
+        "compat",
         "environment",
         "launch",
         "planner",

@@ -17,7 +17,7 @@ import contextlib
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -51,7 +51,7 @@ def accumulate(
     *,
     weight: Callable[[Batch], float] | None = None,
     two_hop: bool = True,
-) -> Iterator[Batch]:
+) -> Generator[Batch, None, None]:
     """Yield each of ``micro_batches``; the body of the loop runs one forward and one backward.
 
     ::
@@ -143,7 +143,7 @@ class AccumulationStep:
             raise unknown_targets(self.model)
         return None
 
-    def run(self) -> Iterator:
+    def run(self) -> Generator[Any, None, None]:
         """Yield the micro-batches; see `accumulate`."""
         state = self.state
         if state.accumulation is not None:

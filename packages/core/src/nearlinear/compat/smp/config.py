@@ -90,7 +90,7 @@ KEYS: dict[str, Key] = {
         False,
         "-",
         required=False,
-        reason="partition files are not read: set auto_partition = false and call smp.set_partition",
+        reason="partition files are not read: set auto_partition = false, call smp.set_partition",
     ),
     "partition_file": Key(None, "-", unused="it is read with `load_partition` only"),
     "overlapping_allreduce": Key(True, "-", unused="set `overlap_communication`"),

@@ -13,7 +13,8 @@ from ...checkpoint.shards import TensorShard, local_tensor_shards
 from ...checkpoint.state import StateTensor, model_tensors
 from ...distributed.consensus import all_gather_json
 from ...errors import CheckpointError, join_faults
-from ...fsdp.model_state import local_tensor, runtime_of
+from ...fsdp.model_state import local_tensor, model_state, runtime_of
+from ...pipeline_parallel.runtime import pipeline_runtime
 
 
 def gather_tensors(
@@ -71,13 +72,15 @@ def _transfer(values: torch.Tensor | None, source: int, to_all: bool) -> None:
 def gather_state(model: nn.Module, to_all: bool) -> dict[str, torch.Tensor]:
     """Return the state dict of the whole ``model``, with all names of tied parameters."""
     whole = gather_tensors(model_tensors(model), model, to_all)
-    names = {}
+    tied: list[tuple[str, str]] = []
+    names: dict[nn.Parameter, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
-    for tied in names.values():
-        for name in tied[1:]:
-            if tied[0] in whole:
-                whole.setdefault(name, whole[tied[0]])
+        tied.append((names.setdefault(parameter, name), name))
+    if model_state(model).pipeline is not None:  # no stage has both
+        tied += [(tie.name, tie.copy_name) for tie in pipeline_runtime(model).tied]
+    for name, other in tied:
+        if name in whole:
+            whole.setdefault(other, whole[name])
     return whole
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
+from ...checkpoint.state import model_tensors
 from ...config.activation_strategy import parse_strategy
 from ...errors import ConfigError, NearlinearError
 from ...fsdp.deferred_init import record_init
@@ -179,11 +180,10 @@ class DistributedModel(nn.Module):
         return gather_state(self.module, to_all=not gather_to_rank0)
 
     def local_state_dict(self) -> dict[str, torch.Tensor]:
-        """Return this rank's shards by name, for `save`."""
+        """Return this rank's shards by name, for `save`; of tied parameters once."""
         session().partition()
-        return {
-            name: local_tensor(tensor.detach()) for name, tensor in self.module.state_dict().items()
-        }
+        tensors = model_tensors(self.module)
+        return {name: local_tensor(each.tensor.detach()) for name, each in tensors.items()}
 
     def load_state_dict(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, state_dict: Mapping[str, torch.Tensor], strict: bool = True

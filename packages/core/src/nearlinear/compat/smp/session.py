@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -297,7 +297,7 @@ class Passes:
         self._steps: Iterator[int] | None = None
         self._left = 0
 
-    def take(self, number: int) -> Iterator[int]:
+    def take(self, number: int) -> Generator[int, None, None]:
         """Yield the ``number`` accumulation steps of one call, and end the last one of them."""
         if self._steps is None:
             self._left = self.count * self.steps_per_pass

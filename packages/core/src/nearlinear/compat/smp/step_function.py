@@ -19,6 +19,7 @@ all stages and the function on the last one, where ``model(...)`` returns the ou
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Collection, Mapping
@@ -194,10 +195,11 @@ def _run_locally(
         steps, factor = accumulate(model, model_calls), 1.0
     else:
         steps, factor = passes.take(len(micro_batches)), passes.loss_factor
-    return [
-        _call(function, each, _OneCall(function, training=True, factor=factor))
-        for each, _ in zip(micro_batches, steps, strict=True)
-    ]
+    with contextlib.closing(steps):  # a failed step ends at once
+        return [
+            _call(function, each, _OneCall(function, training=True, factor=factor))
+            for each, _ in zip(micro_batches, steps, strict=True)
+        ]
 
 
 def _run_on_stages(
@@ -225,10 +227,11 @@ def _run_on_stages(
             steps = accumulate(model, [model_calls], weight=lambda calls: sum(targets))
         else:
             steps = passes.take(1)
-        for _ in steps:
-            loss = BatchLoss(model, targets)
-            pipe.run(model, model_calls, loss.weighted(compute_loss))
-            loss.broadcast()
+        with contextlib.closing(steps):
+            for _ in steps:
+                loss = BatchLoss(model, targets)
+                pipe.run(model, model_calls, loss.weighted(compute_loss))
+                loss.broadcast()
     else:
         loss = BatchLoss(model, targets)
         pipe.evaluate(model, model_calls, loss.weighted(compute_loss))
