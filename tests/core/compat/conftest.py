@@ -8,6 +8,7 @@ import pytest
 
 import nearlinear as nl
 import nearlinear_compat
+from nearlinear_compat.finder import AliasFinder
 
 SCRIPTS = Path(__file__).parent / "scripts"
 
@@ -18,15 +19,17 @@ def load_script(name):
     spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    create = getattr(module, "create_model", None)
-    if create is not None:
-
-        def create_locked(*args, **options):
-            with nl.spmd.one_at_a_time():
-                return create(*args, **options)
-
-        module.create_model = create_locked
+    for key in [key for key in vars(module) if key.startswith("create_")]:
+        setattr(module, key, _locked(getattr(module, key)))
     return module
+
+
+def _locked(create):
+    def create_locked(*args, **options):
+        with nl.spmd.one_at_a_time():
+            return create(*args, **options)
+
+    return create_locked
 
 
 @pytest.fixture(scope="session")
@@ -41,11 +44,18 @@ def interface():
 
 @pytest.fixture
 def finder():
-    """Remove the finder and its modules from the import system afterwards."""
-    path, modules = list(sys.meta_path), set(sys.modules)
-    sys.meta_path[:] = [each for each in path if type(each).__name__ != "AliasFinder"]
+    """Import system without a finder and its modules, as in a new process."""
+    path = list(sys.meta_path)
+    known = {name: each for name, each in sys.modules.items() if _is_alias(name)}
+    sys.meta_path[:] = [each for each in path if not isinstance(each, AliasFinder)]
+    for name in known:
+        del sys.modules[name]
     yield
+    for name in [name for name in sys.modules if _is_alias(name)]:
+        del sys.modules[name]
+    sys.modules.update(known)
     sys.meta_path[:] = path
-    for name in set(sys.modules) - modules:
-        if name.split(".")[0] == "smdistributed":
-            del sys.modules[name]
+
+
+def _is_alias(name):
+    return name.split(".")[0] == "smdistributed"

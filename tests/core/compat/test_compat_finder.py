@@ -1,6 +1,7 @@
 """nearlinear-compat: imports of other libraries, and scripts run with them."""
 
 import importlib
+import importlib.util
 import os
 import subprocess
 import sys
@@ -44,6 +45,11 @@ def test_an_installed_library_is_not_replaced(finder, tmp_path, monkeypatch):
     assert len(found.aliases) == len(ALIASES) - 1
 
 
+def test_versions_are_those_of_the_last_releases(finder):
+    nearlinear_compat.install()
+    assert importlib.import_module("smdistributed.modelparallel").__version__ == "1.15.0"
+
+
 def test_a_script_runs_as_main_with_its_arguments(finder, tmp_path, monkeypatch, capsys):
     (tmp_path / "beside.py").write_text("HERE = 'beside the script'\n")
     script = tmp_path / "script.py"
@@ -74,6 +80,9 @@ def test_wrong_commands_are_explained(capsys, tmp_path):
     assert "there is no script" in capsys.readouterr().err
 
 
+@pytest.mark.skipif(
+    importlib.util.find_spec("nearlinear.compat.smddp") is None, reason="no nearlinear.compat.smddp"
+)
 def test_smddp_runs_under_torchrun():
     torch.manual_seed(0)
     model, rows = torch.nn.Linear(4, 1), torch.randn(8, 4)

@@ -149,9 +149,12 @@ def model_state(settings, folder):
     model.register_post_step_hook(lambda m, o: calls.append(("step", m, o)))
     assert not model.partitioned and model.module is model.get_module()
     train_step(model, ids())
-    assert model.partitioned and calls == [("partition", model, optimizer)]
+    assert model.partitioned
+    assert calls == [("partition", model, optimizer), ("step", model, optimizer)]
     optimizer.step()
-    assert calls[1:] == [("step", model, optimizer)]
+    assert [len(group["params"]) for group in optimizer.param_groups] == [
+        len(group) for group in optimizer.fp16_groups
+    ]
     assert not optimizer.overflow and optimizer.optimizer.param_groups is optimizer.param_groups
     optimizer.zero_grad(set_to_none=True)
     names = [name for name, _ in model.local_named_parameters()]
@@ -181,14 +184,14 @@ def model_state(settings, folder):
     optimizer.zero_grad()
     smp.barrier()
     found = smp.load(folder / "state.pt", partial=True)
-    model.load_state_dict(found["model"])
+    model.load_state_dict(found["model"], same_partition_load=True)
     optimizer.load_state_dict(found["optimizer"])
     assert smp.load(folder / f"args_{smp.rank()}.pt", partial=False)["args"].a == 1
     assert train_step(model, ids(1)).reduce_mean().item() == after
     optimizer.step()
     model.load_state_dict(state)
     optimizer.load_state_dict(updates)
-    assert train_step(model, ids(1)).reduce_mean().item() == after
+    assert train_step(model, ids(1)).reduce_mean().item() == after and len(calls) == 2
     assert optimizer.local_state_dict(gather_if_shard=True).keys() == updates.keys()
     return names, state, updates
 
@@ -203,11 +206,21 @@ class Pair(torch.nn.Module):
         self.early = torch.nn.Linear(2, 2)
 
 
+def create_parts():
+    """Use the contexts on modules of PyTorch."""
+    Pair()
+    with smp.tensor_parallelism(enabled=False):
+        plain = torch.nn.Linear(2, 2)
+    with smp.delay_param_initialization(enabled=True):
+        late = torch.nn.Linear(2, 2)
+    assert late.weight.is_meta and not plain.weight.is_meta
+
+
 def preparation():
     """Use what a script may call before the first step."""
     smp.init({"partitions": 2, "auto_partition": False, "default_partition": 0, "microbatches": 2,
               "ddp": True})  # fmt: skip
-    Pair()
+    create_parts()
     model = create_model(tensor_parallelism=True, flash_attention=True, dtype=torch.bfloat16)
     smp.set_tensor_parallelism(model, True, fused_softmax=True)
     transformer = model.transformer
@@ -223,11 +236,6 @@ def preparation():
     there = translate_hf_state_dict_to_smdistributed_gpt2(state, max_seq_len=4)
     assert there["transformer.wpe.weight"].shape[0] == 4
     assert translate_state_dict_to_hf_gpt2(state).keys() == state.keys()
-    with smp.tensor_parallelism(enabled=False):
-        plain = torch.nn.Linear(2, 2)
-    with smp.delay_param_initialization(enabled=True):
-        late = torch.nn.Linear(2, 2)
-    assert late.weight.is_meta and not plain.weight.is_meta
     for layer in list(layers)[1:]:
         smp.set_partition(layer, 1)
     smp.set_activation_checkpointing(layers, strategy="contiguous")
@@ -242,6 +250,7 @@ def parts():
     smp.init({"ddp": True})
     linear, table = smp.nn.DistributedLinear(2, 3), smp.nn.DistributedEmbedding(4, 2)
     norm = smp.nn.FusedLayerNorm(3)
+    assert isinstance(torch.nn.LayerNorm(3), smp.nn.FusedLayerNorm)
     stack = torch.nn.Sequential(linear, norm, torch.nn.Linear(3, 1))
     x = table(torch.tensor([0, 1]))
     plain = stack(x).sum()

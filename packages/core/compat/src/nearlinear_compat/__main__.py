@@ -36,6 +36,7 @@ def main(argv: list[str] | None = None) -> int:
 def run_script(script: str, arguments: list[str]) -> None:
     """Run ``script`` as ``__main__``, and leave the job in step with the other ranks."""
     install()
+    _allow_cpu()
     sys.argv = [script, *arguments]
     sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
     try:
@@ -47,6 +48,18 @@ def run_script(script: str, arguments: list[str]) -> None:
         import nearlinear
 
         nearlinear.shutdown()
+
+
+def _allow_cpu() -> None:
+    """Let scripts select a GPU on a machine without any, where nearlinear trains on the CPU."""
+    import torch
+
+    if not torch.cuda.is_available():
+
+        def set_device(device: object) -> None:
+            """Do nothing: there is no GPU."""
+
+        torch.cuda.set_device = set_device
 
 
 if __name__ == "__main__":

@@ -13,9 +13,12 @@ from types import ModuleType
 ALIASES = {
     "smdistributed.modelparallel.torch": "nearlinear.compat.smp",
     "torch.sagemaker": "nearlinear.compat.tsm",
-    "smdistributed.dataparallel.torch.torch_smddp": "nearlinear_compat.torch_smddp",
+    "smdistributed.dataparallel.torch": "nearlinear.compat.smddp",
 }
 """Modules of other libraries, with all submodules, and the modules that take their place."""
+
+VERSIONS = {"smdistributed.modelparallel": "1.15.0", "smdistributed.dataparallel": "2.6.0"}
+"""Last releases of the libraries, which scripts print or compare."""
 
 
 class AliasFinder(MetaPathFinder):
@@ -70,6 +73,8 @@ class _PackageLoader(Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         module.__path__ = []
+        if module.__name__ in VERSIONS:
+            vars(module)["__version__"] = VERSIONS[module.__name__]
 
 
 def install(aliases: dict[str, str] = ALIASES) -> AliasFinder:

@@ -402,7 +402,7 @@ def canonical(data: dict) -> dict:
 
 
 def launcher_parameters(environment: Mapping[str, str]) -> dict:
-    """Return the parameters that the launcher has set. Raises ConfigError."""
+    """Return the keys in the launcher's environment variable. Raises ConfigError."""
     text = environment.get(LAUNCHER_VARIABLE, "").strip()
     if not text:
         return {}

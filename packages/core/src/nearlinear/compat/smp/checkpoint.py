@@ -28,7 +28,7 @@ from .session import session
 
 log = logging.getLogger(__name__)
 
-_KIND = "__nearlinear_kind__"
+_KIND = "smp:kind"
 _PLAIN = str | int | float | bool | torch.Tensor | torch.dtype | torch.Size | None
 
 

@@ -61,6 +61,8 @@ def gather_tensors(
 
 def _transfer(values: torch.Tensor | None, source: int, to_all: bool) -> None:
     """Send ``values`` of rank ``source`` to all ranks, or to rank 0."""
+    if values is None:  # neither end
+        return
     if to_all:
         dist.broadcast(values, source)
     elif source and dist.get_rank() == source:

@@ -186,9 +186,18 @@ class DistributedModel(nn.Module):
         return {name: local_tensor(each.tensor.detach()) for name, each in tensors.items()}
 
     def load_state_dict(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, state_dict: Mapping[str, torch.Tensor], strict: bool = True
+        self,
+        state_dict: Mapping[str, torch.Tensor],
+        strict: bool = True,
+        same_partition_load: bool = False,
     ) -> None:
-        """Load a result of `state_dict` or `local_state_dict`; before the first step, then."""
+        """Load a result of `state_dict` or `local_state_dict`; before the first step, then.
+
+        Args:
+            state_dict: The state.
+            strict: Names must be equal.
+            same_partition_load: Has no effect: shards are recognized by their shapes.
+        """
         found, state = session(), dict(state_dict)
         found.do_when_partitioned(lambda: load_state(self.module, state, strict))
 
@@ -200,7 +209,7 @@ class DistributedModel(nn.Module):
         found.after_partition.append(hook)
 
     def register_post_step_hook(self, hook: Callable[[Any, Any], Any]) -> None:
-        """Call ``hook(model, optimizer)`` after every step of the optimizer."""
+        """Call ``hook(model, optimizer)`` after the first step function call in training."""
         session().after_step.append(hook)
 
     def register_comm_hook(self, state: Any, hook: Callable) -> None:

@@ -107,6 +107,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return self.optimizer.defaults
 
     @property
+    def fp16_groups(self) -> list[list[torch.Tensor]]:
+        """Parameters of every group."""
+        return [list(group["params"]) for group in self.param_groups]
+
+    @property
     def overflow(self) -> bool:
         """True if the last step had gradients beyond float16, and changed nothing."""
         scaler = self._scaler()
@@ -119,16 +124,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return 1.0 if scaler is None else scaler.loss_scale
 
     def step(self, closure: Callable | None = None) -> Any:
-        """Update the parameters, and call the model's post-step hooks."""
-        found = session()
-        if not found.partitioned:
+        """Update the parameters."""
+        if not session().partitioned:
             raise NearlinearError(
                 "optimizer.step() before the first call of a function under @smp.step"
             )
-        result = self.optimizer.step() if closure is None else self.optimizer.step(closure)
-        for hook in found.after_step:
-            hook(found.model, self)
-        return result
+        return self.optimizer.step() if closure is None else self.optimizer.step(closure)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients."""
@@ -139,7 +140,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return clip_grad_norm_(session().require_model().module, max_norm)
 
     def state_dict(self, gather_to_rank0: bool = False) -> dict[str, Any]:
-        """Return the state of the whole model by parameter name. A collective call.
+        """Return the state of the whole model. A collective call.
+
+        ``state`` contains tensors by the names of the parameter and of the state.
 
         Args:
             gather_to_rank0: Other ranks return an empty state.
@@ -177,24 +180,32 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _load(self, state: dict[str, Any]) -> None:
         model = self._partitioned_model()
         remote = {name for names in all_gather_json(_names(model)) for name in names}
-        restore_optimizer_settings(
-            self.optimizer, model, state["settings"], remote - set(_names(model))
-        )
+        settings = {"kind": state["kind"], "groups": state["param_groups"]}
+        restore_optimizer_settings(self.optimizer, model, settings, remote - set(_names(model)))
+        tensors = {
+            f"{name}/{key}": each
+            for name, of_parameter in state["state"].items()
+            for key, each in of_parameter.items()
+        }
         entries = {
             f"{OPTIMIZER}/{name}": TensorEntry(
                 str(each.dtype).removeprefix("torch."), tuple(state["shapes"][name]), {}
             )
-            for name, each in state["state"].items()
+            for name, each in tensors.items()
         }
         allocate_optimizer_state(self.optimizer, model, entries)
-        copy_tensors(_state_tensors(self.optimizer, model), state["state"], False, set())
+        copy_tensors(_state_tensors(self.optimizer, model), tensors, False, set())
         if (scaler := self._scaler()) is not None and "loss_scaler" in state:
             scaler.load_state_dict(state["loss_scaler"])
 
     def _described(
         self, tensors: dict[str, torch.Tensor], shapes: dict[str, list[int]], settings: dict
     ) -> dict[str, Any]:
-        state: dict[str, Any] = {"state": tensors, "shapes": shapes, "settings": settings}
+        state: dict[str, Any] = {"state": {}, "shapes": shapes, "kind": settings["kind"]}
+        state["param_groups"] = settings["groups"]
+        for name, tensor in tensors.items():
+            parameter, _, key = name.rpartition("/")
+            state["state"].setdefault(parameter, {})[key] = tensor
         if (scaler := self._scaler()) is not None:
             state["loss_scaler"] = scaler.state_dict()
         return state

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -112,7 +112,7 @@ class Session:
         self.after_partition: list[Callable[[Any, Any], Any]] = []
         """Hooks of the script."""
         self.after_step: list[Callable[[Any, Any], Any]] = []
-        """Hooks of the script."""
+        """Hooks of the script, after the first step function call in training."""
         self._passes: Passes | None = None
 
     def require_model(self) -> DistributedModel:
@@ -127,6 +127,12 @@ class Session:
             call()
         else:
             self.when_partitioned.append(call)
+
+    def run_step_hooks(self) -> None:
+        """Call the hooks in ``after_step`` once."""
+        hooks, self.after_step = self.after_step, []
+        for hook in hooks:
+            hook(self.model, self.optimizer)
 
     def passes(self, module: nn.Module) -> Passes:
         """Return the step function calls of the current optimizer step."""
@@ -144,7 +150,7 @@ class Session:
             return
         model, runtime = self.require_model(), self.runtime
         module, mesh = model.module, runtime.mesh
-        names = {p: name for name, p in module.named_parameters(remove_duplicate=True)}
+        names: dict[torch.Tensor, str] = {p: name for name, p in module.named_parameters()}
         if self.optimizer is not None:
             self.optimizer.name_parameters(names)
         stages, recomputed = self._stages_of_blocks(module), self._recomputed()
@@ -217,8 +223,8 @@ class Session:
         for number, block in enumerate(split.block_list(module)):
             stage = stage_of(block)
             found[number] = default if stage is None else stage
-            inside = {self.stages.get(part, found[number]) for part in block.modules()}
-            if inside != {found[number]}:
+            inside = {found[number], *(self.stages.get(p, found[number]) for p in block.modules())}
+            if len(inside) > 1:
                 raise ConfigError(
                     f"smp.set_partition: parts of block {number} are assigned to the stages "
                     f"{sorted(inside)}. A block belongs to one stage: assign the whole block."
@@ -290,11 +296,11 @@ class Passes:
     def __init__(self, model: nn.Module, count: int, average: bool):
         self.model, self.count = model, count
         pipelined = model_state(model).pipeline is not None
-        micro_batches = model_state(model).runtime.config.microbatches
+        micro_batches = runtimes.current().config.microbatches
         self.steps_per_pass = 1 if pipelined else micro_batches
         self.loss_factor = float(count if average else count * micro_batches)
         """Factor of a loss, beside the weight of `nearlinear.accumulate`."""
-        self._steps: Iterator[int] | None = None
+        self._steps: Generator[int, None, None] | None = None
         self._left = 0
 
     def take(self, number: int) -> Generator[int, None, None]:

@@ -144,9 +144,10 @@ def step(
             )
         model_calls = [each.arguments for each in recorded]
         run = _run_locally if model_state(model).pipeline is None else _run_on_stages
-        return collect_outputs(
-            run(user_function, micro_batches, model, model_calls, passes), detach_outputs
-        )
+        results = run(user_function, micro_batches, model, model_calls, passes)
+        if session is not None and _is_training(model):
+            session.run_step_hooks()
+        return collect_outputs(results, detach_outputs)
 
     return run_step
 

@@ -175,8 +175,8 @@ class DistributedEmbedding(nn.Embedding):
         super().__init__(*args, **kwargs)
 
 
-class FusedLayerNorm(nn.LayerNorm):
-    """``torch.nn.LayerNorm``, whose kernel is fused."""
+FusedLayerNorm = nn.LayerNorm
+"""``torch.nn.LayerNorm``, whose kernel is fused. Scripts look for it to choose weight decay."""
 
 
 class FlashAttentionLayer(_Part):
