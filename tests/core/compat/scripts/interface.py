@@ -5,6 +5,7 @@ import argparse
 import smdistributed.modelparallel.torch as smp
 import torch
 from smdistributed.modelparallel.torch.nn.huggingface.gpt2 import (
+    translate_hf_state_dict_to_smdistributed,
     translate_hf_state_dict_to_smdistributed_gpt2,
     translate_state_dict_to_hf_gpt2,
 )
@@ -157,8 +158,10 @@ def model_state(settings, folder):
     ]
     assert not optimizer.overflow and optimizer.optimizer.param_groups is optimizer.param_groups
     optimizer.zero_grad(set_to_none=True)
+    assert optimizer.defaults["lr"] == 1e-2 and optimizer.state is optimizer.optimizer.state
     names = [name for name, _ in model.local_named_parameters()]
     assert len(names) == len(list(model.local_parameters()))
+    assert [n for n, _ in model.named_buffers()] == [n for n, _ in model.local_named_buffers()]
     assert len(list(model.local_named_buffers())) == len(list(model.local_buffers()))
     assert len(list(model.local_named_modules())) == len(list(model.local_modules()))
     divided = [name for name, p in model.named_parameters() if model.is_distributed_parameter(p)]
@@ -235,6 +238,7 @@ def preparation():
     state = model.state_dict()
     there = translate_hf_state_dict_to_smdistributed_gpt2(state, max_seq_len=4)
     assert there["transformer.wpe.weight"].shape[0] == 4
+    assert translate_hf_state_dict_to_smdistributed(state).keys() == state.keys()
     assert translate_state_dict_to_hf_gpt2(state).keys() == state.keys()
     for layer in list(layers)[1:]:
         smp.set_partition(layer, 1)
