@@ -351,3 +351,15 @@ def test_tensor_ranks_with_parts_of_other_shapes_are_refused(interface):
             interface.train_step(model, interface.ids(rows=2 + 2 * rank))
 
     nl.spmd.run(work, 2)
+
+
+def test_parts_of_tensor_ranks_need_a_step_function_of_smp(interface):
+    def work(rank):
+        nl.init({"tensor_parallel_degree": 2, "prescaled_batch": False})
+        with nl.spmd.one_at_a_time(seed=3):
+            module = interface.AutoModelForCausalLM.from_config(interface.config())
+        model = nl.shard(nl.transform(module))
+        with pytest.raises(ConfigError, match="prescaled_batch = false.*after smp.init"):
+            nl.accumulate(model, [interface.ids()])
+
+    nl.spmd.run(work, 2)

@@ -57,11 +57,12 @@ ALLOWED_VALUES = {
         "dualpipev",
     ),
     "optimize": ("memory", "speed"),
+    "pipeline_batch": ("every_rank", "first_stage"),
 }
 
 KEYS_BY_DEGREE = {
     "pipeline_parallel_degree": "pipeline virtual_pipeline_degree active_microbatches optimize "
-    "memory_weight default_partition",
+    "memory_weight default_partition pipeline_batch",
     "context_parallel_degree": "cp_comm_type",
 }
 """Keys that have an effect only with a degree above 1."""
@@ -115,6 +116,9 @@ class ParallelConfig:
     active_microbatches: int = 0
     """limit of micro-batches in flight in schedules that run forward passes first; 0 = number of
     stages + 2"""
+    pipeline_batch: str = "every_rank"
+    """ranks of a pipeline that read the batch: every_rank alike, or the first_stage, which sends it
+    to the others"""
     prescaled_batch: bool = True
     """tensor ranks are given the same batch; false = each its part of it, in an SMP v1 step
     function only"""

@@ -72,7 +72,8 @@ def accumulate(
 
     Args:
         model: Model sharded by ``nl.shard``.
-        micro_batches: Micro-batches of this rank for one optimizer step.
+        micro_batches: Micro-batches of this rank for one optimizer step; of a pipeline with
+            ``pipeline_batch = "first_stage"`` those of its first rank count.
         weight: Returns the number of targets of a micro-batch. Default: found by `targets` from
             the model's loss function; samples for a batch without ``labels``.
         two_hop: Synchronize replicas once per step. False: after every micro-batch, which gives the
@@ -90,10 +91,13 @@ def accumulate(
     if config.tensor_parallel_degree > 1 and not config.prescaled_batch:
         raise ConfigError(
             "prescaled_batch = false with tensor_parallel_degree > 1: only a function under "
-            "@smp.step (nearlinear.compat.smp) gathers the batches of tensor ranks. Set it to true "
-            "and read by data rank, as nl.data.Loader does."
+            "@smp.step (nearlinear.compat.smp), after smp.init, gathers the batches of tensor "
+            "ranks. Set it to true and read by data rank, as nl.data.Loader does."
         )
-    return AccumulationStep(model, list(micro_batches), weight, two_hop).run()
+    given, pipe = list(micro_batches), model_state(model).pipeline
+    return AccumulationStep(
+        model, given if pipe is None else pipe.shared_batch(given), weight, two_hop
+    ).run()
 
 
 class NoTargets(DataError):

@@ -14,9 +14,10 @@ import torch.distributed as dist
 
 from ... import _torch
 from ...distributed.consensus import all_gather_ints
+from ...distributed.objects import unsupported_type
 from ...distributed.runtime import Runtime
 from ...errors import DataError
-from .objects import broadcast_object, unsupported_type
+from ...pipeline_parallel.microbatch import batch_of_first_stage
 
 
 def share_batch(
@@ -39,24 +40,14 @@ def share_batch(
         DataError: The parts of tensor ranks differ in shape.
     """
     result = dict(arguments)
-    if runtime.mesh.pipeline > 1:
-        result |= _from_first_stage(arguments, runtime)
+    if runtime.mesh.pipeline > 1 and runtime.config.pipeline_batch == "first_stage":
+        sendable = {n: value for n, value in arguments.items() if not unsupported_type(value)}
+        result |= batch_of_first_stage(sendable, runtime)
     if runtime.mesh.tensor > 1 and not runtime.config.prescaled_batch:
         for name, value in result.items():
             if name not in not_split:
                 result[name] = _gather_parts(name, value, dims.get(name, 0), runtime)
     return result
-
-
-def _from_first_stage(arguments: Mapping[str, Any], runtime: Runtime) -> dict[str, Any]:
-    """Return the arguments of the pipeline's first rank that can be sent."""
-    group = runtime.group("pipeline")
-    first = runtime.mesh.group("pipeline", runtime.rank)[0]
-    sent = {}
-    if runtime.rank == first:
-        on_device = _torch.map_tensors(lambda tensor: tensor.to(runtime.device), dict(arguments))
-        sent = {name: value for name, value in on_device.items() if not unsupported_type(value)}
-    return broadcast_object(sent, first, group, runtime.device, "@smp.step: the batch")
 
 
 def _gather_parts(name: str, value: Any, dim: int, runtime: Runtime) -> Any:

@@ -194,6 +194,7 @@ def _parallel(values: dict[str, Any], world: int) -> ParallelConfig:
     result = {name: values[name] for name in values if name in _PARALLEL}
     result |= {
         "hybrid_shard_degree": sharded,
+        "pipeline_batch": "first_stage" if stages > 1 else "every_rank",
         "hierarchical_all_gather": "auto" if values["sdp_hierarchical_allgather"] else "off",
         "sdp_gradient_clipping": values["sdp_gradient_clipping"] if sharded > 1 else 0.0,
         "prescaled_batch": values["prescaled_batch"] or tensor == 1 or sharded > 1,

@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 from ...config import parallel
 from ...distributed import runtime as runtimes
+from ...distributed.objects import broadcast_object, receive
+from ...distributed.objects import send as send_object
 from ...distributed.runtime import Runtime
-from .objects import broadcast_object, receive
-from .objects import send as send_object
 
 
 class CommGroup(enum.Enum):

@@ -31,6 +31,7 @@ from torch import nn
 from ... import _torch
 from ...distributed import runtime as runtimes
 from ...distributed.collectives import transform_grad
+from ...distributed.objects import broadcast_object
 from ...errors import ConfigError, NearlinearError
 from ...fsdp.accumulate import accumulate
 from ...fsdp.call_interception import CallInterceptor, forward_arguments, intercept_calls
@@ -39,7 +40,6 @@ from ...fsdp.targets import count_targets
 from ...pipeline_parallel.microbatch import slice_arguments
 from ...pipeline_parallel.runtime import BatchLoss, pipeline_runtime
 from .batch import share_batch
-from .objects import broadcast_object
 from .session import Passes, session_or_none
 
 _EXAMPLE = (
@@ -94,8 +94,8 @@ def step(
     returned value becomes a `StepOutput` on all pipeline ranks.
 
     Gradients are those of `nearlinear.accumulate` over the micro-batches. With a `DistributedModel`
-    micro-batches have equal weights, as in v1, and the arguments are those of the first pipeline
-    rank. Under ``torch.no_grad()``
+    micro-batches have equal weights, as in v1. The arguments may be those of the first pipeline
+    rank (``pipeline_batch``). Under ``torch.no_grad()``
     or in eval mode there is no backward pass, and the function must not call ``model.backward``.
     Code before ``model(...)`` runs more than once.
 
@@ -127,9 +127,8 @@ def step(
         bound, count = signature.bind(*args, **kwargs), runtime.config.microbatches
         if session is not None:
             session.partition()
-            bound.arguments.update(
-                share_batch(dict(bound.arguments), runtime, non_split_inputs, dims)
-            )
+        shared = share_batch(bound.arguments, runtime, non_split_inputs, dims)
+        bound.arguments.update(shared)
         micro_batches = []
         for i in range(count):
             sliced = slice_arguments(bound, count, i, non_split_inputs, dims)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...errors import NearlinearError
+from ..errors import NearlinearError
 
 Transfer = Callable[[torch.Tensor], None]
 """Sends a tensor, or receives one in place."""
