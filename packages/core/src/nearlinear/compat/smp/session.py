@@ -300,25 +300,24 @@ class Passes:
         self.steps_per_pass = 1 if pipelined else micro_batches
         self.loss_factor = float(count if average else count * micro_batches)
         """Factor of a loss, beside the weight of `nearlinear.accumulate`."""
-        self._steps: Generator[int, None, None] | None = None
+        self._step: AccumulationStep | None = None
         self._left = 0
 
-    def take(self, number: int) -> Generator[int, None, None]:
-        """Yield the ``number`` accumulation steps of one call, and end the last one of them."""
-        if self._steps is None:
+    def take(self, number: int) -> Generator[None, None, None]:
+        """Yield for each of the ``number`` micro-batches of one call, of equal weights."""
+        if self._step is None:
             self._left = self.count * self.steps_per_pass
-            steps = list(range(self._left))
-            self._steps = AccumulationStep(self.model, steps, lambda _: 1.0, two_hop=True).run()
-        finished = False
+            self._step = AccumulationStep(self.model, self._left, two_hop=True)
+        step = self._step
         try:
             for _ in range(number):
-                yield next(self._steps)
+                with step.micro_batch(targets=1.0):
+                    yield
                 self._left -= 1
-            if not self._left:
-                next(self._steps, None)  # finishes the gradients
-            finished = True
+        except BaseException:
+            step.leave()
+            self._left = 0
+            raise
         finally:
-            if not finished:
-                self._steps.close()
-            if not finished or not self._left:
-                self._steps = None
+            if not self._left:
+                self._step = None
