@@ -12,6 +12,7 @@ import torch
 
 import nearlinear as nl
 import nearlinear_compat
+from nearlinear.launch import local
 from nearlinear_compat import __main__ as command
 from nearlinear_compat.finder import ALIASES
 
@@ -54,13 +55,15 @@ def test_a_script_runs_as_main_with_its_arguments(finder, tmp_path, monkeypatch,
     (tmp_path / "beside.py").write_text("HERE = 'beside the script'\n")
     script = tmp_path / "script.py"
     script.write_text(
-        "import sys, beside\n"
+        "import sys, beside, torch\n"
+        "torch.cuda.set_device(0)\n"
         "import smdistributed.modelparallel.torch as smp\n"
         "smp.init({})\n"
         "print(__name__, sys.argv[1:], beside.HERE, smp.size())\n"
         "sys.exit(int(sys.argv[1]))\n"
     )
     monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setattr(torch.cuda, "set_device", torch.cuda.set_device)  # restores it
     monkeypatch.setattr(sys, "path", list(sys.path))
     nl.shutdown()
     assert command.main(["run", str(script), "0"]) == 0
@@ -69,6 +72,20 @@ def test_a_script_runs_as_main_with_its_arguments(finder, tmp_path, monkeypatch,
     with pytest.raises(SystemExit, match="3"):
         command.main(["run", str(script), "3"])
     nl.shutdown()
+
+
+def test_ranks_are_started_by_nearlinear(tmp_path, monkeypatch, capsys):
+    script, started = tmp_path / "script.py", []
+
+    def run_ranks(ranks, module, arguments):
+        started.append((ranks.num_ranks, module, arguments))
+        return local.ExitStatus(1, "rank 1 has failed")
+
+    script.write_text("")
+    monkeypatch.setattr(local, "run_ranks", run_ranks)
+    assert command.main(["run", "--ranks", "2", str(script), "--ranks", "x"]) == 1
+    assert started == [(2, "nearlinear_compat", ["run", str(script), "--ranks", "x"])]
+    assert "error: rank 1 has failed" in capsys.readouterr().err
 
 
 def test_wrong_commands_are_explained(capsys, tmp_path):

@@ -236,26 +236,26 @@ def test_calls_that_cannot_be_honored_are_refused_with_the_reason(case):
     one_rank(call)
 
 
+class TwoLayers(torch.nn.Module):
+    """A model without blocks, which is sharded as one unit."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+
+    def forward(self, x):
+        return self.second(self.first(x))
+
+
 def test_a_second_model_and_calls_after_the_first_step_are_refused():
     def work(rank):
         with pytest.raises(NearlinearError, match="Call smp.init"):
             smp.DistributedModel(torch.nn.Linear(1, 1))
         smp.init({"ddp": True})
-        layers = torch.nn.ModuleList(torch.nn.Linear(2, 2) for _ in range(2))
-
-        class Model(torch.nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.layers = layers
-
-            def forward(self, x):
-                for layer in self.layers:
-                    x = layer(x)
-                return x
-
-        model = smp.DistributedModel(Model())
+        module = TwoLayers()
+        model = smp.DistributedModel(module)
         with pytest.raises(ConfigError, match="a script has one model"):
-            smp.DistributedModel(Model())
+            smp.DistributedModel(module)
         optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
         with pytest.raises(NearlinearError, match="before the first call"):
             optimizer.step()
@@ -271,8 +271,8 @@ def test_a_second_model_and_calls_after_the_first_step_are_refused():
         optimizer.step()
         assert train_step(model, torch.ones(2, 2)).reduce_mean().item() < first
         for call in (
-            lambda: smp.set_partition(layers[0], 0),
-            lambda: smp.set_activation_checkpointing(layers[0]),
+            lambda: smp.set_partition(module.first, 0),
+            lambda: smp.set_activation_checkpointing(module.first),
             lambda: model.register_post_partition_hook(print),
             model.cpu,
         ):

@@ -166,6 +166,12 @@ def build(args):
     return model, optimizer
 
 
+def param_shapes(model, optimizer):
+    """Return the shapes of the optimizer's parameters by name."""
+    names = {parameter: name for name, parameter in model.module.named_parameters()}
+    return [{names[p]: p.shape for p in group} for group in optimizer.fp16_groups]
+
+
 def train(model, optimizer, args):
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
     first, losses, norms = 0, [], []
@@ -176,6 +182,8 @@ def train(model, optimizer, args):
         first = content["step"]
         scheduler.load_state_dict(content["scheduler"])
         assert content["config"].n_layer == 4 and content["args"].steps
+        decayed, plain = content["param_shapes"]
+        assert plain["transformer.ln_f.bias"] == (32,) and "transformer.wte.weight" in decayed
     for step in range(first, first + args.steps):
         total = 0.0
         optimizer.zero_grad(set_to_none=True)
@@ -203,6 +211,7 @@ def train(model, optimizer, args):
                 "config": config(),
                 "scheduler": scheduler.state_dict(),
                 "step": first + args.steps,
+                "param_shapes": param_shapes(model, optimizer),
             },
         )
     model.eval()

@@ -1,4 +1,4 @@
-"""``python -m nearlinear_compat run SCRIPT ARGS``: run a script with the aliases installed."""
+"""``python -m nearlinear_compat run [--ranks N] SCRIPT ARGS``: run a script with the aliases."""
 
 from __future__ import annotations
 
@@ -8,18 +8,22 @@ import sys
 
 from .finder import ALIASES, install
 
-USAGE = """usage: python -m nearlinear_compat run SCRIPT [ARGUMENTS ...]
+USAGE = """usage: python -m nearlinear_compat run [--ranks N] SCRIPT [ARGUMENTS ...]
 
 Run a Python script written for one of these libraries on nearlinear:
 {libraries}
 
 Ranks are started as before: torchrun --nproc-per-node 8 -m nearlinear_compat run SCRIPT.
+With --ranks N, nearlinear starts N ranks on this machine.
 """
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line and return the exit status."""
     argv = sys.argv[1:] if argv is None else argv
+    ranks = 0
+    if argv[:2] == ["run", "--ranks"] and argv[2:3] and argv[2].isdigit():
+        ranks, argv = int(argv[2]), ["run", *argv[3:]]
     if len(argv) < 2 or argv[0] != "run":
         shown = argv[:1] == ["--help"]
         libraries = "\n".join(f"  {alias}" for alias in ALIASES)
@@ -29,6 +33,13 @@ def main(argv: list[str] | None = None) -> int:
     if not os.path.isfile(script):
         print(f"error: there is no script {script}", file=sys.stderr)
         return 2
+    if ranks:
+        from nearlinear.launch.local import LocalRanks, run_ranks
+
+        status = run_ranks(LocalRanks(ranks), "nearlinear_compat", argv)
+        if status.reason:
+            print(f"error: {status.reason}", file=sys.stderr)
+        return status.code
     run_script(script, argv[2:])
     return 0
 

@@ -23,7 +23,7 @@ from ...distributed.runtime import Runtime
 from ...errors import ConfigError, NearlinearError
 from ...fsdp.accumulate import AccumulationStep
 from ...fsdp.loss_scaler import LossScaler
-from ...fsdp.model_state import model_state
+from ...fsdp.model_state import find_blocks, model_state
 from ...fsdp.shard import shard
 from ...pipeline_parallel.api import pipeline
 from ...pipeline_parallel.stage import find_model_split
@@ -159,7 +159,7 @@ class Session:
             transform(module)
         if mesh.pipeline > 1:
             pipeline(module, split=stages)
-        shard(module, precision=self.precision)
+        shard(module, blocks=_units(module), precision=self.precision)
         self.partitioned = True
         present = set(module.modules())
         kept = [each for each in recomputed if each in present]
@@ -284,6 +284,16 @@ class Session:
         if state.loss_scaler is not None:
             config = dataclasses.replace(state.loss_scaler.config, **settings)
             state.loss_scaler = LossScaler(config)
+
+
+def _units(module: nn.Module) -> list[nn.Module] | None:
+    """Return no units for a model without blocks, which is sharded as one; None: find them."""
+    if model_state(module).pipeline is not None:
+        return None
+    try:
+        return find_blocks(module)
+    except ConfigError:
+        return []
 
 
 class Passes:
