@@ -242,7 +242,7 @@ def preparation():
     assert translate_state_dict_to_hf_gpt2(state).keys() == state.keys()
     for layer in list(layers)[1:]:
         smp.set_partition(layer, 1)
-    smp.set_activation_checkpointing(layers, strategy="contiguous")
+    smp.set_activation_checkpointing(transformer, strategy="contiguous")
     model = smp.DistributedModel(model)
     loss = train_step(model, ids()).reduce_mean().item()
     names = [name for name, _ in model.local_named_parameters()]

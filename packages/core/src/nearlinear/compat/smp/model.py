@@ -400,7 +400,8 @@ def set_activation_checkpointing(
     """Recompute the activations of ``module`` in the backward pass.
 
     Args:
-        module: A block of the model, a part of a block, or a list of blocks.
+        module: A block of the model, a part of a block, a list of blocks, or a transformer, whose
+            blocks are meant.
         preserve_rng_state: Must be True: dropout repeats its random numbers.
         pack_args_as_tuple: Has no effect.
         strategy: For lists of blocks, ``each``, ``contiguous`` or ``group_N``.

@@ -253,11 +253,18 @@ class Session:
         return strategies[0]
 
     def _recomputed(self) -> list[nn.Module]:
-        """Return the modules to recompute: the children of containers, else the modules."""
+        """Return the modules to recompute: the children of lists, the blocks of transformers, or
+        the modules themselves.
+        """
         found: list[nn.Module] = []
         for module in self.checkpointed:
-            container = isinstance(module, nn.ModuleList | nn.Sequential)
-            found += list(module.children()) if container else [module]
+            stacks = [each for each in module.children() if isinstance(each, nn.ModuleList)]
+            if isinstance(module, nn.ModuleList | nn.Sequential):
+                found += module.children()
+            elif hasattr(module, "config") and len(stacks) == 1:
+                found += stacks[0]
+            else:
+                found.append(module)
         return list(dict.fromkeys(found))
 
     def _blocks(self, module: nn.Module, chosen: list[nn.Module]) -> list[nn.Module] | None:
