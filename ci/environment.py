@@ -68,7 +68,8 @@ def say(text: str) -> None:
 
 def packages() -> list[Path]:
     """Return the folders of this workspace's packages in the order of installation."""
-    return sorted(path.parent for path in ROOT.glob("packages/*/pyproject.toml"))
+    projects = [*ROOT.glob("packages/*/pyproject.toml"), *ROOT.glob("packages/*/*/pyproject.toml")]
+    return sorted(path.parent for path in projects)
 
 
 def fingerprint() -> str:
@@ -158,7 +159,7 @@ def build(additions: dict[str, bool]) -> None:
     compilation = None
     with ThreadPoolExecutor(max_workers=1) as background:
         for package in packages():
-            target = f"packages/{package.name}"
+            target = str(package.relative_to(ROOT))
             if package.name == "core":
                 target += f"[{extras}]"
             isolation = []

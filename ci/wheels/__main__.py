@@ -22,7 +22,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command line and return the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m ci.wheels",
-        description="Build the wheels and source distributions of both packages and a CycloneDX "
+        description="Build the wheels and source distributions of all packages and a CycloneDX "
         "bill of materials, and check them with auditwheel and twine. The collectives are compiled "
         "for manylinux_2_28 on x86_64 and aarch64, on any machine. The tools (400 MB) are "
         f"installed into {FOLDER.relative_to(ROOT)} on the first call.",

@@ -22,6 +22,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 CORE, COLLECTIVES = (ROOT / "packages" / name for name in ("core", "collectives"))
+COMPAT = CORE / "compat"
 GLIBC = (2, 28)
 MACHINES = ("x86_64", "aarch64")
 COMPILER = "{python} -m ziglang c++ -target {machine}-linux-gnu.{glibc} -g0 -Wl,-s"
@@ -60,7 +61,11 @@ def main(out: Path) -> int:
 
 def build_all(folder: Path) -> list[Path]:
     """Return the built wheels and source distributions."""
-    built = [build(CORE, target, folder) for target in ("sdist", "wheel")]
+    built = [
+        build(package, target, folder)
+        for package in (CORE, COMPAT)
+        for target in ("sdist", "wheel")
+    ]
     built.append(build(COLLECTIVES, "sdist", folder))
     for machine in MACHINES:
         begin = time.monotonic()

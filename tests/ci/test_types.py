@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-AREAS = ("packages/core/src", "packages/collectives/src", "data_prep")
+AREAS = ("packages/core/src", "packages/core/compat/src", "packages/collectives/src", "data_prep")
 LONGEST_LIST = 40
 
 

@@ -1,4 +1,4 @@
-"""Wheels of both packages, built from the repository and from a source distribution."""
+"""Wheels of the packages, built from the repository and from a source distribution."""
 
 import os
 import subprocess
@@ -57,8 +57,22 @@ def test_source_distribution_builds_the_same_wheel(tmp_path):
 
 def test_packages_carry_the_same_licence():
     text = (ROOT / "LICENSE").read_bytes()
-    for package in ("core", "collectives"):
+    for package in ("core", "core/compat", "collectives"):
         assert (ROOT / "packages" / package / "LICENSE").read_bytes() == text
+
+
+def test_compat_wheel_runs_and_is_no_part_of_the_core(tmp_path):
+    wheel = build(CORE / "compat", "wheel", tmp_path / "wheel")
+    metadata, names = release.read(wheel)
+    assert metadata["Name"] == "nearlinear-compat" and "complete" in release.check(wheel)
+    assert metadata.get_all("Requires-Dist") == ["nearlinear"]
+    assert "nearlinear_compat/__main__.py" in names and "nearlinear_compat/py.typed" in names
+    command = [sys.executable, "-m", "nearlinear_compat", "--help"]
+    env = os.environ | {"PYTHONPATH": str(wheel)}
+    shown = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert shown.returncode == 0 and "usage: python -m nearlinear_compat run" in shown.stdout
+    sdist = build(CORE, "sdist", tmp_path / "sdist")
+    assert not [name for name in release.read(sdist)[1] if "nearlinear_compat" in name]
 
 
 COMPILER = """#!/bin/sh

@@ -127,12 +127,13 @@ def run_precision_and_memory_blocks(rank):
     variables = {"nl": nl, "model": model, "optimizer": optimizer, "scheduler": scheduler}
     variables["micro_batches"] = [parity.rows(rank), parity.rows(4 + rank)]
     exec(code_block("nl.loss_scaler(model)"), variables)
+    exec(code_block("with nl.accumulation("), variables)
     exec(code_block("nl.memory_report("), variables | {"print": lambda text: None})
-    return variables["scaler"].overflow, scheduler.last_epoch
+    return variables["scaler"].overflow, variables["step"].ended, scheduler.last_epoch
 
 
 def test_precision_and_memory_blocks_run():
-    assert nl.spmd.run(run_precision_and_memory_blocks, 4) == [(False, 1)] * 4
+    assert nl.spmd.run(run_precision_and_memory_blocks, 4) == [(False, True, 1)] * 4
 
 
 def run_migrated_loop(rank, block):

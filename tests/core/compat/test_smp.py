@@ -233,7 +233,7 @@ def test_unsupported_outputs_raise_on_all_ranks():
 
         with pytest.raises(
             nl.errors.NearlinearError,
-            match="returned an object of type object, which cannot be sent",
+            match="the result is or contains an object of type object, which cannot be sent",
         ):
             train_step(families.batch(0, 8)["input_ids"])
 

@@ -86,6 +86,22 @@ def test_sharing_group_spans_shard_and_context_axes():
     assert [ALL_TWO.state_rank(rank) for rank in (0, 2, 4, 6, 21)] == [0, 1, 2, 3, 2]
 
 
+def test_groups_of_data_model_and_stage_span_several_axes():
+    mesh = ALL_TWO
+    assert (mesh.data, mesh.model, mesh.stage) == (4, 8, 16)
+    for rank in range(mesh.world):
+        at = mesh.coordinates(rank)
+        for name, axes in (
+            ("data", ("replicate", "shard")),
+            ("model", ("pipeline", "context", "tensor")),
+            ("stage", ("replicate", "shard", "context", "tensor")),
+        ):
+            others = [mesh.coordinates(other) for other in range(mesh.world)]
+            alike = [all(at[a] == o[a] for a in at if a not in axes) for o in others]
+            expected = [other for other in range(mesh.world) if alike[other]]
+            assert mesh.group(name, rank) == expected
+
+
 def test_expert_groups_contain_neighboring_ranks():
     mesh = Mesh(replicate=2, shard=4, tensor=2, expert=2)
     assert mesh.group("sharing", 0) == [0, 2, 4, 6]

@@ -373,3 +373,119 @@ def test_optimizer_built_before_sharding_is_refused():
             optimizer.step()
 
     nl.spmd.run(on_rank, 2)
+
+
+def uneven_batches(rank):
+    """Micro-batches with other numbers of targets: the first has none, the third none on rank 1."""
+    result = []
+    for index, (size, hidden) in enumerate([(2, 99), (3 + rank, 0), (1, 99 * (rank == 1)), (2, 5)]):
+        ids = tiny.rows(10 * rank + index, size)
+        labels = ids.clone()
+        labels[:, :hidden] = -100
+        result.append({"input_ids": ids, "labels": labels})
+    return result
+
+
+def with_batches(model, batches):
+    with nl.accumulation(model, len(batches)) as step:
+        for batch in batches:
+            with step.micro_batch(batch):
+                model(**batch).loss.backward()
+
+
+def of_unknown_number(model, batches):
+    step = nl.accumulation(model)
+    for position, batch in enumerate(batches):
+        step.begin_micro_batch(last=position == len(batches) - 1)
+        model(**batch).loss.backward()
+        step.end_micro_batch()
+
+
+def with_targets(model, batches):
+    with nl.accumulation(model, len(batches)) as step:
+        for batch in batches:
+            with step.micro_batch(targets=SHIFTED.count(batch)):
+                model(**batch).loss.backward()
+
+
+def with_loss_outside(model, batches):
+    with nl.accumulation(model, len(batches)) as step:
+        for batch in batches:
+            with step.micro_batch():
+                logits = model(input_ids=batch["input_ids"]).logits[:, :-1]
+                labels = batch["labels"][:, 1:].reshape(-1)
+                loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels)
+                step.backward(loss)
+
+
+@pytest.mark.parametrize("body", [with_batches, of_unknown_number, with_targets, with_loss_outside])
+def test_step_of_micro_batches_as_they_come_equals_one_process(body):
+    def batches(rank):
+        return uneven_batches(rank)[:2] if body is with_loss_outside else uneven_batches(rank)
+
+    def gradients(rank):
+        model = sharded(2, layers=2)
+        body(model, batches(rank))
+        with count_collectives() as counts:
+            body(model, batches(rank))  # adds to the gradients of the step before
+        found = {n: p.grad.full_tensor() for n, p in model.named_parameters()}
+        return found, counts.calls
+
+    expected = mean_gradient([[b for b in batches(rank) if SHIFTED.count(b)] for rank in range(4)])
+    for found, calls in nl.spmd.run(gradients, 4):
+        assert calls["all_reduce"] <= 3 + 3  # units, and the numbers of targets
+        for name, gradient in expected.items():
+            torch.testing.assert_close(found[name], 2 * gradient, atol=4e-6, rtol=1e-4)
+
+
+def test_step_of_micro_batches_is_scaled_in_float16():
+    def on_rank(rank):
+        model = sharded(2, layers=2, config={"fp16": True, "init_scale": 2.0**12})
+        with_batches(model, uneven_batches(rank))
+        assert not nl.loss_scaler(model).overflow
+        return {n: p.grad.full_tensor() for n, p in model.named_parameters()}
+
+    batches = [[b for b in uneven_batches(rank) if SHIFTED.count(b)] for rank in range(2)]
+    expected = mean_gradient(batches)
+    for found in nl.spmd.run(on_rank, 2):
+        for name, gradient in expected.items():
+            torch.testing.assert_close(found[name], gradient, atol=2e-3, rtol=2e-2)
+
+
+def test_leaving_a_step_of_micro_batches_drops_it():
+    def body(model):
+        optimizer = tiny.optimizer_for(model, "sgd")
+        with nl.accumulation(model, 2) as step:
+            with step.micro_batch():
+                model(**two_batches()[0]).loss.backward()
+            with pytest.raises(RuntimeError, match="after 1 of 2 micro-batches"):
+                optimizer.step()
+        with pytest.raises(RuntimeError, match="after 1 of 2 micro-batches"):
+            optimizer.step()
+        with pytest.raises(nl.errors.NearlinearError, match="step has ended"):
+            step.begin_micro_batch()
+        with nl.accumulation(model) as step, step.micro_batch():
+            model(**two_batches()[0]).loss.backward()  # not declared the last one
+        with (
+            pytest.raises(nl.errors.NearlinearError, match="1 was followed by 0"),
+            nl.accumulation(model) as step,
+            step.micro_batch(last=True),
+        ):
+            pass
+        assert all(p.grad is None for p in model.parameters())
+
+    assert_a_whole_step_is_right(body)
+
+
+def test_steps_of_different_lengths_are_an_error():
+    def on_rank(rank):
+        model = sharded(1, layers=2)
+        with (
+            pytest.raises(nl.errors.NearlinearError, match="other ranks have other numbers"),
+            nl.accumulation(model, 1 + rank) as step,
+        ):
+            step.begin_micro_batch(two_batches()[0])
+
+    nl.spmd.run(on_rank, 2)
+    with pytest.raises(nl.errors.NearlinearError, match="at least 1"):
+        nl.accumulation(torch.nn.Linear(2, 2), 0)

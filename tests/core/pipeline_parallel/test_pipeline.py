@@ -145,6 +145,36 @@ def test_pipeline_on_one_rank(schedule):
     check(nl.spmd.run(pipelines.piped, 1, args=("gpt2", config)), reference("gpt2"))
 
 
+def test_only_the_first_stage_needs_the_batch():
+    losses, _, gradients, _ = pipelines.alone("gpt2", steps=1)
+    config = {"pipeline_parallel_degree": 2, "microbatches": 2, "pipeline_batch": "first_stage"}
+
+    def work(rank):
+        nl.init(config)
+        with nl.spmd.one_at_a_time(seed=0):
+            model = families.build("gpt2")
+        pipe = nl.shard(nl.pipeline(model))
+        batch = families.batch(0, pipelines.ROWS) if rank == 0 else None
+        evaluated = pipe.evaluate(batch).item()
+        logits = pipe.last_logits(batch)
+        for part in nl.accumulate(pipe, [batch]):
+            loss = pipe.step(part).item()
+        return (
+            evaluated,
+            loss,
+            logits,
+            {n: pipelines.whole(p.grad) for n, p in pipe.named_parameters()},
+        )
+
+    torch.manual_seed(0)
+    expected = families.build("gpt2")(**families.batch(0, pipelines.ROWS)).logits[:, -1]
+    for evaluated, loss, logits, found in nl.spmd.run(work, 2):
+        assert evaluated == pytest.approx(losses[0], abs=1e-5)
+        assert loss == pytest.approx(losses[0], abs=1e-5)
+        assert torch.allclose(logits, expected, atol=1e-5)
+        assert all(torch.allclose(value, gradients[n], atol=1e-5) for n, value in found.items())
+
+
 def test_fewer_micro_batches_than_stages():
     config = {"pipeline_parallel_degree": 4, "microbatches": 1}
     check(nl.spmd.run(pipelines.piped, 4, args=("llama", config)), reference("llama"))

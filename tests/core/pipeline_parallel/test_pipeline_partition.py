@@ -214,7 +214,7 @@ def test_invalid_pipeline_config_raises(config, words):
         ({"memory_weight": 1.5}, "must be in 0 .. 1"),
         ({"optimize": "both"}, "'memory', 'speed'"),
         ({"active_microbatches": -1}, "must be 0 or more"),
-        ({"prescaled_batch": False, "tensor_parallel_degree": 2}, "as nl.data.Loader does"),
+        ({"pipeline_batch": "last_stage"}, "'every_rank', 'first_stage'"),
     ],
 )
 def test_invalid_config_values_raise(config, words):

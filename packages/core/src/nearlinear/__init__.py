@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from .distributed.runtime import shutdown as shutdown
     from .distributed.watchdog import watch_ranks as watch_ranks
     from .fsdp.accumulate import accumulate as accumulate
+    from .fsdp.accumulate import accumulation as accumulation
     from .fsdp.clip_grad import clip_grad_norm_ as clip_grad_norm_
     from .fsdp.compile import compile_blocks as compile_blocks
     from .fsdp.deferred_init import deferred_init as deferred_init
@@ -52,6 +53,7 @@ _EXPORTS = {
     "TrainConfig": "config.train",
     "Trainer": "train.trainer",
     "accumulate": "fsdp.accumulate",
+    "accumulation": "fsdp.accumulate",
     "activation_offload_stats": "activation.api",
     "checkpoint_activations": "activation.api",
     "clip_grad_norm_": "fsdp.clip_grad",

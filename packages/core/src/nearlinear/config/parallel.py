@@ -57,11 +57,12 @@ ALLOWED_VALUES = {
         "dualpipev",
     ),
     "optimize": ("memory", "speed"),
+    "pipeline_batch": ("every_rank", "first_stage"),
 }
 
 KEYS_BY_DEGREE = {
     "pipeline_parallel_degree": "pipeline virtual_pipeline_degree active_microbatches optimize "
-    "memory_weight default_partition",
+    "memory_weight default_partition pipeline_batch",
     "context_parallel_degree": "cp_comm_type",
 }
 """Keys that have an effect only with a degree above 1."""
@@ -115,8 +116,12 @@ class ParallelConfig:
     active_microbatches: int = 0
     """limit of micro-batches in flight in schedules that run forward passes first; 0 = number of
     stages + 2"""
+    pipeline_batch: str = "every_rank"
+    """ranks of a pipeline that read the batch: every_rank alike, or the first_stage, which sends it
+    to the others"""
     prescaled_batch: bool = True
-    """SMP v1 compatibility. Must be true: model-parallel ranks always receive the same batch."""
+    """tensor ranks are given the same batch; false = each its part of it, in an SMP v1 step
+    function only"""
     auto_partition: bool = True
     """assign blocks to stages automatically; false = by nl.pipeline(model, split=...)"""
     default_partition: int | None = None
@@ -197,11 +202,6 @@ class ParallelConfig:
                 raise ConfigError(f"{name} = {getattr(self, name)}: must be at least 1")
         if not 0 <= (self.memory_weight or 0.0) <= 1:
             raise ConfigError(f"memory_weight = {self.memory_weight}: must be in 0 .. 1")
-        if not self.prescaled_batch and self.tensor_parallel_degree > 1:
-            raise ConfigError(
-                "prescaled_batch = false is not supported: ranks that split a model read the same "
-                "batch. Set it to true and read by data rank, as nl.data.Loader does."
-            )
         if self.hybrid_shard_degree < 0:
             raise ConfigError(
                 f"hybrid_shard_degree = {self.hybrid_shard_degree}: must be 0 (all data ranks) or "

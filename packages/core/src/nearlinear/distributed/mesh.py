@@ -28,10 +28,19 @@ EVEN_ENOUGH = 8
 
 AXES = ("pipeline", "replicate", "shard", "context", "tensor")
 
-AXIS_GROUPS = ("sharing", "expert", "expert_sharing")
+AXIS_GROUPS = ("sharing", "expert", "expert_sharing", "data", "model", "stage")
 """Groups across axes. ``sharing``: the ranks that share one copy of the model states, shard x
 context. Mixtures of experts divide it into ``expert``, neighbors that hold different experts, and
-``expert_sharing``, ranks that share the states of the same experts."""
+``expert_sharing``, ranks that share the states of the same experts. ``data``: ranks that read
+different batches, replicate x shard. ``model``: ranks that compute one batch together, pipeline x
+context x tensor. ``stage``: all ranks of one pipeline stage."""
+
+_PRODUCTS = {
+    "data": ("replicate", "shard"),
+    "model": ("pipeline", "context", "tensor"),
+    "stage": ("replicate", "shard", "context", "tensor"),
+}
+"""Axes of the groups that are products of whole axes."""
 
 PLACED = {"P": ("pipeline",), "D": ("replicate", "shard", "context"), "T": ("tensor",)}
 """Letters of SMP's placement strategies and their axes."""
@@ -130,6 +139,21 @@ class Mesh:
         return self.replicate * self.shard
 
     @property
+    def data(self) -> int:
+        """Number of ranks in a group of ``data``."""
+        return self.data_ranks
+
+    @property
+    def model(self) -> int:
+        """Number of ranks that compute one batch together."""
+        return self.pipeline * self.context * self.tensor
+
+    @property
+    def stage(self) -> int:
+        """Number of ranks of one pipeline stage."""
+        return self.world // self.pipeline
+
+    @property
     def sharing(self) -> int:
         """Number of ranks that share one copy of the model states."""
         return self.shard * self.context
@@ -190,6 +214,10 @@ class Mesh:
         """Groups of ``axis`` as an int array (groups, ranks per group)."""
         if axis in AXES:
             grid, at = self.grid, AXES.index(axis)
+        elif axis in _PRODUCTS:
+            axes = [AXES.index(name) for name in _PRODUCTS[axis]]
+            lines = np.moveaxis(self.grid, axes, range(-len(axes), 0))
+            return np.sort(lines.reshape(-1, getattr(self, axis)), axis=1)
         elif axis == "sharing":
             grid, at = self._of_experts(1, self.sharing), 3
         else:

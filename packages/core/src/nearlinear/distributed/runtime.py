@@ -92,6 +92,8 @@ class Runtime:
     _groups: dict[str, dist.ProcessGroup] = field(default_factory=dict)
     comm_threads: CommThreadSet | None = None
     """Communication threads, once a model uses them."""
+    compat: object | None = None
+    """State of another library's interface on this rank, see `nearlinear.compat`."""
 
     @classmethod
     def from_device_mesh(cls, device_mesh: DeviceMesh, config: ParallelConfig) -> Runtime:
@@ -225,6 +227,13 @@ def collective_device() -> torch.device:
     return torch.device("cpu")
 
 
+def world_size() -> int:
+    """Return the number of ranks of the job, before `init` too."""
+    return (
+        dist.get_world_size() if dist.is_initialized() else parallel.whole_number("WORLD_SIZE", 1)
+    )
+
+
 def is_initialized() -> bool:
     """Return whether `init` was called on this rank."""
     return _known() is not None
@@ -244,7 +253,7 @@ def process_group(axis: str) -> dist.ProcessGroup:
 
     Args:
         axis: One of pipeline, replicate, shard, context and tensor, or a group across axes:
-            sharing, expert, expert_sharing.
+            sharing, expert, expert_sharing, data, model, stage, see `mesh.AXIS_GROUPS`.
 
     Raises:
         ConfigError: There is no such axis.

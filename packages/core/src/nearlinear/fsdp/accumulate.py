@@ -17,7 +17,7 @@ import contextlib
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -28,16 +28,25 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from .. import _torch
 from ..distributed.collectives import transform_grad
 from ..distributed.runtime import Runtime
-from ..errors import DataError, NearlinearError
+from ..errors import ConfigError, DataError, NearlinearError
 from . import loss_scaler
+from .call_interception import forward_arguments
 from .model_state import (
     fsdp_roots,
     local_tensor,
     model_state,
     optimizer_parameter,
     parameter_state,
+    runtime_of,
 )
-from .targets import Prediction, TargetMeasurement, predict_targets, unknown_targets
+from .targets import (
+    Prediction,
+    TargetMeasurement,
+    loss_of,
+    measure_targets,
+    predict_targets,
+    unknown_targets,
+)
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +59,7 @@ def accumulate(
     *,
     weight: Callable[[Batch], float] | None = None,
     two_hop: bool = True,
-) -> Iterator[Batch]:
+) -> Generator[Batch, None, None]:
     """Yield each of ``micro_batches``; the body of the loop runs one forward and one backward.
 
     ::
@@ -71,7 +80,8 @@ def accumulate(
 
     Args:
         model: Model sharded by ``nl.shard``.
-        micro_batches: Micro-batches of this rank for one optimizer step.
+        micro_batches: Micro-batches of this rank for one optimizer step; of a pipeline with
+            ``pipeline_batch = "first_stage"`` those of its first rank count.
         weight: Returns the number of targets of a micro-batch. Default: found by `targets` from
             the model's loss function; samples for a batch without ``labels``.
         two_hop: Synchronize replicas once per step. False: after every micro-batch, which gives the
@@ -80,12 +90,61 @@ def accumulate(
     Raises NearlinearError if a micro-batch was not followed by exactly one backward pass, if ranks
     disagree, or if the number of targets is unknown, and DataError if the step has no target.
     """
-    if not all(isinstance(root, FSDPModule) for root in fsdp_roots(model)):
+    step = AccumulationStep(model, None, two_hop)
+    _refuse_parts_of_batches(model)
+    given, pipe = list(micro_batches), model_state(model).pipeline
+    return step.run(given if pipe is None else pipe.shared_batch(given), weight)
+
+
+def accumulation(
+    model: nn.Module, num_micro_batches: int | None = None, *, two_hop: bool = True
+) -> AccumulationStep:
+    """Begin an optimizer step whose micro-batches come one by one, in a loop that is not yours.
+
+    ::
+
+        with nl.accumulation(model, num_micro_batches=2) as step:
+            for batch in micro_batches:
+                with step.micro_batch(batch):
+                    model(**batch).loss.backward()
+        optimizer.step()
+
+    The gradients are those of `accumulate`, as are the errors. They are complete when the last
+    micro-batch has ended, also inside the outer ``with``. Leaving that earlier drops them. Targets
+    are counted as micro-batches come, and the gradients are divided by their number at the end.
+
+    Args:
+        model: Model sharded by ``nl.shard``.
+        num_micro_batches: Number of micro-batches of the step, equal on all ranks. None: unknown,
+            then call ``step.micro_batch(batch, last=True)`` for the last one.
+        two_hop: As in `accumulate`.
+
+    Without ``with`` call `AccumulationStep.begin_micro_batch` and `end_micro_batch`.
+    """
+    if num_micro_batches is not None and num_micro_batches < 1:
         raise NearlinearError(
-            f"nl.accumulate needs a sharded model, and this {type(model).__name__} is not: call "
-            "nl.shard(model) first"
+            f"nl.accumulation(num_micro_batches={num_micro_batches}): a step has at least 1 "
+            "micro-batch; leave the number out if it is unknown"
         )
-    return AccumulationStep(model, list(micro_batches), weight, two_hop).run()
+    step = AccumulationStep(model, num_micro_batches, two_hop)
+    _refuse_parts_of_batches(model)
+    if step.runtime.mesh.pipeline > 1 and step.runtime.config.pipeline_batch == "first_stage":
+        raise ConfigError(
+            "nl.accumulation with pipeline_batch = 'first_stage': micro-batches that come one by "
+            "one are not sent to the other stages. Use nl.accumulate, or read on every rank."
+        )
+    return step
+
+
+def _refuse_parts_of_batches(model: nn.Module) -> None:
+    """Raise ConfigError if every tensor rank is given its part of a batch."""
+    config = runtime_of(model).config
+    if config.tensor_parallel_degree > 1 and not config.prescaled_batch:
+        raise ConfigError(
+            "prescaled_batch = false with tensor_parallel_degree > 1: only a function under "
+            "@smp.step (nearlinear.compat.smp), after smp.init, gathers the batches of tensor "
+            "ranks. Set it to true and read by data rank, as nl.data.Loader does."
+        )
 
 
 class NoTargets(DataError):
@@ -93,92 +152,238 @@ class NoTargets(DataError):
 
 
 class AccumulationStep:
-    """Weights of a step's micro-batches, and flags for their synchronization."""
+    """Weights of a step's micro-batches, and flags for their synchronization.
 
-    def __init__(
-        self, model: nn.Module, micro_batches: list, weight: Callable | None, two_hop: bool
-    ):
-        self.model, self.micro_batches, self.two_hop = model, micro_batches, two_hop
-        self.state = state = model_state(model)
-        assert state.runtime is not None
-        self.count_by_user = weight
-        self.predicted = [self._predict(batch) for batch in micro_batches]
-        self.counts = [each.count for each in self.predicted]
-        self.measurement = self._measurement()
-        self.targets = _global_targets(state.runtime, self.counts)
+    `accumulate` and `accumulation` make it.
+    """
+
+    def __init__(self, model: nn.Module, num_micro_batches: int | None, two_hop: bool):
+        if not all(isinstance(root, FSDPModule) for root in fsdp_roots(model)):
+            raise NearlinearError(
+                f"nl.accumulate and nl.accumulation need a sharded model, and this "
+                f"{type(model).__name__} is not: call nl.shard(model) first"
+            )
+        self.model, self.num_micro_batches, self.two_hop = model, num_micro_batches, two_hop
+        self.state = model_state(model)
+        assert self.state.runtime is not None
+        self.runtime: Runtime = self.state.runtime
+        self.count_by_user: Callable | None = None
+        self.batches: list[Any] = []
+        """Micro-batches of the step; None for one that is known by its model call only."""
+        self.predicted: list[Prediction] = []
+        self.counts: list[float] = []
+        self.targets = 0.0
         """Expected targets of the step on all ranks, the divisor of the weights."""
-        if self.targets <= 0:
-            if self.measurement is None or all(each.by_rule for each in self.predicted):
-                raise _no_targets()
-            self.targets = 1.0
-        self.position = 0
+        self.measurement: TargetMeasurement | None = TargetMeasurement(model)
+        """None if the number of targets is known for sure before the step."""
+        self.position = -1
+        self.is_last = False
         self.backwards = 0
-        self.hook: torch.utils.hooks.RemovableHandle | None = None
+        self.loss_outside = False
+        """True if the model's output for the micro-batch holds no loss."""
+        self.earlier: list[tuple[nn.Parameter, torch.Tensor]] = []
+        """Gradients from before the step."""
+        self.hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self.ended = False
+
+    def run(self, micro_batches: list, weight: Callable | None) -> Generator[Any, None, None]:
+        """Yield the micro-batches; see `accumulate`."""
+        self.count_by_user, self.batches = weight, micro_batches
+        self.num_micro_batches = number = len(micro_batches)
+        for batch in micro_batches:
+            self._add_prediction(self._predict(batch))
+        by_rule = all(each.by_rule for each in self.predicted)
+        if not self._can_measure or (by_rule and (weight or self.state.target_rule_verified)):
+            self.measurement = None
+        self._agree_on_targets(number)
+        if number == 0:
+            raise DataError("nl.accumulate got no micro-batches: is the data exhausted?")
+        if self.targets <= 0 and (self.measurement is None or by_rule):
+            raise _no_targets()
+
+        def loop() -> Generator[Any, None, None]:
+            try:
+                self._open()
+                for batch in micro_batches:
+                    self.begin_micro_batch(batch)
+                    yield batch
+                    self.end_micro_batch()
+            finally:
+                self.leave()
+
+        return loop()
+
+    def __enter__(self) -> AccumulationStep:
+        self._open()
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.leave()
+
+    @contextlib.contextmanager
+    def micro_batch(
+        self, batch: Any = None, *, targets: float | None = None, last: bool = False
+    ) -> Iterator[None]:
+        """Run the next micro-batch in this block: one forward and one backward pass.
+
+        Args:
+            batch: Arguments of the model, from which targets are counted as in `accumulate`.
+                Default: those of the block's call of the model. A pipeline needs them.
+            targets: Number of targets. Default: counted, or measured in the loss.
+            last: True for the last micro-batch of a step of unknown length, or of one that is
+                shorter than ``num_micro_batches``.
+        """
+        self.begin_micro_batch(batch, targets=targets, last=last)
+        try:
+            yield
+        except BaseException:
+            self.leave()
+            raise
+        self.end_micro_batch()
+
+    def begin_micro_batch(
+        self, batch: Any = None, *, targets: float | None = None, last: bool = False
+    ) -> None:
+        """Begin a micro-batch; arguments as in `micro_batch`."""
+        if self.ended:
+            raise NearlinearError(
+                "this step has ended: begin the next one with nl.accumulation(model)"
+            )
+        if self.position >= 0:  # without an end_micro_batch only if that raised
+            self._check_one_backward()
+        self._open()
+        self.position += 1
+        self.backwards, self.loss_outside = 0, False
+        self.is_last = last or self.position + 1 == self.num_micro_batches
+        if len(self.batches) == self.position:
+            self.batches.append(batch)
+        if len(self.counts) == self.position and (batch is not None or targets is not None):
+            self._add_prediction(
+                self._predict(batch) if targets is None else Prediction(targets, given=True)
+            )
+            self._agree_once_on_targets()
+        self._set_synchronization(self.is_last)
+
+    def end_micro_batch(self) -> None:
+        """End a micro-batch, and with the last one the step: its gradients are complete."""
+        self._check_one_backward()
+        if self.is_last:
+            self._finish()
+        else:
+            refuse_optimizer_steps(self.model, self._unfinished(self.position + 1))
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Run ``loss.backward()``; measure the targets of a loss outside of the model's output.
+
+        A sum of several means has no such number: the targets are then those that were counted.
+        """
+        if self.loss_outside and self._measures(self.predicted[self.position]):
+            found = measure_targets(loss)
+            if len(found) == 1:
+                self.counts[self.position] = found[0][0]
+        loss.backward()
 
     def _predict(self, batch: Any) -> Prediction:
         if self.count_by_user is not None:
-            return Prediction(self.count_by_user(batch), by_rule=True)
+            return Prediction(self.count_by_user(batch), by_rule=True, given=True)
         return predict_targets(self.model, batch)
 
-    def _measurement(self) -> TargetMeasurement | None:
-        """Return a new measurement unless the number of targets is known for sure.
-
-        Ranks that compute one loss together cannot measure it. Their loss is that of `CausalLoss`,
-        or of the last stage, and must have a rule.
-        """
-        layout, by_rule = self.state.layout, all(each.by_rule for each in self.predicted)
-        if self.count_by_user is not None or (by_rule and self.state.target_rule_verified):
-            return None
-        if self.state.pipeline is None and not {"tensor", "context"} & layout.axes:
-            return TargetMeasurement(self.model)
-        if any(each.needs_measurement for each in self.predicted):
+    def _add_prediction(self, prediction: Prediction) -> None:
+        if prediction.needs_measurement and not self._can_measure:
             raise unknown_targets(self.model)
-        return None
+        self.predicted.append(prediction)
+        self.counts.append(prediction.count)
 
-    def run(self) -> Iterator:
-        """Yield the micro-batches; see `accumulate`."""
+    @property
+    def _can_measure(self) -> bool:
+        """Return False for ranks that compute one loss together.
+
+        Their loss is that of `CausalLoss`, or of the last stage, and must have a rule.
+        """
+        return self.state.pipeline is None and not {"tensor", "context"} & self.state.layout.axes
+
+    def _measures(self, prediction: Prediction) -> bool:
+        return self.measurement is not None and self._can_measure and not prediction.given
+
+    def _agree_once_on_targets(self) -> None:
+        """Estimate the step's targets from the first micro-batch that has any on some rank."""
+        if self.targets <= 0:
+            self._agree_on_targets(self.num_micro_batches or 0)
+            self.targets *= self.num_micro_batches or 1
+
+    def _agree_on_targets(self, number: int, *summary: float) -> list[float]:
+        """Sum the targets and ``summary`` over all ranks; return the sums of ``summary``.
+
+        One all-reduce, which also detects ranks with other numbers of micro-batches, that would
+        wait for each other forever.
+        """
+        values = [sum(self.counts), number, number**2, *summary]
+        totals = torch.tensor(values, dtype=torch.float64, device=self.runtime.device)
+        self.runtime.all_reduce(totals)
+        self.targets, numbers, squares, *sums = totals.tolist()
+        if self.runtime.mesh.world * squares != numbers**2:
+            raise NearlinearError(
+                f"this rank has {number} micro-batches and other ranks have other numbers: give "
+                "every rank equally many, with labels -100 where there is no data"
+            )
+        return sums
+
+    def _open(self) -> None:
+        """Take over the model, unless that is done."""
+        if self.hooks or self.ended:
+            return
         state = self.state
         if state.accumulation is not None:
             state.accumulation.leave()
-        total = len(self.micro_batches)
         state.accumulation = self
-        self.hook = self.model.register_forward_hook(self._weight_outputs)
-        if state.loss_scaler is not None:
-            state.loss_scaler.begin(self.model)
+        self.hooks = [
+            self.model.register_forward_pre_hook(self._note_call, prepend=True, with_kwargs=True),
+            self.model.register_forward_hook(self._weight_outputs),
+        ]
+        updated = map(optimizer_parameter, self.model.parameters())
+        self.earlier = [(p, p.grad) for p in updated if p.grad is not None]
+        for parameter, _ in self.earlier:
+            parameter.grad = None
         for reducer in state.partial_gradients:
             reducer.begin()
-        refuse_optimizer_steps(self.model, _unfinished(0, total))
-        try:
-            for position, batch in enumerate(self.micro_batches):
-                self.position, self.backwards = position, 0
-                self._set_synchronization(last=position == total - 1)
-                yield batch
-                self._check_one_backward(position, total)
-                refuse_optimizer_steps(self.model, _unfinished(position + 1, total))
-            self.leave(done=True)
-        finally:
-            self.leave()
+        refuse_optimizer_steps(self.model, self._unfinished(0))
 
-    def leave(self, done: bool = False) -> None:
-        """End the step: finish it, or drop its sums. Later calls do nothing."""
-        if self.hook is None:
-            return
-        self.hook.remove()
-        self.hook = None
-        state = self.state
-        state.accumulation = None
+    def _close(self) -> None:
+        """Give the model back."""
+        for hook in self.hooks:
+            hook.remove()
+        self.hooks, self.ended = [], True
+        self.state.accumulation = None
         self._set_synchronization(last=True)
-        if done:
-            for reducer in state.partial_gradients:
-                reducer.reduce()
-            self._free_gathered()
-            self._conclude_measurement()
-            if state.loss_scaler is not None:
-                state.loss_scaler.finish(self.model)
-            allow_optimizer_steps(self.model)
+
+    def _finish(self) -> None:
+        """Complete the gradients of the step."""
+        self._close()
+        state = self.state
+        for reducer in state.partial_gradients:
+            reducer.reduce()
+        self._free_gathered()
+        self._conclude_targets()
+        if state.loss_scaler is not None:
+            state.loss_scaler.finish(self.model)
+        if state.loss_scaler is None or not state.loss_scaler.overflow:
+            for parameter, gradient in self.earlier:
+                new = parameter.grad
+                parameter.grad = gradient if new is None else gradient.add_(new)
+        self.earlier = []
+        allow_optimizer_steps(self.model)
+
+    def leave(self) -> None:
+        """Drop the gradients of a step that has not ended. Later calls do nothing."""
+        if not self.hooks:
+            self.ended = True
             return
-        finished = self.position + (self.backwards > 0)
-        refuse_optimizer_steps(self.model, _unfinished(finished, len(self.micro_batches)))
+        self._close()
+        self.earlier = []
+        refuse_optimizer_steps(
+            self.model, self._unfinished(max(self.position, 0) + (self.backwards > 0))
+        )
+        state = self.state
         try:
             for root in fsdp_roots(self.model):
                 _torch.abandon_backward(root)
@@ -193,27 +398,23 @@ class AccumulationStep:
         self._free_gathered()
         self.model.zero_grad(set_to_none=True)
 
-    def _conclude_measurement(self) -> None:
-        """Divide the gradients by the measured instead of the expected number of targets."""
+    def _conclude_targets(self) -> None:
+        """Divide the gradients by the final instead of the expected number of targets."""
         if self.measurement is None:
             return
-        runtime = self.state.runtime
-        assert runtime is not None
-        own = [sum(self.counts), *self.measurement.summary()]
-        totals = torch.tensor(own, dtype=torch.float64, device=runtime.device)
-        runtime.all_reduce(totals)
-        targets, *summary = totals.tolist()
+        expected = self.targets or 1.0
+        summary = self._agree_on_targets(self.position + 1, *self.measurement.summary())
         self.measurement.conclude(*summary)
-        if targets <= 0:
+        if self.targets <= 0:
             raise _no_targets()
-        if targets != self.targets:
+        if self.targets != expected:
             parameters = map(optimizer_parameter, self.model.parameters())
             gradients = [local_tensor(p.grad) for p in parameters if p.grad is not None]
-            torch._foreach_mul_(gradients, self.targets / targets)
+            torch._foreach_mul_(gradients, expected / self.targets)
 
     def targets_of(self, batch: Any) -> float | None:
         """Return the number of targets of ``batch`` if the step knows it."""
-        if batch is self.micro_batches[self.position]:
+        if batch is self.batches[self.position]:
             return self.counts[self.position]
         return None if self.count_by_user is None else self.count_by_user(batch)
 
@@ -246,29 +447,51 @@ class AccumulationStep:
     @property
     def weight(self) -> float:
         """Factor of the gradients of the current micro-batch."""
-        runtime, scaler = self.state.runtime, self.state.loss_scaler
-        assert runtime is not None
+        if len(self.counts) <= self.position:
+            raise NearlinearError(
+                "the targets of this micro-batch are unknown: pass its batch, "
+                "step.micro_batch(batch), or step.micro_batch(targets=...)"
+            )
+        scaler = self.state.loss_scaler
         # FSDP2 averages over the ranks, which cancels their number
-        weight = self.counts[self.position] * runtime.mesh.world / self.targets
+        weight = self.counts[self.position] * self.runtime.mesh.world / (self.targets or 1.0)
         return weight * (1.0 if scaler is None else scaler.loss_scale)
 
     def count_backward(self) -> None:
         """Count the backward pass that a pipeline ran for the current micro-batch."""
         self.backwards += 1
 
-    def _check_one_backward(self, position: int, total: int) -> None:
-        if self.hook is None:
+    def _check_one_backward(self) -> None:
+        if self.ended:
             raise NearlinearError(
-                "this nl.accumulate loop was left and another one has begun: finish one loop "
-                "before you begin the next"
+                "this nl.accumulate loop or nl.accumulation step was left and another one has "
+                "begun: finish one before you begin the next"
             )
         if self.backwards != 1:
             raise NearlinearError(
-                f"micro-batch {position + 1} of {total} was followed by {self.backwards} backward "
-                "passes: the body of nl.accumulate's loop runs one forward of the model and one "
-                "backward from its outputs (tensors, tuples, dicts or Hugging Face outputs); of a "
-                "pipeline one pipe.step(batch)"
+                f"micro-batch {self._counted(self.position + 1)} was followed by {self.backwards} "
+                "backward passes: the body of nl.accumulate's loop, or of step.micro_batch, runs "
+                "one forward of the model and one backward from its outputs (tensors, tuples, "
+                "dicts or Hugging Face outputs); of a pipeline one pipe.step(batch)"
             )
+
+    def _counted(self, number: int) -> str:
+        total = self.num_micro_batches
+        return f"{number}" if total is None else f"{number} of {total}"
+
+    def _unfinished(self, done: int) -> str:
+        return (
+            f"optimizer.step() after {self._counted(done)} micro-batches: gradients are not "
+            "synchronized across replicas until nl.accumulate's loop has run to its end, or the "
+            "last micro-batch of nl.accumulation has ended"
+        )
+
+    def _note_call(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        """Forward pre-hook: take the model's arguments for a micro-batch that was not given."""
+        if torch.is_grad_enabled() and len(self.counts) == self.position:
+            self.batches[self.position] = batch = forward_arguments(self.model, args, kwargs)
+            self._add_prediction(self._predict(batch))
+            self._agree_once_on_targets()
 
     def _weight_outputs(self, module: nn.Module, args: tuple, output: Any) -> Any:
         """Forward hook: weight the gradients of the outputs, and count backward passes."""
@@ -276,7 +499,7 @@ class AccumulationStep:
 
         def count_once() -> None:
             self.backwards += not seen
-            if not seen and self.position < len(self.micro_batches) - 1:
+            if not seen and not self.is_last:
                 schedule = self.state.prefetch
                 if schedule is not None:
                     _torch.after_backward(schedule.hold_gradients)
@@ -285,12 +508,14 @@ class AccumulationStep:
         def weight_tensor(tensor: torch.Tensor) -> torch.Tensor:
             if not tensor.requires_grad:
                 return tensor
-            return transform_grad(tensor, _WeightOnce(self.weight, count_once))
+            return transform_grad(tensor, _WeightOnce(lambda: self.weight, count_once))
 
         position = self.position
-        if self.measurement is not None and torch.is_grad_enabled():
+        if torch.is_grad_enabled() and self._measures(self.predicted[position]):
+            assert self.measurement is not None
+            self.loss_outside = loss_of(output) is None
             self.counts[position] = self.measurement.observe(
-                self.micro_batches[position], output, self.predicted[position]
+                self.batches[position], output, self.predicted[position]
             )
         if self.state.loss_scaler is not None:
             output = loss_scaler.widen_output(output)
@@ -298,13 +523,13 @@ class AccumulationStep:
 
 
 class _WeightOnce:
-    """Multiplies a gradient by ``weight``, once.
+    """Multiplies a gradient by the result of ``weight``, once.
 
     The loss depends on the logits. A gradient that flows through both outputs must be weighted
     once, so each output is a new tensor with a transform of its own.
     """
 
-    def __init__(self, weight: float, count: Callable[[], None]):
+    def __init__(self, weight: Callable[[], float], count: Callable[[], None]):
         self.weight = weight
         self.count: Callable[[], None] | None = count
 
@@ -316,35 +541,7 @@ class _WeightOnce:
             )
         self.count()
         self.count = None
-        return gradient * self.weight
-
-
-def _unfinished(done: int, total: int) -> str:
-    return (
-        f"optimizer.step() after {done} of {total} micro-batches: gradients are not synchronized "
-        "across replicas until nl.accumulate's loop has run to its end"
-    )
-
-
-def _global_targets(runtime: Runtime, counts: list[float]) -> float:
-    """Return the number of targets of the step on all ranks.
-
-    One all-reduce of three numbers, which also detects ranks that would wait for each other
-    forever.
-    """
-    number = len(counts)
-    values = [sum(counts), number, number**2]
-    totals = torch.tensor(values, dtype=torch.float64, device=runtime.device)
-    runtime.all_reduce(totals)
-    targets, numbers, squares = totals.tolist()
-    if runtime.mesh.world * squares != numbers**2:
-        raise NearlinearError(
-            f"this rank has {number} micro-batches and other ranks have other numbers: give every "
-            "rank equally many, with labels -100 where there is no data"
-        )
-    if number == 0:
-        raise DataError("nl.accumulate got no micro-batches: is the data exhausted?")
-    return targets
+        return gradient * self.weight()
 
 
 def _no_targets() -> NoTargets:

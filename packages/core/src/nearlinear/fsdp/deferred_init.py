@@ -370,6 +370,15 @@ def deferred_init(
     """
     if seed is None and runtimes.is_initialized():
         seed = runtimes.current().config.random_seed
+    with record_init(seed, as_without=as_without, values=values):
+        yield
+
+
+@contextmanager
+def record_init(
+    seed: int | None, *, as_without: bool = True, values: bool = True
+) -> Iterator[None]:
+    """Defer like `deferred_init`; without ``seed`` random numbers follow from the generator."""
     recorder = InitRecorder(None if as_without and values else seed or 0)
 
     def without_values(module, name, parameter):

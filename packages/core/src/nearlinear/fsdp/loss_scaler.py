@@ -89,18 +89,14 @@ class LossScaler:
         self._at_minimum = state["at_minimum"]
 
     @torch.no_grad()
-    def begin(self, model: nn.Module) -> None:
-        """Scale the gradients that exist before a step like those to come."""
-        _multiply(_gradients(model), self.loss_scale)
-
-    @torch.no_grad()
     def finish(self, model: nn.Module) -> None:
         """Unscale the gradients after a step, or drop them on overflow. Collective over all ranks.
 
         A norm that exceeds float32 counts as an overflow, too.
         """
         gradients = _gradients(model)
-        _multiply(gradients, 1 / self.loss_scale)
+        if gradients:
+            torch._foreach_mul_(gradients, 1 / self.loss_scale)
         norm = torch.nn.utils.get_total_norm(gradients)
         runtime = model_state(model).runtime
         assert runtime is not None
@@ -168,8 +164,3 @@ def _differentiable(output: Any) -> list[torch.Tensor]:
 def _gradients(model: nn.Module) -> list[torch.Tensor]:
     updated = map(optimizer_parameter, model.parameters())
     return [local_tensor(p.grad) for p in updated if p.grad is not None]
-
-
-def _multiply(gradients: list[torch.Tensor], factor: float) -> None:
-    if gradients:
-        torch._foreach_mul_(gradients, factor)

@@ -213,6 +213,9 @@ class PipelineRunner(Protocol):
     def control_replica_reduction(self, stage: nn.Module) -> None:
         """Take over the reduction across replicas of a sharded stage."""
 
+    def shared_batch(self, batch: Any) -> Any:
+        """Return the batch that the pipeline's ranks compute."""
+
     def reshard(self) -> None:
         """Free the gathered parameters of all stages."""
 

@@ -147,6 +147,8 @@ class Prediction:
     """True if the model's rule gave it. False: a measured number replaces it."""
     needs_measurement: bool = False
     """True if only a measurement can tell."""
+    given: bool = False
+    """True if the user gave it, so that nothing measures it."""
 
 
 def predict_targets(model: nn.Module, batch: Any) -> Prediction:

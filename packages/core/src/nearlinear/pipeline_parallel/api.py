@@ -173,7 +173,8 @@ class Pipelined(nn.Module):
         return, or inside `nearlinear.accumulate` after its loop.
 
         Args:
-            batch: The model's arguments, the same on every pipeline rank. Tensors are split along
+            batch: The model's arguments, the same on every pipeline rank, or with
+                ``pipeline_batch = "first_stage"`` those of the first one. Tensors are split along
                 dim 0 into ``microbatches`` equal parts.
         """
         return self._run_batch(batch, pipeline_runtime(self).run)
@@ -186,7 +187,7 @@ class Pipelined(nn.Module):
         """Return the logits (B, V) of every sequence's last token, on every pipeline rank."""
         pipe = pipeline_runtime(self)
         device = pipe.runtime.device
-        (micro_batch,) = split_microbatches(batch, 1, device)
+        (micro_batch,) = split_microbatches(pipe.shared_batch(batch), 1, device)
         rows = next(iter(micro_batch.values())).shape[0]
         logits = torch.empty(rows, self.config.vocab_size, device=device)
         pipe.evaluate(self, [micro_batch], lambda i, output: logits.copy_(output.logits[:, -1]))
@@ -203,7 +204,10 @@ class Pipelined(nn.Module):
         batch: Mapping[str, Any],
         run: Callable[[nn.Module, list[dict[str, Any]], OnOutput], None],
     ) -> torch.Tensor:
-        runtime = pipeline_runtime(self).runtime
+        pipe = pipeline_runtime(self)
+        runtime = pipe.runtime
+        if model_state(self).accumulation is None:  # else `accumulate` has yielded that batch
+            batch = pipe.shared_batch(batch)
         micro_batches = split_microbatches(batch, runtime.config.microbatches, runtime.device)
         loss = BatchLoss(self, [count_targets(self, micro_batch) for micro_batch in micro_batches])
         run(self, micro_batches, loss.weighted(lambda i, output: _loss_of(output)))

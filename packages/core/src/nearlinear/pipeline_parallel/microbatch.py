@@ -9,7 +9,22 @@ from typing import Any
 import torch
 
 from .. import _torch
+from ..distributed.objects import broadcast_object
+from ..distributed.runtime import Runtime
 from ..errors import DataError
+
+
+def batch_of_first_stage(batch: Any, runtime: Runtime) -> Any:
+    """Return the ``batch`` of the pipeline's first rank on all its ranks. A collective call.
+
+    Args:
+        batch: Tensors and numbers in dicts and lists; ignored on other ranks than the first.
+        runtime: This rank's runtime, with several pipeline ranks.
+    """
+    first = runtime.mesh.group("pipeline", runtime.rank)[0]
+    if runtime.rank == first:
+        batch = _torch.map_tensors(lambda tensor: tensor.to(runtime.device), batch)
+    return broadcast_object(batch, first, runtime.group("pipeline"), runtime.device, "the batch")
 
 
 def split_microbatches(

@@ -25,6 +25,7 @@ from ..errors import NearlinearError
 from ..fsdp import loss_scaler
 from ..fsdp.forward_transforms import BatchCheck
 from ..fsdp.model_state import model_state
+from .microbatch import batch_of_first_stage
 from .partition import ModelCosts, format_partition
 from .schedules import PipelineSchedule
 from .stage import ModelSplit, PassThrough, hidden_shape, stage_state
@@ -159,6 +160,13 @@ class PipelineRuntime:
         """Return the blocks that ``stage`` holds, in order."""
         blocks = self.model_split.block_list(stage)
         return [block for block in blocks if not isinstance(block, PassThrough)]
+
+    def shared_batch(self, batch: Any) -> Any:
+        """Return ``batch``, or with ``pipeline_batch = first_stage`` that of the first rank."""
+        runtime = self.runtime
+        if runtime.mesh.pipeline == 1 or runtime.config.pipeline_batch != "first_stage":
+            return batch
+        return batch_of_first_stage(batch, runtime)
 
     def reshard(self) -> None:
         """Free the gathered parameters of this rank's stages."""

@@ -19,28 +19,28 @@ all stages and the function on the last one, where ``model(...)`` returns the ou
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
-import json
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from .. import _torch
-from ..distributed import runtime as runtimes
-from ..distributed.collectives import transform_grad
-from ..errors import ConfigError, NearlinearError
-from ..fsdp.accumulate import accumulate
-from ..fsdp.call_interception import CallInterceptor, forward_arguments, intercept_calls
-from ..fsdp.model_state import model_state
-from ..fsdp.targets import count_targets
-from ..pipeline_parallel.microbatch import slice_arguments
-from ..pipeline_parallel.runtime import BatchLoss, pipeline_runtime
-
-__all__ = ["StepOutput", "step"]
+from ... import _torch
+from ...distributed import runtime as runtimes
+from ...distributed.collectives import transform_grad
+from ...distributed.objects import broadcast_object
+from ...errors import ConfigError, NearlinearError
+from ...fsdp.accumulate import accumulate
+from ...fsdp.call_interception import CallInterceptor, forward_arguments, intercept_calls
+from ...fsdp.model_state import model_state
+from ...fsdp.targets import count_targets
+from ...pipeline_parallel.microbatch import slice_arguments
+from ...pipeline_parallel.runtime import BatchLoss, pipeline_runtime
+from .batch import share_batch
+from .session import Passes, session_or_none
 
 _EXAMPLE = (
     "Write `loss = model(x, labels=y).loss; model.backward(loss); return loss`, for one micro-batch"
@@ -93,7 +93,9 @@ def step(
     ``smp_slice(count, i, dim)`` split themselves. Other values go to every micro-batch. Each
     returned value becomes a `StepOutput` on all pipeline ranks.
 
-    Gradients are those of `nearlinear.accumulate` over the micro-batches. Under ``torch.no_grad()``
+    Gradients are those of `nearlinear.accumulate` over the micro-batches. With a `DistributedModel`
+    micro-batches have equal weights, as in v1. The arguments may be those of the first pipeline
+    rank (``pipeline_batch``). Under ``torch.no_grad()``
     or in eval mode there is no backward pass, and the function must not call ``model.backward``.
     Code before ``model(...)`` runs more than once.
 
@@ -121,24 +123,30 @@ def step(
 
     @functools.wraps(user_function)
     def run_step(*args, **kwargs):
-        runtime = runtimes.current()
+        runtime, session = runtimes.current(), session_or_none()
         bound, count = signature.bind(*args, **kwargs), runtime.config.microbatches
+        if session is not None:
+            session.partition()
+        shared = share_batch(bound.arguments, runtime, non_split_inputs, dims)
+        bound.arguments.update(shared)
         micro_batches = []
         for i in range(count):
             sliced = slice_arguments(bound, count, i, non_split_inputs, dims)
             micro_batches.append(_torch.map_tensors(lambda t: t.to(runtime.device), sliced))
         recorded = [_record_model_call(user_function, each) for each in micro_batches]
         model = recorded[0].model
-        if model_state(model).accumulation is not None:
+        passes = None if session is None else session.passes(model)
+        if passes is None and model_state(model).accumulation is not None:
             raise NearlinearError(
                 "a function under @smp.step accumulates micro-batches by itself: call it outside "
                 "nl.accumulate, and raise microbatches instead"
             )
         model_calls = [each.arguments for each in recorded]
         run = _run_locally if model_state(model).pipeline is None else _run_on_stages
-        return collect_outputs(
-            run(user_function, micro_batches, model, model_calls), detach_outputs
-        )
+        results = run(user_function, micro_batches, model, model_calls, passes)
+        if session is not None and _is_training(model):
+            session.run_step_hooks()
+        return collect_outputs(results, detach_outputs)
 
     return run_step
 
@@ -178,14 +186,20 @@ def _run_locally(
     micro_batches: list[CallArguments],
     model: nn.Module,
     model_calls: list[dict],
+    passes: Passes | None,
 ) -> list[Any]:
     """Run ``function`` for all micro-batches of a model without stages; return its results."""
     if not _is_training(model):
         return [_call(function, each, _OneCall(function, training=False)) for each in micro_batches]
-    return [
-        _call(function, each, _OneCall(function, training=True))
-        for each, _ in zip(micro_batches, accumulate(model, model_calls), strict=True)
-    ]
+    if passes is None:
+        steps, factor = accumulate(model, model_calls), 1.0
+    else:
+        steps, factor = passes.take(len(micro_batches)), passes.loss_factor
+    with contextlib.closing(steps):  # a failed step ends at once
+        return [
+            _call(function, each, _OneCall(function, training=True, factor=factor))
+            for each, _ in zip(micro_batches, steps, strict=True)
+        ]
 
 
 def _run_on_stages(
@@ -193,21 +207,31 @@ def _run_on_stages(
     micro_batches: list[CallArguments],
     model: nn.Module,
     model_calls: list[dict],
+    passes: Passes | None,
 ) -> list[Any]:
     """Run ``model`` on its stages and ``function`` on the last one; return its results."""
     pipe, results = pipeline_runtime(model), [None] * len(model_calls)
-    targets, training = [count_targets(model, call) for call in model_calls], _is_training(model)
+    training = _is_training(model)
+    if passes is None:
+        targets, factor = [count_targets(model, call) for call in model_calls], 1.0
+    else:
+        targets, factor = [1.0] * len(model_calls), passes.loss_factor
 
     def compute_loss(i: int, output: Any) -> torch.Tensor:
         interceptor = _LastStageCall(function, output, training)
         results[i] = _call(function, micro_batches[i], interceptor)
-        return torch.zeros(()) if interceptor.loss is None else interceptor.loss
+        return torch.zeros(()) if interceptor.loss is None else interceptor.loss * factor
 
     if training:
-        for _ in accumulate(model, [model_calls], weight=lambda calls: sum(targets)):
-            loss = BatchLoss(model, targets)
-            pipe.run(model, model_calls, loss.weighted(compute_loss))
-            loss.broadcast()
+        if passes is None:
+            steps = accumulate(model, [model_calls], weight=lambda calls: sum(targets))
+        else:
+            steps = passes.take(1)
+        with contextlib.closing(steps):
+            for _ in steps:
+                loss = BatchLoss(model, targets)
+                pipe.run(model, model_calls, loss.weighted(compute_loss))
+                loss.broadcast()
     else:
         loss = BatchLoss(model, targets)
         pipe.evaluate(model, model_calls, loss.weighted(compute_loss))
@@ -215,8 +239,8 @@ def _run_on_stages(
     runtime = pipe.runtime
     if runtime.mesh.pipeline == 1:
         return results
-    group = runtime.group("pipeline")
-    return broadcast_object(results, pipe.last_stage_rank, group, runtime.device)
+    group, source = runtime.group("pipeline"), pipe.last_stage_rank
+    return broadcast_object(results, source, group, runtime.device, "@smp.step: the result")
 
 
 def _call(function: Callable, arguments: CallArguments, interceptor: _OneCall) -> Any:
@@ -285,8 +309,9 @@ class _OneCall(CallInterceptor):
     The model, which has no stages, computes by itself.
     """
 
-    def __init__(self, function: Callable, training: bool):
+    def __init__(self, function: Callable, training: bool, factor: float = 1.0):
         self.name, self.training, self.calls = function.__name__, training, 0
+        self.factor = factor
         self.loss: torch.Tensor | None = None
 
     def on_forward(self, model: nn.Module, args: tuple, kwargs: dict) -> object:
@@ -315,7 +340,7 @@ class _OneCall(CallInterceptor):
         self.differentiate(loss)
 
     def differentiate(self, loss: torch.Tensor) -> None:
-        loss.backward()
+        (loss * self.factor if self.factor != 1.0 else loss).backward()
 
     def finish(self) -> None:
         """Check the calls after the function has returned."""
@@ -357,82 +382,3 @@ class _LastStageCall(_OneCall):
     def finish(self) -> None:
         super().finish()
         self.finished = True
-
-
-def broadcast_object(
-    value: Any, source: int, group: dist.ProcessGroup, device: torch.device
-) -> Any:
-    """Broadcast ``value`` from global rank ``source`` to ``group``. A collective call.
-
-    Its structure is sent as JSON, so that nothing is unpickled. Mappings arrive as dicts.
-
-    Args:
-        value: Tensors, numbers and strings in dicts, lists and tuples; ignored on other ranks.
-
-    Raises:
-        NearlinearError: On all ranks, if ``value`` contains an object of another type.
-    """
-    is_source, tensors, text = dist.get_rank() == source, [], b""
-    if is_source:
-        try:
-            text = json.dumps(_describe(value, tensors)).encode()
-        except (TypeError, ValueError):
-            text = json.dumps({"unsupported": _unsupported_type(value)}).encode()
-    size = torch.tensor(len(text), device=device)
-    dist.broadcast(size, source, group=group)
-    encoded = torch.empty(int(size), dtype=torch.uint8, device=device)
-    if is_source:
-        encoded.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
-    dist.broadcast(encoded, source, group=group)
-    description = json.loads(bytes(encoded.cpu().tolist()))
-    if "unsupported" in description:
-        raise NearlinearError(
-            f"@smp.step: the function returned an object of type {description['unsupported']}, "
-            "which cannot be sent to the other stages. Return tensors, numbers and strings, in "
-            "dicts, lists or tuples."
-        )
-    if is_source:
-        for tensor in tensors:
-            dist.broadcast(tensor.to(device), source, group=group)
-        return value
-    return _receive(description, source, group, device)
-
-
-def _describe(value: Any, tensors: list[torch.Tensor]) -> dict[str, Any]:
-    """Return a description of ``value`` for JSON; append its tensors to ``tensors``."""
-    if isinstance(value, torch.Tensor):
-        tensors.append(value.detach().contiguous())
-        return {"tensor": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}
-    if isinstance(value, Mapping):
-        return {"dict": [[key, _describe(each, tensors)] for key, each in value.items()]}
-    if isinstance(value, list | tuple):
-        kind = "list" if isinstance(value, list) else "tuple"
-        return {kind: [_describe(each, tensors) for each in value]}
-    return {"value": value}
-
-
-def _receive(
-    description: dict[str, Any], source: int, group: dist.ProcessGroup, device: torch.device
-) -> Any:
-    """Receive the tensors of a description, and rebuild its value."""
-    if "tensor" in description:
-        dtype = getattr(torch, description["dtype"])
-        tensor = torch.empty(description["tensor"], dtype=dtype, device=device)
-        dist.broadcast(tensor, source, group=group)
-        return tensor
-    if "dict" in description:
-        return {key: _receive(each, source, group, device) for key, each in description["dict"]}
-    for kind, build in (("list", list), ("tuple", tuple)):
-        if kind in description:
-            return build(_receive(each, source, group, device) for each in description[kind])
-    return description["value"]
-
-
-def _unsupported_type(value: Any) -> str:
-    """Return the type of the first object in ``value`` that JSON cannot represent."""
-    items = value.values() if isinstance(value, Mapping) else value
-    if isinstance(value, Mapping | list | tuple):
-        return next(filter(None, map(_unsupported_type, items)), "")
-    if isinstance(value, torch.Tensor | str | int | float | bool | None):
-        return ""
-    return type(value).__name__
