@@ -58,4 +58,4 @@ def finder():
 
 
 def _is_alias(name):
-    return name.split(".")[0] == "smdistributed"
+    return name.split(".")[0] in ("smdistributed", "transformer_engine")

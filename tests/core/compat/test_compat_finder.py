@@ -33,6 +33,9 @@ def test_aliases_are_the_modules_themselves(finder):
         importlib.import_module("smdistributed.modelparallel.torch.missing")
     with pytest.raises(ModuleNotFoundError, match="smdistributed.other"):
         importlib.import_module("smdistributed.other")
+    engine = importlib.import_module("transformer_engine.pytorch")
+    assert engine is importlib.import_module("nearlinear.compat.tsm.transformer_engine")
+    assert importlib.import_module("transformer_engine.common.recipe").Format is engine.Format
 
 
 def test_an_installed_library_is_not_replaced(finder, tmp_path, monkeypatch):

@@ -14,6 +14,8 @@ ALIASES = {
     "smdistributed.modelparallel.torch": "nearlinear.compat.smp",
     "torch.sagemaker": "nearlinear.compat.tsm",
     "smdistributed.dataparallel.torch": "nearlinear.compat.smddp",
+    "transformer_engine.pytorch": "nearlinear.compat.tsm.transformer_engine",
+    "transformer_engine.common.recipe": "nearlinear.compat.tsm.transformer_engine",
 }
 """Modules of other libraries, with all submodules, and the modules that take their place."""
 
@@ -28,7 +30,7 @@ class AliasFinder(MetaPathFinder):
         self.aliases = aliases
         parts = [name.split(".") for name in aliases]
         names = {".".join(part[:depth]) for part in parts for depth in range(1, len(part))}
-        self.packages = {name for name in names if name.split(".")[0] == "smdistributed"}
+        self.packages = {name for name in names if _find(name) is None}
         """Packages that exist only to contain an alias."""
 
     def find_spec(
