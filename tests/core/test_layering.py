@@ -26,7 +26,7 @@ LAYERS = {
         "transforms",
     ),
     "state": ("checkpoint", "data", "memory"),
-    "training": ("train",),
+    "training": ("integrations", "train"),
     "interfaces": (
         "cli",
         "environment",

@@ -1,0 +1,166 @@
+"""A ``transformers.Trainer`` whose model is sharded, with two-hop synchronization.
+
+::
+
+    from nearlinear.integrations.hugging_face import Trainer
+
+    trainer = Trainer(model, arguments, train_dataset=dataset, sharding={"hybrid_shard_degree": 8})
+
+Subclasses of ``transformers.Trainer``, such as TRL's, take the mixin::
+
+    class ShardedSFTTrainer(ShardedTrainerMixin, SFTTrainer): ...
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from typing import Any
+
+import torch
+import transformers
+from accelerate.utils import GradientAccumulationPlugin
+from torch import nn
+from transformers.trainer import SCHEDULER_NAME
+
+from ..errors import ConfigError
+from .accelerate import Accelerator
+from .host import Sharding
+
+log = logging.getLogger(__name__)
+
+_REFUSED = {
+    "fsdp": "Trainer's FSDP would shard the model, too; pass its degrees in sharding",
+    "deepspeed": "DeepSpeed would shard the model, too",
+    "parallelism_config": "accelerate's meshes do not know the shards; pass degrees in sharding",
+    "torch_compile": "Trainer compiles the whole model; call nl.compile_blocks(model)",
+    "auto_find_batch_size": "a sharded model cannot be unwrapped for another attempt",
+    "fp16_full_eval": "it would convert the shards; evaluation uses the dtype of training",
+    "bf16_full_eval": "it would convert the shards; evaluation uses the dtype of training",
+}
+
+
+class ShardedTrainerMixin:
+    """Mixed in before ``transformers.Trainer`` or a subclass: shards the model.
+
+    Args:
+        sharding: Config of `nearlinear.init`; default: shard over all ranks.
+        args, kwargs: Those of the Trainer.
+
+    A checkpoint contains the weights as ``save_pretrained`` writes them, and the folder
+    ``nearlinear`` with the sharded state, which resumes at any layout. ``save_model`` is a
+    collective call. Raises ConfigError for training arguments that shard, compile or convert the
+    model in another way.
+    """
+
+    def __init__(self: Any, *args, sharding: Sharding = None, **kwargs):
+        self._sharding = sharding
+        self._losses: list[torch.Tensor] = []
+        """Losses of the step's micro-batches on this rank."""
+        super().__init__(*args, **kwargs)
+
+    def create_accelerator_and_postprocess(self: Any) -> None:
+        _check_arguments(self.args)
+        super().create_accelerator_and_postprocess()
+        host = self.accelerator
+        plugin = GradientAccumulationPlugin(**host.gradient_state.plugin_kwargs)
+        self.accelerator = Accelerator(
+            sharding=self._sharding,
+            **self._build_accelerator_args(
+                dataloader_config=host.dataloader_config, gradient_accumulation_plugin=plugin
+            ),
+        )
+        self.gather_function = functools.partial(
+            self.accelerator.gather_for_metrics, use_gather_object=self.args.eval_use_gather_object
+        )
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Leave the placement to sharding, which moves one unit at a time."""
+
+    def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> None:
+        """Let losses be means: gradients are weighted by the targets of each."""
+
+    def _has_mixed_mesh_grads(self, model: nn.Module) -> bool:
+        return False  # clipping knows all meshes
+
+    def train(self: Any, *args, **kwargs) -> Any:
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            if self.accelerator.hosted is not None:
+                self.accelerator.hosted.abandon()
+
+    def training_step(self: Any, model: nn.Module, inputs: dict, *args, **kwargs) -> torch.Tensor:
+        """Run a micro-batch; return the mean loss of its step if it is the last one, else zero."""
+        hosted = self.accelerator.hosted
+        if not hosted.unfinished:
+            self._losses.clear()
+        hosted.batch = inputs
+        given, self.current_gradient_accumulation_steps = (
+            self.current_gradient_accumulation_steps,
+            1,
+        )
+        try:
+            loss = super().training_step(model, inputs)
+        finally:
+            self.current_gradient_accumulation_steps = given
+        self._losses.append(loss)
+        if hosted.unfinished:
+            return torch.zeros_like(loss)
+        pairs = zip(self._losses, hosted.completed.counts, strict=True)
+        total = sum(loss * count for loss, count in pairs if count)
+        return total * self.accelerator.num_processes / hosted.completed.targets
+
+    def _save(self: Any, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        if state_dict is None and self.accelerator.hosted is not None:
+            state_dict = self.accelerator.hosted.full_state_dict()
+        super()._save(output_dir, state_dict)
+
+    def _save_optimizer_and_scheduler(self: Any, output_dir: str) -> None:
+        step = self.state.global_step
+        self.accelerator.hosted.save(output_dir, self.optimizer.optimizer, step)
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
+
+    def _load_from_checkpoint(self: Any, folder: str, model: nn.Module | None = None) -> None:
+        hosted = self.accelerator.hosted
+        if hosted is None or hosted.model is not self.model:
+            super()._load_from_checkpoint(folder, model)
+        else:
+            hosted.load(folder)
+
+    def _load_best_model(self: Any) -> None:
+        self.accelerator.hosted.load(self.state.best_model_checkpoint)
+
+    def _load_optimizer_and_scheduler(self: Any, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        scheduler = os.path.join(checkpoint, SCHEDULER_NAME)
+        if not os.path.isfile(scheduler):  # save_only_model
+            log.warning("%s has no optimizer state: training resumes from its weights", checkpoint)
+            return
+        self.accelerator.hosted.load(checkpoint, self.optimizer.optimizer)
+        self.lr_scheduler.load_state_dict(torch.load(scheduler, weights_only=True))
+
+
+class Trainer(ShardedTrainerMixin, transformers.Trainer):
+    """``transformers.Trainer`` with a sharded model, see `ShardedTrainerMixin`."""
+
+
+def _check_arguments(args: transformers.TrainingArguments) -> None:
+    """Raise ConfigError for training arguments that would change results or shard twice."""
+    for name, reason in _REFUSED.items():
+        value = getattr(args, name, None)
+        if value:
+            raise ConfigError(f"TrainingArguments({name}={value!r}) beside sharding: {reason}")
+    if args.save_only_model and args.load_best_model_at_end:
+        raise ConfigError(
+            "save_only_model with load_best_model_at_end: the best model is loaded from its "
+            "sharded state; leave save_only_model out"
+        )
+    if args.n_gpu > 1:
+        raise ConfigError(
+            f"one process with {args.n_gpu} GPUs: start the script with torchrun, one process per "
+            "GPU"
+        )
