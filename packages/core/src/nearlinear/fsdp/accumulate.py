@@ -241,6 +241,8 @@ class AccumulationStep:
             )
             self._agree_once_on_targets()
         self._set_synchronization(self.is_last)
+        if self.state.pipeline is not None and self.position == 0:
+            self._set_earlier_aside()
 
     def end_micro_batch(self) -> None:
         """End a micro-batch, and with the last one the step: its gradients are complete."""
@@ -318,13 +320,19 @@ class AccumulationStep:
             self.model.register_forward_pre_hook(self._note_call, prepend=True, with_kwargs=True),
             self.model.register_forward_hook(self._weight_outputs),
         ]
-        updated = map(optimizer_parameter, self.model.parameters())
-        self.earlier = [(p, p.grad) for p in updated if p.grad is not None]
+        refuse_optimizer_steps(self.model, self._unfinished(0))
+
+    def _set_earlier_aside(self) -> None:
+        """Take earlier gradients off the parameters, before the first backward pass.
+
+        Not before the forward pass, since some loops zero gradients between the two.
+        """
+        found = dict.fromkeys(p for p in _all_parameters(self.model) if p.grad is not None)
+        self.earlier = [(p, p.grad) for p in found if p.grad is not None]
         for parameter, _ in self.earlier:
             parameter.grad = None
-        for reducer in state.partial_gradients:
+        for reducer in self.state.partial_gradients:
             reducer.begin()
-        refuse_optimizer_steps(self.model, self._unfinished(0))
 
     def _close(self) -> None:
         """Give the model back."""
@@ -476,6 +484,8 @@ class AccumulationStep:
         seen = []
 
         def count_once() -> None:
+            if self.position == 0 and not self.backwards:
+                self._set_earlier_aside()
             self.backwards += not seen
             if not seen and not self.is_last:
                 schedule = self.state.prefetch
