@@ -32,7 +32,7 @@ from torch import nn
 
 from ..errors import ConfigError
 from ..fsdp.call_interception import arguments_by_name
-from .host import HostedModel, Sharding, join
+from .host import FOLDER, HostedModel, Sharding, join
 
 _REFUSED = {
     "deepspeed_plugin": "DeepSpeed would shard the model, too",
@@ -181,7 +181,7 @@ class Accelerator(accelerate.Accelerator):
         with self._without_sharded_state():
             folder = super().save_state(output_dir, safe_serialization, **kwargs)
         if self.hosted is not None:
-            self.hosted.save(folder, _only(optimizers))
+            self.hosted.save(os.path.join(folder, FOLDER), _only(optimizers))
         return folder
 
     def load_state(
@@ -195,7 +195,7 @@ class Accelerator(accelerate.Accelerator):
         finally:
             hook.remove()
         if self.hosted is not None:
-            self.hosted.load(folders[0], _only(optimizers))
+            self.hosted.load(os.path.join(folders[0], FOLDER), _only(optimizers))
 
     @contextmanager
     def _without_sharded_state(self) -> Iterator[None]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,7 +31,7 @@ from ..fsdp.optimizer_state import shard_optimizer
 from ..fsdp.shard import shard
 
 FOLDER = "nearlinear"
-"""Folder of the sharded state inside a checkpoint of a host; `nearlinear.load` reads it."""
+"""Folder of the sharded state in or beside a host's checkpoint; `nearlinear.load` reads it."""
 
 Sharding = ParallelConfig | dict[str, Any] | str | os.PathLike[str] | None
 """Config of `nearlinear.init`."""
@@ -202,20 +201,19 @@ class HostedModel:
         optimizer: torch.optim.Optimizer | None,
         step: int = 0,
     ) -> None:
-        """Write model and optimizer for `load` at any layout into ``folder``'s `FOLDER`."""
+        """Write model and optimizer into ``folder``, for `load` at any layout."""
         config = getattr(self.model, "config", None)
         if hasattr(config, "dtype"):  # save_pretrained sets it, on the rank that writes
             config.dtype = str(next(self.model.parameters()).dtype).removeprefix("torch.")
-        save(Path(folder) / FOLDER, self.model, optimizer, step=step, wait=True)
+        save(folder, self.model, optimizer, step=step, wait=True)
 
     def load(
         self, folder: str | os.PathLike[str], optimizer: torch.optim.Optimizer | None = None
     ) -> None:
         """Load the state of `save`. Raises CheckpointError."""
-        path = Path(folder) / FOLDER
-        if not path.is_dir():
+        if not os.path.isdir(folder):
             raise CheckpointError(
-                f"{folder} has no folder {FOLDER!r}: it was not saved with optimizer state by this "
-                "integration; load the weights alone before sharding, as with from_pretrained"
+                f"there is no folder {folder}: the checkpoint was not saved with optimizer state "
+                "by this integration; load the weights alone before sharding"
             )
-        load(path, self.model, optimizer)
+        load(folder, self.model, optimizer)

@@ -26,7 +26,7 @@ from transformers.trainer import SCHEDULER_NAME
 
 from ..errors import ConfigError
 from .accelerate import Accelerator
-from .host import Sharding
+from .host import FOLDER, Sharding
 
 log = logging.getLogger(__name__)
 
@@ -119,7 +119,8 @@ class ShardedTrainerMixin:
 
     def _save_optimizer_and_scheduler(self: Any, output_dir: str) -> None:
         step = self.state.global_step
-        self.accelerator.hosted.save(output_dir, self.optimizer.optimizer, step)
+        folder = os.path.join(output_dir, FOLDER)
+        self.accelerator.hosted.save(folder, self.optimizer.optimizer, step)
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
 
@@ -128,10 +129,10 @@ class ShardedTrainerMixin:
         if hosted is None or hosted.model is not self.model:
             super()._load_from_checkpoint(folder, model)
         else:
-            hosted.load(folder)
+            hosted.load(os.path.join(folder, FOLDER))
 
     def _load_best_model(self: Any) -> None:
-        self.accelerator.hosted.load(self.state.best_model_checkpoint)
+        self.accelerator.hosted.load(os.path.join(self.state.best_model_checkpoint, FOLDER))
 
     def _load_optimizer_and_scheduler(self: Any, checkpoint: str | None) -> None:
         if checkpoint is None:
@@ -140,7 +141,7 @@ class ShardedTrainerMixin:
         if not os.path.isfile(scheduler):  # save_only_model
             log.warning("%s has no optimizer state: training resumes from its weights", checkpoint)
             return
-        self.accelerator.hosted.load(checkpoint, self.optimizer.optimizer)
+        self.accelerator.hosted.load(os.path.join(checkpoint, FOLDER), self.optimizer.optimizer)
         self.lr_scheduler.load_state_dict(torch.load(scheduler, weights_only=True))
 
 
