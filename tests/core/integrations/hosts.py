@@ -1,13 +1,31 @@
 """Set-up of the tests of hosts."""
 
+import re
+from pathlib import Path
+
 import torch
 
 import nearlinear as nl
 from tests.support import tiny
 
+PAGE = Path(nl.__file__).parents[2] / "docs" / "howto" / "hosts.md"
+MAX_CHANGED_LINES = 3
+
+
+def documented(host):
+    """Return the page's script for a host alone, and the changed one."""
+    diffs = re.findall(r"```diff\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    (diff,) = [text for text in diffs if f"nearlinear.integrations.{host}" in text]
+    lines = diff.splitlines()
+    assert 0 < sum(line.startswith("+") for line in lines) <= MAX_CHANGED_LINES
+    return ["\n".join(line[1:] for line in lines if line[:1] != other) for other in "+-"]
+
 
 class Tokens(torch.utils.data.Dataset):
-    """Rows with different numbers of targets."""
+    """Rows with different numbers of targets, unless ``even``."""
+
+    def __init__(self, even=False):
+        self.even = even
 
     def __len__(self):
         return 256
@@ -15,7 +33,7 @@ class Tokens(torch.utils.data.Dataset):
     def __getitem__(self, i):
         ids = tiny.rows(i, 1)[0]
         labels = ids.clone()
-        labels[: i % 5] = -100
+        labels[: 0 if self.even else i % 5] = -100
         return {"input_ids": ids, "labels": labels}
 
 

@@ -1,14 +1,18 @@
 """accelerate's Accelerator with a sharded model: losses, communication, checkpoints."""
 
+import os
+
 import accelerate
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from accelerate.utils import AutocastKwargs, FullyShardedDataParallelPlugin
 
 import nearlinear as nl
+from nearlinear.distributed import runtime
 from nearlinear.distributed.collectives import count_collectives
 from nearlinear.integrations.accelerate import Accelerator
-from tests.core.integrations.hosts import Tokens, loaded, model
+from tests.core.integrations.hosts import Tokens, documented, loaded, model
 
 STEPS = 20
 
@@ -91,6 +95,10 @@ def explicit_no_sync():
 
 
 def refusals():
+    AcceleratorState._reset_state(reset_partial_state=True)
+    with pytest.raises(nl.errors.ConfigError, match="1 process of 2: on CPUs"):
+        Accelerator()
+    AcceleratorState._reset_state(reset_partial_state=True)
     frozen = model().requires_grad_(False)
     host = Run(Accelerator)
     assert host.accelerator.prepare(frozen) is frozen
@@ -113,21 +121,49 @@ def refusals():
     return found
 
 
+def documented_loss(script):
+    net = model()
+    batches = torch.utils.data.DataLoader(torch.utils.data.Subset(Tokens(even=True), range(32)), 4)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    variables = {"model": net, "optimizer": optimizer, "batches": batches}
+    exec(script, variables)
+    return variables["accelerator"].gather(variables["loss"].detach()).mean().item()
+
+
+def saved_and_resumed(sharding, folder):
+    """Train two steps, and two more after saving and loading."""
+    host = Run(Accelerator, sharding=sharding)
+    losses, norms = host.train(2)
+    host.accelerator.save_state(folder)
+    resumed = Run(Accelerator, sharding=sharding)
+    resumed.accelerator.load_state(folder)
+    more = resumed.train(2, skipped=2)
+    return [losses + more[0], norms + more[1]]
+
+
 def work(rank, folder):
     result = {"refusals": refusals()}
     result["alone"] = Run(accelerate.Accelerator).train(STEPS)
     host = Run(Accelerator, sharding={"hybrid_shard_degree": 2})
     losses, norms = host.train(STEPS - 2)
-    host.accelerator.save_state(folder / "state")
+    host.accelerator.save_state(folder / "run")
     result["saved"] = host.weights()
     more = host.train(2, skipped=STEPS - 2)
     result["sharded"] = [losses + more[0], norms + more[1]]
     resumed = Run(Accelerator, sharding={"hybrid_shard_degree": 1})
-    resumed.accelerator.load_state(folder / "state")
+    resumed.accelerator.load_state(folder / "run")
     result["more"], result["resumed"] = more, resumed.train(2, skipped=STEPS - 2)
     result["rate"] = [each.scheduler.get_last_lr() for each in (host, resumed)]
     result["collectives"] = [collectives(each) for each in (False, True)]
     explicit_no_sync()
+    sliced = {"hybrid_shard_degree": 1, "shard_optimizer_state": True}
+    result["sliced"] = saved_and_resumed(sliced, folder / "sliced")
+    result["half"] = Run(Accelerator, mixed_precision="bf16").train(2)
+    assert runtime.current().config.precision == "bf16"
+    AcceleratorState._reset_state(reset_partial_state=True)
+    os.chdir(folder)
+    os.environ["ACCELERATE_USE_CPU"] = "true"
+    result["documented"] = [documented_loss(script) for script in documented("accelerate")]
     return result
 
 
@@ -149,9 +185,22 @@ def test_run_resumes_on_another_layout(found):
     assert result["rate"][0] == result["rate"][1]
 
 
+def test_replicas_may_shard_the_optimizer_state(found):
+    _, result = found
+    expected = [result["alone"][0][:8], result["alone"][1][:4]]
+    torch.testing.assert_close(result["sliced"], expected, atol=1e-5, rtol=0)
+
+
+def test_mixed_precision_sets_the_compute_dtype(found):
+    _, result = found
+    losses, expected = result["half"][0], result["alone"][0][:4]
+    torch.testing.assert_close(losses, expected, atol=0.02, rtol=0)
+    assert losses != pytest.approx(expected, abs=1e-5)
+
+
 def test_load_reads_a_state_on_another_layout(found):
     folder, result = found
-    for values in nl.spmd.run(loaded, 4, args=(folder / "state" / "nearlinear", 0, 1)):
+    for values in nl.spmd.run(loaded, 4, args=(folder / "run" / "nearlinear", 0, 1)):
         for name, value in values.items():
             assert torch.equal(value, result["saved"][name]), name
 
@@ -171,3 +220,8 @@ def test_arguments_that_change_results_are_refused(found):
     assert "not one of the prepared model's" in reasons["optimizer"]
     assert "norm_type = 1" in reasons["norm"]
     assert "retain_graph" in reasons["backward"]
+
+
+def test_documented_script_trains_as_the_host_alone(found):
+    alone, sharded = found[1]["documented"]
+    assert sharded == pytest.approx(alone, abs=1e-5)

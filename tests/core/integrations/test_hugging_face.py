@@ -1,5 +1,6 @@
 """Hugging Face's Trainer with a sharded model: losses, communication, checkpoints."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import transformers
 import nearlinear as nl
 from nearlinear.distributed.collectives import count_collectives
 from nearlinear.integrations.hugging_face import ShardedTrainerMixin, Trainer
-from tests.core.integrations.hosts import Tokens, loaded, model
+from tests.core.integrations.hosts import Tokens, documented, loaded, model
 
 STEPS = 20
 
@@ -58,6 +59,12 @@ def refusals(folder):
     return found | {"tensor": str(caught.value)}
 
 
+def documented_losses(script):
+    variables = {"model": model(), "dataset": Tokens()}
+    exec(script, variables)
+    return history(variables["trainer"])
+
+
 def work(rank, folder):
     result = {}
     alone = trainer(transformers.Trainer, arguments(folder))
@@ -86,6 +93,9 @@ def work(rank, folder):
             assert torch.equal(best[name], value), name
     result["collectives"] = [collectives(folder, each) for each in (False, True)]
     result["refusals"] = refusals(folder)
+    os.chdir(folder)
+    os.environ["ACCELERATE_USE_CPU"] = "true"
+    result["documented"] = [documented_losses(script) for script in documented("hugging_face")]
     return result
 
 
@@ -129,3 +139,9 @@ def test_arguments_that_change_results_are_refused(found):
     assert "another attempt" in reasons["auto_find_batch_size"]
     assert "convert the shards" in reasons["bf16_full_eval"]
     assert "tensor_parallel_degree = 2 inside accelerate" in reasons["tensor"]
+
+
+def test_documented_script_trains_as_the_host_alone(found):
+    alone, sharded = found[1]["documented"]
+    assert len(alone) == 2
+    torch.testing.assert_close(sharded, alone, atol=1e-5, rtol=0)

@@ -1,11 +1,13 @@
 """Lightning with a sharded model: losses, communication, checkpoints."""
 
+import os
+
 import pytest
 import torch
 
 import nearlinear as nl
 from nearlinear.distributed.collectives import count_collectives
-from tests.core.integrations.hosts import Tokens, loaded, model
+from tests.core.integrations.hosts import Tokens, documented, loaded, model
 
 pl = pytest.importorskip("lightning.pytorch")
 
@@ -76,6 +78,13 @@ def refusals(folder):
     return found
 
 
+def documented_losses(script):
+    batches = torch.utils.data.DataLoader(Tokens(), batch_size=2)
+    variables = {"module": Module(), "batches": batches}
+    exec(script, variables)
+    return variables["module"].losses
+
+
 def work(rank, folder):
     from nearlinear.integrations.lightning import ShardedStrategy
 
@@ -97,6 +106,8 @@ def work(rank, folder):
     result["resumed"] = module.losses
     result["collectives"] = [collectives(folder, two_hop) for two_hop in (True, False)]
     result["refusals"] = refusals(folder)
+    os.chdir(folder)
+    result["documented"] = [documented_losses(script) for script in documented("lightning")]
     return result
 
 
@@ -136,3 +147,9 @@ def test_arguments_that_change_results_are_refused(found):
     assert "tensor_parallel_degree = 2 inside Lightning" in reasons["layout"]
     assert "OwnBackward.backward" in reasons["backward"]
     assert "precision='bf16-mixed'" in reasons["precision"]
+
+
+def test_documented_script_trains_as_the_host_alone(found):
+    alone, sharded = found[1]["documented"]
+    assert len(alone) == 4
+    torch.testing.assert_close(sharded, alone, atol=1e-5, rtol=0)

@@ -30,6 +30,7 @@ from accelerate.utils import (
 )
 from torch import nn
 
+from ..distributed import runtime
 from ..errors import ConfigError
 from ..fsdp.call_interception import arguments_by_name
 from .host import FOLDER, HostedModel, Sharding, join
@@ -81,6 +82,13 @@ class Accelerator(accelerate.Accelerator):
         """The trained model, once it is prepared."""
         self._defers_sync = False
         join(sharding, "accelerate", self.state.mixed_precision)
+        world = runtime.current_mesh().world
+        if world != self.num_processes:
+            raise ConfigError(
+                f"accelerate runs as {self.num_processes} process of {world}: on CPUs pass "
+                "cpu=True to Accelerator or use_cpu=True to TrainingArguments, or set "
+                "ACCELERATE_USE_CPU=true"
+            )
 
     def prepare(self, *args, device_placement: list[bool] | None = None) -> Any:
         for each in args:
