@@ -158,6 +158,7 @@ def work(rank, folder):
     explicit_no_sync()
     sliced = {"hybrid_shard_degree": 1, "shard_optimizer_state": True}
     result["sliced"] = saved_and_resumed(sliced, folder / "sliced")
+    AcceleratorState._reset_state(reset_partial_state=True)
     result["half"] = Run(Accelerator, mixed_precision="bf16").train(2)
     assert runtime.current().config.precision == "bf16"
     AcceleratorState._reset_state(reset_partial_state=True)

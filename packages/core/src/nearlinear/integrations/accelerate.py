@@ -177,14 +177,14 @@ class Accelerator(accelerate.Accelerator):
         if self.hosted is not None and not self.hosted.unfinished:
             self.hosted.clip_grad_value(clip_value)
 
-    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         if self.hosted is None or self.hosted.model is not model:
             return super().get_state_dict(model, unwrap)
         return self.hosted.full_state_dict()
 
     def save_state(
         self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs
-    ) -> str:
+    ) -> Any:
         optimizers = self._optimizers
         with self._without_sharded_state():
             folder = super().save_state(output_dir, safe_serialization, **kwargs)

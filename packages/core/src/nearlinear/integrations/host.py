@@ -190,7 +190,7 @@ class HostedModel:
             if parameter.grad is not None:
                 local_tensor(parameter.grad).clamp_(-limit, limit)
 
-    def full_state_dict(self) -> dict[str, torch.Tensor]:
+    def full_state_dict(self) -> dict[str, Any]:
         """Return the whole state dict on rank 0, in host memory; {} on others. Collective."""
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         return get_model_state_dict(self.model, options=options)
@@ -202,7 +202,7 @@ class HostedModel:
         step: int = 0,
     ) -> None:
         """Write model and optimizer into ``folder``, for `load` at any layout."""
-        config = getattr(self.model, "config", None)
+        config: Any = getattr(self.model, "config", None)
         if hasattr(config, "dtype"):  # save_pretrained sets it, on the rank that writes
             config.dtype = str(next(self.model.parameters()).dtype).removeprefix("torch.")
         save(folder, self.model, optimizer, step=step, wait=True)

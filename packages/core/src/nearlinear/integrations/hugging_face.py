@@ -26,7 +26,7 @@ from transformers.trainer import SCHEDULER_NAME
 
 from ..errors import ConfigError
 from .accelerate import Accelerator
-from .host import FOLDER, Sharding
+from .host import FOLDER, HostedModel, Sharding
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +41,10 @@ _REFUSED = {
 }
 
 
-class ShardedTrainerMixin:
+_Base: Any = object  # of any class, for type checkers: the one it is mixed into
+
+
+class ShardedTrainerMixin(_Base):
     """Mixed in before ``transformers.Trainer`` or a subclass: shards the model.
 
     Args:
@@ -54,13 +57,13 @@ class ShardedTrainerMixin:
     model in another way.
     """
 
-    def __init__(self: Any, *args, sharding: Sharding = None, **kwargs):
+    def __init__(self, *args, sharding: Sharding = None, **kwargs):
         self._sharding = sharding
         self._losses: list[torch.Tensor] = []
         """Losses of the step's micro-batches on this rank."""
         super().__init__(*args, **kwargs)
 
-    def create_accelerator_and_postprocess(self: Any) -> None:
+    def create_accelerator_and_postprocess(self) -> None:
         _check_arguments(self.args)
         super().create_accelerator_and_postprocess()
         host = self.accelerator
@@ -75,6 +78,12 @@ class ShardedTrainerMixin:
             self.accelerator.gather_for_metrics, use_gather_object=self.args.eval_use_gather_object
         )
 
+    @property
+    def _hosted(self) -> HostedModel:
+        """The model, once it is prepared."""
+        assert self.accelerator.hosted is not None
+        return self.accelerator.hosted
+
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Leave the placement to sharding, which moves one unit at a time."""
 
@@ -84,16 +93,16 @@ class ShardedTrainerMixin:
     def _has_mixed_mesh_grads(self, model: nn.Module) -> bool:
         return False  # clipping knows all meshes
 
-    def train(self: Any, *args, **kwargs) -> Any:
+    def train(self, *args, **kwargs) -> Any:
         try:
             return super().train(*args, **kwargs)
         finally:
             if self.accelerator.hosted is not None:
                 self.accelerator.hosted.abandon()
 
-    def training_step(self: Any, model: nn.Module, inputs: dict, *args, **kwargs) -> torch.Tensor:
+    def training_step(self, model: nn.Module, inputs: dict, *args, **kwargs) -> torch.Tensor:
         """Run a micro-batch; return the mean loss of its step if it is the last one, else zero."""
-        hosted = self.accelerator.hosted
+        hosted = self._hosted
         if not hosted.unfinished:
             self._losses.clear()
         hosted.batch = inputs
@@ -106,42 +115,43 @@ class ShardedTrainerMixin:
         finally:
             self.current_gradient_accumulation_steps = given
         self._losses.append(loss)
-        if hosted.unfinished:
+        step = hosted.completed
+        if hosted.unfinished or step is None:
             return torch.zeros_like(loss)
-        pairs = zip(self._losses, hosted.completed.counts, strict=True)
-        total = sum(loss * count for loss, count in pairs if count)
-        return total * self.accelerator.num_processes / hosted.completed.targets
+        pairs = zip(self._losses, step.counts, strict=True)
+        total = sum((loss * count for loss, count in pairs if count), torch.zeros_like(loss))
+        return total * self.accelerator.num_processes / step.targets
 
-    def _save(self: Any, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         if state_dict is None and self.accelerator.hosted is not None:
             state_dict = self.accelerator.hosted.full_state_dict()
         super()._save(output_dir, state_dict)
 
-    def _save_optimizer_and_scheduler(self: Any, output_dir: str) -> None:
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         step = self.state.global_step
         folder = os.path.join(output_dir, FOLDER)
-        self.accelerator.hosted.save(folder, self.optimizer.optimizer, step)
+        self._hosted.save(folder, self.optimizer.optimizer, step)
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
 
-    def _load_from_checkpoint(self: Any, folder: str, model: nn.Module | None = None) -> None:
+    def _load_from_checkpoint(self, folder: str, model: nn.Module | None = None) -> None:
         hosted = self.accelerator.hosted
         if hosted is None or hosted.model is not self.model:
             super()._load_from_checkpoint(folder, model)
         else:
             hosted.load(os.path.join(folder, FOLDER))
 
-    def _load_best_model(self: Any) -> None:
-        self.accelerator.hosted.load(os.path.join(self.state.best_model_checkpoint, FOLDER))
+    def _load_best_model(self) -> None:
+        self._hosted.load(os.path.join(self.state.best_model_checkpoint, FOLDER))
 
-    def _load_optimizer_and_scheduler(self: Any, checkpoint: str | None) -> None:
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
         scheduler = os.path.join(checkpoint, SCHEDULER_NAME)
         if not os.path.isfile(scheduler):  # save_only_model
             log.warning("%s has no optimizer state: training resumes from its weights", checkpoint)
             return
-        self.accelerator.hosted.load(os.path.join(checkpoint, FOLDER), self.optimizer.optimizer)
+        self._hosted.load(os.path.join(checkpoint, FOLDER), self.optimizer.optimizer)
         self.lr_scheduler.load_state_dict(torch.load(scheduler, weights_only=True))
 
 

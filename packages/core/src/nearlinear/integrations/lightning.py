@@ -15,19 +15,15 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import lightning.pytorch as pl
+import lightning.pytorch as pl  # pyright: ignore[reportMissingImports] - optional
 import torch
-from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
 from ..errors import ConfigError
 from .host import FOLDER, HostedModel, Sharding, join
 
 
-class ShardedStrategy(DDPStrategy):
+class ShardedStrategy(pl.strategies.DDPStrategy):
     """Shards the module that a LightningModule trains, and synchronizes replicas once per step.
 
     The sharded module is the only child with trainable parameters, as in ``self.net = ...``; with
@@ -57,7 +53,7 @@ class ShardedStrategy(DDPStrategy):
 
     def setup_environment(self) -> None:
         super().setup_environment()
-        if type(self.precision_plugin) not in (Precision, _ShardedPrecision):
+        if type(self.precision_plugin) not in (pl.plugins.Precision, _ShardedPrecision):
             raise ConfigError(
                 f"precision={self.precision_plugin.precision!r} with ShardedStrategy: leave it "
                 'out, and set the compute dtype of the blocks by ShardedStrategy({"bf16": True})'
@@ -70,8 +66,8 @@ class ShardedStrategy(DDPStrategy):
         self.accelerator.setup(trainer)
         if self._layer_sync:
             self.model = self._layer_sync.apply(self.model)
-        self._host()
-        if trainer.state.fn == TrainerFn.FITTING:
+        hosted = self._host()
+        if trainer.state.fn == pl.trainer.states.TrainerFn.FITTING:
             self.setup_optimizers(trainer)
             if len(self.optimizers) > 1:
                 raise ConfigError(
@@ -79,14 +75,14 @@ class ShardedStrategy(DDPStrategy):
                     "give parameters groups of one optimizer"
                 )
             for optimizer in self.optimizers:
-                self.hosted.adopt_optimizer(optimizer)
+                hosted.adopt_optimizer(optimizer)
         self.setup_precision_plugin()
 
-    def _host(self) -> None:
-        """Shard the trained module, and move the others to the device."""
+    def _host(self) -> HostedModel:
+        """Shard the trained module and move the others to the device."""
         whole = self.lightning_module
         assert whole is not None
-        if is_overridden("backward", whole):
+        if pl.utilities.model_helpers.is_overridden("backward", whole):
             raise ConfigError(
                 f"{type(whole).__name__}.backward with ShardedStrategy: the strategy runs the "
                 "backward pass, to weight its gradients; remove the method"
@@ -100,6 +96,7 @@ class ShardedStrategy(DDPStrategy):
             for child in whole.children():
                 if child is not trained:
                     child.to(self.root_device)
+        return self.hosted
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -185,7 +182,7 @@ class ShardedStrategy(DDPStrategy):
         self.accelerator.teardown()
 
 
-class _ShardedPrecision(Precision):
+class _ShardedPrecision(pl.plugins.Precision):
     """Runs the closure before the optimizer's step, and clips over all shards."""
 
     def __init__(self, strategy: ShardedStrategy):
