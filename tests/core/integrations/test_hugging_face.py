@@ -1,5 +1,6 @@
 """Hugging Face's Trainer with a sharded model: losses, communication, checkpoints."""
 
+import importlib.util
 import os
 from pathlib import Path
 
@@ -65,6 +66,38 @@ def documented_losses(script):
     return history(variables["trainer"])
 
 
+def sft_trainers():
+    """Return TRL's trainer alone, and sharded."""
+    from trl import SFTTrainer
+
+    return SFTTrainer, type("ShardedSFTTrainer", (ShardedTrainerMixin, SFTTrainer), {})
+
+
+def fine_tuned(kind):
+    """Train on prompts and completions of different lengths."""
+    from datasets import Dataset
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from trl import SFTConfig
+
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(90)} | {"end": 90}, "end"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=words, pad_token="end", eos_token="end"
+    )
+    rows = [
+        {"prompt": f"w{i} w1 w2", "completion": " " + " ".join(f"w{j}" for j in range(1 + i % 5))}
+        for i in range(16)
+    ]
+    given = SFTConfig(
+        "sft", use_cpu=True, bf16=False, report_to="none", disable_tqdm=True, max_steps=2,
+        per_device_train_batch_size=2, gradient_accumulation_steps=2, logging_steps=1,
+        save_strategy="no", max_length=16,
+    )  # fmt: skip
+    host = kind(model(), given, train_dataset=Dataset.from_list(rows), processing_class=tokenizer)
+    host.train()
+    return history(host)
+
+
 def work(rank, folder):
     result = {}
     alone = trainer(transformers.Trainer, arguments(folder))
@@ -91,10 +124,18 @@ def work(rank, folder):
         saved = transformers.AutoModelForCausalLM.from_pretrained(whole.state.best_model_checkpoint)
         for name, value in saved.state_dict().items():
             assert torch.equal(best[name], value), name
+    given = arguments(folder, max_steps=2, label_smoothing_factor=0.1)
+    result["smoothed"] = []
+    for kind in (transformers.Trainer, Trainer):
+        host = trainer(kind, given)
+        host.train()
+        result["smoothed"].append([history(host), host.evaluate()["eval_loss"]])
     result["collectives"] = [collectives(folder, each) for each in (False, True)]
     result["refusals"] = refusals(folder)
     os.chdir(folder)
     os.environ["ACCELERATE_USE_CPU"] = "true"
+    if importlib.util.find_spec("trl"):
+        result["fine_tuned"] = [fine_tuned(kind) for kind in sft_trainers()]
     result["documented"] = [documented_losses(script) for script in documented("hugging_face")]
     return result
 
@@ -109,7 +150,12 @@ def test_losses_equal_those_of_the_host_alone(found):
     _, result = found
     assert len(result["sharded"]) == STEPS
     torch.testing.assert_close(result["sharded"], result["alone"], atol=1e-5, rtol=0)
-    assert result["evaluated"] == pytest.approx(result["evaluated_alone"], abs=2e-5)
+    assert result["evaluated"] == pytest.approx(result["evaluated_alone"], abs=1e-5)
+
+
+def test_label_smoothing_equals_that_of_the_host_alone(found):
+    alone, sharded = found[1]["smoothed"]
+    torch.testing.assert_close(sharded, alone, atol=1e-5, rtol=0)
 
 
 def test_run_resumes_on_another_layout(found):
@@ -144,4 +190,10 @@ def test_arguments_that_change_results_are_refused(found):
 def test_documented_script_trains_as_the_host_alone(found):
     alone, sharded = found[1]["documented"]
     assert len(alone) == 2
+    torch.testing.assert_close(sharded, alone, atol=1e-5, rtol=0)
+
+
+def test_sft_trainer_trains_as_the_host_alone(found):
+    pytest.importorskip("trl")
+    alone, sharded = found[1]["fine_tuned"]
     torch.testing.assert_close(sharded, alone, atol=1e-5, rtol=0)

@@ -14,14 +14,17 @@ Subclasses of ``transformers.Trainer``, such as TRL's, take the mixin::
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import transformers
 from accelerate.utils import GradientAccumulationPlugin
 from torch import nn
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.trainer import SCHEDULER_NAME
 
 from ..errors import ConfigError
@@ -62,6 +65,10 @@ class ShardedTrainerMixin(_Base):
         self._losses: list[torch.Tensor] = []
         """Losses of the step's micro-batches on this rank."""
         super().__init__(*args, **kwargs)
+        causal = type(self.model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+        if self.label_smoother is not None and causal:
+            # Trainer finds causal models by the name of their class, which sharding changes
+            self.label_smoother = functools.partial(self.label_smoother, shift_labels=True)
 
     def create_accelerator_and_postprocess(self) -> None:
         _check_arguments(self.args)
@@ -87,8 +94,11 @@ class ShardedTrainerMixin(_Base):
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Leave the placement to sharding, which moves one unit at a time."""
 
-    def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> None:
-        """Let losses be means: gradients are weighted by the targets of each."""
+    def get_batch_samples(
+        self, epoch_iterator: Iterator, num_batches: int, device: torch.device
+    ) -> tuple[list, None]:
+        """Return a step's micro-batches, whose losses stay means: gradients are weighted."""
+        return list(itertools.islice(epoch_iterator, num_batches)), None
 
     def _has_mixed_mesh_grads(self, model: nn.Module) -> bool:
         return False  # clipping knows all meshes
