@@ -14,6 +14,10 @@ from nearlinear.integrations.hugging_face import ShardedTrainerMixin, Trainer
 from tests.core.integrations.hosts import Tokens, documented, loaded, model
 
 STEPS = 20
+counts_targets = pytest.mark.skipif(
+    int(transformers.__version__.split(".")[0]) < 5,
+    reason="Trainer of transformers 4 divides by the number of labels, not of targets",
+)
 
 
 def arguments(folder, **options):
@@ -52,8 +56,11 @@ def refusals(folder):
         "fsdp": "full_shard", "torch_compile": True, "auto_find_batch_size": True,
         "bf16_full_eval": True,
     }.items():  # fmt: skip
+        environment = dict(os.environ)  # some arguments of 4.57 set variables
         with pytest.raises(nl.errors.ConfigError) as caught:
             trainer(Trainer, arguments(folder, **{name: value}))
+        for variable in os.environ.keys() - environment.keys():
+            del os.environ[variable]
         found[name] = str(caught.value)
     with pytest.raises(nl.errors.ConfigError) as caught:
         trainer(Trainer, arguments(folder), {"tensor_parallel_degree": 2})
@@ -146,6 +153,7 @@ def found(tmp_path_factory):
     return folder, nl.spmd.run(work, 2, args=(folder,), processes=True)[0]
 
 
+@counts_targets
 def test_losses_equal_those_of_the_host_alone(found):
     _, result = found
     assert len(result["sharded"]) == STEPS
@@ -153,6 +161,7 @@ def test_losses_equal_those_of_the_host_alone(found):
     assert result["evaluated"] == pytest.approx(result["evaluated_alone"], abs=1e-5)
 
 
+@counts_targets
 def test_label_smoothing_equals_that_of_the_host_alone(found):
     alone, sharded = found[1]["smoothed"]
     torch.testing.assert_close(sharded, alone, atol=1e-5, rtol=0)
@@ -187,6 +196,7 @@ def test_arguments_that_change_results_are_refused(found):
     assert "tensor_parallel_degree = 2 inside accelerate" in reasons["tensor"]
 
 
+@counts_targets
 def test_documented_script_trains_as_the_host_alone(found):
     alone, sharded = found[1]["documented"]
     assert len(alone) == 2

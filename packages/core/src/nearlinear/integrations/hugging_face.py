@@ -64,6 +64,8 @@ class ShardedTrainerMixin(_Base):
         self._sharding = sharding
         self._losses: list[torch.Tensor] = []
         """Losses of the step's micro-batches on this rank."""
+        self._state_dict: dict[str, Any] | None = None
+        """Whole state dict on rank 0 during a save, which Trainer writes there alone."""
         super().__init__(*args, **kwargs)
         causal = type(self.model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
         if self.label_smoother is not None and causal:
@@ -74,11 +76,11 @@ class ShardedTrainerMixin(_Base):
         _check_arguments(self.args)
         super().create_accelerator_and_postprocess()
         host = self.accelerator
-        plugin = GradientAccumulationPlugin(**host.gradient_state.plugin_kwargs)
         self.accelerator = Accelerator(
             sharding=self._sharding,
-            **self._build_accelerator_args(
-                dataloader_config=host.dataloader_config, gradient_accumulation_plugin=plugin
+            dataloader_config=host.dataloader_config,
+            gradient_accumulation_plugin=GradientAccumulationPlugin(
+                **host.gradient_state.plugin_kwargs
             ),
         )
         self.gather_function = functools.partial(
@@ -132,10 +134,16 @@ class ShardedTrainerMixin(_Base):
         total = sum((loss * count for loss, count in pairs if count), torch.zeros_like(loss))
         return total * self.accelerator.num_processes / step.targets
 
+    def save_model(self, *args, **kwargs) -> None:
+        if self.accelerator.hosted is not None:
+            self._state_dict = self.accelerator.hosted.full_state_dict()
+        try:
+            super().save_model(*args, **kwargs)
+        finally:
+            self._state_dict = None
+
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
-        if state_dict is None and self.accelerator.hosted is not None:
-            state_dict = self.accelerator.hosted.full_state_dict()
-        super()._save(output_dir, state_dict)
+        super()._save(output_dir, self._state_dict if state_dict is None else state_dict)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         step = self.state.global_step

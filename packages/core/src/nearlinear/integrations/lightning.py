@@ -150,9 +150,9 @@ class ShardedStrategy(pl.strategies.DDPStrategy):
         if self.is_global_zero:
             shutil.rmtree(_beside(filepath), ignore_errors=True)
 
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict:
+    def load_checkpoint(self, checkpoint_path: Any, *args, **kwargs) -> dict:
         self._loaded = checkpoint_path
-        return super().load_checkpoint(checkpoint_path, weights_only)
+        return super().load_checkpoint(checkpoint_path, *args, **kwargs)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         if self.hosted is None:
