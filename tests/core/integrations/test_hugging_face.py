@@ -42,7 +42,7 @@ def history(host):
 def collectives(folder, sync_each_batch):
     """Count the collectives of two steps of two micro-batches."""
     kwargs = {"gradient_accumulation_kwargs": {"sync_each_batch": sync_each_batch}}
-    given = arguments(folder, max_steps=2, max_grad_norm=0, accelerator_config=kwargs)
+    given = arguments(folder, max_steps=2, accelerator_config=kwargs)
     host = trainer(Trainer, given, {"hybrid_shard_degree": 1, "gradient_reduction": "micro_batch"})
     with count_collectives() as counts:
         host.train()
