@@ -75,13 +75,14 @@ class ShardedTrainerMixin(_Base):
     def create_accelerator_and_postprocess(self) -> None:
         _check_arguments(self.args)
         super().create_accelerator_and_postprocess()
-        host = self.accelerator
+        accumulation: dict[str, Any] = {
+            **(self.args.accelerator_config.gradient_accumulation_kwargs or {}),
+            "num_steps": 1,
+        }
         self.accelerator = Accelerator(
             sharding=self._sharding,
-            dataloader_config=host.dataloader_config,
-            gradient_accumulation_plugin=GradientAccumulationPlugin(
-                **host.gradient_state.plugin_kwargs
-            ),
+            dataloader_config=self.accelerator.dataloader_config,
+            gradient_accumulation_plugin=GradientAccumulationPlugin(**accumulation),
         )
         self.gather_function = functools.partial(
             self.accelerator.gather_for_metrics, use_gather_object=self.args.eval_use_gather_object
