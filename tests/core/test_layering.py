@@ -25,7 +25,7 @@ LAYERS = {
         "transforms",
     ),
     "state": ("checkpoint", "data", "memory"),
-    "training": ("train",),
+    "training": ("integrations", "train"),
     "interfaces": (
         "cli",
         "compat",

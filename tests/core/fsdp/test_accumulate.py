@@ -438,6 +438,26 @@ def test_step_of_micro_batches_as_they_come_equals_one_process(body):
             torch.testing.assert_close(found[name], 2 * gradient, atol=4e-6, rtol=1e-4)
 
 
+def test_gradients_zeroed_between_forward_and_backward_stay_zero():
+    def body(model):
+        optimizer = tiny.optimizer_for(model, "sgd")  # knows the shards of gathered parameters
+        for _ in range(2):
+            with nl.accumulation(model, 2) as step:
+                for position, batch in enumerate(two_batches()):
+                    with step.micro_batch(batch):
+                        loss = model(**batch).loss
+                        if position == 0:
+                            optimizer.zero_grad()
+                        loss.backward()
+            found = {n: p.grad.full_tensor() for n, p in model.named_parameters()}
+        model.zero_grad()
+        for name, gradient in gradients_of_a_whole_step(model).items():
+            torch.testing.assert_close(found[name], gradient, atol=2e-6, rtol=1e-4)
+        model.zero_grad()
+
+    assert_a_whole_step_is_right(body)
+
+
 def test_step_of_micro_batches_is_scaled_in_float16():
     def on_rank(rank):
         model = sharded(2, layers=2, config={"fp16": True, "init_scale": 2.0**12})

@@ -32,6 +32,7 @@ from ..errors import ConfigError, DataError, NearlinearError
 from . import loss_scaler
 from .call_interception import forward_arguments
 from .model_state import (
+    ModelState,
     fsdp_roots,
     local_tensor,
     model_state,
@@ -163,42 +164,46 @@ class AccumulationStep:
                 f"nl.accumulate and nl.accumulation need a sharded model, and this "
                 f"{type(model).__name__} is not: call nl.shard(model) first"
             )
-        self.model, self.num_micro_batches, self.two_hop = model, num_micro_batches, two_hop
-        self.state = model_state(model)
-        assert self.state.runtime is not None
-        self.runtime: Runtime = self.state.runtime
-        self.count_by_user: Callable | None = None
+        self.model: nn.Module = model
+        self.num_micro_batches: int | None = num_micro_batches
+        self.two_hop: bool = two_hop
+        self._state: ModelState = model_state(model)
+        assert self._state.runtime is not None
+        self.runtime: Runtime = self._state.runtime
+        self.count_by_user: Callable[[Any], float] | None = None
         self.batches: list[Any] = []
         """Micro-batches of the step; None for one that is known by its model call only."""
         self.predicted: list[Prediction] = []
         self.counts: list[float] = []
-        self.targets = 0.0
+        self.targets: float = 0.0
         """Expected targets of the step on all ranks, the divisor of the weights."""
-        self.measurement: TargetMeasurement | None = TargetMeasurement(model)
+        self._measurement: TargetMeasurement | None = TargetMeasurement(model)
         """None if the number of targets is known for sure before the step."""
-        self.position = -1
-        self.is_last = False
-        self.backwards = 0
-        self.loss_outside = False
+        self.position: int = -1
+        self.is_last: bool = False
+        self.backwards: int = 0
+        self.loss_outside: bool = False
         """True if the model's output for the micro-batch holds no loss."""
         self.earlier: list[tuple[nn.Parameter, torch.Tensor]] = []
         """Gradients from before the step."""
         self.hooks: list[torch.utils.hooks.RemovableHandle] = []
-        self.ended = False
+        self.ended: bool = False
 
-    def run(self, micro_batches: list, weight: Callable | None) -> Generator[Any, None, None]:
+    def run(
+        self, micro_batches: list[Any], weight: Callable[[Any], float] | None
+    ) -> Generator[Any, None, None]:
         """Yield the micro-batches; see `accumulate`."""
         self.count_by_user, self.batches = weight, micro_batches
         self.num_micro_batches = number = len(micro_batches)
         for batch in micro_batches:
             self._add_prediction(self._predict(batch))
         by_rule = all(each.by_rule for each in self.predicted)
-        if not self._can_measure or (by_rule and (weight or self.state.target_rule_verified)):
-            self.measurement = None
+        if not self._can_measure or (by_rule and (weight or self._state.target_rule_verified)):
+            self._measurement = None
         self._agree_on_targets(number)
         if number == 0:
             raise DataError("nl.accumulate got no micro-batches: is the data exhausted?")
-        if self.targets <= 0 and (self.measurement is None or by_rule):
+        if self.targets <= 0 and (self._measurement is None or by_rule):
             raise _no_targets()
 
         def loop() -> Generator[Any, None, None]:
@@ -217,7 +222,7 @@ class AccumulationStep:
         self._open()
         return self
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, *_: object) -> None:
         self.leave()
 
     @contextlib.contextmanager
@@ -263,6 +268,8 @@ class AccumulationStep:
             )
             self._agree_once_on_targets()
         self._set_synchronization(self.is_last)
+        if self._state.pipeline is not None and self.position == 0:
+            self._set_earlier_aside()
 
     def end_micro_batch(self) -> None:
         """End a micro-batch, and with the last one the step: its gradients are complete."""
@@ -300,10 +307,10 @@ class AccumulationStep:
 
         Their loss is that of `CausalLoss`, or of the last stage, and must have a rule.
         """
-        return self.state.pipeline is None and not {"tensor", "context"} & self.state.layout.axes
+        return self._state.pipeline is None and not {"tensor", "context"} & self._state.layout.axes
 
     def _measures(self, prediction: Prediction) -> bool:
-        return self.measurement is not None and self._can_measure and not prediction.given
+        return self._measurement is not None and self._can_measure and not prediction.given
 
     def _agree_once_on_targets(self) -> None:
         """Estimate the step's targets from the first micro-batch that has any on some rank."""
@@ -332,7 +339,7 @@ class AccumulationStep:
         """Take over the model, unless that is done."""
         if self.hooks or self.ended:
             return
-        state = self.state
+        state = self._state
         if state.accumulation is not None:
             state.accumulation.leave()
         state.accumulation = self
@@ -340,26 +347,32 @@ class AccumulationStep:
             self.model.register_forward_pre_hook(self._note_call, prepend=True, with_kwargs=True),
             self.model.register_forward_hook(self._weight_outputs),
         ]
-        updated = map(optimizer_parameter, self.model.parameters())
-        self.earlier = [(p, p.grad) for p in updated if p.grad is not None]
+        refuse_optimizer_steps(self.model, self._unfinished(0))
+
+    def _set_earlier_aside(self) -> None:
+        """Take earlier gradients off the parameters, before the first backward pass.
+
+        Not before the forward pass, since some loops zero gradients between the two.
+        """
+        found = dict.fromkeys(p for p in _all_parameters(self.model) if p.grad is not None)
+        self.earlier = [(p, p.grad) for p in found if p.grad is not None]
         for parameter, _ in self.earlier:
             parameter.grad = None
-        for reducer in state.partial_gradients:
+        for reducer in self._state.partial_gradients:
             reducer.begin()
-        refuse_optimizer_steps(self.model, self._unfinished(0))
 
     def _close(self) -> None:
         """Give the model back."""
         for hook in self.hooks:
             hook.remove()
         self.hooks, self.ended = [], True
-        self.state.accumulation = None
+        self._state.accumulation = None
         self._set_synchronization(last=True)
 
     def _finish(self) -> None:
         """Complete the gradients of the step."""
         self._close()
-        state = self.state
+        state = self._state
         for reducer in state.partial_gradients:
             reducer.reduce()
         self._free_gathered()
@@ -383,7 +396,7 @@ class AccumulationStep:
         refuse_optimizer_steps(
             self.model, self._unfinished(max(self.position, 0) + (self.backwards > 0))
         )
-        state = self.state
+        state = self._state
         try:
             for root in fsdp_roots(self.model):
                 _torch.abandon_backward(root)
@@ -400,11 +413,11 @@ class AccumulationStep:
 
     def _conclude_targets(self) -> None:
         """Divide the gradients by the final instead of the expected number of targets."""
-        if self.measurement is None:
+        if self._measurement is None:
             return
         expected = self.targets or 1.0
-        summary = self._agree_on_targets(self.position + 1, *self.measurement.summary())
-        self.measurement.conclude(*summary)
+        summary = self._agree_on_targets(self.position + 1, *self._measurement.summary())
+        self._measurement.conclude(*summary)
         if self.targets <= 0:
             raise _no_targets()
         if self.targets != expected:
@@ -419,14 +432,14 @@ class AccumulationStep:
         return None if self.count_by_user is None else self.count_by_user(batch)
 
     def _free_gathered(self) -> None:
-        if self.state.pipeline is not None:
-            self.state.pipeline.reshard()
-        if self.state.prefetch is not None:
-            self.state.prefetch.end_step()
+        if self._state.pipeline is not None:
+            self._state.pipeline.reshard()
+        if self._state.prefetch is not None:
+            self._state.prefetch.end_step()
 
     def _set_synchronization(self, last: bool) -> None:
         """Set how far the next backward pass reduces, and which units stay gathered after it."""
-        state = self.state
+        state = self._state
         across_replicas = last or not self.two_hop
         if state.optimizer_slices is not None:
             state.optimizer_slices.last = across_replicas
@@ -452,7 +465,7 @@ class AccumulationStep:
                 "the targets of this micro-batch are unknown: pass its batch, "
                 "step.micro_batch(batch), or step.micro_batch(targets=...)"
             )
-        scaler = self.state.loss_scaler
+        scaler = self._state.loss_scaler
         # FSDP2 averages over the ranks, which cancels their number
         weight = self.counts[self.position] * self.runtime.mesh.world / (self.targets or 1.0)
         return weight * (1.0 if scaler is None else scaler.loss_scale)
@@ -498,9 +511,11 @@ class AccumulationStep:
         seen = []
 
         def count_once() -> None:
+            if self.position == 0 and not self.backwards:
+                self._set_earlier_aside()
             self.backwards += not seen
             if not seen and not self.is_last:
-                schedule = self.state.prefetch
+                schedule = self._state.prefetch
                 if schedule is not None:
                     _torch.after_backward(schedule.hold_gradients)
             seen.append(True)
@@ -512,12 +527,12 @@ class AccumulationStep:
 
         position = self.position
         if torch.is_grad_enabled() and self._measures(self.predicted[position]):
-            assert self.measurement is not None
+            assert self._measurement is not None
             self.loss_outside = loss_of(output) is None
-            self.counts[position] = self.measurement.observe(
+            self.counts[position] = self._measurement.observe(
                 self.batches[position], output, self.predicted[position]
             )
-        if self.state.loss_scaler is not None:
+        if self._state.loss_scaler is not None:
             output = loss_scaler.widen_output(output)
         return _torch.map_tensors(weight_tensor, output)
 

@@ -71,7 +71,8 @@ def config_dict(model: nn.Module) -> dict | None:
     if kind is None:
         return None
     config: Any = model.config
-    return json.loads(config.to_json_string()) | {"architectures": [kind.__name__]}
+    described = json.loads(config.to_json_string()) | {"architectures": [kind.__name__]}
+    return dict(sorted(described.items()))  # save_pretrained adds a key on the rank that writes
 
 
 def _transformers_class(kind: type) -> Any:
