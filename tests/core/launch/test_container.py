@@ -16,11 +16,14 @@ from nearlinear.launch.sagemaker import build_request, container
 from nearlinear.train import preflight
 
 TALKER = """\
-import os, sys
-if "RANK" in os.environ:
-    for number in range(20):
+import logging, os, sys
+configure = logging.basicConfig
+def configure_and_talk(**options):  # the command calls it once on every rank
+    configure(**options)
+    for number in range(20) if "RANK" in os.environ else ():
         sys.stdout.write(f"out {number}\\n")
         sys.stderr.write(f"err {number}\\n")
+logging.basicConfig = configure_and_talk
 """
 
 

@@ -11,16 +11,15 @@ from __future__ import annotations
 import dataclasses
 import re
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import NamedTuple
 
 import torch
 
 from .heartbeat import Fault, Heartbeat, RankStatus
-from .thread_backend import frame_of_thread
+from .thread_backend import stack_in_report, stack_of_thread
 
 _TORCH = str(Path(torch.__file__).parent)
 _NEARLINEAR = str(Path(__file__).parent.parent)
@@ -56,11 +55,8 @@ def describe_thread(ident: int) -> tuple[bool, str]:
     Only waits in Python, or in native code called from a communication module, are recognized; a
     kernel that waits on an accelerator is not. Returns ``(False, "")`` for an unknown thread.
     """
-    frame = frame_of_thread(ident)
-    if frame is None:
-        return False, ""
-    frames = list(_outwards(frame))
-    return _is_communication(frames), _describe(frames)
+    stack = _lines_of(stack_of_thread(ident))
+    return _is_communication(stack), _describe(stack)
 
 
 def failed_in_communication(error: BaseException) -> bool:
@@ -81,12 +77,6 @@ class _Line(NamedTuple):
     function: str
 
 
-def _outwards(frame: FrameType | None) -> Iterator[_Line]:
-    while frame is not None:
-        yield _Line(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
-        frame = frame.f_back
-
-
 def _stack_of(error: BaseException) -> list[_Line]:
     """Return the stack of ``error``, innermost line first."""
     lines, trace = [], error.__traceback__
@@ -97,20 +87,13 @@ def _stack_of(error: BaseException) -> list[_Line]:
     return lines[::-1]
 
 
-_CRASH_LINE = re.compile(r'  File "(.*)", line (\d+) in (.*)')
+_REPORTED_LINE = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 
 
-def _crashed_stack(heartbeat: Heartbeat) -> list[_Line]:
-    """Return the stack of the watched thread from the report of Python's fault handler."""
-    lines: list[_Line] = []
-    inside = False
-    for text in heartbeat.crash.splitlines():
-        if found := _CRASH_LINE.fullmatch(text):
-            if inside:
-                lines.append(_Line(found[1], int(found[2]), found[3]))
-        else:
-            inside = f"{heartbeat.thread:016x} " in text
-    return lines
+def _lines_of(report: str) -> list[_Line]:
+    """Return the stack of one thread from a report of Python's fault handler."""
+    found = map(_REPORTED_LINE.fullmatch, report.splitlines())
+    return [_Line(line[1], int(line[2]), line[3]) for line in found if line]
 
 
 def _is_communication(stack: list[_Line]) -> bool:
@@ -212,7 +195,7 @@ def dead(
         heartbeat: Its last heartbeat.
         peer: Heartbeat of another rank, to compare collectives.
     """
-    stack = _crashed_stack(heartbeat)
+    stack = _lines_of(stack_in_report(heartbeat.crash, heartbeat.thread))
     crash = heartbeat.crash.partition("\n")[0].removeprefix("Fatal Python error: ")
     if crash:
         heartbeat = dataclasses.replace(heartbeat, source_line=_describe(stack))

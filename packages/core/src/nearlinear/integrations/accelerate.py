@@ -177,7 +177,7 @@ class Accelerator(accelerate.Accelerator):
         if self.hosted is not None and not self.hosted.unfinished:
             self.hosted.clip_grad_value(clip_value)
 
-    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
         if self.hosted is None or self.hosted.model is not model:
             return super().get_state_dict(model, unwrap)
         return self.hosted.full_state_dict()

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import io
 import json
 import logging
 import os
@@ -231,8 +232,7 @@ class ForkedRank(ForkProcess):
             self._listener.close()
         os.environ.update(self._environment)
         logging.root.handlers.clear()  # configured again, for this rank
-        for stream in (sys.stdout, sys.stderr):
-            stream.reconfigure(write_through=True)  # type: ignore[union-attr]
+        sys.stdout, sys.stderr = _unbuffered(1), _unbuffered(2)
         import torch
 
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # torch was imported before
@@ -241,6 +241,12 @@ class ForkedRank(ForkProcess):
             runpy.run_module(self._command[0], run_name="__main__", alter_sys=True)
         finally:
             atexit._run_exitfuncs()
+
+
+def _unbuffered(descriptor: int) -> io.TextIOWrapper:
+    """Return a text stream without a buffer, as of ``python -u``."""
+    raw = io.FileIO(descriptor, "w", closefd=False)
+    return io.TextIOWrapper(raw, errors="backslashreplace", write_through=True)
 
 
 class RankGroup:
