@@ -45,6 +45,7 @@ TARGETS: dict[str, list[str]] = {
     "context_parallel/ring_attention.py": ["context_parallel/test_ring_attention.py",
                                            "context_parallel/test_context.py", "goldens"],
     "context_parallel/batch.py": ["context_parallel/test_context_batch.py",
+                                  "context_parallel/test_split_batch.py",
                                   "context_parallel/test_context.py"],
     "expert_parallel/routing.py": ["expert_parallel/test_expert_routing.py",
                                    "expert_parallel/test_expert_losses.py",

@@ -22,6 +22,10 @@ def test_nesting_is_limited(opening, closing):
     assert parse(nested(MAX_DEPTH)) == json.loads(nested(MAX_DEPTH))
     with pytest.raises(ValueError, match=f"more than {MAX_DEPTH} deep"):
         parse(nested(MAX_DEPTH + 1))
+    closed = (opening + "1" + closing + ",").encode() * 100
+    with pytest.raises(ValueError, match="deep"):  # also behind values that are closed
+        parse(b'{"b":[' + closed + nested(MAX_DEPTH - 1) + b"]}")
+    parse(b'{"b":[' + closed + nested(MAX_DEPTH - 2) + b"]}")
 
 
 def test_brackets_of_strings_and_closed_ones_do_not_count():

@@ -98,11 +98,12 @@ def test_masks_documents_and_embeddings_are_those_of_whole_sequences():
         torch.testing.assert_close(gradient, expected, rtol=0, atol=1e-5)
 
 
-def uneven(rank):
+def uneven(rank, lengths):
     _, model, _ = prepared(rank, {"context_parallel_degree": 2})
-    model(input_ids=torch.zeros(1, 4 + 2 * rank, dtype=torch.long))
+    model(input_ids=torch.zeros(1, lengths[rank], dtype=torch.long))
 
 
-def test_parts_of_different_lengths_are_refused_on_all_ranks():
+@pytest.mark.parametrize("lengths", [(4, 6), (5, 5)])
+def test_parts_of_different_or_odd_lengths_are_refused_on_all_ranks(lengths):
     with pytest.raises(nl.spmd.RankError, match="parts of different shapes or of an odd length"):
-        nl.spmd.run(uneven, 2)
+        nl.spmd.run(uneven, 2, args=(lengths,))
