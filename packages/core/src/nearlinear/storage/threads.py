@@ -17,8 +17,9 @@ from typing import TypeVar
 
 NICENESS = 10
 """Priority of background threads: on a core that computes as well, they get a tenth of it."""
-CORE_SHARE = 0.5
-"""Largest share of a core, and of the bandwidth that one core can use, of a background thread."""
+CORE_SHARE, SMALLEST_SHARE = 0.5, 0.1
+"""Largest and smallest share of a core that a background thread uses, and of the bandwidth that one
+core can use: a tenth for each core that a rank has."""
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -93,5 +94,11 @@ class Pace:
             yield chunk
             used = time.thread_time() - begin
             if threading.main_thread().is_alive():  # otherwise the process waits to end
-                self._hurried.wait(used * (1 / CORE_SHARE - 1))
+                self._hurried.wait(used * (1 / _core_share() - 1))
             begin = time.thread_time()
+
+
+def _core_share() -> float:
+    """Return a share that leaves the cores of a machine to the ranks that compute on them."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return min(CORE_SHARE, SMALLEST_SHARE * max(1.0, (os.cpu_count() or 1) / ranks))
