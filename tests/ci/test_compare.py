@@ -138,12 +138,28 @@ def test_race_compares_the_fastest_systems_within_each_budget(tmp_path):
     ]
     assert found[3.0].ratio == pytest.approx(9.0 / 7.5) and found[6.0].ratio == 1.0
     assert [cell.gathered_fits for cell in found.values()] == [False, True, True, True]
-    on_gloo = {cell.budget: (cell.ours, cell.other) for cell in race.cells(runs, "gloo")}
+    on_gloo = {cell.budget: (cell.ours, cell.other) for cell in race.cells(runs, gloo_only=True)}
     assert on_gloo[3.0] == (None, None) and on_gloo[6.0] == ("ours_once", "fsdp2_once")
     shown = race.render(runs)
     assert "Geometric mean over all cells (4)" in shown and "1.20x" in shown
     report.save(report.plot_fronts(runs, race.OURS), tmp_path / "race.svg")
     assert "accumulation" in (tmp_path / "race.svg").read_text()
+
+
+def test_race_continues_its_file(tmp_path, monkeypatch, capsys):
+    ran = []
+
+    def run_comparison(config):
+        ran.append(config)
+        measured = {"peak_bytes": 2**26, "cpu_seconds": 1.0}
+        return [record(name, 0, 1.0) | measured for name in config.systems]
+
+    monkeypatch.setattr(race, "run_comparison", run_comparison)
+    file = str(tmp_path / "race.json")
+    assert race.main(["--json", file, "--runs", "0"]) == 0
+    assert race.main(["--json", file, "--runs", "0", "1"]) == 0
+    assert ran == race.run_configs(steps=3)[:2]
+    assert len(json.loads((tmp_path / "race.json").read_text())["runs"]) == 2
 
 
 def test_minimum_bytes_equal_a_manual_count():

@@ -39,7 +39,11 @@ class CompareConfig:
 
     @classmethod
     def from_json(cls, text: str) -> CompareConfig:
-        fields = json.loads(text)
+        return cls.from_fields(json.loads(text))
+
+    @classmethod
+    def from_fields(cls, fields: dict) -> CompareConfig:
+        """Return the configuration of a record: ``fields`` of `asdict`, also as read from JSON."""
         return cls(**{**fields, "systems": tuple(fields["systems"])})
 
     @property

@@ -94,16 +94,18 @@ class Cell:
     """True if a system that gathers every unit once per step is within the budget."""
 
 
-def cells(runs: list[dict], suffix: str = "") -> list[Cell]:
-    """Return the cells of all runs. ``suffix``: "gloo" compares systems on gloo only."""
+def cells(runs: list[dict], gloo_only: bool = False) -> list[Cell]:
+    """Return the cells of all runs, of systems on every backend or on gloo only."""
     found = []
     for number, run in enumerate(runs):
-        config, seconds = CompareConfig(**run["config"]), report.step_medians(run["results"])
-        size = traffic.BYTES_PER_PARAMETER * sum(traffic.unit_sizes(config))
-        peaks = {r["system"]: r["peak_bytes"] / size for r in run["results"] if "peak_bytes" in r}
+        config, seconds = (
+            CompareConfig.from_fields(run["config"]),
+            report.step_medians(run["results"]),
+        )
+        peaks = report.peaks_in_parameters(config, run["results"])
         for budget in BUDGETS:
             fitting = [name for name in seconds if peaks.get(name, math.inf) <= budget]
-            if suffix == "gloo":
+            if gloo_only:
                 fitting = [name for name in fitting if "_nl" not in name]
             best = [min((n for n in fitting if n in names), key=seconds.__getitem__, default=None)
                     for names in (OURS, OTHERS)]  # fmt: skip
@@ -117,15 +119,17 @@ def cells(runs: list[dict], suffix: str = "") -> list[Cell]:
 def render(runs: list[dict]) -> str:
     """Return Markdown tables of all cells, with geometric means of the ratios."""
     parts = []
-    for suffix, title in (("", "every backend"), ("gloo", "gloo only")):
-        rows = [[title, "budget", "ours", "s/step", "fastest other", "s/step", "speed-up"],
+    for gloo_only, backends in ((False, "every backend"), (True, "gloo only")):
+        rows = [[backends, "budget", "ours", "s/step", "fastest other", "s/step", "speed-up"],
                 [":--", "--:", ":--", "--:", ":--", "--:", "--:"]]  # fmt: skip
-        found = cells(runs, suffix)
+        found = cells(runs, gloo_only)
         for cell in found:
             run = runs[cell.run]
-            config, seconds = CompareConfig(**run["config"]), report.step_medians(run["results"])
-            shown = [f"{config.nodes} x {config.ranks_per_node}, {config.rate}, accumulation "
-                     f"{config.accumulation}, {config.model}", f"{cell.budget:g} P"]  # fmt: skip
+            config, seconds = (
+                CompareConfig.from_fields(run["config"]),
+                report.step_medians(run["results"]),
+            )
+            shown = [report.title(config), f"{cell.budget:g} P"]
             for name in (cell.ours, cell.other):
                 shown += [SYSTEMS[name].title, f"{seconds[name]:.2f}"] if name else ["none", ""]
             rows.append([*shown, "" if math.isnan(cell.ratio) else f"{cell.ratio:.2f}x"])
@@ -155,7 +159,7 @@ def _race(options, argv: list[str]) -> int:
     configs = run_configs(options.steps)
     wanted = range(len(configs)) if options.runs is None else options.runs
     for config in (configs[number] for number in wanted):
-        if any(CompareConfig(**run["config"]) == config for run in record["runs"]):
+        if any(CompareConfig.from_fields(run["config"]) == config for run in record["runs"]):
             continue
         print(f"# {report.describe(config)}", flush=True)
         left_out = [name for name in (*OURS, *OTHERS) if name not in config.systems]

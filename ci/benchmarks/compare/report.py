@@ -36,6 +36,20 @@ def describe(config: CompareConfig) -> str:
     )
 
 
+def title(config: CompareConfig) -> str:
+    """Return the settings in which the runs of a race differ."""
+    return (
+        f"{config.nodes} x {config.ranks_per_node}, {config.rate}, accumulation "
+        f"{config.accumulation}, {config.model}"
+    )
+
+
+def peaks_in_parameters(config: CompareConfig, records: list[dict]) -> dict[str, float]:
+    """Return the peak of each measured system in sizes P of the float32 parameters."""
+    size = traffic.BYTES_PER_PARAMETER * sum(traffic.unit_sizes(config))
+    return {r["system"]: r["peak_bytes"] / size for r in records if "peak_bytes" in r}
+
+
 def format_record(record: dict) -> str:
     note = "" if record["timed"] else "  (warm-up)"
     if record.get("spans"):
@@ -99,7 +113,7 @@ def render(config: CompareConfig, records: list[dict]) -> str:
 
 def render_file(record: dict) -> str:
     """Return the description and the tables of a file written by ``--json``."""
-    config = CompareConfig(**record["config"])
+    config = CompareConfig.from_fields(record["config"])
     tables = [render(config, record["results"]), attribution(record["results"])]
     return "\n\n".join([f"{describe(config)}.", *filter(None, tables)])
 
@@ -217,9 +231,8 @@ def plot_fronts(runs: list[dict], ours: tuple[str, ...]):
     )
     axes = figure.subplots(math.ceil(len(runs) / columns), columns, squeeze=False).flatten()
     for run, ax in zip(runs, axes, strict=False):
-        config, seconds = CompareConfig(**run["config"]), step_medians(run["results"])
-        size = 4 * sum(traffic.unit_sizes(config))
-        peaks = {r["system"]: r["peak_bytes"] / size for r in run["results"] if "peak_bytes" in r}
+        config, seconds = CompareConfig.from_fields(run["config"]), step_medians(run["results"])
+        peaks = peaks_in_parameters(config, run["results"])
         points = {n: (seconds[n], p) for n, p in peaks.items() if SYSTEMS[n].trains_together}
         for words, own, colour, marker in (
             ("nearlinear", True, PALETTE[0], "o"), ("others", False, MUTED, "s"),
@@ -229,10 +242,7 @@ def plot_fronts(runs: list[dict], ours: tuple[str, ...]):
             if of_kind:
                 ax.plot(*zip(*of_kind.values(), strict=True), marker, color=colour, ms=4, alpha=0.6)
                 ax.plot(*zip(*front, strict=True), "-", color=colour, marker=marker, label=words)
-        ax.set_title(
-            f"{config.nodes} x {config.ranks_per_node}, {config.rate}, accumulation "
-            f"{config.accumulation}, {config.model}", fontsize=9, loc="left", color=INK,
-        )  # fmt: skip
+        ax.set_title(title(config), fontsize=9, loc="left", color=INK)
         ax.set(xlabel="seconds per step", ylabel="peak, in sizes of the parameters")
         ax.grid(color=GRID)
         ax.spines[["top", "right"]].set_visible(False)
