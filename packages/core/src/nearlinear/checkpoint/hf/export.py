@@ -28,7 +28,7 @@ from ..save import ShardMemory, describe_shards, iterate_shards, local_memory
 from ..shards import TensorShard, assign_writers
 from . import meta_model
 from .adapters import ADAPTER_CONFIG, MergedWeights, is_adapter, is_transposed
-from .naming import HFTensor, hf_tensors
+from .naming import HFTensor, hf_tensors, whole_tensor
 from .writer import MAX_SHARD_BYTES, FolderWriter, OutputFile, OutputTensor, split_into_files
 
 
@@ -246,7 +246,7 @@ def _write_error(folder: Path, error: OSError) -> str:
 
 def gather_tensors(
     tensors: dict[str, state.StateTensor],
-    wanted: Sequence[HFTensor],
+    wanted: Sequence[HFTensor] | None,
     receivers: Collection[int],
     now: runtime.Runtime,
 ) -> Iterator[tuple[str, torch.Tensor]]:
@@ -255,15 +255,19 @@ def gather_tensors(
     A collective call of all ranks, one exchange per tensor; iterate to the end.
 
     Args:
-        tensors: Tensors of which every rank holds shards, by name.
-        wanted: Blocks of these tensors.
+        tensors: Tensors of which this rank holds shards, by name.
+        wanted: Blocks of the tensors of all ranks; None: all tensors, whole.
         receivers: Ranks that get the values.
         now: This rank's runtime.
     """
     local = local_memory(tensors)
-    exchange = _ShardExchange(local, all_gather_json(describe_shards(tensors, local)))
+    described = all_gather_json(describe_shards(tensors, local))
+    entries = {name: entry for of_rank in described for name, entry in of_rank.items()}
+    if wanted is None:
+        wanted = [whole_tensor(name, name, entry["shape"]) for name, entry in entries.items()]
+    exchange = _ShardExchange(local, described)
     for each in wanted:
-        output = OutputTensor(each, tensors[each.source].tensor.dtype)
+        output = OutputTensor(each, getattr(torch, entries[each.source]["dtype"]))
         requested = [output if rank in receivers else None for rank in range(now.mesh.world)]
         values = exchange.exchange(requested, now)
         if values is not None:

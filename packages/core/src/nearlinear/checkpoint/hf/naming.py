@@ -60,6 +60,12 @@ class HFTensor:
         return values.reshape(part.shape)
 
 
+def whole_tensor(name: str, source: str, shape: Sequence[int]) -> HFTensor:
+    """Return the model's tensor ``source`` as it is, under the name ``name``."""
+    shape = tuple(shape)
+    return HFTensor(name, source, TensorShard.full(shape), shape, tuple(range(len(shape))))
+
+
 def hf_tensors(bare: Any) -> list[HFTensor]:
     """Return the tensors of a folder of ``bare``, a meta model, in `save_pretrained`'s order.
 

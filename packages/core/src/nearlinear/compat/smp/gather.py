@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
+from ...checkpoint.hf import export
 from ...checkpoint.shards import TensorShard, local_tensor_shards
 from ...checkpoint.state import StateTensor, model_tensors
 from ...distributed.consensus import all_gather_json
@@ -18,57 +18,19 @@ from ...pipeline_parallel.runtime import pipeline_runtime
 
 
 def gather_tensors(
-    tensors: Mapping[str, StateTensor], model: nn.Module, to_all: bool
+    tensors: dict[str, StateTensor], model: nn.Module, to_all: bool
 ) -> dict[str, torch.Tensor]:
     """Return the whole ``tensors`` of all ranks in host memory. A collective call.
-
-    Every shard is sent by one of the ranks that hold it.
 
     Args:
         tensors: This rank's parts, by name.
         model: The model that the tensors belong to.
         to_all: False: only rank 0 returns them.
     """
-    device = runtime_of(model).device
-    held = {name: local_tensor_shards(t.tensor, t.splits) for name, t in tensors.items()}
-    described = all_gather_json({
-        name: [list(t.shape), str(t.tensor.dtype).removeprefix("torch."),
-               [[list(s.offset), list(s.shape)] for s in held[name]]]
-        for name, t in tensors.items()
-    })  # fmt: skip
-    me, receives = dist.get_rank(), to_all or dist.get_rank() == 0
-    whole: dict[str, torch.Tensor] = {}
-    done: set[tuple[str, TensorShard]] = set()
-    for rank, of_rank in enumerate(described):
-        for name, (shape, dtype_name, shards) in of_rank.items():
-            dtype = getattr(torch, dtype_name)
-            if receives and name not in whole:
-                whole[name] = torch.empty(shape, dtype=dtype)
-            for offset, size in shards:
-                shard = TensorShard(tuple(offset), tuple(size))
-                if (name, shard) in done:
-                    continue
-                done.add((name, shard))
-                values = held[name][shard].to(device).contiguous() if rank == me else None
-                if values is None and receives:
-                    values = torch.empty(size, dtype=dtype, device=device)
-                _transfer(values, rank, to_all)
-                if receives:
-                    assert values is not None
-                    whole[name][shard.slices_in(TensorShard.full(shape))] = values.cpu()
-    return whole
-
-
-def _transfer(values: torch.Tensor | None, source: int, to_all: bool) -> None:
-    """Send ``values`` of rank ``source`` to all ranks, or to rank 0."""
-    if values is None:  # neither end
-        return
-    if to_all:
-        dist.broadcast(values, source)
-    elif source and dist.get_rank() == source:
-        dist.send(values, 0)
-    elif source and dist.get_rank() == 0:
-        dist.recv(values, source)
+    now = runtime_of(model)
+    receivers = range(now.mesh.world) if to_all else [0]
+    gathered = export.gather_tensors(tensors, None, receivers, now)
+    return {name: values.cpu() for name, values in gathered}
 
 
 def gather_state(model: nn.Module, to_all: bool) -> dict[str, torch.Tensor]:

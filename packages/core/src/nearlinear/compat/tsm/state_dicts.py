@@ -39,8 +39,8 @@ from torch.distributed.tensor import DTensor
 from ...checkpoint import state
 from ...checkpoint.hf import meta_model
 from ...checkpoint.hf.export import gather_tensors
-from ...checkpoint.hf.naming import HFTensor, hf_tensors
-from ...checkpoint.shards import TensorShard, local_tensor_shards
+from ...checkpoint.hf.naming import HFTensor, hf_tensors, whole_tensor
+from ...checkpoint.shards import local_tensor_shards
 from ...errors import CheckpointError
 from ...fsdp.model_state import local_tensor, parameter_state, runtime_of
 
@@ -102,7 +102,10 @@ def of_model(model: nn.Module, settings: StateDictSettings) -> dict[str, Any]:
 
 
 def _gathered(
-    model: nn.Module, tensors: dict[str, state.StateTensor], wanted: Sequence[HFTensor], config: Any
+    model: nn.Module,
+    tensors: dict[str, state.StateTensor],
+    wanted: Sequence[HFTensor] | None,
+    config: Any,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     now = runtime_of(model)
     receivers = [0] if getattr(config, "rank0_only", False) else range(now.mesh.world)
@@ -118,13 +121,9 @@ def _as_named(model: nn.Module) -> list[HFTensor]:
     for name, value in model.state_dict(keep_vars=True).items():
         plain = state.strip_wrappers(name)
         source = first.setdefault(id(value), plain)
-        found.append(_whole(plain, source if plain not in tensors else plain, tensors))
+        source = source if plain not in tensors else plain
+        found.append(whole_tensor(plain, source, tensors[source].shape))
     return found
-
-
-def _whole(name: str, source: str, tensors: Mapping[str, state.StateTensor]) -> HFTensor:
-    shape = tuple(tensors[source].shape)
-    return HFTensor(name, source, TensorShard.full(shape), shape, tuple(range(len(shape))))
 
 
 def load_into_model(model: nn.Module, values: Mapping[str, Any], strict: bool = True) -> Any:
@@ -185,10 +184,8 @@ def of_optimizer(
     groups = state.optimizer_settings(optimizer, model)["groups"]
     tensors = dict(state.optimizer_tensors(optimizer, model))
     if settings.state_dict_type is StateDictType.FULL_STATE_DICT:
-        wanted = [_whole(name, name, tensors) for name in tensors]
         config = settings.optim_state_dict_config
-        gathered = _gathered(model, tensors, wanted, config)
-        of_names = _by_parameter(gathered)
+        of_names = _by_parameter(_gathered(model, tensors, None, config))
         if getattr(config, "rank0_only", False) and dist.get_rank() != 0:
             return {}
         return {"state": of_names, "param_groups": groups}
@@ -236,7 +233,7 @@ def _like(parameter: nn.Parameter, name: str, value: Any) -> Any:
         return value
     empty = state.StateTensor(torch.zeros_like(parameter.data, dtype=value.dtype), splits)
     with torch.no_grad():
-        _assign(empty, _whole(name, name, {name: target}), value)
+        _assign(empty, whole_tensor(name, name, target.shape), value)
     return empty.tensor
 
 
