@@ -257,11 +257,11 @@ def model_shape(model: ModelConfig, vocabulary: int = 0) -> ModelShape:
         experts_per_token=_optional_int(keys, "num_experts_per_tok", 1),
         activation=_activation(family, keys),
     )
-    check_shape(shape, model.name)
+    _check_shape(shape, model.name)
     return shape
 
 
-def check_shape(shape: ModelShape, name: str) -> None:
+def _check_shape(shape: ModelShape, name: str) -> None:
     """Raise ConfigError for too many layers, or heads and experts that do not divide."""
     if shape.layers > MAX_LAYERS:
         raise ConfigError(
@@ -288,10 +288,10 @@ def _activation(family: str, keys: dict) -> str:
     """Return the activation function; an unknown one counts as a single operator."""
     usual = {"gpt2": "gelu_new", "gpt_neox": "gelu"}.get(family, "silu")
     key = "activation_function" if family == "gpt2" else "hidden_act"
-    return activation_of(coerce(keys.get(key, usual), str, f"model.overrides.{key}"))
+    return _activation_of(coerce(keys.get(key, usual), str, f"model.overrides.{key}"))
 
 
-def activation_of(name: str) -> str:
+def _activation_of(name: str) -> str:
     """Return a key of `ACTIVATIONS`; an unknown function counts as a single operator."""
     return name if name in ACTIVATIONS else "gelu"
 
@@ -324,36 +324,23 @@ def _shape_of_modules(model: ModelConfig, vocabulary: int) -> ModelShape:
 
     Raises ConfigError, which names a matrix or a block, if the planner cannot model it.
     """
-    key = json.dumps([model.architecture, model.overrides, model.context], sort_keys=True)
-    return _read_shape(_Hashed(model, key), vocabulary)
-
-
-class _Hashed:
-    """A config that is equal to others with the same key."""
-
-    def __init__(self, model: ModelConfig, key: str):
-        self.model, self.key = model, key
-
-    def __hash__(self) -> int:
-        return hash(self.key)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Hashed) and other.key == self.key
+    described = {"model_type": model.family, **model.architecture["shape"], **model.overrides}
+    described |= {"vocab_size": vocabulary} if vocabulary else {}
+    return _read_shape(model.name, json.dumps(described))
 
 
 @cache
-def _read_shape(hashed: _Hashed, vocabulary: int) -> ModelShape:
+def _read_shape(model: str, described: str) -> ModelShape:
+    """Return the shape of the model ``model`` with the config.json ``described``."""
     from ..checkpoint.hf.meta_model import build_from_config
     from ..fsdp.model_state import find_blocks
 
-    model = hashed.model
-    described = {"model_type": model.family, **model.architecture["shape"], **model.overrides}
     try:
-        built = build_from_config(described | ({"vocab_size": vocabulary} if vocabulary else {}))
+        built = build_from_config(json.loads(described))
     except CheckpointError as error:
-        raise ConfigError(f"{model.name}: {error}") from None
+        raise ConfigError(f"{model}: {error}") from None
     blocks = find_blocks(built)
-    matrices = [_matrices(model.name, block) for block in blocks]
+    matrices = [_matrices(model, block) for block in blocks]
     sizes = max(matrices, key=lambda found: sum(map(math.prod, found.values())))
     config = built.config
     dense = 0
@@ -363,30 +350,28 @@ def _read_shape(hashed: _Hashed, vocabulary: int) -> ModelShape:
         roles = [role for role in {**sizes, **found} if found.get(role) != sizes.get(role)]
         if not sizes.keys() >= _EXPERTS or not set(roles) & found.keys() <= _DENSE[0] | _DENSE[1]:
             raise ConfigError(
-                f"{model.name}: block {number} has another {roles[0]} matrix than others. The "
+                f"{model}: block {number} has another {roles[0]} matrix than others. The "
                 "planner models equal blocks, and dense ones beside mixtures"
             )
         dense += 1
-    attention = _attention(model.name, built, sizes)
+    attention = _attention(model, built, sizes)
     mixture = _EXPERTS & sizes.keys()
-    feed_forward = (
-        _mixture(model.name, config, sizes) if mixture else _dense(model.name, sizes, blocks[0])
-    )
+    feed_forward = _mixture(model, config, sizes) if mixture else _dense(model, sizes, blocks[0])
     tables = built.get_input_embeddings().weight, built.get_output_embeddings().weight
-    positions = _other_tables(model.name, built, blocks, tables)
+    positions = _other_tables(model, built, blocks, tables)
     shape = ModelShape(
         layers=len(blocks),
         vocabulary=tables[0].shape[0],
         tied=tables[0] is tables[1],
         positions=positions,
         dense_blocks=dense,
-        activation=activation_of(getattr(config, "hidden_act", None) or "silu"),
+        activation=_activation_of(getattr(config, "hidden_act", None) or "silu"),
         **attention,
         **feed_forward,
     )
     everything = sum(p.numel() for p in built.parameters())
     shape = replace(shape, other_parameters=everything - shape.parameters)
-    check_shape(shape, model.name)
+    _check_shape(shape, model)
     return shape
 
 

@@ -89,12 +89,12 @@ class Pace:
         if sys.platform == "linux":  # where a priority belongs to a thread
             with contextlib.suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
-        begin = time.thread_time()
+        rest, begin = 1 / _core_share() - 1, time.thread_time()
         for chunk in chunks:
             yield chunk
             used = time.thread_time() - begin
             if threading.main_thread().is_alive():  # otherwise the process waits to end
-                self._hurried.wait(used * (1 / _core_share() - 1))
+                self._hurried.wait(used * rest)
             begin = time.thread_time()
 
 
