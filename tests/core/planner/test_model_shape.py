@@ -146,6 +146,6 @@ def test_plan_of_a_config_without_weights(config_file, capsys):
     cli.main(["plan", *asked, "--cluster", "p5.48xlarge:4"])
     shown = capsys.readouterr().out
     assert "30.53 billion parameters in 48 blocks" in shown
-    assert "roughly" in shown  # its operators are those of the most similar family
+    assert "roughly" in shown  # operators of the most similar family
     assert cli.main(["train", *asked, "--nproc", "2"]) == 2
     assert "is not a folder: download the model first" in capsys.readouterr().err

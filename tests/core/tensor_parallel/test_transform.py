@@ -524,7 +524,7 @@ def test_loss_of_a_part_of_the_logits_is_refused():
         model = nl.shard(nl.transform(model))
         batch = parity.rows(0)
         model(batch["input_ids"])  # without labels there is no loss
-        model(batch["input_ids"] % 8, labels=batch["labels"] % 8)  # all in the first rank's part
+        model(batch["input_ids"] % 8, labels=batch["labels"] % 8)  # tokens of the first rank
 
     with pytest.raises(RankError, match="LlamaWithOwnLoss computes its loss without loss_function"):
         nl.spmd.run(run, 2)

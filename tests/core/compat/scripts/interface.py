@@ -220,7 +220,7 @@ def create_parts():
 
 
 def preparation():
-    """Use what a script may call before the first step."""
+    """Use the functions for scripts before the first step."""
     smp.init({"partitions": 2, "auto_partition": False, "default_partition": 0, "microbatches": 2,
               "ddp": True})  # fmt: skip
     create_parts()

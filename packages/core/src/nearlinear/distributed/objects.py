@@ -20,7 +20,7 @@ Transfer = Callable[[torch.Tensor], None]
 
 
 def broadcast_object(
-    value: Any, source: int, group: dist.ProcessGroup, device: torch.device, what: str = "an object"
+    value: Any, source: int, group: dist.ProcessGroup, device: torch.device, name: str = "an object"
 ) -> Any:
     """Broadcast ``value`` from global rank ``source`` to ``group``. A collective call.
 
@@ -29,7 +29,7 @@ def broadcast_object(
         source: Global rank.
         group: A group that contains ``source``.
         device: Device of the group's tensors, on which tensors arrive.
-        what: Name of the object in the error.
+        name: Name of the object in the error.
 
     Raises:
         NearlinearError: On all ranks, if ``value`` contains an object of another type.
@@ -39,12 +39,12 @@ def broadcast_object(
         dist.broadcast(tensor, source, group=group)
 
     if dist.get_rank() != source:
-        return receive(transfer, device, what)
-    send(value, transfer, device, what)
+        return receive(transfer, device, name)
+    send(value, transfer, device, name)
     return value
 
 
-def send(value: Any, transfer: Transfer, device: torch.device, what: str) -> None:
+def send(value: Any, transfer: Transfer, device: torch.device, name: str) -> None:
     """Send ``value`` by ``transfer``. Raises NearlinearError here and on the receiver."""
     tensors: list[torch.Tensor] = []
     unsupported = unsupported_type(value)
@@ -53,12 +53,12 @@ def send(value: Any, transfer: Transfer, device: torch.device, what: str) -> Non
     transfer(torch.tensor(len(text), device=device))
     transfer(torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device))
     if unsupported:
-        raise _unsupported(unsupported, what)
+        raise _unsupported(unsupported, name)
     for tensor in tensors:
         transfer(tensor.to(device))
 
 
-def receive(transfer: Transfer, device: torch.device, what: str) -> Any:
+def receive(transfer: Transfer, device: torch.device, name: str) -> Any:
     """Receive a value of `send`. Raises NearlinearError."""
     size = torch.tensor(0, device=device)
     transfer(size)
@@ -66,7 +66,7 @@ def receive(transfer: Transfer, device: torch.device, what: str) -> Any:
     transfer(encoded)
     description = json.loads(bytes(encoded.cpu().tolist()))
     if "unsupported" in description:
-        raise _unsupported(description["unsupported"], what)
+        raise _unsupported(description["unsupported"], name)
     return _receive(description, transfer, device)
 
 
@@ -84,9 +84,9 @@ def unsupported_type(value: Any) -> str:
     return type(value).__name__
 
 
-def _unsupported(kind: str, what: str) -> NearlinearError:
+def _unsupported(kind: str, name: str) -> NearlinearError:
     return NearlinearError(
-        f"{what} is or contains an object of type {kind}, which cannot be sent to other ranks. Use "
+        f"{name} is or contains an object of type {kind}, which cannot be sent to other ranks. Use "
         "tensors, numbers and strings, in dicts, lists or tuples."
     )
 

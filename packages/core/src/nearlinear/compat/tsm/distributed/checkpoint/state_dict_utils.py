@@ -141,9 +141,9 @@ def folder_of(checkpoint_id: Any, storage_object: Any, local: bool = False) -> S
 
 
 @functools.cache
-def warn_without_effect(what: str) -> None:
+def warn_without_effect(name: str) -> None:
     """Log once that an argument has no effect."""
-    log.warning("%s has no effect here", what)
+    log.warning("%s has no effect here", name)
 
 
 def note_arguments(s3_region: str | None, **without_effect: Any) -> None:
