@@ -21,10 +21,14 @@ EXPLAINED: dict[tuple[str, str], str] = {
         "equivalent: numpy infers the length that is given as any negative number",
     ("fsdp/accumulate.py", "constant: True -> (False) #6"):
         "harmless: the hook would be installed again, and the first one raises the error",
+    ("fsdp/clip_grad.py", "constant: True -> (False)"):
+        "harmless: the hook would be installed again, and a second clip changes nothing",
     ("fsdp/unit_collectives.py", "constant: False -> (True) #1"):
         "equivalent: FSDP2 passes this argument, and the method ignores it",
     ("expert_parallel/routing.py", "constant: True -> (False) #10"):
         "equivalent on CPUs, where torch's sort is stable",
+    ("pipeline_parallel/partition.py", "constant: True -> (False) #1"):
+        "equivalent: every stage has a start and an end",
     ("pipeline_parallel/partition.py", "off by one: 1.0 -> (2.0) #1"):
         "equivalent: the divisor of costs that are all 0",
     ("pipeline_parallel/stage.py", "operator: hidden * torch.nan -> (hidden // torch.nan)"):

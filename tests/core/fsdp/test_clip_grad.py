@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import nearlinear as nl
 from nearlinear.distributed.runtime import current_mesh
-from tests.support import tiny
+from tests.support import families, tiny
 
 
 @pytest.mark.parametrize("degree", [1, 2, 4])
@@ -67,6 +67,35 @@ def test_norm_covers_gradients_on_different_meshes():
     for norm, after in nl.spmd.run(clip, 4):
         assert norm == pytest.approx(expected)
         assert after == pytest.approx(1.0, rel=1e-5)
+
+
+def test_parameters_of_split_layers_have_the_norm_of_one_process():
+    """The axes of a norm come from the parameters when no module is given."""
+    ids = torch.arange(32).reshape(2, 16)
+    torch.manual_seed(0)
+    model = families.build("gpt2")
+    model(ids, labels=ids).loss.backward()
+    expected = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]).item()
+
+    def clip(rank):
+        nl.init({"tensor_parallel_degree": 2})
+        with nl.spmd.one_at_a_time(seed=0):
+            model = families.build("gpt2")
+        split = nl.shard(nl.transform(model))
+        split(ids, labels=ids).loss.backward()
+        return nl.clip_grad_norm_(split.parameters(), math.inf)
+
+    assert nl.spmd.run(clip, 2) == pytest.approx([expected] * 2, rel=1e-5)
+
+
+@pytest.mark.parametrize("size", [1.0, 1e-6])
+def test_norms_of_any_size_are_clipped_as_by_torch(size):
+    """The term that torch adds to the norm counts for tiny gradients."""
+    ours, others = (torch.nn.Parameter(torch.ones(4)) for _ in range(2))
+    ours.grad, others.grad = (torch.full((4,), size) for _ in range(2))
+    nl.clip_grad_norm_([ours], size)
+    torch.nn.utils.clip_grad_norm_([others], size)
+    torch.testing.assert_close(ours.grad, others.grad, rtol=1e-6, atol=0.0)
 
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan])

@@ -381,6 +381,28 @@ def test_families_with_derived_plans_equal_one_process(kind):
             torch.testing.assert_close(found[name], parameter.grad, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("degree", ["tensor_parallel_degree", "context_parallel_degree"])
+def test_models_that_are_not_sharded_refuse_to_be_trained(degree):
+    """Each rank has a part of the gradient of an embedding, and only nl.shard sums the parts."""
+
+    def run(rank):
+        nl.init({degree: 2})
+        with nl.spmd.one_at_a_time(seed=0):
+            model = parity.build("llama")
+        model = nl.transform(model)
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(**parity.rows(0)).loss.backward()
+        errors = []
+        for call in (optimizer.step, lambda: nl.clip_grad_norm_(model, 1.0)):
+            with pytest.raises(RuntimeError) as caught:
+                call()
+            errors.append(str(caught.value))
+        return errors
+
+    for errors in nl.spmd.run(run, 2):
+        assert all("call nl.shard(model) after nl.transform" in error for error in errors)
+
+
 def build_family(kind):
     torch.manual_seed(0)
     arguments = parity.FAMILIES["llama"][1]

@@ -16,9 +16,10 @@ from .context_parallel.parallelize import apply_context_parallel
 from .distributed import runtime
 from .errors import ConfigError
 from .expert_parallel.parallelize import apply_expert_parallel
+from .fsdp.accumulate import guard_optimizers
 from .fsdp.deferred_init import broadcast_initial_values, require_built
 from .fsdp.forward_transforms import BatchCheck, forward_transforms
-from .fsdp.model_state import model_state
+from .fsdp.model_state import label_parameters, model_state
 from .spmd import one_at_a_time
 from .tensor_parallel.parallelize import apply_tensor_parallel
 
@@ -85,6 +86,8 @@ def transform(
     if "expert" in axes or config is not None or routed:  # tensor ranks share the router loss
         apply_expert_parallel(model, now, config)
     if axes:
+        label_parameters(model)
+        guard_optimizers()
         with one_at_a_time():  # ranks that are threads share one generator
             torch.manual_seed(now.config.random_seed + now.rank)
     return model

@@ -608,7 +608,14 @@ def marking_replaced_parameters(model: nn.Module) -> Iterator[None]:
 
 
 def check_gradients_complete(parameters: Iterable[nn.Parameter]) -> None:
-    """Raise RuntimeError if one of ``parameters`` belongs to a model with an unfinished step."""
+    """Raise RuntimeError if ranks have yet to sum the gradients of one of ``parameters``."""
+    parameters = list(parameters)
+    owners = (parameter_state(parameter).model for parameter in parameters)
+    if any(owner is not None and owner.runtime is None for owner in owners):
+        raise RuntimeError(
+            "nl.transform split the model over ranks, whose gradients nothing sums: call "
+            "nl.shard(model) after nl.transform, and build the optimizer from its parameters()"
+        )
     with _lock:
         unfinished = list(_unfinished_models.items())
     if unfinished:

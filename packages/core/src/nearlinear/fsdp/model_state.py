@@ -141,7 +141,7 @@ class ParameterState:
     is_tied_copy: bool = False
     """True for a second copy on another pipeline stage. Norms count its gradient once."""
     model: ModelState | None = None
-    """State of the sharded model that owns the parameter."""
+    """State of the transformed or sharded model that owns the parameter."""
 
 
 def parameter_state(parameter: torch.Tensor) -> ParameterState:
@@ -302,7 +302,7 @@ def runtime_of(model: nn.Module) -> Runtime:
 
 
 def label_parameters(model: nn.Module) -> None:
-    """Record in every parameter of the sharded ``model`` its splits and its model."""
+    """Record in every parameter of ``model`` its splits and its model."""
     state = model_state(model)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         own = parameter_state(parameter)
