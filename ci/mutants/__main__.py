@@ -24,8 +24,8 @@ from .targets import SOURCE, TARGETS, TESTS
 ROOT = Path(__file__).parents[2]
 TABLE = ROOT / "packages/core/docs/mutants.md"
 RESULTS = ROOT / "ci/mutants/results.jsonl"
-COPIED = ("packages/core/src", "packages/core/compat/src", "packages/collectives/src", "tests",
-          "ci", "data_prep", "pyproject.toml")  # fmt: skip
+COPIED = ("packages/core/src", "packages/core/compat/src", "packages/collectives/src",
+          "packages/core/docs", "tests", "ci", "data_prep", "pyproject.toml")  # fmt: skip
 PRELOADED = ("pytest", "torch.distributed.fsdp", "torch.distributed.tensor", "hypothesis", "moto",
              "transformers.models.gpt2.modeling_gpt2", "transformers.models.llama.modeling_llama",
              "transformers.models.mixtral.modeling_mixtral")  # fmt: skip

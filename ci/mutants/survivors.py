@@ -14,6 +14,9 @@ EXPLAINED: dict[tuple[str, str], str] = {
     ("checkpoint/shards.py",
      "operator: weight * math.prod(signs) -> (weight // math.prod(signs))"):
         "equivalent: both numbers are 1 or -1",
+    ("checkpoint/save.py", "constant: False -> (True) #2"): "equivalent: all callers pass it",
+    ("checkpoint/save.py", "constant: True -> (False)"):
+        "equivalent: the gathered lists have equal lengths",
     ("context_parallel/ring_attention.py",
      "operator: self.seed + 4 * source + number -> (self.seed + 4 * source - number)"):
         "equivalent: the seeds of all blocks still differ",
@@ -25,6 +28,8 @@ EXPLAINED: dict[tuple[str, str], str] = {
         "harmless: the hook would be installed again, and a second clip changes nothing",
     ("fsdp/unit_collectives.py", "constant: False -> (True) #1"):
         "equivalent: FSDP2 passes this argument, and the method ignores it",
+    ("fsdp/unit_collectives.py", "constant: True -> (False) #3"):
+        "equivalent: the lists of a unit have equal lengths",
     ("expert_parallel/routing.py", "constant: True -> (False) #10"):
         "equivalent on CPUs, where torch's sort is stable",
     ("pipeline_parallel/partition.py", "constant: True -> (False) #1"):

@@ -16,7 +16,13 @@ from ci.faults import bit_flips, crafted
 from nearlinear import cli, storage
 from nearlinear.checkpoint import index, resume, sealed_json, shards
 from nearlinear.errors import CheckpointDamaged, CheckpointError, RankError
-from tests.core.checkpoint.test_save_and_load import build, gather_state, run_on, train_steps
+from tests.core.checkpoint.test_save_and_load import (
+    build,
+    gather_state,
+    load_only,
+    run_on,
+    train_steps,
+)
 from tests.core.train.test_resume import losses_until
 from tests.support import tiny
 
@@ -132,7 +138,7 @@ def test_damaged_checkpoint_falls_back_with_the_lost_steps_and_the_cause(run, ca
     folder, states = run
     DAMAGES[cause](folder / "step-00000003")
     with caplog.at_level(logging.WARNING, logger="nearlinear"):
-        for step, loaded in run_on(2, resume_run, str(folder)):
+        for step, loaded in run_on(4, resume_run, str(folder)):
             assert step == 2 and loaded.keys() == states[2].keys()
             assert all(torch.equal(loaded[name], value) for name, value in states[2].items())
     texts = [r.message for r in caplog.records if r.name.endswith("resume")]
@@ -178,18 +184,30 @@ def test_damage_seen_by_one_rank_is_damage_on_all(run, monkeypatch):
     assert [step for step, _ in run_on(2, resume_run, str(folder))] == [2, 2]
 
 
+def test_file_that_another_node_reads_otherwise_is_refused(run, monkeypatch):
+    """The ranks that hash the files find no change."""
+
+    def faults(name, values, found, keys=None):
+        return iter(() if keys is None else [f"{name} belongs to another index"])
+
+    monkeypatch.setattr(index, "header_faults", faults)
+    with pytest.raises(RankError, match="cannot be read .* belongs to another index"):
+        run_on(8, load_only, run[0] / "step-00000003", 8)
+
+
 def load_tiny(rank, folder):
     _, model, updates = build(1, "gpt2", seed=1)
     nl.load(folder, model, updates)
     return gather_state(model, updates)
 
 
-def test_older_format_loads_with_one_warning_about_missing_protection(run, caplog):
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_older_format_loads_with_one_warning_about_missing_protection(ranks, run, caplog):
     folder, states = run
     crafted.write_unsealed(folder / "step-00000003")
     assert json.loads((folder / "step-00000003" / "index.json").read_text())["format"] == 2
     with caplog.at_level(logging.WARNING, logger="nearlinear"):
-        loaded = run_on(2, load_tiny, str(folder / "step-00000003"))[0]
+        loaded = run_on(ranks, load_tiny, str(folder / "step-00000003"))[0]
     assert all(torch.equal(loaded[name], value) for name, value in states[3].items())
     (warning,) = (r.message for r in caplog.records if r.name.endswith("load"))
     assert "has format 2" in warning and "cannot be detected" in warning

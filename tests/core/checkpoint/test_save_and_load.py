@@ -127,6 +127,16 @@ def load_only(rank, folder, degree):
     nl.load(folder, model, updates)
 
 
+def test_random_state_of_another_number_of_ranks_is_not_restored(checkpoint):
+    def load(rank):
+        before = torch.get_rng_state()
+        load_only(rank, checkpoint, 1)
+        return torch.equal(torch.get_rng_state(), before)
+
+    torch.manual_seed(5)
+    assert run_on(1, load) == [True]
+
+
 @pytest.mark.parametrize("ranks", [1, 4, 8])
 def test_load_hashes_each_file_on_one_rank(ranks, tmp_path, monkeypatch):
     """Hash the file with the step counts on a single rank, although all ranks read it."""

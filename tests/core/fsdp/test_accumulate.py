@@ -509,3 +509,18 @@ def test_steps_of_different_lengths_are_an_error():
     nl.spmd.run(on_rank, 2)
     with pytest.raises(nl.errors.NearlinearError, match="at least 1"):
         nl.accumulation(torch.nn.Linear(2, 2), 0)
+
+
+def test_accumulation_refuses_batches_of_the_first_pipeline_stage():
+    """`nl.accumulate` sends the whole batch at once; single micro-batches are not sent."""
+    config = {"pipeline_parallel_degree": 2, "microbatches": 2, "pipeline_batch": "first_stage"}
+
+    def on_rank(rank):
+        nl.init(config)
+        with nl.spmd.one_at_a_time(seed=0):
+            model = tiny.gpt2(2)
+        model = nl.shard(nl.pipeline(model))
+        with pytest.raises(nl.errors.ConfigError, match="pipeline_batch = 'first_stage'"):
+            nl.accumulation(model, 2)
+
+    nl.spmd.run(on_rank, 2)

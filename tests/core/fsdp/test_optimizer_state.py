@@ -371,6 +371,29 @@ def test_parameters_frozen_after_sharding_do_not_change(config):
             assert moved == (name not in ("layers.0.weight", "layers.1.bias"))
 
 
+@pytest.mark.parametrize("config", [{}, BY_FSDP2], ids=["lanes", "FSDP2"])
+@pytest.mark.parametrize("two_hop", [True, False])
+def test_units_of_one_parameter_are_sliced(config, two_hop):
+    def build():
+        model = Stack()
+        for layer in (*model.layers, model.head):
+            layer.bias = None
+        return model
+
+    def work(rank):
+        model, optimizer = stack(config | SHARED, torch.optim.SGD, build)
+        step(model, optimizer, inputs(2), two_hop=two_hop)
+        return parity.whole(model, lambda parameter: parameter.detach())
+
+    torch.manual_seed(0)
+    alone = build()
+    sum(alone(**batch) / 2 for batch in inputs(2)).backward()
+    for found in nl.spmd.run(work, 4):
+        for name, parameter in alone.named_parameters():
+            expected = parameter - 0.1 * parameter.grad
+            torch.testing.assert_close(found[name], expected, atol=1e-6, rtol=1e-5)
+
+
 def test_sliced_optimizer_with_parameter_groups_and_schedulers():
     """Weight decay by group, a scheduler made before the slices, a frozen bias, two optimizers."""
 

@@ -117,3 +117,31 @@ def test_leaving_the_loop_before_the_first_forward_is_no_error():
         return all(p.grad is not None for p in model.parameters())
 
     assert nl.spmd.run(work, 2) == [True, True]
+
+
+def test_steps_that_were_left_or_lack_a_backward_pass_do_not_go_on():
+    def work(rank):
+        model, _ = sharded(2)
+        step = nl.accumulation(model, 2)
+        step.leave()
+        with pytest.raises(nl.errors.NearlinearError, match="this step has ended"):
+            step.begin_micro_batch()
+        step = nl.accumulation(model, 2)
+        step.begin_micro_batch()
+        for proceed in (step.end_micro_batch, step.begin_micro_batch):
+            with pytest.raises(nl.errors.NearlinearError, match="followed by 0 backward passes"):
+                proceed()
+
+    nl.spmd.run(work, 2)
+
+
+def test_error_after_the_last_backward_pass_leaves_no_gradients():
+    def work(rank):
+        model, optimizer = sharded(2)
+        with pytest.raises(ValueError), nl.accumulation(model, 1) as step, step.micro_batch():
+            model(**batches(1)[0]).loss.backward()
+            raise ValueError
+        assert "optimizer.step() after 1 of 1" in refusal(optimizer)
+        return [name for name, p in model.named_parameters() if p.grad is not None]
+
+    assert nl.spmd.run(work, 2) == [[], []]
