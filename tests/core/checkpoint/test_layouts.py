@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import nearlinear as nl
+from nearlinear.checkpoint import index
 from nearlinear.errors import RankError
 from tests.support import parity
 
@@ -143,6 +144,23 @@ def test_fused_projection_is_saved_in_model_layout(tmp_path):
     blocks = [block for blocks in entry["pieces"].values() for block in blocks]
     assert sorted(block["offset"][1] for block in blocks) == list(range(0, 96, 8))
     assert {tuple(block["shape"]) for block in blocks} == {(32, 8)}
+
+
+def save_pipeline(rank, folder):
+    nl.init({"pipeline_parallel_degree": 2, "microbatches": 2})
+    with nl.spmd.one_at_a_time(seed=0):
+        model = parity.build("gpt2")
+    model = nl.shard(nl.pipeline(model))
+    nl.save(f"{folder}/with", model, parity.adamw(model, 1e-3), wait=True)
+    nl.save(f"{folder}/without", model, wait=True)
+
+
+def test_optimizer_settings_name_parameters_of_all_pipeline_stages(tmp_path):
+    nl.spmd.run(save_pipeline, 2, args=(str(tmp_path),))
+    (group,) = index.read(tmp_path / "with").values["optimizer"]["groups"]
+    names = [name for name, _ in parity.build("gpt2").named_parameters()]
+    assert sorted(group["params"]) == sorted(names)
+    assert "optimizer" not in index.read(tmp_path / "without").values
 
 
 def test_save_rejects_optimizer_state_of_another_shape_than_its_shard(tmp_path):
