@@ -35,6 +35,7 @@ TOP_LEVEL = {
     "training_step": "architecture",
     "gpu_evidence": "evidence",
     "faults": "evidence",
+    "mutants": "evidence",
 }
 """Sections of the pages that are not in the folder of their section."""
 

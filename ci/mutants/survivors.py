@@ -22,6 +22,8 @@ EXPLAINED: dict[tuple[str, str], str] = {
         "equivalent: the seeds of all blocks still differ",
     ("data/sampler.py", "off by one: 1 -> (2) #4"):
         "equivalent: numpy infers the length that is given as any negative number",
+    ("distributed/mesh.py", "constant: True -> (False)"):
+        "equivalent: numpy returns one coordinate per axis",
     ("fsdp/accumulate.py", "constant: True -> (False) #6"):
         "harmless: the hook would be installed again, and the first one raises the error",
     ("fsdp/clip_grad.py", "constant: True -> (False)"):
