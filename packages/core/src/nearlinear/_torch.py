@@ -344,8 +344,44 @@ def thread_group_base() -> tuple[type, Callable[[], None], Callable[[], None], C
             threaded._ctx_manager = None
         _set_thread_isolation_mode(False)
 
+    _share_inferred_results()
     group = threaded.ProcessLocalGroup
     return group, install, uninstall, group._terminate.is_set
+
+
+def _share_inferred_results() -> None:
+    """Let ranks that are threads share DTensor's inference of shapes, strides and dtypes.
+
+    DTensor keeps sharding decisions per thread, so every new thread runs each operator again on
+    fake tensors. 2.13.0; nothing changes in releases without the method.
+    """
+    from torch.distributed.tensor import _dtensor_spec, _sharding_prop
+
+    propagator = _sharding_prop.ShardingPropagator
+    infer = getattr(propagator, "_propagate_tensor_meta_non_cached", None)
+    if infer is None or hasattr(infer, "__wrapped__"):
+        return
+    known: dict[tuple, Any] = {}
+
+    def key(value: Any) -> Any:
+        if isinstance(value, _dtensor_spec.DTensorSpec):
+            return value.tensor_meta
+        if isinstance(value, (list, tuple)):
+            return type(value), *map(key, value)
+        return type(value), value
+
+    @functools.wraps(infer)
+    def infer_once(self, op_schema):
+        keywords = tuple((name, key(value)) for name, value in op_schema.kwargs_schema.items())
+        call = (op_schema.op, key(op_schema.args_schema), keywords, torch.get_default_dtype())
+        try:
+            if call not in known:
+                known[call] = infer(self, op_schema)
+        except TypeError:  # an argument without a hash, such as a symbolic size
+            return infer(self, op_schema)
+        return known[call]
+
+    propagator._propagate_tensor_meta_non_cached = infer_once
 
 
 def job_store() -> dist.Store:
