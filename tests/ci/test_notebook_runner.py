@@ -131,7 +131,7 @@ def test_failing_cell_is_reported_and_the_next_notebook_runs(folder):
 def test_only_selects_notebooks_and_the_gallery_keeps_others(folder, main):
     add(folder, "01_first")
     add(folder, "02_second")
-    runner(folder)
+    runner(folder, "--only", "01")
     done = runner(folder, "--only", "02")
     assert done.returncode == 0 and "[01_first]" not in done.stdout
     assert (folder.parent / "artifacts/index.html").read_text().count("<article") == 2
