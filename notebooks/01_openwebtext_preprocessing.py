@@ -542,9 +542,9 @@ settings = {
     "model": {"preset": "gpt2-tiny", "overrides": {"n_layer": 1, "n_embd": 32, "n_head": 1}},
     "data": {"path": str(out), "sequence_length": 32},
     "parallel": {"hybrid_shard_degree": 2},
-    "batch": {"micro_batch_size": 4},
+    "batch": {"micro_batch_size": 2},
     "optimizer": {"lr": 2e-2, "warmup_steps": 2},
-    "train": {"steps": 8, "eval_every": 4, "eval_sequences": 8, "sample_tokens": 0},
+    "train": {"steps": 8, "eval_every": 4, "eval_sequences": 4, "sample_tokens": 0},
     "run": {"folder": str(work / "run"), "tensorboard": False},
 }
 with contextlib.redirect_stdout(io.StringIO()):  # metrics.jsonl has the same lines

@@ -324,7 +324,7 @@ assert manifest.vocab_size == 50257
 # %%
 SCALES = {
     # model, ranks, shard degree, sequence, micro-batch, micro-batches, steps, learning rate, bf16
-    "ci": ("gpt2-tiny", 4, 2, 64, 1, 2, 20, 8e-3, False),
+    "ci": ("gpt2-tiny", 4, 2, 32, 1, 2, 16, 8e-3, False),
     "laptop": ("gpt2-tiny", 4, 2, 256, 2, 2, 200, 2e-3, False),
     "cluster": ("gpt2-30b", 256, degree, 2048, 6, 1, 1000, 1.2e-4, True),
 }
@@ -359,8 +359,9 @@ warmup_steps = {max(10, steps // 100)}
 [train]
 steps = {steps}
 eval_every = {max(1, steps // (2 if scale == "ci" else 4))}
-eval_sequences = {16 if scale == "ci" else 64}
+eval_sequences = {8 if scale == "ci" else 64}
 sample_prompt = "Returns the"
+sample_tokens = {12 if scale == "ci" else 32}
 
 [run]
 folder = "{work / "run"}"
@@ -552,7 +553,7 @@ assert all(word in faulty.stderr for word in ("VpcConfig", "InstanceType", "Keep
 
 # %% [markdown]
 # Does the request train? `--place emulate` runs it on this machine, in the layout of a training
-# container: 2 hosts of 2 ranks, each with its own `/opt/ml`, hyperparameters and channels. A small
+# container: 2 hosts, each with its own `/opt/ml`, hyperparameters and channels. A small
 # model replaces the large one, and a folder the file system. The request, the entry point and the
 # files are the same; only the machines are emulated.
 
@@ -561,17 +562,18 @@ job = work / "job"
 small = {
     "model.preset": "gpt2-tiny",
     "model.overrides": "{n_layer = 2, n_embd = 64, n_head = 4}",
-    "data.sequence_length": 64,
+    "data.sequence_length": 32,
     "parallel.sharded_data_parallel_degree": 2,
     "parallel.bf16": "false",
     "batch.micro_batch_size": 2,
     "optimizer.lr": 5e-3,
     "train.steps": 4,
-    "train.eval_sequences": 16,
+    "train.eval_sequences": 8,
     "train.sample_tokens": 0,
 }
 emulated = nearlinear(
-    "launch", str(cluster_path), "--place", "emulate", "--hosts", "2", "--ranks", "2",
+    "launch", str(cluster_path), "--place", "emulate",
+    "--hosts", "2", "--ranks", "1" if scale == "ci" else "2",
     "--folder", str(job), "--stand-in", f"fs-0123456789abcdef0/abcdefgh/tokens={work / 'tokens'}",
     *(word for key, value in small.items() for word in ("--set", f"{key}={value}")),
 )  # fmt: skip

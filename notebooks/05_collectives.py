@@ -219,7 +219,7 @@ else:
 if reason is None:
     # nodes, ranks per node, bytes per node, blocks
     planned = {
-        "ci": (3, "1 2", "16K 128K 1M", "--blocks 2 --block-ms 60"),
+        "ci": (2, "1 2", "16K 128K 1M", "--blocks 2 --block-ms 60"),
         "laptop": (4, "1 2 4 8", "16K:4M:4", "--blocks 5"),
     }[scale]
     made = work / "network.json"
@@ -478,8 +478,8 @@ assert np.isclose(ridges[0.15] / ridges[0.95], 0.95 / 0.15)  # inversely proport
 # ## Two lines
 #
 # The import registers the backend, and `init_process_group` selects it. The rest of the script
-# below is plain FSDP2. It runs with torchrun on gloo and on `nearlinear`, from the same initial
-# weights: the losses must be equal.
+# below is plain FSDP2. One launch with torchrun trains on gloo and then on `nearlinear`, from the
+# same initial weights: the losses must be equal.
 #
 # The script also measures the speed of a step for an increasing number of tokens, which is the
 # roofline above on this machine: communication goes through shared memory here, or through loopback
@@ -494,8 +494,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-import nearlinear_collectives             # line 1
-dist.init_process_group(sys.argv[1])      # line 2: "nearlinear" where "gloo" was
+import nearlinear_collectives                # line 1
 
 WIDTH, LAYERS = 512, 3
 
@@ -531,38 +530,40 @@ def trainer(shared):
 
 
 found = {}
-for shared in (False, True) if sys.argv[1] == "nearlinear" else (False,):
-    step = trainer(shared)
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    losses = [step(torch.randn(16, WIDTH, generator=generator)) for _ in range(5)]
-    seen = nearlinear_collectives.trace()[-6 * LAYERS :]
-    ways = collections.Counter((call["operation"], call["detail"]) for call in seen)
-    seconds = {}
-    for tokens in (1, 8, 64, 512):
-        x_TW = torch.randn(tokens, WIDTH, generator=generator)
-        times = []
-        for _ in range(4 if tokens < 100 else 2):
-            dist.barrier()
-            start = time.perf_counter()
-            step(x_TW)
-            times.append(time.perf_counter() - start)
-        seconds[tokens] = min(times)
-    found[sys.argv[1] + "+shared" * shared] = {
-        "losses": losses, "seconds": seconds, "ways": [[*way, n] for way, n in ways.items()]
-    }
-if dist.get_rank() == 0:
+for backend in sys.argv[1:]:
+    dist.init_process_group(backend)         # line 2: "nearlinear" where "gloo" was
+    for shared in (False, True) if backend == "nearlinear" else (False,):
+        step = trainer(shared)
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        losses = [step(torch.randn(16, WIDTH, generator=generator)) for _ in range(5)]
+        seen = nearlinear_collectives.trace()[-6 * LAYERS :]
+        ways = collections.Counter((call["operation"], call["detail"]) for call in seen)
+        seconds = {}
+        for tokens in (1, 8, 64, 512):
+            x_TW = torch.randn(tokens, WIDTH, generator=generator)
+            times = []
+            for _ in range(4 if tokens < 100 else 2):
+                dist.barrier()
+                start = time.perf_counter()
+                step(x_TW)
+                times.append(time.perf_counter() - start)
+            seconds[tokens] = min(times)
+        found[backend + "+shared" * shared] = {
+            "losses": losses, "seconds": seconds, "ways": [[*way, n] for way, n in ways.items()]
+        }
+    rank = dist.get_rank()
+    dist.barrier()
+    dist.destroy_process_group()
+if rank == 0:
     print("result " + json.dumps(found))
-dist.barrier()
-dist.destroy_process_group()
 """
 (work / "train.py").write_text(script)
-runs = {}
-for backend in ("gloo", "nearlinear"):
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    job = subprocess.run([*torchrun, work / "train.py", backend], capture_output=True, text=True)
-    assert job.returncode == 0, job.stderr
-    (line,) = (line for line in job.stdout.splitlines() if line.startswith("result "))
-    runs |= json.loads(line.removeprefix("result "))
+torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+words = [*torchrun, work / "train.py", "gloo", "nearlinear"]
+job = subprocess.run(words, capture_output=True, text=True)
+assert job.returncode == 0, job.stderr
+(line,) = (line for line in job.stdout.splitlines() if line.startswith("result "))
+runs = json.loads(line.removeprefix("result "))
 
 print("losses of five steps")
 for name, run in runs.items():

@@ -344,14 +344,14 @@ assert measured.num_bytes > 0 and found.tokens_per_s > 0
 # `nearlinear fsx describe`.
 
 # %%
-steps, per_rank = 12, 2
+steps, per_rank = 8, 2
 config = f"""
 [model]
 preset = "gpt2-tiny"
 overrides = {{ n_layer = 2, n_embd = 32, n_head = 2 }}
 
 [data]
-sequence_length = 64
+sequence_length = 32
 shuffle_block_mib = 1
 shuffle_blocks = 8
 read_ahead = 2
@@ -368,7 +368,7 @@ warmup_steps = 2
 
 [train]
 steps = {steps}
-eval_sequences = 8
+eval_sequences = 4
 sample_tokens = 0
 
 [run]

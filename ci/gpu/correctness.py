@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -107,11 +108,10 @@ def run_marked_tests(recorder: Recorder, figures: dict[str, Any]) -> None:
     files = [path for path in modules if "pytest.mark.gpu" in path.read_text(encoding="utf-8")]
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
-        command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider"]
-        command += [f"--junitxml={report}", *map(str, files)]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        arguments = ["-m", "gpu", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
+        code, output = run_pytest([*arguments, *map(str, files)], fork=recorder.rehearse)
         if not report.exists():
-            raise RuntimeError(f"pytest ended with {done.returncode}: {done.stdout[-1000:]}")
+            raise RuntimeError(f"pytest ended with {code}: {output[-1000:]}")
         cases = list(ElementTree.parse(report).getroot().iter("testcase"))
     outcomes = {"passed": [], "failed": [], "skipped": []}
     for case in cases:
@@ -121,12 +121,41 @@ def run_marked_tests(recorder: Recorder, figures: dict[str, Any]) -> None:
     figures |= {outcome: len(names) for outcome, names in outcomes.items()}
     figures["failures"] = outcomes["failed"]
     if outcomes["failed"] or not cases:
-        print(done.stdout[-8000:], flush=True)
+        print(output[-8000:], flush=True)
         missing = [name for name in TEST_PACKAGES if importlib.util.find_spec(name) is None]
         hint = f"; missing packages, to be carried: {', '.join(missing)}" if missing else ""
         raise AssertionError(f"{len(outcomes['failed'])} of {len(cases)} tests failed{hint}")
     if recorder.rehearse and outcomes["passed"]:
         raise AssertionError("a test marked gpu passed without a GPU")
+
+
+def run_pytest(arguments: list[str], fork: bool) -> tuple[int, str]:
+    """Run pytest in a process of its own and return its exit code and output.
+
+    A fork of this process has imported torch already. CUDA does not survive a fork.
+    """
+    with tempfile.TemporaryFile("w+") as output:
+        if fork:
+            process = multiprocessing.get_context("fork").Process(
+                target=_pytest_in_fork, args=(arguments, output.fileno())
+            )
+            process.start()
+            process.join()
+            code = process.exitcode or 0
+        else:
+            command = [sys.executable, "-m", "pytest", *arguments]
+            code = subprocess.run(command, cwd=ROOT, stdout=output, text=True).returncode
+        output.seek(0)
+        return code, output.read()
+
+
+def _pytest_in_fork(arguments: list[str], output: int) -> None:
+    import pytest
+
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.chdir(ROOT)
+    sys.exit(int(pytest.main(arguments)))
 
 
 reference = functools.cache(parity.alone)

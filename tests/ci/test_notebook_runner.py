@@ -11,7 +11,7 @@ import nbformat
 import psutil
 import pytest
 
-from ci.notebooks import gallery, pairs
+from ci.notebooks import __main__, gallery, pairs
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -60,6 +60,18 @@ def runner(folder: Path, *args: str) -> subprocess.CompletedProcess:
     return subprocess.run(command(folder, *args), cwd=ROOT, capture_output=True, text=True)
 
 
+@pytest.fixture
+def main(folder, capsys):
+    """Run a command that starts no kernel, in this process: exit status, output and errors."""
+
+    def run(*args: str) -> subprocess.CompletedProcess:
+        words = command(folder, *args)[3:]
+        code = __main__.main(words)
+        return subprocess.CompletedProcess(words, code, *capsys.readouterr())
+
+    return run
+
+
 def test_run_streams_output_and_renders_the_gallery(folder):
     add(folder, "01_first", PLOT)
     done = runner(folder, "--set", "steps=5")
@@ -96,9 +108,9 @@ def test_figure_with_a_fault_fails_the_run(folder, code, fault):
 
 
 @pytest.mark.parametrize("setting, hint", [("step=5", "Did you mean 'steps'?"), ("x=1", "scale")])
-def test_unknown_parameter_is_rejected_before_the_run(folder, setting, hint):
+def test_unknown_parameter_is_rejected_before_the_run(folder, main, setting, hint):
     add(folder, "01_first")
-    done = runner(folder, "--set", setting)
+    done = main("--set", setting)
     assert done.returncode == 2
     assert hint in done.stderr and "01_first.ipynb" in done.stderr
     assert not (folder.parent / "artifacts").exists()
@@ -116,14 +128,14 @@ def test_failing_cell_is_reported_and_the_next_notebook_runs(folder):
     assert "on purpose" in index and "1 failed" in index
 
 
-def test_only_selects_notebooks_and_the_gallery_keeps_others(folder):
+def test_only_selects_notebooks_and_the_gallery_keeps_others(folder, main):
     add(folder, "01_first")
     add(folder, "02_second")
-    runner(folder)
+    runner(folder, "--only", "01")
     done = runner(folder, "--only", "02")
     assert done.returncode == 0 and "[01_first]" not in done.stdout
     assert (folder.parent / "artifacts/index.html").read_text().count("<article") == 2
-    assert runner(folder, "--only", "07").returncode == 2
+    assert main("--only", "07").returncode == 2
 
 
 DETACHED = """\
@@ -190,21 +202,21 @@ def test_sync_is_idempotent_and_a_change_affects_one_cell(folder):
     nbformat.validate(nbformat.read(path, 4))
 
 
-def test_valid_pair_has_no_fault(folder):
+def test_valid_pair_has_no_fault(folder, main):
     add(folder, "01_first")
-    done = runner(folder, "--check")
+    done = main("--check")
     assert done.returncode == 0 and "1 notebooks checked, 0 faults" in done.stdout
 
 
-def test_sync_repairs_a_differing_pair(folder):
+def test_sync_repairs_a_differing_pair(folder, main):
     add(folder, "01_first")
     script = folder / "01_first.py"
     script.write_text(script.read_text().replace("hello", "changed"))
-    done = runner(folder, "--check")
+    done = main("--check")
     assert done.returncode == 1
     assert "the .py and the .ipynb differ" in done.stdout and "--sync" in done.stdout
-    assert runner(folder, "--sync").returncode == 0
-    assert runner(folder, "--check").returncode == 0
+    assert main("--sync").returncode == 0
+    assert main("--check").returncode == 0
 
 
 def edit(path: Path, change) -> None:
@@ -242,8 +254,8 @@ def test_missing_partner_file_is_detected(folder, missing):
     assert f"no .{missing}" in pairs.faults(folder, "01_first")[0][0]
 
 
-def test_folder_without_notebooks_is_an_error(folder):
-    done = runner(folder)
+def test_folder_without_notebooks_is_an_error(folder, main):
+    done = main()
     assert done.returncode == 2 and "No notebooks" in done.stderr
 
 

@@ -11,14 +11,22 @@
 #include <cstdlib>
 #include <memory>
 #include <random>
+#include <vector>
 
 #include "check.h"
 #include "slot_writer.h"
 
 namespace {
 
-constexpr size_t kGuard = 200;
+constexpr size_t kGuard = 200, kLargest = 300'000;
 std::mt19937_64 random_bits(20240229);
+
+// Bytes below the guards', to copy parts of.
+const std::vector<unsigned char> kBytes = [] {
+  std::vector<unsigned char> bytes(2 * kLargest);
+  std::generate(bytes.begin(), bytes.end(), [] { return random_bits() & 0x7f; });
+  return bytes;
+}();
 
 template <typename Copy>
 void test_copy(size_t bytes, Copy copy) {
@@ -26,7 +34,7 @@ void test_copy(size_t bytes, Copy copy) {
   // Blocks end where the source ends and slightly after the output, so a sanitizer checks the rest.
   std::unique_ptr<unsigned char[]> from(new unsigned char[from_offset + bytes]);
   std::unique_ptr<unsigned char[]> to(new unsigned char[to_offset + bytes + kGuard]);
-  std::generate_n(from.get(), from_offset + bytes, [] { return random_bits() & 0x7f; });
+  std::copy_n(kBytes.begin() + random_bits() % kLargest, bytes, from.get() + from_offset);
   std::fill_n(to.get(), to_offset + bytes + kGuard, 0xa5);
   copy(to.get() + to_offset, from.get() + from_offset, bytes);
   auto untouched = [](unsigned char byte) { return byte == 0xa5; };
@@ -78,7 +86,7 @@ int main() {
   for (const bool own_core : {false, true}) {
     nlc::SlotWriter writer(own_core);
     for (int i = 0; i < 1000; ++i) {
-      test_copy(random_bits() % 300000,
+      test_copy(random_bits() % kLargest,
                 [&](void *to, const void *from, size_t n) { writer.write(to, from, n); });
     }
   }
