@@ -55,7 +55,7 @@ def small_run(token_folder, tmp_path):
         "optimizer": {"lr": 5e-3, "warmup_steps": 2},
         "train": {"steps": 6, "eval_every": 3, "eval_sequences": 16, "sample_tokens": 4},
         "checkpoint": {"folder": ""},
-        "run": {"folder": str(tmp_path / "run"), "tensorboard": False},
+        "run": {"folder": str(tmp_path / "run"), "tensorboard": False, "peak_tflops": 1.0},
     }
 
 

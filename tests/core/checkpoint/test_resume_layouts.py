@@ -59,7 +59,7 @@ def saved(token_folder, tmp_path_factory):
                 "batch": {"micro_batch_size": 2, "sequences": SEQUENCES},
                 "optimizer": {"lr": 1e-3, "warmup_steps": 2},
                 "train": {"steps": 20, "eval_sequences": 0, "sample_tokens": 0},
-                "run": {"folder": str(folder / "run"), "tensorboard": False},
+                "run": {"folder": str(folder / "run"), "tensorboard": False, "peak_tflops": 1.0},
                 "checkpoint": {"folder": str(folder / "kept")},
             }
             ranks, degrees = SAVED

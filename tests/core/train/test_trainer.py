@@ -111,7 +111,7 @@ def layout_run(tokens, folder, preset, ranks, degrees=None):
         "optimizer": {"lr": 5e-3, "warmup_steps": 2},
         "train": {"steps": 4, "eval_every": 2, "eval_sequences": 16, "sample_tokens": 4},
         "checkpoint": {"folder": ""},
-        "run": {"folder": str(folder / "run"), "tensorboard": False},
+        "run": {"folder": str(folder / "run"), "tensorboard": False, "peak_tflops": 1.0},
         "parallel": degrees or {},
     }
 

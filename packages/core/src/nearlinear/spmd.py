@@ -99,7 +99,9 @@ def one_at_a_time(seed: int | None = None) -> Iterator[None]:
             return
         gpus = [torch.cuda.current_device()] if torch.cuda.is_available() else []
         with torch.random.fork_rng(devices=gpus):
-            torch.manual_seed(seed)
+            torch.default_generator.manual_seed(seed)
+            if gpus:
+                torch.cuda.manual_seed(seed)
             yield
 
 

@@ -6,6 +6,7 @@ call, so page faults hit the page cache. Read-ahead affects only performance.
 """
 
 import os
+import weakref
 from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -28,6 +29,7 @@ class ReadAhead:
         self._files: OrderedDict[int, int] = OrderedDict()
         self._buffer = bytearray()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="nearlinear-read-ahead")
+        weakref.finalize(self, _close, self._thread, self._files)
 
     def start(self, ranges: np.ndarray) -> Future:
         """Call `read` in the background thread. Calls run in order."""
@@ -53,11 +55,6 @@ class ReadAhead:
                     "its file system, and restart from the last checkpoint"
                 ) from None
 
-    def __del__(self):
-        self._thread.shutdown(wait=False)
-        while self._files:
-            os.close(self._files.popitem()[1])
-
     def _read(self, shard: int, start: int, end: int) -> None:
         file = self._open(shard)
         while start < end:
@@ -79,6 +76,12 @@ class ReadAhead:
             self._files[shard] = file
         self._files.move_to_end(shard)
         return self._files[shard]
+
+
+def _close(thread: ThreadPoolExecutor, files: OrderedDict[int, int]) -> None:
+    thread.shutdown(wait=False)
+    while files:
+        os.close(files.popitem()[1])
 
 
 def _merge_ranges(pairs: list[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:

@@ -10,6 +10,7 @@ counted. GPU peaks are dense datasheet numbers; the peak of a CPU is measured wi
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable
 from importlib import import_module
@@ -193,20 +194,22 @@ def _active_expert_share(config) -> float:
 def peak_tflops(device: torch.device, precision: str) -> float:
     """Return the peak TFLOPS of one rank: known for GPUs, measured on a CPU; NaN if unknown.
 
-    On a CPU all ranks measure at the same time, so that shared cores are counted once. A collective
-    call there.
+    On a CPU all ranks measure at the same time, so that shared cores are counted once, and only for
+    the first model of a process. A collective call there.
     """
     if device.type == "cuda":
         peak = hardware.peak_tflops(torch.cuda.get_device_name(device), precision)
         return float("nan") if peak is None else peak
-    return _measure_tflops(COMPUTE_DTYPES[precision])
+    dist.barrier()
+    return _measure_tflops(COMPUTE_DTYPES[precision], dist.get_world_size())
 
 
-def _measure_tflops(dtype: torch.dtype, size: int = 512, seconds: float = 0.3) -> float:
-    """Return the rate of a square matrix product over ``seconds``, on all ranks at once."""
+@functools.cache
+def _measure_tflops(dtype: torch.dtype, ranks: int) -> float:  # noqa: ARG001  for the cache
+    """Return the rate of a square matrix product while ``ranks`` ranks compute it."""
+    size, seconds = 512, 0.3
     matrix = torch.full((size, size), 0.5, dtype=dtype)
     matrix @ matrix
-    dist.barrier()
     products, start = 0, time.perf_counter()
     while (elapsed := time.perf_counter() - start) < seconds:
         matrix @ matrix
