@@ -48,6 +48,24 @@ def test_error_names_first_failing_rank_with_traceback(processes):
     assert processes or isinstance(e.value.__cause__, ValueError)
 
 
+def test_seeding_a_rank_leaves_models_in_construction_alone():
+    building = threading.Event()
+
+    def work(rank):
+        if rank == 1:
+            building.wait(60)
+            nl.spmd.seed_generators(7)
+            return torch.rand(3)
+        with nl.spmd.one_at_a_time(seed=0):
+            building.set()
+            time.sleep(0.2)
+            return torch.rand(3)
+
+    first, second = nl.spmd.run(work, 2)
+    assert torch.equal(first, torch.rand(3, generator=torch.Generator().manual_seed(0)))
+    assert torch.equal(second, torch.rand(3, generator=torch.Generator().manual_seed(7)))
+
+
 def test_group_creation_ends_when_another_rank_fails():
     def work(rank):
         nl.init({"hybrid_shard_degree": 2})

@@ -105,6 +105,14 @@ def one_at_a_time(seed: int | None = None) -> Iterator[None]:
             yield
 
 
+def seed_generators(seed: int) -> None:
+    """Seed this rank's generators. Ranks that are threads wait here for models being built."""
+    import torch
+
+    with _model_lock:
+        torch.manual_seed(seed)
+
+
 def run_processes(
     fn: Callable[..., Any], ranks: int, args: tuple[Any, ...], timeout: float, backend: str
 ) -> list[Any]:

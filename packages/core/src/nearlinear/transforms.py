@@ -20,7 +20,7 @@ from .fsdp.accumulate import guard_optimizers
 from .fsdp.deferred_init import broadcast_initial_values, require_built
 from .fsdp.forward_transforms import BatchCheck, forward_transforms
 from .fsdp.model_state import label_parameters, model_state
-from .spmd import one_at_a_time
+from .spmd import seed_generators
 from .tensor_parallel.parallelize import apply_tensor_parallel
 
 
@@ -88,6 +88,5 @@ def transform(
     if axes:
         label_parameters(model)
         guard_optimizers()
-        with one_at_a_time():  # ranks that are threads share one generator
-            torch.manual_seed(now.config.random_seed + now.rank)
+        seed_generators(now.config.random_seed + now.rank)
     return model

@@ -46,6 +46,7 @@ from ..fsdp.model_state import model_state
 from ..fsdp.targets import count_targets
 from ..memory import MemoryReport, memory_report
 from ..pipeline_parallel.api import Pipelined
+from ..spmd import seed_generators
 from . import preflight
 from .callbacks import Callback, TrainStep
 from .callbacks.bad_steps import BadStepDetector
@@ -129,7 +130,7 @@ class Trainer:
         now = runtime.current()
         self.rank: int = now.rank
         self.device: torch.device = now.device
-        torch.manual_seed(config.parallel.random_seed + self.rank)  # dropout
+        seed_generators(config.parallel.random_seed + self.rank)  # dropout
 
         preflight.check_lora(config, self.mesh)
         timeout, setting = config.train.rank_timeout, "train.rank_timeout"
