@@ -291,6 +291,12 @@ def test_efficiency_is_compute_time_over_step_time():
     assert sweep.render(runs).splitlines()[-1] == "| 4 | 1500mbit | 80% |"
 
 
+def test_scaled_links_are_as_slow_as_the_shared_cores(monkeypatch):
+    monkeypatch.setattr(sweep.os, "cpu_count", lambda: 2)
+    rates = [sweep.shared_core_rate("1gbit", ranks) for ranks in (1, 2, 4, 8)]
+    assert rates == ["1000mbit", "1000mbit", "500mbit", "250mbit"]
+
+
 def test_sweep_compares_on_every_cluster(tmp_path, monkeypatch, capsys):
     configs = []
 

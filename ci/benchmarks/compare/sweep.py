@@ -2,12 +2,14 @@
 
 Emulated nodes share the cores of one machine, so that computation takes longer as nodes are added.
 Efficiency is therefore the step time of the compute-only system on the same cluster divided by that
-of the system. On nodes with cores of their own, this equals weak-scaling efficiency.
+of the system. This equals the weak-scaling efficiency of nodes with cores of their own if the links
+are slowed by as much as the computation is, see ``--scaled``.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from dataclasses import asdict, replace
 
@@ -25,6 +27,7 @@ DEFAULT_SYSTEMS = ("compute", "zero3", "fsdp2_nl", "ours_nl")
 EXAMPLES = f"""\
 examples:
   python -m {MODULE} --nodes 1 2 4 8 --rates 1500mbit --json scaling.json --figures figures
+  python -m {MODULE} --nodes 1 2 4 8 --rates 1gbit --scaled --systems compute ddp_nl ours_nl_once
   python -m {MODULE} --rates 300mbit 1gbit 3gbit --systems compute fsdp2 ours"""
 
 
@@ -37,7 +40,12 @@ def main(argv: list[str] | None = None) -> int:
 def _sweep(options, argv: list[str]) -> int:
     names = dict.fromkeys(["compute", *(options.systems or DEFAULT_SYSTEMS)])
     base = build_config(options, names)
-    configs = [on_cluster(base, n, rate) for n in options.node_counts for rate in options.rates]
+    scale = shared_core_rate if options.scaled else lambda rate, ranks: rate
+    configs = [
+        on_cluster(base, nodes, scale(rate, nodes * base.ranks_per_node))
+        for nodes in options.node_counts
+        for rate in options.rates
+    ]
     if options.figures and len(options.node_counts) > 1 and len(options.rates) > 1:
         raise ValueError(
             "--figures draws over nodes or over link rates. Give several values of only one of "
@@ -67,6 +75,12 @@ def on_cluster(base: CompareConfig, nodes: int, rate: str) -> CompareConfig:
     gigabits(rate)  # reject an invalid rate before the first run
     shard = min(base.shard, nodes * base.ranks_per_node)
     return replace(base, nodes=nodes, rate=rate, shard=shard).validate()
+
+
+def shared_core_rate(rate: str, ranks: int) -> str:
+    """Return ``rate`` slowed as the computation of ``ranks`` that share this machine's cores is."""
+    cores = os.cpu_count() or 1
+    return f"{gigabits(rate) * 1e3 * min(1.0, cores / ranks):g}mbit"
 
 
 def efficiencies(records: list[dict]) -> dict[str, float]:
@@ -116,6 +130,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--nodes", type=int, nargs="+", default=[4], metavar="N", dest="node_counts",
         help="(default: 4)")  # fmt: skip
     add("--rates", nargs="+", default=["1gbit"], metavar="RATE", help="(default: 1gbit)")
+    add("--scaled", action="store_true", help="slow the links as sharing cores slows the ranks")
     return parser
 
 

@@ -57,8 +57,9 @@ def spans_of_events(events: Iterable) -> Spans:
     worker_events = [e for e in events if e.name.startswith("gloo:")]
     spans: Spans = {"compute": [], "gather": [], "reduce": [], "second_hop": []}
     spans["compute"] = [interval(e) for e in main_thread if e.name.startswith("aten::")]
-    # gloo's calls return at once, so a long call ran on the caller's thread.
-    blocking = [(span, name) for span, name in calls if span[1] - span[0] > MIN_LENGTH]
+    # gloo's calls return at once, so a long call, or one of another backend, blocked its caller.
+    shortest = MIN_LENGTH if worker_events else 0.0
+    blocking = [(span, name) for span, name in calls if span[1] - span[0] > shortest]
     for span, name in blocking:
         spans[collective_kind(name)].append(span)
     spans["gather"] += [interval(e) for e in worker_events if "all_gather" in e.name]

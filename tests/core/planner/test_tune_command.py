@@ -36,6 +36,7 @@ PICKED = [
         ),
         (["--rounds", "0"], "--rounds 0: must be at least 1"),
         (["--memory", "-1"], "--memory -1.0"),
+        (["--validate", "-1"], "--validate -1: must be 0"),
         (["--memory", "nan"], "--memory nan"),
         (["--write", "tuned.json"], "must end in .toml"),
         (["--write", "/proc/nowhere/tuned.toml"], "cannot be written"),
@@ -81,6 +82,7 @@ def test_tuned_config_trains(small_run, tmp_path):
     small_run["train"] |= {"steps": 2, "eval_sequences": 0, "sample_tokens": 0}
     tuned, numbers = tmp_path / "tuned.toml", tmp_path / "numbers.json"
     flags = ["--nproc", ranks, "--rounds", 1, "--write", tuned, "--json", numbers]
+    # settings of gloo and of nearlinear: the ranks leave and join several times
     shown = nearlinear("tune", write(small_run, tmp_path), *flags)
     assert shown.returncode == 0, shown.stderr
     assert not (tmp_path / "run").exists()  # nothing is trained
@@ -93,6 +95,10 @@ def test_tuned_config_trains(small_run, tmp_path):
     values = {key: setting["value"] for key, setting in found["settings"].items()}
     assert after.parallel == dataclasses.replace(before.parallel, **values)
     assert after.run.nproc == ranks and after.data == before.data and after.model == before.model
+    measured = [each["measured"] for each in found["finalists"]]
+    assert len(measured) > 2 and min(measured) > 0
+    assert found["chosen"]["measured"] <= 1.005 * min(measured)
+    assert "real steps on random tokens" in shown.stdout
     for key, value in values.items():
         assert f"{key} = {json.dumps(value)}" in shown.stdout
     results = nl.spmd.run(lambda rank: nl.Trainer(train_config.load(tuned)).fit(), ranks)

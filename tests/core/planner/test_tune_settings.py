@@ -49,6 +49,36 @@ def test_tune_picks_the_faster_backend():
     assert slow["communication_backend"].value == "auto"  # gloo here: kept as written
 
 
+def test_real_steps_decide_between_the_best_predictions():
+    """The measured order is the reverse of the prediction."""
+    configs = []
+
+    def measure(asked):
+        configs.extend(asked)
+        return [1.0 - 0.1 * number for number in range(len(asked))]
+
+    cluster = Cluster(a_node(), 4)
+    arguments = config(), cluster, 8 * GIB, 256, "gloo"
+    predicted, found = choose_settings(*arguments), choose_settings(*arguments, measure, 4)
+    parts = [tuple(each.settings[key] for key in (*KEYS[:2], KEYS[-1])) for each in found.finalists]
+    assert len(set(parts)) == len(found.finalists) == len(configs) == 5  # and the config as it is
+    assert found.finalists[0].settings == predicted.chosen.settings
+    assert found.finalists[-1].settings["hybrid_shard_degree"] == 4  # as written: 0
+    assert found.chosen == found.finalists[-1] and found.chosen.measured == pytest.approx(0.6)
+    for each, measured in zip(found.finalists, configs, strict=True):
+        assert {key: getattr(measured.parallel, key) for key in KEYS} == each.settings
+    assert "fastest prediction is 66.7% slower than the fastest of 5" in str(found)
+    assert "fastest of the first 3 predictions is 33.3% slower" in str(found)
+
+
+def test_a_measured_tie_keeps_the_config():
+    cluster = Cluster(a_node(), 4)
+    found = choose_settings(
+        config(), cluster, 8 * GIB, 256, "gloo", lambda asked: [1.0] * len(asked)
+    )
+    assert all(each.value == each.previous for each in found.settings)
+
+
 def test_chosen_settings_are_the_fastest_that_fit():
     found = chosen()
     fitting = [each for each in found.candidates if each.fits]

@@ -164,6 +164,7 @@ examples:
   nearlinear tune run.toml                             measure, and explain the settings chosen
   nearlinear tune run.toml --nproc 4 --write tuned.toml    also write the tuned config
   nearlinear tune run.toml --memory 8 --json tuned.json    for 8 GiB per rank; write all numbers
+  nearlinear tune run.toml --validate 12               run steps of 12 settings; print the regret
   torchrun --nnodes 32 --nproc-per-node 8 -m nearlinear.cli tune run.toml --write tuned.toml
   nearlinear train tuned.toml
   torchrun --nnodes 2 --nproc-per-node 8 -m nearlinear.cli tune --machine here.toml
@@ -179,8 +180,8 @@ def add_tune(commands: argparse._SubParsersAction) -> None:
         description="Measure compute, memory and collectives on the ranks and links of the job, "
         "and let the planner choose hybrid_shard_degree, communication_backend, "
         "hierarchical_all_gather, prefetch_depth, sdp_max_live_parameters and "
-        "sdp_reduce_bucket_size. No training takes place. Ranks are started or joined as by "
-        "train.",
+        "sdp_reduce_bucket_size. Real steps of the best predictions, on random tokens, decide. "
+        "Ranks are started or joined as by train.",
         epilog=TUNE_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -191,6 +192,13 @@ def add_tune(commands: argparse._SubParsersAction) -> None:
         default=0.0,
         metavar="GIB",
         help="memory per rank in GiB; default: the free memory",
+    )
+    tune.add_argument(
+        "--validate",
+        type=int,
+        default=3,
+        metavar="N",
+        help="run real steps of the N best predictions and choose the fastest (3); 0: none",
     )
     tune.add_argument("--write", default="", metavar="FILE", help="write the tuned config (.toml)")
     tune.add_argument("--json", default="", metavar="FILE", help="write all numbers (.json)")
@@ -211,7 +219,7 @@ def _tune(options: argparse.Namespace, arguments: list[str]) -> int:
     config = load_config(options)
     tune_options = command.TuneOptions(
         options.rounds, options.memory, options.write, options.json, options.machine,
-        options.config or "",
+        options.validate, options.config or "",
     )  # fmt: skip
 
     def check(world: int, ranks_per_node: int) -> None:

@@ -8,7 +8,9 @@ JSON. Nothing of nearlinear unpickles bytes that arrive through it.
 
 from __future__ import annotations
 
+import functools
 import ipaddress
+import itertools
 import logging
 import os
 import socket
@@ -19,6 +21,7 @@ import torch.distributed as dist
 from ..config.parallel import whole_number
 
 log = logging.getLogger(__name__)
+_groups = itertools.count()  # of this process
 
 LOOPBACK = "127.0.0.1"
 JOIN_TIMEOUT = timedelta(minutes=30)
@@ -87,17 +90,29 @@ def launched_by_agent() -> bool:
 
 
 def connect_ranks(backend: str) -> None:
-    """Create the default process group of the ranks that a launcher has started."""
+    """Create the default process group of the ranks that a launcher has started.
+
+    May be called again after `destroy_process_group`, by all ranks equally often.
+    """
     all_local = all_ranks_are_local()
     if all_local:
         os.environ.update(loopback_variables())
-    if launched_by_agent():
-        dist.init_process_group(backend)
-        return
     rank, world = whole_number("RANK"), whole_number("WORLD_SIZE")
     host, port = os.environ["MASTER_ADDR"], whole_number("MASTER_PORT")
-    store = join_store(rank, host, port, all_local=all_local)
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    # The store outlives the group: addresses of an earlier group must not be read.
+    store = dist.PrefixStore(
+        f"attempt {attempt}, group {next(_groups)}", _store_of_job(rank, host, port, all_local)
+    )
     dist.init_process_group(backend, store=store, rank=rank, world_size=world)
+
+
+@functools.cache
+def _store_of_job(rank: int, host: str, port: int, all_local: bool) -> dist.TCPStore:
+    """Connect to the store of this job once in a process; rank 0 holds it if no launcher does."""
+    if launched_by_agent():
+        return dist.TCPStore(host, port, is_master=False, timeout=JOIN_TIMEOUT)
+    return join_store(rank, host, port, all_local=all_local)
 
 
 def listen(host: str, port: int, *, all_local: bool) -> socket.socket:

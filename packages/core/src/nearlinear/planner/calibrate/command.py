@@ -201,6 +201,8 @@ class TuneOptions:
     """File for all numbers (.json)."""
     machine: str = ""
     """File for the measured machine (.toml); no settings are chosen."""
+    validate: int = 3
+    """Candidates of which real steps are run; 0 means predictions only."""
     source: str = ""
     """The config file."""
 
@@ -216,6 +218,8 @@ def check_tune(
         raise ConfigError(f"--rounds {options.rounds}: must be at least 1")
     if not options.memory >= 0:  # NaN fails, too
         raise ConfigError(f"--memory {options.memory}: must be 0 (the free memory) or more GiB")
+    if options.validate < 0:
+        raise ConfigError(f"--validate {options.validate}: must be 0 (predictions only) or more")
     for flag, path, suffix in (
         ("--write", options.write, ".toml"),
         ("--json", options.json, ".json"),
@@ -274,10 +278,13 @@ def config_vocabulary(config: TrainConfig) -> int:
 
 
 def run_tune(config: TrainConfig, options: TuneOptions) -> int:
-    """Run as one rank of the job. Raises ConfigError, DataError and NearlinearError."""
+    """Run as one rank of the job. Raises ConfigError, DataError and NearlinearError.
+
+    All ranks know the same measurements, make the same choice, and take part in the real steps.
+    """
     from ...distributed import runtime
-    from ...distributed import runtime as backends
     from ..cluster import Cluster
+    from .real_steps import time_steps
     from .settings import choose_settings
 
     configured = config.parallel.communication_backend
@@ -289,15 +296,24 @@ def run_tune(config: TrainConfig, options: TuneOptions) -> int:
     backend = "nccl" if device == "cuda" else backends.backend_for_device(configured, device)
     rank = now.rank
     runtime.shutdown()
-    if rank != 0:
-        return 0
-    print(format_node(node), flush=True)
+    if rank == 0:
+        print(format_node(node), flush=True)
     if options.machine:
-        write_output_file(options.machine, node_to_toml(node))
+        if rank == 0:
+            write_output_file(options.machine, node_to_toml(node))
         return 0
     cluster = Cluster(node, mesh.nodes, gpus=mesh.world)
     memory = int((options.memory or node.gpu.memory_gib) * 2**30)
-    found = choose_settings(config, cluster, memory, config_vocabulary(config), backend)
+    vocabulary = config_vocabulary(config)
+
+    def measure(configs: list[TrainConfig]) -> list[float]:
+        if rank == 0:
+            print(f"running real steps of {len(configs)} settings ...", flush=True)
+        return time_steps(configs, vocabulary)
+
+    found = choose_settings(config, cluster, memory, vocabulary, backend, measure, options.validate)
+    if rank != 0:
+        return 0
     title = (
         f"{config.model.name}: micro-batches of {config.batch.micro_batch_size} x "
         f"{config.sequence_length} tokens; {mesh.world} ranks ({device}) on {mesh.nodes} "

@@ -1,15 +1,17 @@
 """Choose communication settings for a measured node with the planner's time and memory model.
 
-Every combination of shard degree, backend, all-gather mode, prefetch depth and resident blocks is
-evaluated. The fastest that fits wins; among combinations within `WORTH` of it, the one that changes
-the fewest settings.
+The model evaluates every combination of shard degree, backend, all-gather mode, prefetch depth and
+resident blocks. Real steps of the best combinations that fit then decide; without them, the fastest
+prediction wins. Among combinations within `WORTH` of the fastest, the one that changes the fewest
+settings is chosen.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +37,7 @@ KEYS = (
 )
 WORTH = 0.005  # relative difference of step times below which settings count as equal
 MAX_PREFETCH = 4
+TOP = 3  # predictions that real steps are compared for
 BUCKET_SHARE = 0.25  # share of the free memory for gradients in flight
 
 
@@ -49,6 +52,8 @@ class TunedCandidate:
     memory: int
     """Bytes per rank."""
     fits: bool
+    measured: float = math.nan
+    """Seconds per real step; NaN if it was not run."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +79,8 @@ class TuneResult:
     current: TunedCandidate | None
     """The config as it is; None if it does not fit."""
     settings: list[TunedSetting]
+    finalists: list[TunedCandidate]
+    """Candidates of which real steps were measured, the fastest prediction first."""
 
     @property
     def tuned_config(self) -> TrainConfig:
@@ -90,6 +97,7 @@ class TuneResult:
             "estimated": [dataclasses.asdict(each) for each in _best_by_layout(self.candidates)],
             "before": dataclasses.asdict(self.current) if self.current else None,
             "chosen": dataclasses.asdict(self.chosen),
+            "finalists": [dataclasses.asdict(each) for each in self.finalists],
             "settings": {each.key: dataclasses.asdict(each) for each in self.settings},
         }
 
@@ -108,6 +116,7 @@ class TuneResult:
             f"predicted step time: {self.chosen.seconds * 1e3:.4g} ms with the chosen settings; "
             f"the config as it is: {now}",
             f"memory: {self.chosen.memory / 2**30:.3g} of {self.memory / 2**30:.3g} GiB per rank",
+            *self._format_finalists(),
             "",
             "chosen:",
             *(_format_setting(each) for each in self.settings),
@@ -117,9 +126,39 @@ class TuneResult:
         ]
         return "\n".join(lines)
 
+    def _format_finalists(self) -> list[str]:
+        if not self.finalists:
+            return []
+        rows = [("degree", "backend", "live parameters", "predicted ms", "measured ms", "")]
+        for each in self.finalists:
+            degree, backend, _, _, live = (str(each.settings[key]) for key in KEYS)
+            predicted, measured = f"{each.seconds * 1e3:.4g}", f"{each.measured * 1e3:.4g}"
+            mark = "<- chosen" if each == self.chosen else ""
+            rows.append((degree, backend, live, predicted, measured, mark))
+        fastest = min(each.measured for each in self.finalists)
+        lines = [
+            "",
+            "real steps on random tokens:",
+            *format_table(rows, left=(1, 5)),
+            f"the fastest prediction is {self.finalists[0].measured / fastest - 1:.1%} slower than "
+            f"the fastest of {len(self.finalists)} measured",
+        ]
+        if len(self.finalists) > TOP:
+            top = min(each.measured for each in self.finalists[:TOP])
+            lines.append(
+                f"the fastest of the first {TOP} predictions is {top / fastest - 1:.1%} slower"
+            )
+        return lines
+
 
 def choose_settings(
-    config: TrainConfig, cluster: Cluster, memory: int, vocabulary: int, backend: str
+    config: TrainConfig,
+    cluster: Cluster,
+    memory: int,
+    vocabulary: int,
+    backend: str,
+    measure: Callable[[list[TrainConfig]], list[float]] | None = None,
+    finalists: int = TOP,
 ) -> TuneResult:
     """Choose the settings of `KEYS` and ``sdp_reduce_bucket_size`` for ``config``.
 
@@ -129,6 +168,8 @@ def choose_settings(
         memory: Bytes available per rank.
         vocabulary: Vocabulary size.
         backend: Backend that the config's ``communication_backend`` selects on this device.
+        measure: Returns the seconds of a real step of each config, see `real_steps.time_steps`.
+        finalists: Number of candidates that are measured, besides the config as it is.
 
     Raises ConfigError if nothing fits.
     """
@@ -152,13 +193,27 @@ def choose_settings(
     fastest = min(each.seconds for each in fitting)
     near = [each for each in fitting if each.seconds <= fastest * (1 + WORTH)]
     chosen = min(near, key=lambda each: (tuner.changes(each), each.seconds, each.memory))
+    measured = []
+    if measure and finalists:
+        first = [chosen, *(each for each in _best_kept(fitting) if not _same_kept(each, chosen))]
+        first = first[:finalists]
+        if current and current.fits and not any(_same_kept(each, current) for each in first):
+            first.append(current)
+        seconds = measure([_with_parallel(config, each.settings) for each in first])
+        measured = [
+            dataclasses.replace(each, measured=one)
+            for each, one in zip(first, seconds, strict=True)
+        ]
+        limit = min(seconds) * (1 + WORTH)
+        near = [each for each in measured if each.measured <= limit]
+        chosen = min(near, key=lambda each: (tuner.changes(each), each.measured))
     settings = [*(tuner.setting(key, found, chosen) for key in KEYS), tuner.bucket_setting(chosen)]
     if budget != "auto":
         reason = "sdp_max_live_parameters limits the same memory"
         settings.append(TunedSetting("memory_budget", "auto", budget, reason))
     if current and not current.fits:
         current = None
-    return TuneResult(config, cluster, memory, found, chosen, current, settings)
+    return TuneResult(config, cluster, memory, found, chosen, current, settings, measured)
 
 
 @dataclass(frozen=True)
@@ -190,6 +245,12 @@ class _Tuner:
         rows = self.cluster.node.collectives
         names = list(dict.fromkeys(row.backend for row in rows)) or [self.backend]
         for degree in divisors(self.cluster.world):
+            if degree == 1:  # nothing is gathered
+                yield from (
+                    current | {"hybrid_shard_degree": 1, "communication_backend": name}
+                    for name in names
+                )
+                continue
             modes = {current["hierarchical_all_gather"]: None}
             if self._spans_nodes(degree):
                 modes |= {"off": None, "on": None}
@@ -295,6 +356,24 @@ def _best_by_layout(candidates: list[TunedCandidate]) -> list[TunedCandidate]:
         if key not in best or order < (not best[key].fits, best[key].seconds, best[key].memory):
             best[key] = each
     return [best[key] for key in sorted(best)]
+
+
+def _kept(candidate: TunedCandidate) -> tuple:
+    """Return the settings with large effects: degree, backend and limit of live parameters."""
+    degree, backend, _, _, live = (candidate.settings[key] for key in KEYS)
+    return degree, backend, live
+
+
+def _same_kept(first: TunedCandidate, second: TunedCandidate) -> bool:
+    return _kept(first) == _kept(second)
+
+
+def _best_kept(candidates: list[TunedCandidate]) -> list[TunedCandidate]:
+    """Return the fastest prediction of every `_kept`, the fastest first."""
+    best: dict[tuple, TunedCandidate] = {}
+    for each in sorted(candidates, key=lambda each: (each.seconds, each.memory)):
+        best.setdefault(_kept(each), each)
+    return list(best.values())
 
 
 def _format_setting(setting: TunedSetting) -> str:
