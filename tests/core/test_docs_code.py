@@ -1,5 +1,7 @@
 """Code blocks and job tables of the documentation run as documented."""
 
+import dataclasses
+import inspect
 import json
 import re
 import tomllib
@@ -7,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed import fsdp
 from transformers import AutoModelForCausalLM
 
 import nearlinear as nl
@@ -153,10 +156,13 @@ def whole(parameter):
     return parameter.full_tensor().detach() if hasattr(parameter, "full_tensor") else parameter
 
 
-@pytest.mark.parametrize("page", ["smp_v2", "deepspeed", "fsdp", "accelerate"])
+def migration_page(name):
+    return (DOCS / "migration" / f"{name}.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("page", ["smp_v2", "deepspeed", "fsdp", "accelerate", "lightning"])
 def test_migrated_loop_trains_as_one_process(page):
-    text = (DOCS / "migration" / f"{page}.md").read_text(encoding="utf-8")
-    (block,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    (block,) = re.findall(r"```python\n(.*?)```", migration_page(page), re.DOTALL)
     model = parity.build("llama")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for step in range(2):
@@ -171,9 +177,71 @@ def test_migrated_loop_trains_as_one_process(page):
                 torch.testing.assert_close(value, expected[name].detach(), atol=1e-5, rtol=1e-4)
 
 
+def test_loop_before_migration_trains_as_the_one_after(monkeypatch):
+    """FSDP2 averages the means of micro-batches, so every label counts here."""
+    rows = parity.rows
+    monkeypatch.setattr(
+        parity, "rows", lambda step: {name: rows(step)["input_ids"] for name in rows(step)}
+    )
+    text = migration_page("fsdp")
+    (before,) = re.findall(r"```py\n(.*?)```", text, re.DOTALL)
+    (after,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    names = (
+        "import torch\nfrom torch.distributed.device_mesh import init_device_mesh\n"
+        "from torch.distributed.fsdp import fully_shard\n"
+    )
+    old, new = (
+        nl.spmd.run(lambda rank, block=block: run_migrated_loop(rank, block), 4)[0]
+        for block in (names + before, after)
+    )
+    for name, value in old.items():
+        torch.testing.assert_close(new[name], value, atol=1e-5, rtol=1e-4)
+
+
+def deepspeed_keys():
+    config = pytest.importorskip("deepspeed.runtime.zero.config").DeepSpeedZeroConfig
+    return [field.alias or name for name, field in config.model_fields.items()]
+
+
+def fsdp_keys():
+    first, second = fsdp.FullyShardedDataParallel, fsdp.fully_shard
+    methods = [name for name in vars(fsdp.FSDPModule) if not name.startswith("_")]
+    arguments = [*inspect.signature(first).parameters, *inspect.signature(second).parameters]
+    return [*methods, *arguments, *fsdp.ShardingStrategy.__members__]
+
+
+def accelerate_keys():
+    accelerate = pytest.importorskip("accelerate")
+    plugin = accelerate.utils.FullyShardedDataParallelPlugin
+    fields = [field.name for field in dataclasses.fields(plugin)]
+    return [*fields, *inspect.signature(accelerate.Accelerator).parameters]
+
+
+@pytest.mark.parametrize(
+    ("page", "keys"),
+    [("deepspeed", deepspeed_keys), ("fsdp", fsdp_keys), ("accelerate", accelerate_keys)],
+)
+def test_migration_page_has_every_option_of_the_installed_library(page, keys):
+    rows = re.findall(r"^\| (`.*?) \|", migration_page(page), re.MULTILINE)
+    listed = set(re.findall(r"\w+", " ".join(rows)))
+    assert len(keys()) > 20 and not set(keys()) - listed
+
+
+@pytest.mark.parametrize("page", ["deepspeed", "fsdp", "accelerate", "lightning"])
+def test_migration_page_names_existing_settings_and_calls(page):
+    text = migration_page(page)
+    config = train_config.TrainConfig()
+    tables = "|".join(field.name for field in dataclasses.fields(config))
+    settings = re.findall(rf"`({tables})\.(\w+)", text)
+    assert len(settings) > 5
+    for table, key in settings:
+        assert hasattr(getattr(config, table), key), f"{table}.{key}"
+    for name in re.findall(r"\bnl\.(\w+)", text):
+        assert hasattr(nl, name), name
+
+
 def test_smp_page_lists_every_alias_and_ignored_key():
-    text = (DOCS / "migration" / "smp_v1.md").read_text(encoding="utf-8")
-    _, names = text.split("## Keys with another name")
+    _, names = migration_page("smp_v1").split("## Keys with another name")
     rows = dict(re.findall(r"^\| `(\w+)` \| `(\w+)` \|$", names, re.MULTILINE))
     assert rows == parallel_config.ALIASES
     listed = set(re.findall(r"`(\w+)`", names.partition("no effect:")[2].partition(".")[0]))
