@@ -70,7 +70,7 @@ class Situation:
 
 SITUATIONS = (
     Situation(4, 1, "1gbit", 256, 6, 4),
-    Situation(4, 1, "100mbit", 256, 6, 4),
+    Situation(4, 1, "300mbit", 256, 6, 4),
     Situation(2, 2, "1gbit", 256, 6, 1),
     Situation(2, 2, "200mbit", 384, 4, 8),
     Situation(1, 4, "1gbit", 256, 6, 2),

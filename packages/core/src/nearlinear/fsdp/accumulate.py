@@ -658,14 +658,15 @@ def defer_replica_reduction(model: nn.Module) -> Iterator[None]:
     Outside of `accumulate`, for loops with a ``no_sync`` of their own: sums stay inside the shard
     groups until the next backward pass after the block, which all-reduces all of them.
     """
-    _reduce_replicas(model, False)
+    set_replica_reduction(model, False)
     try:
         yield
     finally:
-        _reduce_replicas(model, True)
+        set_replica_reduction(model, True)
 
 
-def _reduce_replicas(model: nn.Module, last: bool) -> None:
+def set_replica_reduction(model: nn.Module, last: bool) -> None:
+    """Set whether the next backward pass all-reduces across replicas, outside of `accumulate`."""
     reduction = model_state(model).reduction
     if reduction is not None:
         reduction.last, reduction.two_hop = last, True
