@@ -18,10 +18,7 @@ REASON = "torchtitan is not installed: pip install torchtitan triton"
 llama3 = pytest.importorskip("torchtitan.models.llama3", reason=REASON)
 from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss  # noqa: E402
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig  # noqa: E402
-from torchtitan.distributed import (
-    ParallelDims,  # noqa: E402
-    parallel_dims,  # noqa: E402
-)
+from torchtitan.distributed import parallel_dims  # noqa: E402
 from torchtitan.distributed import utils as titan  # noqa: E402
 from torchtitan.models.common import ScaledDotProductAttention  # noqa: E402
 
@@ -57,7 +54,7 @@ def weights():
 
 def prepared(parallelize, replicas=2, **changes):
     """Return a model as torchtitan's trainer prepares it."""
-    dims = ParallelDims(
+    dims = parallel_dims.ParallelDims(
         dp_replicate=replicas, dp_shard=dist.get_world_size() // replicas, cp=1, tp=1, pp=1, ep=1,
         world_size=dist.get_world_size(), spmd_backend=BACKEND,
     )  # fmt: skip
