@@ -48,22 +48,33 @@ def test_error_names_first_failing_rank_with_traceback(processes):
     assert processes or isinstance(e.value.__cause__, ValueError)
 
 
-def test_seeding_a_rank_leaves_models_in_construction_alone():
-    building = threading.Event()
+@pytest.mark.parametrize("how", ["seed", "preserve"])
+def test_generators_of_models_in_construction_are_left_alone(how):
+    building, preserving = threading.Event(), threading.Event()
 
     def work(rank):
-        if rank == 1:
+        if rank == 0:
+            preserving.wait(60)
+            with nl.spmd.one_at_a_time(seed=0):
+                first = torch.rand(3)
+                building.set()
+                time.sleep(0.2)
+                return torch.cat([first, torch.rand(3)])
+        if how == "seed":
+            preserving.set()
             building.wait(60)
             nl.spmd.seed_generators(7)
-            return torch.rand(3)
-        with nl.spmd.one_at_a_time(seed=0):
-            building.set()
-            time.sleep(0.2)
-            return torch.rand(3)
+        else:
+            nl.spmd.seed_generators(7)
+            with nl.spmd.preserve_generators():
+                torch.rand(3)
+                preserving.set()
+                building.wait(60)
+        return torch.rand(3)
 
-    first, second = nl.spmd.run(work, 2)
-    assert torch.equal(first, torch.rand(3, generator=torch.Generator().manual_seed(0)))
-    assert torch.equal(second, torch.rand(3, generator=torch.Generator().manual_seed(7)))
+    built, drawn = nl.spmd.run(work, 2)
+    assert torch.equal(built, torch.rand(6, generator=torch.Generator().manual_seed(0)))
+    assert torch.equal(drawn, torch.rand(3, generator=torch.Generator().manual_seed(7)))
 
 
 def test_group_creation_ends_when_another_rank_fails():

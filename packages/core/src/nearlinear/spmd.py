@@ -113,6 +113,28 @@ def seed_generators(seed: int) -> None:
         torch.manual_seed(seed)
 
 
+@contextmanager
+def preserve_generators() -> Iterator[None]:
+    """Restore the state of this rank's generators at the end of the block.
+
+    Unlike ``torch.random.fork_rng``, ranks that are threads wait at both ends for models being
+    built: restoring the state of the shared generator would change their initial values.
+    """
+    import torch
+
+    cuda = torch.cuda.is_available()
+    with _model_lock:
+        cpu_state = torch.get_rng_state()
+        cuda_state = torch.cuda.get_rng_state() if cuda else None
+    try:
+        yield
+    finally:
+        with _model_lock:
+            torch.set_rng_state(cpu_state)
+            if cuda_state is not None:
+                torch.cuda.set_rng_state(cuda_state)
+
+
 def run_processes(
     fn: Callable[..., Any], ranks: int, args: tuple[Any, ...], timeout: float, backend: str
 ) -> list[Any]:

@@ -28,6 +28,7 @@ from ...data.cache import cache_folder, write_cached
 from ...distributed import runtime as runtimes
 from ...distributed.consensus import all_gather_json
 from ...errors import ConfigError, NearlinearError
+from ...spmd import preserve_generators
 from .compare import compare, twin_size
 from .probe import kinds_of
 from .twin import build_twin, twin_config
@@ -109,7 +110,7 @@ def _differences(model: Any, config: TrainConfig, kinds: tuple[str, ...]) -> str
     """Return the first difference of the twin of ``model``, or "". A collective call."""
     twin = twin_config(model.config, twin_size(config))
     deferred = not config.model.init_from  # as the run builds its model
-    with torch.random.fork_rng():  # leaves the random numbers of the run as they are
+    with preserve_generators():  # the random numbers of the run stay as they are
         found = compare(type(model), twin, config, kinds, deferred)
     gc.collect()  # transformed modules are reference cycles
     return next((str(each) for each in found.values() if each is not None), "")
