@@ -88,7 +88,8 @@ def _plan(options: argparse.Namespace) -> None:
     source = _source(options)
     splits = source.splits()
     if options.json:
-        _print_json({"source": source.name, "inputs": source.inputs, "splits": splits})
+        _print_json({"source": source.name, "inputs": source.inputs, "splits": splits,
+                     "unread": source.unread})  # fmt: skip
         return
     sizes = [split.bytes for split in splits]
     known = [size for size in sizes if size is not None]
@@ -96,13 +97,17 @@ def _plan(options: argparse.Namespace) -> None:
     if sizes and len(known) == len(sizes):
         print(f"  {sum(known) / 1e6:,.1f} MB, the largest split {max(known) / 1e6:,.1f} MB")
     print("  a split is the unit of work of one worker, and of resumption")
+    for unread in source.unread:
+        print(f"  not read: {unread.path} ({unread.reason})")
 
 
 def _verify(options: argparse.Namespace) -> None:
+    from data_prep.resume import check_history
     from nearlinear.data.format import verify
 
     start = time.perf_counter()
     manifest = verify(options.folder)
+    check_history(options.folder)
     seconds = time.perf_counter() - start
     tokens, size = manifest.total("tokens"), manifest.total("bytes")
     if options.json:
@@ -185,13 +190,17 @@ def _source(options: argparse.Namespace) -> "Source":
     from data_prep import sources
 
     if options.source == "jsonl":
-        return sources.jsonl(options.files, options.text_field, options.skip_bad_lines)
+        return sources.jsonl(
+            options.files, options.text_field, options.skip_bad_lines, options.allow_unread
+        )
     if options.source == "parquet":
-        return sources.parquet(options.files, options.text_field)
+        return sources.parquet(
+            options.files, options.text_field, options.skip_bad_lines, options.allow_unread
+        )
     if options.source == "chat":
-        return sources.chat(options.files, options.skip_bad_lines)
+        return sources.chat(options.files, options.skip_bad_lines, options.allow_unread)
     if options.source == "text":
-        return sources.text(options.paths, options.document)
+        return sources.text(options.paths, options.document, options.allow_unread)
     if options.source == "hf":
         return sources.huggingface(
             options.name, options.split, options.config, options.text_field, options.revision

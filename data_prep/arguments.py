@@ -84,29 +84,46 @@ def _add_sources(command: argparse.ArgumentParser, options: argparse.ArgumentPar
     _add_revision(
         source("openwebtext", "OpenWebText, 9 billion tokens, streamed from the Hugging Face Hub")
     )
-    jsonl = source("jsonl", "JSON lines, plain, .gz or .zst, or folders of them")
+    jsonl = source("jsonl", "JSON lines (.jsonl, .ndjson, .json, also .gz, .bz2, .xz, .zst), or "
+                   "folders of them")  # fmt: skip
     jsonl.add_argument("files", nargs="+", metavar="FILE")
     _add_text_field(jsonl)
-    jsonl.add_argument("--skip-bad-lines", action="store_true", help="skip unreadable lines")
-    text = source("text", "plain text: files, or folders of .txt and .md files")
+    _add_skip_bad_lines(jsonl)
+    _add_allow_unread(jsonl)
+    text = source("text", "plain text: files, or folders of .txt and .md files, also compressed")
     text.add_argument("paths", nargs="+", metavar="PATH")
+    _add_allow_unread(text)
     text.add_argument("--document", choices=("file", "line", "paragraph"), default="file",
                       help="unit of a document (default: file)")  # fmt: skip
     chat = source("chat", "conversations as JSON lines of messages with role and content; only the "
                   "assistant's tokens are targets")  # fmt: skip
     chat.add_argument("files", nargs="+", metavar="FILE")
-    chat.add_argument("--skip-bad-lines", action="store_true", help="skip unreadable lines")
+    _add_skip_bad_lines(chat)
+    _add_allow_unread(chat)
     chat.add_argument("--chat-template", metavar="FILE",
                       help="template (Jinja) instead of the tokenizer's")  # fmt: skip
     parquet = source("parquet", "Parquet files, or folders of them; each row is a document")
     parquet.add_argument("files", nargs="+", metavar="FILE")
     _add_text_field(parquet)
+    _add_skip_bad_lines(parquet)
+    _add_allow_unread(parquet)
     hub = source("hf", "a text dataset of the Hugging Face Hub, streamed, or one saved to disk")
     hub.add_argument("name", help="dataset, such as allenai/c4, or a folder")
     hub.add_argument("--split", default="train", help="split of the dataset (default: train)")
     hub.add_argument("--config", help="configuration of the dataset, such as en")
     _add_revision(hub)
     _add_text_field(hub)
+
+
+def _add_skip_bad_lines(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--skip-bad-lines", action="store_true", help="skip rows without readable text"
+    )
+
+
+def _add_allow_unread(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--allow-unread", action="store_true",
+                         help="leave out other files below a folder")  # fmt: skip
 
 
 def _add_revision(command: argparse.ArgumentParser) -> None:

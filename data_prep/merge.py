@@ -6,6 +6,7 @@ own shards, without its text. The validation documents of all splits are few, so
 into shards of the usual size.
 """
 
+import hashlib
 import platform
 import shutil
 from collections import Counter
@@ -24,12 +25,12 @@ from data_prep.near_dedup import BANDS
 from data_prep.plan import PreparationPlan
 from data_prep.process_split import STAGES, SplitWriter, replace_folder
 from data_prep.resume import (
-    HISTORY_FILE,
     LOG_FILE,
     RECORD_FILE,
     SIGNATURES_FILE,
     record_shards,
     split_folder,
+    write_history,
 )
 from data_prep.storage_paths import absolute_path, write_json
 from nearlinear import __version__
@@ -89,7 +90,7 @@ def merge(
         manifest = builder.manifest()
     plan.tokenizer.write(dataset)
     seconds = {stage: sum(record["seconds"][stage] for record in records) for stage in STAGES}
-    write_json(dataset / HISTORY_FILE, {"cpu_seconds": seconds, "inputs": plan.inputs})
+    write_history(dataset, {"cpu_seconds": seconds, "inputs": plan.inputs})
     for subset in SPLITS:
         (dataset / subset).sync()
     manifest.write(dataset)
@@ -200,7 +201,8 @@ class _DatasetBuilder:
         return Manifest(
             vocab_size=tokenizer.vocab_size,
             eos_id=tokenizer.eos_id,
-            tokenizer={"name": tokenizer.name, "file": TOKENIZER_FILE, "sha256": tokenizer.sha256},
+            tokenizer={"name": tokenizer.name, "file": TOKENIZER_FILE, "sha256": tokenizer.sha256,
+                       "config_sha256": hashlib.sha256(tokenizer.config_bytes).hexdigest()},
             splits={subset: tuple(shards) for subset, shards in self.shards.items()},
             settings=plan.settings,
             source={"name": source.name, "description": source.description,
@@ -208,7 +210,8 @@ class _DatasetBuilder:
             libraries={"nearlinear": __version__, "numpy": np.__version__,
                        "tokenizers": version("tokenizers"), "python": platform.python_version(),
                        "encoders": sorted({record["backend"] for record in self.records})},
-            plan={"inputs": inputs, "splits": splits},
+            plan={"inputs": inputs, "splits": splits,
+                  "unread": [unread._asdict() for unread in plan.unread]},
             statistics=statistics,
             marks_targets=tokenizer.marks_targets,
         )  # fmt: skip

@@ -13,8 +13,8 @@ from functools import cached_property
 from typing import Any
 
 from data_prep.chat import ChatTokenizer
-from data_prep.sources import Input, InputSplit, Source, portable, rebuild
-from data_prep.sources.files import find_inputs
+from data_prep.sources import Input, InputSplit, Source, UnreadInput, portable, rebuild
+from data_prep.sources.files import stat_input
 from data_prep.storage_paths import read_json, write_json
 from data_prep.tokenizer import TextTokenizer
 from nearlinear.data.format import FORMAT_VERSION, TOKENIZER_FILE
@@ -35,6 +35,7 @@ class PreparationPlan:
     splits: tuple[InputSplit, ...]
     """Input splits, for the input as it was when the plan was made."""
     inputs: tuple[Input, ...] = ()
+    unread: tuple[UnreadInput, ...] = ()
 
     @classmethod
     def create(cls, source: Source, tokenizer: TextTokenizer, **options: Any) -> "PreparationPlan":
@@ -54,7 +55,8 @@ class PreparationPlan:
             tokenizer = ChatTokenizer.from_tokenizer(tokenizer)
             template = tokenizer.chat_template.encode()
             settings["chat_template_sha256"] = hashlib.sha256(template).hexdigest()
-        return cls(source, tokenizer, settings, tuple(source.splits()), source.inputs)
+        splits = tuple(source.splits())
+        return cls(source, tokenizer, settings, splits, source.inputs, source.unread)
 
     @property
     def seed(self) -> int:
@@ -93,7 +95,7 @@ class PreparationPlan:
         next_first = self.splits[after].input if after < len(self.splits) else len(self.inputs)
         for file in range(first, min(max(next_first, first + 1), len(self.inputs))):
             path = self.source.inputs[file].path
-            (current,) = find_inputs(path)
+            current = stat_input(path)
             if current[1:] != self.inputs[file][1:]:  # the path may be relative to another folder
                 raise DataError(
                     f"{path} has changed since the preparation was planned: run the same command "
@@ -114,6 +116,7 @@ class PreparationPlan:
                 "config": self.tokenizer.config,
             },
             "inputs": self.inputs,
+            "unread": self.unread,
             "splits": self.splits,
         }
         write_json(folder / PLAN_FILE, document)
@@ -136,4 +139,5 @@ class PreparationPlan:
             document["settings"],
             tuple(InputSplit(*split) for split in document["splits"]),
             tuple(Input(*file) for file in document["inputs"]),
+            tuple(UnreadInput(*file) for file in document.get("unread", ())),
         )

@@ -117,6 +117,10 @@ def stats(folder: str | Path) -> str:
                   for file in inputs[:_SHOWN_INPUTS]]  # fmt: skip
     if len(inputs) > _SHOWN_INPUTS:
         lines.append(f"  and {len(inputs) - _SHOWN_INPUTS} more files")
+    unread = manifest.plan.get("unread", [])
+    lines += [f"  not read: {file['path']} ({file['reason']})" for file in unread[:_SHOWN_INPUTS]]
+    if len(unread) > _SHOWN_INPUTS:
+        lines.append(f"  not read: {len(unread) - _SHOWN_INPUTS} more files")
     return "\n".join(lines)
 
 

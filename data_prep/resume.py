@@ -14,7 +14,16 @@ import xxhash
 from data_prep.documents import has_same_text
 from data_prep.plan import PLAN_FILE, PreparationPlan
 from data_prep.storage_paths import absolute_path, read_json
-from nearlinear.data.format import BLOCK_BYTES, FORMAT_VERSION, SPLITS, Manifest, Shard
+from nearlinear.data.format import (
+    BLOCK_BYTES,
+    FORMAT_VERSION,
+    SPLITS,
+    Manifest,
+    Shard,
+    encode_with_hash,
+    has_own_hash,
+)
+from nearlinear.errors import DataError
 from nearlinear.storage import StoragePath
 
 LOG_FILE = "documents.log"
@@ -79,9 +88,25 @@ def record_shards(record: dict[str, Any]) -> dict[str, tuple[Shard, ...]]:
     return {subset: tuple(map(Shard.parse, record["shards"][subset])) for subset in SPLITS}
 
 
+def write_history(folder: StoragePath, history: dict[str, Any]) -> None:
+    """Write the CPU seconds by stage and the inputs of a dataset."""
+    (folder / HISTORY_FILE).put(encode_with_hash({"sha256": "0" * 64, **history}))
+
+
 def read_history(folder: str | Path | StoragePath) -> dict[str, Any]:
-    """Return the CPU seconds by stage and the inputs of a dataset; empty if unknown."""
+    """Return the document of `write_history`; empty if it is missing or damaged."""
     return read_json(absolute_path(folder) / HISTORY_FILE) or {}
+
+
+def check_history(folder: str | Path | StoragePath) -> None:
+    """Raise `DataError` if the history of a dataset was changed since it was written."""
+    path = absolute_path(folder) / HISTORY_FILE
+    try:
+        raw = path.read()
+    except FileNotFoundError:
+        return
+    if not has_own_hash(raw) and b'"cpu_seconds"' not in raw[:20]:  # as in older versions
+        raise DataError(f"{path} is damaged: delete it; it holds the times of the preparation only")
 
 
 def _has_all_objects(split: StoragePath, record: dict[str, Any]) -> bool:

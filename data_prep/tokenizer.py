@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from nearlinear.config.architecture import model_folder
-from nearlinear.data.format import TOKENIZER_FILE
+from nearlinear.data.format import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE
 from nearlinear.errors import CheckpointError, DataError
 from nearlinear.storage import StoragePath
 
@@ -94,12 +94,16 @@ class TextTokenizer:
 
     def write(self, folder: StoragePath) -> None:
         """Write tokenizer.json, and the config that `AutoTokenizer.from_pretrained` needs."""
-        parent = (folder / TOKENIZER_FILE).parent
-        parent.mkdir()
+        (folder / TOKENIZER_FILE).parent.mkdir()
         (folder / TOKENIZER_FILE).put(self.json_text.encode("utf-8"))
+        (folder / TOKENIZER_CONFIG_FILE).put(self.config_bytes)
+
+    @property
+    def config_bytes(self) -> bytes:
+        """Content of the file `tokenizer_config.json`."""
         config = json.loads(self.config)
         config |= {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": self.eos_token}
-        (parent / "tokenizer_config.json").put((json.dumps(config, indent=1) + "\n").encode())
+        return (json.dumps(config, indent=1) + "\n").encode()
 
     def decode(self, ids: Sequence[int]) -> str:
         """Decode token ids, leaving out special tokens such as EOS."""

@@ -12,13 +12,14 @@ from typing import Any
 from data_prep.sources.botocore_docs import botocore_documents, data_folder
 from data_prep.sources.conversations import chat
 from data_prep.sources.hub import huggingface, openwebtext
-from data_prep.sources.source import Input, InputSplit, Source
+from data_prep.sources.source import Input, InputSplit, Source, UnreadInput
 from data_prep.sources.tables import jsonl, parquet
 from data_prep.sources.text_files import text
 from data_prep.storage_paths import is_remote
 
-__all__ = ["Input", "InputSplit", "Source", "botocore", "botocore_documents", "chat", "huggingface",
-           "jsonl", "openwebtext", "parquet", "portable", "rebuild", "text"]  # fmt: skip
+__all__ = ["Input", "InputSplit", "Source", "UnreadInput", "botocore", "botocore_documents",
+           "chat", "huggingface", "jsonl", "openwebtext", "parquet", "portable", "rebuild",
+           "text"]  # fmt: skip
 
 
 def botocore() -> Source:

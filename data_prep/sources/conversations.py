@@ -14,25 +14,28 @@ from data_prep.sources.files import (
     uncompressed_bytes,
 )
 from data_prep.sources.source import InputSplit, Source, documents_of_splits
-from data_prep.sources.tables import JSON_SUFFIXES, line_location
+from data_prep.sources.tables import JSON_FILES, line_location
 from nearlinear.errors import DataError
 
 logger = logging.getLogger("data_prep")
 
 
-def chat(files: Sequence[str | Path], skip_bad_lines: bool = False) -> Source:
+def chat(
+    files: Sequence[str | Path], skip_bad_lines: bool = False, allow_unread: bool = False
+) -> Source:
     """Read conversations, one per line, for supervised fine-tuning.
 
     A document is the JSON of a conversation, which `data_prep.chat.ChatTokenizer` tokenizes.
 
     Args:
-        files: JSON lines (`.jsonl`, also `.gz` and `.zst`), or folders of them.
+        files: JSON lines (`.jsonl`, `.ndjson` or `.json`, also compressed), or folders of them.
         skip_bad_lines: Skip lines that are no conversation and count them in a warning.
+        allow_unread: Leave out other files below a folder instead of raising an error.
 
     Raises:
         DataError: A line is no conversation; the message names file and line.
     """
-    inputs = find_inputs(files, suffixes=JSON_SUFFIXES)
+    inputs, unread = find_inputs(files, JSON_FILES, allow_unread)
 
     def read(split: InputSplit) -> Iterator[list[str]]:
         path, skipped, first = inputs[split.input].path, 0, ""
@@ -62,6 +65,7 @@ def chat(files: Sequence[str | Path], skip_bad_lines: bool = False) -> Source:
         settings={"skip_bad_lines": skip_bad_lines},
         expected_bytes=uncompressed_bytes(inputs),
         inputs=inputs,
+        unread=unread,
         plan=plan,
         reader=read,
         spec={"kind": "chat", "files": [file.path for file in inputs],

@@ -1,18 +1,24 @@
 """Input files, local or in S3: find them, cut them at line ends, and read their text.
 
-An uncompressed file is cut into byte ranges that begin and end at line ends, found by reading only
-near the cuts. A compressed file (.gz, .zst) can only be read from its start, so it is one split.
+Every file below a named folder is either read or listed as unread with the reason, and unread files
+are an error by default. An uncompressed file is cut into byte ranges that begin and end at line
+ends, found by reading only near the cuts. A compressed file (.gz, .bz2, .xz, .zst) can only be read
+from its start, so it is one split.
 """
 
+import bz2
 import gzip
 import io
+import lzma
+import os
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data_prep.sources.source import Input, InputSplit
+from data_prep.sources.source import Input, InputLedger, InputSplit, UnreadInput
 from data_prep.storage_paths import absolute_path, is_remote
 from nearlinear.errors import DataError
 from nearlinear.storage import StoragePath
@@ -23,60 +29,159 @@ MAX_DOCUMENT_BYTES = 2**30
 """Limit of a document or a line, which is held in memory as a whole."""
 MIN_RANGE_BYTES, MAX_RANGE_BYTES = 64 * 1024, 8 * 1024 * 1024
 """Size of the ranges fetched from S3: the first after a seek, and those of a long read."""
-_COMPRESSED = (".gz", ".zst")
+_COMPRESSIONS = {".gz": "gzip", ".bz2": "bzip2", ".xz": "xz", ".zst": "zstd"}
+_MARKERS = frozenset({"_SUCCESS", "_metadata", "_common_metadata"})
+"""Files without text that Spark and Arrow write into a dataset."""
+_UNREAD_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class FileFormat:
+    """The names of the files that a source reads below a folder, in upper or lower case."""
+
+    suffixes: tuple[str, ...]
+    compressed: bool = True
+    """True if a suffix of a compression may follow."""
+
+    def matches(self, name: str) -> bool:
+        """Return True if a file with this name is read."""
+        path = Path(name.lower())
+        if self.compressed and path.suffix in _COMPRESSIONS:
+            path = path.with_suffix("")
+        return path.suffix in self.suffixes
+
+    def __str__(self) -> str:
+        *others, last = self.suffixes
+        return f"{', '.join(others)} or {last}" if others else last
 
 
 def find_inputs(
-    paths: str | Path | Sequence[str | Path], suffixes: tuple[str, ...] = ()
-) -> tuple[Input, ...]:
+    paths: str | Path | Sequence[str | Path], kind: FileFormat, allow_unread: bool = False
+) -> InputLedger:
     """Find the input files that `paths` name.
 
-    A folder stands for all files below it with one of `suffixes`, sorted. `s3://bucket/key` is an
-    object, or all objects below that prefix with one of `suffixes`.
+    A folder stands for all files of `kind` below it, sorted; `s3://bucket/key` for an object, or
+    all objects of `kind` below that prefix. Hidden files and markers such as `_SUCCESS` are
+    ignored. A file that is named itself is read whatever its name.
+
+    Args:
+        paths: Files and folders.
+        kind: Names of the files to read below a folder.
+        allow_unread: Leave out what cannot be read below a folder instead of raising an error.
+
+    Raises:
+        DataError: A path is missing, nothing is to be read, or something below a folder is unread.
     """
-    found: list[Input] = []
+    read: list[Input] = []
+    unread: list[UnreadInput] = []
     for path in [paths] if isinstance(paths, (str, Path)) else paths:
-        if is_remote(path):
-            found += _find_objects(str(path), suffixes)
-        else:
-            found += map(Input.from_path, _find_files(Path(path), suffixes))
-    if not found:
+        finder = _find_objects if is_remote(path) else _find_files
+        found = finder(str(path), kind)
+        if not found.read:
+            raise DataError(_nothing_to_read(path, kind, found.unread))
+        read += found.read
+        unread += found.unread
+    if not read:
         raise DataError("no input files were named: name at least one")
-    return tuple(found)
+    if unread and not allow_unread:
+        raise DataError(
+            f"{_describe_unread(unread)} would not be read. Move them elsewhere, name the files to "
+            "read, or pass --allow-unread to leave them out"
+        )
+    return InputLedger(tuple(read), tuple(unread))
 
 
-def _find_files(path: Path, suffixes: tuple[str, ...]) -> list[Path]:
-    if path.is_dir() and suffixes:
-        found = [p for p in path.rglob("*") if p.name.endswith(suffixes) and p.is_file()]
-        if not found:
-            raise DataError(
-                f"no {' or '.join(suffixes[:2])} files under {path}: name the files themselves"
-            )
-        return sorted(found)
+def stat_input(path: str | Path) -> Input:
+    """Return size and time of one file or object. Raises `DataError` if it is missing."""
+    if not is_remote(path):
+        return _local_input(Path(path))
+    for item in _list_objects(str(path)):
+        if item.path == str(path):
+            return item
+    raise DataError(f"no object {path}: check the address")
+
+
+def _local_input(path: Path) -> Input:
     if not path.is_file():
         raise DataError(f"no input file {path}: check the path")
-    return [path]
+    return Input.from_path(path)
 
 
-def _find_objects(address: str, suffixes: tuple[str, ...]) -> Iterator[Input]:
-    """Yield the object at `address`, or else the objects below it with one of `suffixes`."""
+def _find_files(name: str, kind: FileFormat) -> InputLedger:
+    folder = Path(name)
+    if not folder.is_dir():
+        return InputLedger((_local_input(folder),))
+    found: list[Path] = []
+    unread: list[UnreadInput] = []
+    visited: set[str] = set()
+
+    def failed(error: OSError) -> None:
+        unread.append(UnreadInput(str(error.filename), error.strerror or "unreadable"))
+
+    for place, folders, names in os.walk(folder, onerror=failed, followlinks=True):
+        real = os.path.realpath(place)
+        if real in visited:
+            unread.append(UnreadInput(place, "a link to a folder that is read already"))
+            folders.clear()
+            continue
+        visited.add(real)
+        folders[:] = [each for each in folders if not each.startswith(".")]
+        for path in (Path(place, each) for each in names if not _is_ignored(each)):
+            if not kind.matches(path.name):
+                unread.append(UnreadInput(str(path), f"not {kind}"))
+            elif path.is_file():
+                found.append(path)
+            else:
+                reason = "a link to a missing file" if path.is_symlink() else "not a file"
+                unread.append(UnreadInput(str(path), reason))
+    return InputLedger(tuple(map(Input.from_path, sorted(found))), tuple(sorted(unread)))
+
+
+def _is_ignored(name: str) -> bool:
+    return name.startswith(".") or name in _MARKERS
+
+
+def _find_objects(address: str, kind: FileFormat) -> InputLedger:
+    """Return the object at `address`, or else the objects below it."""
+    found = sorted(_list_objects(address))
+    if exact := tuple(item for item in found if item.path == address):
+        return InputLedger(exact)
+    prefix = address.rstrip("/") + "/"
+    below = [
+        item
+        for item in found
+        if item.path.startswith(prefix)
+        and not item.path.endswith("/")  # a folder in the console of S3
+        and not any(map(_is_ignored, item.path.removeprefix(prefix).split("/")))
+    ]
+    return InputLedger(
+        tuple(item for item in below if kind.matches(item.path)),
+        tuple(UnreadInput(i.path, f"not {kind}") for i in below if not kind.matches(i.path)),
+    )
+
+
+def _list_objects(address: str) -> Iterator[Input]:
+    """Yield all objects whose address starts with `address`."""
     from nearlinear.storage.s3 import S3Path
 
     path = absolute_path(address)
     assert isinstance(path, S3Path)
-    found = list(path.list_objects())
-    prefix = f"{path.key}/" if path.key else ""
-    selected = [item for item in found if item["Key"] == path.key] or [
-        item
-        for item in found
-        if item["Key"].startswith(prefix) and item["Key"].endswith(suffixes or ("",))
-    ]
-    if not selected:
-        kinds = " or ".join(suffixes[:2])
-        raise DataError(f"no object {path}, and no {kinds} objects below it: check the address")
-    for item in sorted(selected, key=lambda item: item["Key"]):
+    for item in path.list_objects():
         changed = round(item["LastModified"].timestamp() * 1e9)
         yield Input(f"s3://{path.bucket}/{item['Key']}", item["Size"], changed)
+
+
+def _nothing_to_read(path: str | Path, kind: FileFormat, unread: Sequence[UnreadInput]) -> str:
+    if is_remote(path):
+        return f"no object {path}, and no {kind} objects below it: check the address"
+    seen = f", only {_describe_unread(unread)}" if unread else ""
+    return f"no {kind} files under {path}{seen}: name the files themselves"
+
+
+def _describe_unread(unread: Sequence[UnreadInput]) -> str:
+    shown = ", ".join(f"{path} ({reason})" for path, reason in unread[:_UNREAD_SHOWN])
+    more = len(unread) - _UNREAD_SHOWN
+    return shown if more <= 0 else f"{shown} and {more} more"
 
 
 def open_file(path: str | Path) -> io.RawIOBase:
@@ -136,7 +241,11 @@ class RemoteFile(io.RawIOBase):
 
 def is_compressed(path: str | Path) -> bool:
     """Return True if a file can only be read from its start."""
-    return Path(path).suffix in _COMPRESSED
+    return _compression(path) is not None
+
+
+def _compression(path: str | Path) -> str | None:
+    return _COMPRESSIONS.get(Path(path).suffix.lower())
 
 
 def split_by_lines(inputs: Sequence[Input], target: int) -> list[InputSplit]:
@@ -234,10 +343,27 @@ def decode_utf8(raw: bytes | bytearray, path: str | Path, offset: int = 0) -> st
 
 def utf8_error(path: str | Path, offset: int) -> DataError:
     """Return the error for a file with invalid UTF-8 at `offset`."""
+    with open_file(path) as file:
+        start = file.read(max(map(len, _SIGNATURES))) or b""
+    for signature, kind in _SIGNATURES.items():
+        if start.startswith(signature) and not is_compressed(path):
+            return DataError(f"{path} is {kind}")
     return DataError(
         f"{path} is not UTF-8 text (byte {offset}): convert it, for example with "
         "`iconv -f latin1 -t utf-8`"
     )
+
+
+_SIGNATURES = {
+    b"\x1f\x8b": "a gzip file: rename it so that its name ends in .gz",
+    b"BZh": "a bzip2 file: rename it so that its name ends in .bz2",
+    b"\xfd7zXZ": "an xz file: rename it so that its name ends in .xz",
+    b"\x28\xb5\x2f\xfd": "a zstd file: rename it so that its name ends in .zst",
+    b"PK\x03\x04": "a zip archive: unpack it, and name the files in it",
+    b"PAR1": "a Parquet file: read it with `nearlinear data prepare parquet`",
+    b"\xff\xfe": "UTF-16 text: convert it, for example with `iconv -f utf-16 -t utf-8`",
+}
+"""First bytes of files that are often named by mistake."""
 
 
 def describe_inputs(inputs: Sequence[Input]) -> str:
@@ -256,18 +382,19 @@ def uncompressed_bytes(inputs: Sequence[Input]) -> int | None:
 @contextmanager
 def _open_uncompressed(path: str | Path) -> Iterator[Any]:
     """Open a file and decompress it by its suffix. Raises `DataError` for a corrupt file."""
-    suffix = Path(path).suffix
+    compression = _compression(path)
     with open_file(path) as file:
-        if suffix not in _COMPRESSED:
+        if compression is None:
             yield file
             return
         if not file.seek(0, io.SEEK_END):  # libraries decompress an empty file to empty text
             raise _corrupt_error(path, "the file is empty")
         file.seek(0)
         try:
-            with _DECOMPRESSORS[suffix](file if is_remote(path) else str(path)) as stream:
+            opener = _DECOMPRESSORS[compression]
+            with opener(file if is_remote(path) else str(path)) as stream:
                 yield stream
-        except (EOFError, zlib.error, OSError) as error:
+        except (EOFError, zlib.error, lzma.LZMAError, OSError) as error:
             if getattr(error, "errno", None) is not None:  # a file system error, which names it
                 raise
             raise _corrupt_error(path, error) from None
@@ -279,10 +406,14 @@ def _open_zstd(compressed: Any) -> Any:
     return pyarrow.CompressedInputStream(compressed, "zstd")
 
 
-_DECOMPRESSORS: dict[str, Any] = {".gz": gzip.open, ".zst": _open_zstd}
+_DECOMPRESSORS: dict[str, Any] = {
+    "gzip": gzip.open,
+    "bzip2": bz2.open,
+    "xz": lzma.open,
+    "zstd": _open_zstd,
+}
 
 
 def _corrupt_error(path: str | Path, reason: object) -> DataError:
-    kind = {".gz": "gzip", ".zst": "zstd"}[Path(path).suffix]
     text = " ".join(str(reason).split())
-    return DataError(f"{path} is not a complete {kind} file ({text}): copy it again")
+    return DataError(f"{path} is not a complete {_compression(path)} file ({text}): copy it again")

@@ -41,6 +41,20 @@ class Input(NamedTuple):
         return cls(str(path), stat.st_size, stat.st_mtime_ns)
 
 
+class UnreadInput(NamedTuple):
+    """A file or folder below a named folder that is not read."""
+
+    path: str
+    reason: str
+
+
+class InputLedger(NamedTuple):
+    """All files that the arguments of a source name, directly or below a folder."""
+
+    read: tuple[Input, ...]
+    unread: tuple[UnreadInput, ...] = ()
+
+
 @dataclass(frozen=True)
 class Source:
     """A named, repeatable stream of documents.
@@ -60,6 +74,7 @@ class Source:
     expected_documents: int | None = None
     expected_bytes: int | None = None
     inputs: tuple[Input, ...] = ()
+    unread: tuple[UnreadInput, ...] = ()
     runs: bool = False
     """True if an input split is a run of whole inputs, from `input` to `end`."""
     plan: Callable[[int], list[InputSplit]] | None = None

@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 
 from data_prep.sources.files import (
+    FileFormat,
     describe_inputs,
     find_inputs,
     is_compressed,
@@ -32,7 +33,8 @@ from nearlinear.errors import DataError, NearlinearError
 
 logger = logging.getLogger("data_prep")
 
-JSON_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json", ".json.gz", ".json.zst")
+JSON_FILES = FileFormat((".jsonl", ".ndjson", ".json"))
+PARQUET_FILES = FileFormat((".parquet",), compressed=False)
 _NEWLINE, _OPENING_BRACE, _CLOSING_BRACE = b"\n{}"
 _PARQUET_ROWS = 256
 _MAX_BATCH_BYTES = 1024 * 1024
@@ -40,18 +42,23 @@ _MAX_BATCH_BYTES = 1024 * 1024
 
 
 def jsonl(
-    files: Sequence[str | Path], text_field: str = "text", skip_bad_lines: bool = False
+    files: Sequence[str | Path],
+    text_field: str = "text",
+    skip_bad_lines: bool = False,
+    allow_unread: bool = False,
 ) -> Source:
-    """Read JSON lines (`.jsonl`, also `.gz` and `.zst`, or folders of them), an object per line.
+    """Read JSON lines, an object per line.
 
     Args:
+        files: Files (`.jsonl`, `.ndjson` or `.json`, also compressed), or folders of them.
         text_field: Field that holds the document.
         skip_bad_lines: Skip unreadable lines and count them in a warning.
+        allow_unread: Leave out other files below a folder instead of raising an error.
 
     Raises:
         DataError: A line is not an object with the field; the message names file and line.
     """
-    inputs = find_inputs(files, suffixes=JSON_SUFFIXES)
+    inputs, unread = find_inputs(files, JSON_FILES, allow_unread)
 
     def read(split: InputSplit) -> Iterator[list[str]]:
         path, field = inputs[split.input].path, TextField(text_field)
@@ -89,6 +96,7 @@ def jsonl(
         settings={"text_field": text_field, "skip_bad_lines": skip_bad_lines},
         expected_bytes=uncompressed_bytes(inputs),
         inputs=inputs,
+        unread=unread,
         plan=plan,
         reader=read,
         spec={"kind": "jsonl", "files": [file.path for file in inputs],
@@ -180,28 +188,52 @@ def _count_lines_before(path: str, start: int) -> int:
     return sum(1 for _ in read_lines(path, 0, start)) if start and not is_compressed(path) else 0
 
 
-def parquet(files: Sequence[str | Path], text_field: str = "text") -> Source:
-    """Read Parquet files, or folders of them: each row of column `text_field` is a document.
+def parquet(
+    files: Sequence[str | Path],
+    text_field: str = "text",
+    skip_bad_lines: bool = False,
+    allow_unread: bool = False,
+) -> Source:
+    """Read Parquet files: each row is a document.
 
-    An input split is a run of row groups, so one row group is in memory. Rows without a value are
-    skipped.
+    An input split is a run of row groups, so one row group is in memory.
+
+    Args:
+        files: Files, or folders of `.parquet` files.
+        text_field: Column that holds the document: strings, or bytes of UTF-8.
+        skip_bad_lines: Skip rows without a value or with invalid bytes, and count them in a
+            warning.
+        allow_unread: Leave out other files below a folder instead of raising an error.
 
     Raises:
-        DataError: A file is not Parquet, or the column is missing or not text.
+        DataError: A file is not Parquet, the column is missing or not text, or a row has none.
     """
-    inputs = find_inputs(files, suffixes=(".parquet",))
+    inputs, unread = find_inputs(files, PARQUET_FILES, allow_unread)
 
     def read(split: InputSplit) -> Iterator[list[str]]:
         assert split.end is not None, "a split of Parquet names its last row group"
-        with _open_parquet(inputs[split.input].path, text_field) as table:
+        path = inputs[split.input].path
+        row, skipped, first = 0, 0, ""
+        with _open_parquet(path, text_field) as table:
             groups = range(split.start, split.end)
             for batch in table.iter_batches(_PARQUET_ROWS, row_groups=groups, columns=[text_field],
                                             use_threads=False):  # fmt: skip
-                texts = [text for text in batch.column(0).to_pylist() if text is not None]
+                texts = [_decode_value(value) for value in batch.column(0).to_pylist()]
+                if None in texts:
+                    bad = texts.index(None)
+                    where = f"{path} (row {row + bad} from row group {split.start})"
+                    error = f"{where} has no text in column {text_field!r}"
+                    if not skip_bad_lines:
+                        raise DataError(f"{error}: pass --skip-bad-lines to skip such rows")
+                    skipped, first = skipped + texts.count(None), first or error
+                row += len(texts)
+                found = [text for text in texts if text is not None]
                 if batch.nbytes < _MAX_BATCH_BYTES:
-                    yield texts
+                    yield found
                 else:
-                    yield from single_document_batches(texts)
+                    yield from single_document_batches(found)
+        if skipped:
+            logger.warning("skipped %d rows, the first: %s", skipped, first)
 
     def plan(target: int) -> list[InputSplit]:
         splits = []
@@ -223,13 +255,25 @@ def parquet(files: Sequence[str | Path], text_field: str = "text") -> Source:
         name="parquet",
         documents=documents_of_splits(plan, read),
         description=describe_inputs(inputs),
-        settings={"text_field": text_field},
+        settings={"text_field": text_field, "skip_bad_lines": skip_bad_lines},
         expected_bytes=sum(split.bytes or 0 for split in plan(2**40)),
         inputs=inputs,
+        unread=unread,
         plan=plan,
         reader=read,
-        spec={"kind": "parquet", "files": [file.path for file in inputs], "text_field": text_field},
-    )
+        spec={"kind": "parquet", "files": [file.path for file in inputs],
+              "text_field": text_field, "skip_bad_lines": skip_bad_lines},
+    )  # fmt: skip
+
+
+def _decode_value(value: str | bytes | None) -> str | None:
+    """Return the text of a value, or None without valid text."""
+    if not isinstance(value, bytes):
+        return value
+    try:
+        return value.decode("utf-8")
+    except UnicodeDecodeError:
+        return None
 
 
 @contextmanager
@@ -243,7 +287,8 @@ def _open_parquet(path: str, text_field: str) -> Iterator[Any]:
 
     source = open_file(path) if is_remote(path) else path
     try:
-        with pq.ParquetFile(source, memory_map=False, buffer_size=2**20) as table:
+        with pq.ParquetFile(source, memory_map=False, buffer_size=2**20,
+                            page_checksum_verification=True) as table:  # fmt: skip
             _check_column(table.schema_arrow, path, text_field)
             yield table
     except (NearlinearError, MemoryError):
@@ -266,8 +311,12 @@ def _check_column(schema: Any, path: str, text_field: str) -> None:
             f"{path} has no column {text_field!r}, only {', '.join(map(repr, names))}: name one "
             "of these with --text-field"
         )
-    kind = schema.field(text_field).type
-    if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
+    types, kind = pyarrow.types, schema.field(text_field).type
+    if types.is_dictionary(kind):
+        kind = kind.value_type
+    known = (types.is_string, types.is_large_string, types.is_string_view,
+             types.is_binary, types.is_large_binary, types.is_binary_view)  # fmt: skip
+    if not any(is_known(kind) for is_known in known):
         raise DataError(
             f"{path} has {kind} in column {text_field!r}, not text: name another column with "
             "--text-field"

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from data_prep.sources.files import (
     MAX_DOCUMENT_BYTES,
+    FileFormat,
     decode_utf8,
     describe_inputs,
     find_inputs,
@@ -29,22 +30,24 @@ from data_prep.sources.source import (
 )
 from nearlinear.errors import DataError
 
-_SUFFIXES = (".txt", ".md")
+TEXT_FILES = FileFormat((".txt", ".md"))
 _PARAGRAPH_BREAK = re.compile(r"\n\s*\n")
 
 
-def text(paths: Sequence[str | Path], document: str = "file") -> Source:
-    """Read plain UTF-8 text files, or folders of `.txt` and `.md` files.
+def text(paths: Sequence[str | Path], document: str = "file", allow_unread: bool = False) -> Source:
+    """Read plain UTF-8 text files, or folders of `.txt` and `.md` files, also compressed.
 
     Args:
+        paths: Files and folders.
         document: Unit of a document: "file", "line", or "paragraph" (text between blank lines).
+        allow_unread: Leave out other files below a folder instead of raising an error.
 
     Raises:
         DataError: A path is missing, a file is not UTF-8, or a document exceeds 1 GiB.
     """
     if document not in ("file", "line", "paragraph"):
         raise DataError(f"document is {document!r}: use 'file', 'line' or 'paragraph'")
-    inputs = find_inputs(paths, suffixes=_SUFFIXES)
+    inputs, unread = find_inputs(paths, TEXT_FILES, allow_unread)
     for file in inputs if document == "file" else ():
         if file.bytes > MAX_DOCUMENT_BYTES:
             raise _too_long_error(file.path, document)
@@ -54,6 +57,8 @@ def text(paths: Sequence[str | Path], document: str = "file") -> Source:
         if document == "line":
             offset = split.start
             for block in read_line_blocks(path, offset, split.end):
+                if not offset:
+                    _refuse_archive(block, path)
                 found = decode_utf8(block, path, offset).removesuffix("\n").split("\n")
                 yield [line.rstrip("\r") for line in found]
                 offset += len(block)
@@ -73,6 +78,7 @@ def text(paths: Sequence[str | Path], document: str = "file") -> Source:
         settings={"document": document},
         expected_bytes=uncompressed_bytes(inputs),
         inputs=inputs,
+        unread=unread,
         runs=document != "line",
         plan=plan,
         reader=read,
@@ -86,6 +92,7 @@ def _read_file(path: str) -> str:
         raw += chunk
         if len(raw) > MAX_DOCUMENT_BYTES:
             raise _too_long_error(path, "file")
+    _refuse_archive(raw, path)
     return decode_utf8(raw, path)
 
 
@@ -118,6 +125,8 @@ def _decode_chunks(path: str) -> Iterator[str]:
     """Decode a file chunk by chunk, without its byte order mark. Raises `DataError`."""
     decoder, offset, mark = codecs.getincrementaldecoder("utf-8")(), 0, "\ufeff"
     for chunk in chain(read_chunks(path), [b""]):
+        if not offset:
+            _refuse_archive(chunk, path)
         pending, _ = decoder.getstate()
         try:
             text = decoder.decode(chunk, final=not chunk)
@@ -138,6 +147,15 @@ def _group(inputs: Sequence[Input], target: int) -> list[InputSplit]:
             splits.append(InputSplit(start, 0, number + 1, size))
             start, size = number + 1, 0
     return splits
+
+
+def _refuse_archive(start: bytes | bytearray, path: str) -> None:
+    """Raise `DataError` for a web archive, whose HTTP headers and markup are no text."""
+    if start.startswith(b"WARC/"):
+        raise DataError(
+            f"{path} is a web archive (WARC): extract the text of its pages first, for example "
+            "with datatrove's WarcReader and Trafilatura"
+        )
 
 
 def _too_long_error(path: str, document: str) -> DataError:

@@ -1,4 +1,5 @@
 import json
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -57,6 +58,21 @@ def test_cli_verify_names_altered_shard(capsys, corpus, tmp_path):
     code, said, error = run(capsys, "verify", out)
     assert code == 2 and said == ""
     assert error.startswith(f"error: {shard} is altered") and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["index.json", "preparation.json", "tokenizer/tokenizer.json",
+                                  "tokenizer/tokenizer_config.json"])  # fmt: skip
+def test_cli_verify_names_every_flipped_bit_of_metadata(capsys, corpus, toy_vocab, tmp_path, name):
+    out = tmp_path / "out"
+    run(capsys, "jsonl", corpus, "--out", out, "--tokenizer", toy_vocab)
+    assert run(capsys, "verify", out)[0] == 0
+    intact, draw = (out / name).read_bytes(), random.Random(name)
+    for _ in range(600):
+        raw = bytearray(intact)
+        raw[draw.randrange(len(raw))] ^= 1 << draw.randrange(8)
+        (out / name).write_bytes(raw)
+        code, _, error = run(capsys, "verify", out)
+        assert code == 2 and f"error: {out / name} is " in error and error.count("\n") == 1
 
 
 @pytest.mark.parametrize(

@@ -240,16 +240,24 @@ def test_every_file_type_is_read_from_a_bucket(tmp_path, door, aws_services):
     with pa.CompressedOutputStream(str(tmp_path / "a.jsonl.zst"), "zstd") as stream:
         stream.write(rows)
     (tmp_path / "a.txt").write_text("\n".join(texts))
+    (tmp_path / "_SUCCESS").touch()
     for path in tmp_path.iterdir():
         aws_services["s3"].upload_file(str(path), "my-bucket", f"kinds/{path.name}")
     at, sources = "s3://my-bucket/kinds", data_prep.sources
-    for source in (sources.jsonl(at), sources.parquet(at), sources.text(at, document="line")):
+    with pytest.raises(DataError, match=r"a\.txt \(not .parquet\) would not be read"):
+        sources.parquet(at)
+    for source in (
+        sources.jsonl(at, allow_unread=True),
+        sources.parquet(at, allow_unread=True),
+        sources.text(at, document="line", allow_unread=True),
+    ):
+        assert len(source.unread) == 2
         assert len(source.inputs) == 1 and source.inputs[0].path.startswith("s3://")
         again = sources.rebuild(json.loads(json.dumps(source.spec)))
         found = [text for split in again.splits() for text in again.read(split)]
         assert found == texts
     assert len(sources.parquet(f"{at}/a.parquet").splits()) > 3
-    with pytest.raises(DataError, match=r"no object s3://my-bucket/none, and no \.jsonl or"):
+    with pytest.raises(DataError, match=r"no object s3://my-bucket/none, and no \.jsonl, "):
         sources.jsonl("s3://my-bucket/none")
 
 

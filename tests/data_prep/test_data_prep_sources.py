@@ -1,5 +1,9 @@
+import bz2
+import errno
 import gzip
 import json
+import lzma
+import os
 import random
 import tempfile
 from dataclasses import replace
@@ -59,6 +63,69 @@ def flipped(raw, byte, bit=3):
     return bytes(raw)
 
 
+def test_every_spelling_and_compression_is_read(tmp_path):
+    names = ["a.jsonl", "b.ndjson", "c.json", "d.JSONL", "e.jsonl.gz", "f.jsonl.BZ2", "g.json.xz",
+             "h.ndjson.zst"]  # fmt: skip
+    for name in names:
+        compressed(tmp_path / name, json.dumps({"text": name}).encode() + b"\n")
+    assert list(sources.jsonl([tmp_path]).documents()) == names
+    assert sources.jsonl([tmp_path]).unread == ()
+
+
+def test_unread_inputs_are_errors_unless_allowed(tmp_path):
+    folder, outside = tmp_path / "crawl", tmp_path / "outside"
+    (folder / "sub").mkdir(parents=True)
+    (folder / ".cache").mkdir()
+    outside.mkdir()
+    write_lines(folder / "sub" / "b.jsonl", {"text": "b"})
+    write_lines(outside / "c.jsonl", {"text": "c"})
+    for ignored in ("_SUCCESS", ".part.crc", ".cache/x.jsonl"):
+        (folder / ignored).write_text("")
+    (folder / "linked").symlink_to(outside)
+    assert list(sources.jsonl([folder]).documents()) == ["c", "b"]
+    (folder / "again").symlink_to(folder)
+    (folder / "a.csv").write_text("text\n")
+    (folder / "gone.jsonl").symlink_to(tmp_path / "none")
+    with pytest.raises(DataError, match=r"a.csv \(not .jsonl, .*\), .*again \(a link to a folder "
+                       r"that .*\), .*gone.jsonl \(a link .*--allow-unread"):  # fmt: skip
+        sources.jsonl([folder])
+    source = sources.jsonl([folder], allow_unread=True)
+    assert [Path(path).name for path, _ in source.unread] == ["a.csv", "again", "gone.jsonl"]
+    assert list(source.documents()) == ["c", "b"]
+    assert list(sources.rebuild(source.spec).documents()) == ["c", "b"]
+
+
+def test_unreadable_folders_are_listed(tmp_path, monkeypatch):
+    write_lines(tmp_path / "a.jsonl", {"text": "a"})
+    (tmp_path / "locked").mkdir()
+    scan = os.scandir
+
+    def scandir(path):  # root may read every folder
+        if str(path).endswith("locked"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(DataError, match=r"locked \(Permission denied\) would not be read"):
+        sources.jsonl([tmp_path])
+
+
+@pytest.mark.parametrize(
+    ("raw", "match"),
+    [
+        (gzip.compress(b"text\n" * 99), "is a gzip file: rename it"),
+        (b"PK\x03\x04\xff\xff", "is a zip archive: unpack it"),
+        ("text".encode("utf-16"), "is UTF-16 text: convert it"),
+        (b"WARC/1.0\r\nWARC-Type: response\r\n", "is a web archive .*: extract the text"),
+    ],
+)
+@pytest.mark.parametrize("document", ["file", "line", "paragraph"])
+def test_files_of_another_kind_are_named(tmp_path, raw, match, document):
+    (tmp_path / "a.txt").write_bytes(raw)
+    with pytest.raises(DataError, match=f"a.txt {match}"):
+        list(sources.text([tmp_path / "a.txt"], document).documents())
+
+
 def test_corrupt_gzip_is_named(tmp_path):
     path = tmp_path / "a.jsonl.gz"
     whole = gzip.compress(b"".join(b'{"text": "%d"}\n' % i for i in range(1000)))
@@ -76,9 +143,9 @@ def test_corrupt_gzip_is_named(tmp_path):
 def test_invalid_paths_are_named(tmp_path):
     with pytest.raises(DataError, match="no input file .*none.txt"):
         sources.text([tmp_path / "none.txt"])
-    with pytest.raises(DataError, match="no .txt or .md files under"):
+    with pytest.raises(DataError, match="no .txt or .md files under .*: name the files"):
         sources.text([tmp_path])
-    with pytest.raises(DataError, match="no .jsonl or .jsonl.gz files under"):
+    with pytest.raises(DataError, match="no .jsonl, .ndjson or .json files under"):
         sources.jsonl([tmp_path])
     with pytest.raises(DataError, match="'file', 'line' or 'paragraph'"):
         sources.text([tmp_path], "word")
@@ -148,9 +215,10 @@ def test_missing_botocore_names_the_package(monkeypatch):
 
 def compressed(path, raw):
     """Write `raw`, compressed by the suffix of the path."""
-    if path.suffix == ".gz":
-        raw = gzip.compress(raw)
-    elif path.suffix == ".zst":
+    suffix = path.suffix.lower()
+    if suffix in (".gz", ".bz2", ".xz"):
+        raw = {".gz": gzip, ".bz2": bz2, ".xz": lzma}[suffix].compress(raw)
+    elif suffix == ".zst":
         zstandard = pytest.importorskip("zstandard")
         half = len(raw) // 2  # two frames, like parallel compressors
         pack = zstandard.ZstdCompressor().compress
@@ -216,13 +284,14 @@ def test_line_errors_use_line_numbers_of_the_file(tmp_path, name):
         list(source.read(splits[-1]))
 
 
-def test_corrupt_zstd_is_named(tmp_path):
-    path = compressed(tmp_path / "a.jsonl.zst", b'{"text": "three"}\n' * 1000)
+@pytest.mark.parametrize(("suffix", "kind"), [("zst", "zstd"), ("bz2", "bzip2"), ("xz", "xz")])
+def test_corrupt_compression_is_named(tmp_path, suffix, kind):
+    path = compressed(tmp_path / f"a.jsonl.{suffix}", b'{"text": "three"}\n' * 1000)
     whole = path.read_bytes()
     for broken in (whole[:-3], b"", b"plain", flipped(whole, 5)):
         path.write_bytes(broken)
         with pytest.raises(
-            DataError, match="a.jsonl.zst is not a complete zstd file.*copy it again"
+            DataError, match=f"a.jsonl.{suffix} is not a complete {kind} file.*copy it again"
         ):
             list(sources.jsonl(path).documents())
 
@@ -265,6 +334,30 @@ def test_parquet_splits_depend_on_the_text_column_only(tmp_path):
     assert sizes[0] == sizes[1] == sizes[2] and min(sizes[0]) > 1000
 
 
+def test_parquet_reads_every_type_of_text(tmp_path, caplog):
+    pa = pytest.importorskip("pyarrow")
+    from pyarrow import parquet as pq
+
+    texts = ["one", "zwei é", "one", "drei"]
+    raw = [text.encode() for text in texts]
+    columns = {
+        "large": pa.array(texts, pa.large_string()),
+        "view": pa.array(texts, pa.string_view()),
+        "dictionary": pa.array(texts).dictionary_encode(),
+        "binary": pa.array(raw, pa.binary()),
+        "binary_view": pa.array(raw, pa.binary_view()),
+        "latin": pa.array([*raw[:3], "é".encode("latin1")]),
+    }
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table(columns), path)
+    for name in list(columns)[:-1]:
+        assert list(sources.parquet(path, name).documents()) == texts
+    with pytest.raises(DataError, match=r"a.parquet \(row 3 from .*--skip-bad-lines"):
+        list(sources.parquet(path, "latin").documents())
+    assert list(sources.parquet(path, "latin", skip_bad_lines=True).documents()) == texts[:3]
+    assert "skipped 1 rows, the first: " in caplog.text
+
+
 def test_jsonl_accepts_json_that_only_python_decodes(tmp_path):
     path = write_lines(tmp_path / "a.jsonl", b'{"text": "a \\ud800 b", "n": NaN}', {"text": "c"})
     assert list(sources.jsonl(path).documents()) == ["a \ud800 b", "c"]
@@ -279,7 +372,9 @@ def test_parquet_is_split_by_row_groups(tmp_path):
     table = pa.table({"body": texts, "n": range(100)})
     pq.write_table(table, tmp_path / "b.parquet", row_group_size=10)
     pq.write_table(table.slice(0, 5), tmp_path / "a.parquet")
-    source = sources.parquet([tmp_path], "body")
+    with pytest.raises(DataError, match=r"b.parquet \(row 40 from row group 0\) has no text in"):
+        list(sources.parquet([tmp_path], "body").documents())
+    source = sources.parquet([tmp_path], "body", skip_bad_lines=True)
     splits = source.plan(2000)
     assert [split[:3] for split in splits][:2] == [(0, 0, 1), (1, 0, 2)] and len(splits) == 9
     found = [text for split in splits for text in source.read(split)]

@@ -27,7 +27,7 @@ def test_text_source_reads_files_lines_and_paragraphs(tmp_path, document, expect
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfone\ntwo\n\nthree\n")
     (tmp_path / "sub/b.md").write_text("# four\n")
     (tmp_path / "c.png").write_bytes(b"\xff")
-    assert list(sources.text([tmp_path], document).documents()) == expected
+    assert list(sources.text([tmp_path], document, allow_unread=True).documents()) == expected
 
 
 @settings(max_examples=200, deadline=None)

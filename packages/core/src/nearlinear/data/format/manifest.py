@@ -12,6 +12,7 @@ import functools
 import hashlib
 import itertools
 import json
+import re
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -29,6 +30,9 @@ FORMAT_NAME = "nearlinear-token-shards"
 FORMAT_VERSION = 2
 MANIFEST_FILE = "index.json"
 TOKENIZER_FILE = "tokenizer/tokenizer.json"
+TOKENIZER_CONFIG_FILE = "tokenizer/tokenizer_config.json"
+_OWN_HASH = re.compile(rb'\{[^{}\[\]]{0,200}"sha256": "([0-9a-f]{64})"')
+_NO_HASH = b"0" * 64
 
 
 @dataclass(frozen=True)
@@ -37,7 +41,8 @@ class Manifest:
 
     vocab_size: int
     eos_id: int
-    tokenizer: dict[str, Any]  # name, file, sha256
+    tokenizer: dict[str, Any]
+    """Name, file and sha256 of the tokenizer; config_sha256 of its `tokenizer_config.json`."""
     splits: dict[str, tuple[Shard, ...]]
     settings: dict[str, Any] = field(default_factory=dict)
     """Settings of the preparation. Later runs into the same folder must use the same settings."""
@@ -46,8 +51,9 @@ class Manifest:
     libraries: dict[str, Any] = field(default_factory=dict)
     """Versions of the libraries used by the preparation."""
     plan: dict[str, Any] = field(default_factory=dict)
-    """`inputs`: path, bytes, kept documents and kept tokens of each input file. `splits`, in order:
-    input, start, end, number of documents read, xxh3_64 of the hashes of their texts."""
+    """`inputs`: path, bytes, kept documents and kept tokens of each input file. `unread`: path and
+    reason of each file below a named folder that was not read. `splits`, in order: input, start,
+    end, number of documents read, xxh3_64 of the hashes of their texts."""
     statistics: dict[str, Any] = field(default_factory=dict)
     """Documents, tokens, text bytes, duplicates, length histogram, tokens kept by each packing."""
 
@@ -92,13 +98,13 @@ class Manifest:
         document = {
             "format": FORMAT_NAME,
             "version": FORMAT_VERSION,
+            "sha256": _NO_HASH.decode(),
             "dtype": self.dtype.name,
             "fingerprint": self.fingerprint,
             "totals": totals,
             **asdict(self),
         }
-        raw = json.dumps(document, indent=1, ensure_ascii=False).encode()
-        (storage.as_path(folder) / MANIFEST_FILE).put(raw)
+        (storage.as_path(folder) / MANIFEST_FILE).put(encode_with_hash(document))
 
     @classmethod
     def read(cls, folder: str | Path | storage.StoragePath) -> Manifest:
@@ -135,6 +141,8 @@ class Manifest:
                 f"version {FORMAT_VERSION}: {prepare}"
             )
         try:
+            if not (has_own_hash(raw) or document.keys() <= _UNHASHED_KEYS):
+                raise ValueError("its sha256 does not match: it has changed since it was written")
             return cls._parse(document)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise DataError(
@@ -163,7 +171,34 @@ class Manifest:
         return manifest
 
 
-_TEXT_SUFFIXES = {".txt": "text", ".md": "text", ".jsonl": "jsonl", ".parquet": "parquet"}
+_UNHASHED_KEYS = frozenset(Manifest.__dataclass_fields__) | {
+    "format", "version", "dtype", "fingerprint", "totals"}  # fmt: skip
+"""Keys of manifests of older versions, which have no sha256 of their own."""
+
+
+def encode_with_hash(document: dict[str, Any]) -> bytes:
+    """Encode a document as JSON with its own hash.
+
+    Args:
+        document: Has the key "sha256" at the front, behind short values only. Its value, 64 zeros,
+            is replaced by the SHA-256 of the encoded document.
+    """
+    raw = json.dumps(document, indent=1, ensure_ascii=False).encode()
+    return raw.replace(_NO_HASH, hashlib.sha256(raw).hexdigest().encode(), 1)
+
+
+def has_own_hash(raw: bytes) -> bool:
+    """Return True if ``raw`` was written by `encode_with_hash` and has not changed since."""
+    found = _OWN_HASH.match(raw)
+    if found is None:
+        return False
+    start, end = found.span(1)
+    return hashlib.sha256(raw[:start] + _NO_HASH + raw[end:]).hexdigest().encode() == found[1]
+
+
+_TEXT_SUFFIXES = {".txt": "text", ".md": "text", ".jsonl": "jsonl", ".ndjson": "jsonl",
+                  ".parquet": "parquet"}  # fmt: skip
+_COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
 _MOST_LISTED = 1000
 
 
@@ -174,15 +209,16 @@ def text_source(path: Path) -> str:
     """
     files = [path] if path.is_file() else itertools.islice(path.rglob("*"), _MOST_LISTED)
     for file in sorted(files):
-        name = file.name.removesuffix(".gz").removesuffix(".zst")
-        kind = _TEXT_SUFFIXES.get(Path(name).suffix.lower(), "")
+        name = Path(file.name.lower())
+        name = name.with_suffix("") if name.suffix in _COMPRESSIONS else name
+        kind = _TEXT_SUFFIXES.get(name.suffix, "")
         if kind and file.is_file():
             return "chat" if kind == "jsonl" and _holds_conversations(file) else kind
     return ""
 
 
 def _holds_conversations(file: Path) -> bool:
-    if file.suffix in (".gz", ".zst"):
+    if file.suffix.lower() in _COMPRESSIONS:
         return False
     with file.open("rb") as lines:
         return b'"messages"' in lines.readline(2**16)
@@ -276,6 +312,14 @@ def _check_tokenizer(folder: StoragePath, manifest: Manifest) -> None:
             f"{place} is not the tokenizer {manifest.tokenizer['name']} that made these tokens: "
             f"its sha256 is {found[:12]}..., not {manifest.tokenizer['sha256'][:12]}...; {_REMEDY}"
         )
+    if expected := manifest.tokenizer.get("config_sha256"):
+        config = folder / TOKENIZER_CONFIG_FILE
+        try:
+            found = hashlib.sha256(config.read()).hexdigest()
+        except FileNotFoundError:
+            raise DataError(f"{config} is missing: {_REMEDY}") from None
+        if found != expected:
+            raise DataError(f"{config} is altered: {_REMEDY}")
 
 
 def _check_blocks(folder: StoragePath, shard: Shard, manifest: Manifest) -> None:
