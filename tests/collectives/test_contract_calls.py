@@ -1,8 +1,11 @@
 """Single calls at the edges of the API: dtypes, shapes, wrong arguments, fallbacks."""
 
+import re
+
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from tests.collectives.ranks import BACKEND
 from tests.collectives.runner import all_gather_single, reduce_scatter_single
@@ -110,6 +113,50 @@ def complex_numbers(rank):
 def test_complex_numbers_can_be_summed_but_not_compared(pool):
     reduced = [3 + 6j, 9 - 3j]
     assert pool.run(complex_numbers, ranks=2) == [(reduced, 2 + 2j), (reduced, 4 - 4j)]
+
+
+def calls_of_one_tensor(group, count: int, peer: int) -> list:
+    """Return calls with ``count`` tensors in place of one."""
+    tensors = [torch.ones(4) for _ in range(count)]
+    lists = [[torch.ones(4), torch.ones(4)] for _ in range(count)]
+    return [
+        lambda: group.broadcast(tensors, dist.BroadcastOptions()),
+        lambda: group.allreduce(tensors, dist.AllreduceOptions()),
+        lambda: group.reduce(tensors, dist.ReduceOptions()),
+        lambda: group.allgather(lists, tensors, distributed_c10d.AllgatherOptions()),
+        lambda: group.reduce_scatter(tensors, lists, dist.ReduceScatterOptions()),
+        lambda: group.gather(lists, tensors, dist.GatherOptions()),
+        lambda: group.scatter(tensors, lists, dist.ScatterOptions()),
+        lambda: group.send(tensors, peer, 0),
+        lambda: group.recv(tensors, peer, 0),
+    ]
+
+
+def several_tensors(rank):
+    """Call operations of one tensor with none and with two, and return the errors."""
+    group = distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
+    errors = []
+    for count in (0, 2):
+        for call in calls_of_one_tensor(group, count, 1 - rank):
+            with pytest.raises(ValueError) as caught:
+                call()
+            errors.append(str(caught.value))
+    with pytest.raises(ValueError) as caught:
+        group.alltoall([], [], dist.AllToAllOptions())
+    errors.append(str(caught.value))
+    after = torch.ones(1)
+    dist.all_reduce(after)
+    return errors, after.item()
+
+
+def test_operations_of_one_tensor_refuse_others(pool):
+    if BACKEND == "gloo":
+        pytest.skip("gloo reduces several tensors of a rank")
+    for errors, after in pool.run(several_tensors, ranks=2):
+        assert after == 2.0 and len(errors) == 19
+        for error in errors[:18]:
+            assert re.search("takes one (tensor|list of tensors) per rank, not [02]", error), error
+        assert "all_to_all needs an input tensor" in errors[18]
 
 
 def sparse(rank):

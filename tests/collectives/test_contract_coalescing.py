@@ -49,6 +49,18 @@ def test_coalescing_manager_equals_single_calls(pool, device, asynchronous, kind
     assert found == [(expected, 3.0)] * 3
 
 
+def repeated(rank):
+    first, other = torch.full((5,), rank + 1.0), torch.full((2,), rank + 1.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # deprecated, but still called
+        dist.all_reduce_coalesced([first, other, first, first.view(5)])
+    return first.unique().tolist(), other.unique().tolist()
+
+
+def test_repeated_tensors_are_reduced_once(pool):
+    assert pool.run(repeated, ranks=3) == [([6.0], [6.0])] * 3
+
+
 def different_dtypes(rank):
     size, dtypes = dist.get_world_size(), (torch.float32, torch.bfloat16, torch.int64, torch.uint8)
     sources = [torch.full((7,), rank + 1).to(dtype) for dtype in dtypes]

@@ -63,6 +63,7 @@ PROGRAMS = {
     "copy_test": Program(sources=("copy", "slot_writer")),
     "hmac_test": Program(sources=("base",)),
     "queue_test": Program(sources=("queue",), flavours=("plain", "address", "thread")),
+    "topology_test": Program(sources=("topology", "base")),
     "reduce_test": Program(sources=("reduce", "reduce_[ab]*")),
     # libfabric 1.20's tcp provider sometimes dereferences a stray pointer when the other end of a
     # message in flight is killed.

@@ -36,7 +36,9 @@ from .work import (
     make_call,
     make_reduce_call,
     needs_fallback,
+    single,
     timeout_ms,
+    without_repetitions,
 )
 
 Tensors = list[torch.Tensor]
@@ -60,7 +62,7 @@ class EngineProcessGroup(dist.ProcessGroup):
     # --- collectives of the engine --------------------------------------------------------------
 
     def broadcast(self, tensors: Tensors, opts: dist.BroadcastOptions) -> dist.Work:
-        [tensor] = tensors
+        tensor = single("broadcast", tensors)
         if needs_fallback(tensor):
             return self._fallback(tensor).broadcast(tensors, opts)
         call, staging = make_call(engine.BROADCAST, tensor, opts.timeout), Staging()
@@ -70,7 +72,7 @@ class EngineProcessGroup(dist.ProcessGroup):
     def allreduce(self, tensors: Tensors, opts: dist.AllreduceOptions | None = None) -> dist.Work:
         if isinstance(tensors, torch.Tensor):  # DDP calls it without options for uneven inputs
             tensors = [tensors]
-        [tensor], opts = tensors, opts or dist.AllreduceOptions()
+        tensor, opts = single("all_reduce", tensors), opts or dist.AllreduceOptions()
         reduction = engine_reduction(opts.reduceOp, tensor, self._size)
         if reduction is None:
             fallback = self._fallback(tensor)
@@ -83,7 +85,8 @@ class EngineProcessGroup(dist.ProcessGroup):
     def allreduce_coalesced(self, tensors: Tensors, opts: Any) -> dist.Work:
         each = dist.AllreduceOptions()  # a fallback rejects the coalesced options
         each.reduceOp, each.timeout, each.asyncOp = opts.reduceOp, opts.timeout, opts.asyncOp
-        return combine([self.allreduce([tensor], each) for tensor in tensors], tensors)
+        works = [self.allreduce([tensor], each) for tensor in without_repetitions(tensors)]
+        return combine(works, tensors)
 
     def all_gather_single(
         self, output: torch.Tensor, input: torch.Tensor, opts: AllgatherOptions
@@ -105,7 +108,7 @@ class EngineProcessGroup(dist.ProcessGroup):
     def allgather(
         self, outputs: list[Tensors], inputs: Tensors, opts: AllgatherOptions
     ) -> dist.Work:
-        [parts], [input] = outputs, inputs
+        parts, input = single("all_gather", outputs), single("all_gather", inputs)
         if needs_fallback(input):
             return self._fallback(input).allgather(outputs, inputs, opts)
         if len(parts) != self._size:
@@ -163,7 +166,7 @@ class EngineProcessGroup(dist.ProcessGroup):
         return self._launch(call, [output], staging, opts.asyncOp)
 
     def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> dist.Work:
-        [output], [parts] = outputs, inputs
+        output, parts = single("reduce_scatter", outputs), single("reduce_scatter", inputs)
         if len(parts) != self._size:
             raise ValueError(f"reduce_scatter: {len(parts)} input tensors for {self._size} ranks")
         even = all(part.numel() == output.numel() for part in parts)
@@ -196,14 +199,15 @@ class EngineProcessGroup(dist.ProcessGroup):
     # --- operations of the fallbacks ------------------------------------------------------------
 
     def reduce(self, tensors: Tensors, opts: Any) -> dist.Work:
-        fallback = self._fallback(tensors[0])
-        return call_on_contiguous(lambda tensor: fallback.reduce([tensor], opts), *tensors)
+        tensor = single("reduce", tensors)
+        fallback = self._fallback(tensor)
+        return call_on_contiguous(lambda tensor: fallback.reduce([tensor], opts), tensor)
 
     def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> dist.Work:
-        return self._fallback(inputs[0]).gather(outputs, inputs, opts)
+        return self._fallback(single("gather", inputs)).gather(outputs, inputs, opts)
 
     def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> dist.Work:
-        return self._fallback(outputs[0]).scatter(outputs, inputs, opts)
+        return self._fallback(single("scatter", outputs)).scatter(outputs, inputs, opts)
 
     def all_to_all_single(
         self,
@@ -219,16 +223,18 @@ class EngineProcessGroup(dist.ProcessGroup):
     alltoall_base = all_to_all_single  # pyright: ignore[reportAssignmentType] parameter names
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any) -> dist.Work:
+        if not inputs:
+            raise ValueError("all_to_all needs an input tensor for each rank")
         return self._fallback(inputs[0]).alltoall(outputs, inputs, opts)
 
     def send(self, tensors: Tensors, to: int, tag: int = 0) -> dist.Work:
-        return self._record(self._fallback(tensors[0]).send(tensors, to, tag))
+        return self._record(self._fallback(single("send", tensors)).send(tensors, to, tag))
 
     def recv(self, tensors: Tensors, source: int, tag: int = 0) -> dist.Work:
-        return self._record(self._fallback(tensors[0]).recv(tensors, source, tag))
+        return self._record(self._fallback(single("recv", tensors)).recv(tensors, source, tag))
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> dist.Work:
-        return self._record(self._fallback(tensors[0]).recv_anysource(tensors, tag))
+        return self._record(self._fallback(single("recv", tensors)).recv_anysource(tensors, tag))
 
     # --- queries and settings of c10d -----------------------------------------------------------
 

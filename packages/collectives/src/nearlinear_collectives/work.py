@@ -11,7 +11,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,8 @@ REDUCTIONS = {getattr(dist.ReduceOp, name): code for code, name in enumerate(eng
 SUM, AVG = REDUCTIONS[dist.ReduceOp.SUM], REDUCTIONS[dist.ReduceOp.AVG]
 BITWISE = (dist.ReduceOp.BAND, dist.ReduceOp.BOR, dist.ReduceOp.BXOR)
 CPU = torch.device("cpu")
+
+T = TypeVar("T")
 
 
 def needs_fallback(tensor: torch.Tensor) -> bool:
@@ -80,6 +82,27 @@ def make_reduce_call(
 def timeout_ms(timeout: timedelta) -> int:
     """Convert a timeout; c10d uses a negative one for the group's own timeout."""
     return engine.OWN_TIMEOUT if timeout < timedelta(0) else int(timeout.total_seconds() * 1000)
+
+
+def single(operation: str, tensors: list[T]) -> T:
+    """Return the tensor, or list, of a call; c10d's lists hold one per device of a rank."""
+    if len(tensors) != 1:
+        raise ValueError(
+            f"{operation} takes one tensor per rank, not {len(tensors)}: call it once for each "
+            "tensor"
+        )
+    return tensors[0]
+
+
+def without_repetitions(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the tensors without those that have the elements of an earlier one."""
+
+    def place(tensor: torch.Tensor) -> Any:
+        if tensor.layout != torch.strided or not tensor.numel():
+            return id(tensor)
+        return tensor.data_ptr(), tensor.shape, tensor.stride()
+
+    return list({place(tensor): tensor for tensor in reversed(tensors)}.values())[::-1]
 
 
 def are_adjacent(parts: list[torch.Tensor]) -> bool:

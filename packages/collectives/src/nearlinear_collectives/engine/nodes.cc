@@ -18,7 +18,7 @@ size_t piece_bytes(const Group &group, size_t blocks_per_slot) {
   size_t most = 1;
   for (const auto &ranks : group.topology().nodes) most = std::max(most, ranks.size());
   const size_t block = std::min(group.node_chunk_bytes(), kSlotBytes / blocks_per_slot);
-  return std::max<size_t>(block / most & ~size_t{63}, 64);
+  return std::max(block / most & ~(kSmallestPiece - 1), kSmallestPiece);  // see find_topology
 }
 
 // --- opening -------------------------------------------------------------------------------------

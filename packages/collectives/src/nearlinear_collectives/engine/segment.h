@@ -18,6 +18,7 @@ namespace nlc {
 constexpr uint32_t kSlots = 16;
 constexpr uint32_t kFewSlots = 4;
 constexpr size_t kSlotBytes = size_t{1} << 20;
+constexpr size_t kSmallestPiece = 64;  // bytes of a rank in a slot that ranks of all nodes share
 constexpr int kSharedOutputs = 256;  // per group
 constexpr int kCalls = 32;           // calls remembered for comparison; > kSlots
 

@@ -1,7 +1,10 @@
 #include "topology.h"
 
+#include <algorithm>
 #include <map>
 #include <utility>
+
+#include "segment.h"
 
 namespace nlc {
 
@@ -20,6 +23,14 @@ Topology find_topology(const std::vector<PeerInfo> &peer_infos, int rank) {
     ranks.push_back(r);
     topology.node_of.push_back(found->second);
   }
+  size_t most = 1;
+  for (const auto &ranks : topology.nodes) most = std::max(most, ranks.size());
+  const size_t limit = kSlotBytes / kSmallestPiece;
+  if (topology.nodes.size() > 1 && topology.nodes.size() * most > limit)
+    throw Failure(NLC_BAD_ARGUMENT,
+                  format("%zu nodes of up to %zu ranks exceed the %zu ranks that a group over "
+                         "several nodes may have: use smaller groups",
+                         topology.nodes.size(), most, limit));
   return topology;
 }
 

@@ -22,6 +22,8 @@ struct Topology {
   bool leads() const { return local == 0; }
 };
 
+// Place the group's ranks. Throws Failure for so many ranks that their smallest pieces would not
+// fit a slot.
 Topology find_topology(const std::vector<PeerInfo> &peer_infos, int rank);
 
 }  // namespace nlc

@@ -75,17 +75,18 @@ class NearlinearBackend : public Backend {
   uint64_t getSequenceNumberForGroup() override { return sequence_; }
 
   intrusive_ptr<Work> broadcast(Tensors &tensors, const c10d::BroadcastOptions &options) override {
-    if (needs_fallback(tensors[0])) return fallback(tensors[0])->broadcast(tensors, options);
-    nlc_call call = make_call(NLC_BROADCAST, tensors[0]);
+    at::Tensor &tensor = single("broadcast", tensors);
+    if (needs_fallback(tensor)) return fallback(tensor)->broadcast(tensors, options);
+    nlc_call call = make_call(NLC_BROADCAST, tensor);
     call.root = static_cast<int32_t>(options.rootRank);
     Staging staging;
-    call.output = staging.in_place(tensors[0]);
+    call.output = staging.in_place(tensor);
     return launch(OpType::BROADCAST, call, tensors, std::move(staging), options.asyncOp,
                   options.timeout);
   }
 
   intrusive_ptr<Work> allreduce(Tensors &tensors, const c10d::AllreduceOptions &options) override {
-    at::Tensor &tensor = tensors[0];
+    at::Tensor &tensor = single("all_reduce", tensors);
     const auto reduction = reduction_for(tensor, options.reduceOp);
     if (!reduction)
       return call_on_contiguous(tensor, [&](at::Tensor &whole) {
@@ -102,8 +103,9 @@ class NearlinearBackend : public Backend {
   intrusive_ptr<Work> allreduce_coalesced(Tensors &tensors,
                                           const c10d::AllreduceCoalescedOptions &options) override {
     std::vector<intrusive_ptr<Work>> works;
-    for (at::Tensor &tensor : tensors) {
-      Tensors one{tensor};
+    for (size_t i = 0; i < tensors.size(); ++i) {
+      if (is_repeated(tensors, i)) continue;
+      Tensors one{tensors[i]};
       works.push_back(allreduce(one, options));
     }
     return combine(std::move(works), tensors);
@@ -127,8 +129,8 @@ class NearlinearBackend : public Backend {
 
   intrusive_ptr<Work> allgather(Lists &outputs, Tensors &inputs,
                                 const c10d::AllgatherOptions &options) override {
-    at::Tensor &input = inputs[0];
-    Tensors &parts = outputs[0];
+    at::Tensor &input = single("all_gather", inputs);
+    Tensors &parts = single("all_gather", outputs);
     if (needs_fallback(input)) return fallback(input)->allgather(outputs, inputs, options);
     TORCH_CHECK_VALUE(static_cast<int>(parts.size()) == getSize(), "all_gather: ", parts.size(),
                       " output tensors for ", getSize(), " ranks");
@@ -155,6 +157,8 @@ class NearlinearBackend : public Backend {
     // The outer list runs over ranks: outputs[rank][tensor].
     std::vector<intrusive_ptr<Work>> works;
     Tensors all;
+    for (const Tensors &of_rank : outputs)
+      check_pairs("all_gather", of_rank.size(), inputs.size());
     for (size_t i = 0; i < inputs.size(); ++i) {
       Lists parts(1);
       for (Tensors &of_rank : outputs) parts[0].push_back(of_rank[i]);
@@ -167,6 +171,7 @@ class NearlinearBackend : public Backend {
 
   intrusive_ptr<Work> allgather_into_tensor_coalesced(
       Tensors &outputs, Tensors &inputs, const c10d::AllgatherOptions &options) override {
+    check_pairs("all_gather", outputs.size(), inputs.size());
     std::vector<intrusive_ptr<Work>> works;
     for (size_t i = 0; i < inputs.size(); ++i)
       works.push_back(_allgather_base(outputs[i], inputs[i], options));
@@ -196,8 +201,8 @@ class NearlinearBackend : public Backend {
 
   intrusive_ptr<Work> reduce_scatter(Tensors &outputs, Lists &inputs,
                                      const c10d::ReduceScatterOptions &options) override {
-    Tensors &parts = inputs[0];
-    at::Tensor &output = outputs[0];
+    Tensors &parts = single("reduce_scatter", inputs);
+    at::Tensor &output = single("reduce_scatter", outputs);
     TORCH_CHECK_VALUE(static_cast<int>(parts.size()) == getSize(), "reduce_scatter: ", parts.size(),
                       " input tensors for ", getSize(), " ranks");
     const bool even = std::all_of(parts.begin(), parts.end(), [&](const at::Tensor &part) {
@@ -213,6 +218,7 @@ class NearlinearBackend : public Backend {
 
   intrusive_ptr<Work> reduce_scatter_tensor_coalesced(
       Tensors &outputs, Tensors &inputs, const c10d::ReduceScatterOptions &options) override {
+    check_pairs("reduce_scatter", outputs.size(), inputs.size());
     std::vector<intrusive_ptr<Work>> works;
     for (size_t i = 0; i < inputs.size(); ++i)
       works.push_back(_reduce_scatter_base(outputs[i], inputs[i], options));
@@ -230,21 +236,21 @@ class NearlinearBackend : public Backend {
 
   intrusive_ptr<Work> allreduce_sparse(Tensors &tensors,
                                        const c10d::AllreduceOptions &options) override {
-    return fallback(tensors[0])->allreduce(tensors, options);
+    return fallback(single("all_reduce", tensors))->allreduce(tensors, options);
   }
   intrusive_ptr<Work> reduce(Tensors &tensors, const c10d::ReduceOptions &options) override {
-    return call_on_contiguous(tensors[0], [&](at::Tensor &whole) {
+    return call_on_contiguous(single("reduce", tensors), [&](at::Tensor &whole) {
       Tensors one{whole};
       return fallback(whole)->reduce(one, options);
     });
   }
   intrusive_ptr<Work> gather(Lists &outputs, Tensors &inputs,
                              const c10d::GatherOptions &options) override {
-    return fallback(inputs[0])->gather(outputs, inputs, options);
+    return fallback(single("gather", inputs))->gather(outputs, inputs, options);
   }
   intrusive_ptr<Work> scatter(Tensors &outputs, Lists &inputs,
                               const c10d::ScatterOptions &options) override {
-    return fallback(outputs[0])->scatter(outputs, inputs, options);
+    return fallback(single("scatter", outputs))->scatter(outputs, inputs, options);
   }
   intrusive_ptr<Work> alltoall_base(at::Tensor &output, at::Tensor &input,
                                     std::vector<int64_t> &output_splits,
@@ -254,16 +260,17 @@ class NearlinearBackend : public Backend {
   }
   intrusive_ptr<Work> alltoall(Tensors &outputs, Tensors &inputs,
                                const c10d::AllToAllOptions &options) override {
+    TORCH_CHECK_VALUE(!inputs.empty(), "all_to_all needs an input tensor for each rank");
     return fallback(inputs[0])->alltoall(outputs, inputs, options);
   }
   intrusive_ptr<Work> send(Tensors &tensors, int to, int tag) override {
-    return remember(fallback(tensors[0])->send(tensors, to, tag));
+    return remember(fallback(single("send", tensors))->send(tensors, to, tag));
   }
   intrusive_ptr<Work> recv(Tensors &tensors, int from, int tag) override {
-    return remember(fallback(tensors[0])->recv(tensors, from, tag));
+    return remember(fallback(single("recv", tensors))->recv(tensors, from, tag));
   }
   intrusive_ptr<Work> recvAnysource(Tensors &tensors, int tag) override {
-    return remember(fallback(tensors[0])->recvAnysource(tensors, tag));
+    return remember(fallback(single("recv", tensors))->recvAnysource(tensors, tag));
   }
 
   void startCoalescing() override {
@@ -279,6 +286,11 @@ class NearlinearBackend : public Backend {
   nlc_group *engine() {
     TORCH_CHECK(group_, "the process group has been destroyed");
     return group_;
+  }
+
+  static void check_pairs(const char *operation, size_t outputs, size_t inputs) {
+    TORCH_CHECK_VALUE(outputs == inputs, operation, ": ", outputs, " outputs for ", inputs,
+                      " inputs");
   }
 
   // Fallbacks need contiguous tensors. Others are reduced in a copy, synchronously.

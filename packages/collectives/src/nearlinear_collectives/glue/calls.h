@@ -5,6 +5,7 @@
 #include <torch/extension.h>
 #include <torch/csrc/distributed/c10d/Types.hpp>
 
+#include <algorithm>
 #include <optional>
 #include <vector>
 
@@ -29,6 +30,30 @@ inline std::optional<int> engine_dtype(at::ScalarType type) {
     case at::kBool: return NLC_BOOL;
     default: return std::nullopt;
   }
+}
+
+// The tensor of a call. c10d's lists hold one tensor per device of a rank, here one device.
+inline at::Tensor &single(const char *operation, Tensors &tensors) {
+  TORCH_CHECK_VALUE(tensors.size() == 1, operation, " takes one tensor per rank, not ",
+                    tensors.size(), ": call it once for each tensor");
+  return tensors[0];
+}
+
+inline Tensors &single(const char *operation, std::vector<Tensors> &lists) {
+  TORCH_CHECK_VALUE(lists.size() == 1, operation, " takes one list of tensors per rank, not ",
+                    lists.size(), ": call it once for each list");
+  return lists[0];
+}
+
+// Return true if an earlier tensor of the list has the same elements.
+inline bool is_repeated(const Tensors &tensors, size_t index) {
+  const at::Tensor &tensor = tensors[index];
+  return std::any_of(tensors.begin(), tensors.begin() + index, [&](const at::Tensor &earlier) {
+    return earlier.is_same(tensor) ||
+           (tensor.numel() > 0 && earlier.layout() == at::kStrided &&
+            tensor.layout() == at::kStrided && earlier.data_ptr() == tensor.data_ptr() &&
+            earlier.sizes() == tensor.sizes() && earlier.strides() == tensor.strides());
+  });
 }
 
 struct Reduction {
