@@ -11,11 +11,11 @@ from nearlinear.config.architecture import (
     CONTEXT_KEY,
     LAYERS_KEY,
     PRESETS,
-    get_preset,
 )
 from nearlinear.config.parallel import LAUNCHER_VARIABLE, schema
 from nearlinear.config.train import TrainConfig
 from nearlinear.errors import ConfigError
+from nearlinear.planner.model_shape import model_shape
 
 
 def test_toml_has_a_comment_per_key_and_round_trips():
@@ -81,15 +81,21 @@ def test_invalid_config_raises(data, message):
         ("gpt-neox-20b", 20.55),
         ("mistral-7b", 7.242),
         ("mixtral-8x7b", 46.703),
+        ("mixtral-8x22b", 140.62),
+        ("llama3-8b", 8.030),
+        ("llama3-70b", 70.554),
+        ("llama3-405b", 405.85),
     ],
 )
 def test_presets_have_published_parameter_counts(name, billions):
     from nearlinear.config.train import ModelConfig
     from nearlinear.train.model import build_model
 
-    vocabulary = {"gpt2": 50257, "gpt_neox": 50432}.get(get_preset(name)["family"], 32000)
-    model = build_model(ModelConfig(preset=name), vocabulary)
-    assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(billions, rel=1e-3)
+    shape = model_shape(ModelConfig(preset=name))
+    model = build_model(ModelConfig(preset=name), shape.vocabulary)
+    parameters = sum(p.numel() for p in model.parameters())
+    assert parameters / 1e9 == pytest.approx(billions, rel=1e-3)
+    assert shape.parameters == pytest.approx(parameters, rel=2e-3)  # without norms and biases
 
 
 def test_every_preset_has_a_known_family():

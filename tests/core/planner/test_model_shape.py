@@ -141,7 +141,7 @@ def test_heads_of_their_own_width_are_read_for_families_with_presets(config_file
 
 def test_plan_of_a_config_without_weights(config_file, capsys):
     family, described, _ = PUBLISHED["Qwen3 30B-A3B"]
-    model = config_file(family, described)
+    model = config_file(family, described | {"quantization_config": {"quant_method": "fp8"}})
     asked = ["--set", f"model.init_from={model.init_from}", "--set", "parallel.bf16=true"]
     cli.main(["plan", *asked, "--cluster", "p5.48xlarge:4"])
     shown = capsys.readouterr().out

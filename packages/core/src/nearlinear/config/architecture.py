@@ -2,7 +2,8 @@
 
 GPT-2 sizes: Radford et al. 2019; ``gpt2-30b`` is the 30-billion model of the MiCS benchmarks (48
 layers, 7168 wide, 64 heads, 2048 tokens). Llama 2: Touvron et al. 2023, table 1 and model cards.
-GPT-NeoX: Black et al. 2022. Mistral 7B and Mixtral 8x7B: Jiang et al. 2023 and 2024, model cards.
+Llama 3: Grattafiori et al. 2024 (arXiv:2407.21783), table 3. GPT-NeoX: Black et al. 2022. Mistral
+7B, Mixtral 8x7B and 8x22B: Jiang et al. 2023 and 2024, model cards.
 BERT: Devlin et al. 2019. T5: Raffel et al. 2020. Dropout is off, as usual in pre-training today.
 Imports neither torch nor transformers, so that a wrong folder is found before a rank starts.
 """
@@ -13,7 +14,7 @@ import json
 import re
 from functools import cache
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 from ..errors import CheckpointError, ConfigError, DataError
 from .schema import unknown_key
@@ -28,6 +29,8 @@ class Architecture(TypedDict):
     """Longest sequence in tokens."""
     shape: dict[str, Any]
     """Arguments of the family's config."""
+    vocabulary: NotRequired[int]
+    """Published number of ids, if it is not the family's: the default where no data sets one."""
 
 
 def _gpt2(width: int, layers: int, heads: int, context: int) -> Architecture:
@@ -89,6 +92,11 @@ def _llama(
     }
 
 
+def _llama3(width: int, intermediate: int, layers: int, heads: int) -> Architecture:
+    found = _llama(width, intermediate, layers, heads, kv_heads=8, context=8192, rope_theta=5e5)
+    return {**found, "vocabulary": 128256}
+
+
 def _mixtral(*shape, experts: int, **arguments) -> Architecture:
     extra = {"num_local_experts": experts, "num_experts_per_tok": 2}
     return _llama(*shape, **arguments, family="mixtral", **extra)
@@ -133,6 +141,9 @@ PRESETS: dict[str, Architecture] = {
     "llama2-7b": _llama(4096, 11008, layers=32, heads=32, kv_heads=32, context=4096),
     "llama2-13b": _llama(5120, 13824, layers=40, heads=40, kv_heads=40, context=4096),
     "llama2-70b": _llama(8192, 28672, layers=80, heads=64, kv_heads=8, context=4096),
+    "llama3-8b": _llama3(4096, 14336, layers=32, heads=32),
+    "llama3-70b": _llama3(8192, 28672, layers=80, heads=64),
+    "llama3-405b": _llama3(16384, 53248, layers=126, heads=128),
     "gpt-neox-tiny": _neox(width=128, layers=4, heads=4, context=256),
     "gpt-neox-20b": _neox(width=6144, layers=44, heads=64, context=2048),
     "mistral-7b": _llama(
@@ -144,6 +155,9 @@ PRESETS: dict[str, Architecture] = {
     "t5-small": _t5(width=512, inner=2048, layers=6, heads=8, context=512),
     "mixtral-tiny": _mixtral(128, 176, layers=4, heads=4, kv_heads=2, context=256, experts=4),
     "mixtral-8x7b": _mixtral(4096, 14336, layers=32, heads=32, kv_heads=8, context=8192, experts=8),
+    "mixtral-8x22b": _mixtral(
+        6144, 16384, layers=56, heads=48, kv_heads=8, context=65536, experts=8, rope_theta=1e6
+    ),
 }
 
 CONFIG_CLASSES = {
@@ -338,7 +352,8 @@ def read_architecture(folder: str) -> Architecture:
     """Return the architecture of the model in ``folder``, in the form of `get_preset`.
 
     ``folder`` may be a name, see `model_folder`, or the path of a config.json. The weights may be
-    missing. Raises ConfigError if the config cannot be read or describes quantized weights.
+    missing. Raises ConfigError if the config cannot be read or a folder holds quantized weights; a
+    config.json alone can only be planned, as the model before quantization.
     """
     try:
         alone = Path(folder).is_file()
@@ -346,7 +361,7 @@ def read_architecture(folder: str) -> Architecture:
     except CheckpointError as error:
         raise ConfigError(f"model.init_from: {error}") from None
     family = found["model_type"]
-    if "quantization_config" in found:
+    if "quantization_config" in found and not alone:
         raise ConfigError(
             f"model.init_from = {folder} holds quantized weights, which cannot be trained: use the "
             "model before quantization"

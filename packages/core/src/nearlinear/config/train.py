@@ -36,8 +36,8 @@ class ModelConfig:
 
     preset: str = "gpt2-tiny"
     """gpt2-tiny, gpt2-small, gpt2-xl, gpt2-30b, llama-tiny, llama2-7b, llama2-13b, llama2-70b,
-    gpt-neox-tiny, gpt-neox-20b, mistral-7b, mixtral-tiny, mixtral-8x7b, bert-tiny, bert-base,
-    t5-tiny, t5-small"""
+    llama3-8b, llama3-70b, llama3-405b, gpt-neox-tiny, gpt-neox-20b, mistral-7b, mixtral-tiny,
+    mixtral-8x7b, mixtral-8x22b, bert-tiny, bert-base, t5-tiny, t5-small"""
     objective: Literal["auto", "causal", "masked", "span_corruption"] = "auto"
     """predict the next token (causal), masked tokens (BERT), or corrupted spans with an
     encoder-decoder (T5); auto = as the family is pre-trained"""

@@ -19,6 +19,7 @@ examples:
   nearlinear plan run.toml --cluster p4d.24xlarge:32 --explain   each setting and its alternatives
   nearlinear plan run.toml --cluster p4d.24xlarge:32 --search    the fastest layouts that fit
   nearlinear plan run.toml --cluster p4d.24xlarge:32 --search --explain --write best.toml
+  nearlinear plan run.toml --cluster h100:8 --search --export megatron   options of Megatron-LM
   nearlinear plan run.toml --cluster p4d.24xlarge:2 --scale      up to 16,384 GPUs, simulated
   nearlinear plan run.toml --cluster p4d.24xlarge:32 --dry-run   memory, from a real step
   nearlinear plan run.toml --cluster h100:4 --figure step.png --json step.json
@@ -44,6 +45,8 @@ class PlanOptions:
     search: bool = False
     write: str = ""
     """File for the config of the fastest layout (.toml)."""
+    export: str = ""
+    """Library to print the layout for, a key of `export.TOOLS`."""
     scale: bool = False
     dry_run: bool = False
     validate: bool = False
@@ -115,6 +118,8 @@ def _add_arguments(command: argparse.ArgumentParser) -> None:
     add("--price-per-hour", type=float, metavar="X", help="price of one node, USD")
     add("--json", default="", metavar="FILE", help="write all numbers (.json)")
     add("--write", default="", metavar="FILE", help="write the fastest layout's config (.toml)")
+    add("--export", default="", metavar="LIBRARY",
+        help="print the layout for torchtitan, megatron or deepspeed")  # fmt: skip
 
 
 def _plan(options: argparse.Namespace, load: Callable[[argparse.Namespace], TrainConfig]) -> int:
@@ -138,6 +143,10 @@ def run_plan(config: TrainConfig, options: PlanOptions, source: str = "") -> int
     check_output_file("--write", options.write, ".toml", source)
     if options.write and not options.search:
         raise ConfigError("--write needs --search: it writes the config of the fastest layout")
+    if options.export:
+        from .export import check_tool
+
+        check_tool(options.export)
     if options.validate:
         return _validate(options)
     result = plan(
@@ -179,6 +188,10 @@ def _print_details(result: PlanResult, options: PlanOptions, numbers: dict[str, 
         found = explain(explained)
         print("\n" + format_explanations(found, explained))
         numbers["explain"] = [each.as_dict() for each in found]
+    if options.export:
+        from .export import export
+
+        print("\n" + export(explained, options.export))
     if options.scale:
         from .api import format_scaling, scaling_curve
 

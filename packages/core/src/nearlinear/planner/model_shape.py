@@ -31,7 +31,8 @@ VOCABULARY = {
     "mistral": 32000,
     "mixtral": 32000,
 }
-"""Published vocabulary of each family: the default if neither data nor overrides set one."""
+"""Published vocabulary of each family: the default if neither data, overrides nor the preset set
+one."""
 
 MAX_LAYERS = 10_000
 """Memory and time are laid out block by block; no published model has a tenth of that."""
@@ -237,7 +238,8 @@ def model_shape(model: ModelConfig, vocabulary: int = 0) -> ModelShape:
     sizes = {name: _first_key(keys, names, model.name) for name, names in aliases.items()}
     gpt, table = family == "gpt2", "model.overrides"
     longest = check_positive_int(model.longest_sequence, f"{table}.{context_key(family)}")
-    words = vocabulary or keys.get("vocab_size") or VOCABULARY.get(family, 0)
+    words = vocabulary or keys.get("vocab_size") or model.architecture.get("vocabulary")
+    words = words or VOCABULARY.get(family, 0)
     if not words:
         raise ConfigError(
             f"the vocabulary of {model.name} is unknown. Set model.overrides.vocab_size."
