@@ -1,14 +1,18 @@
 """Lifecycle of a group: leaks, memory, timeouts, debug mode, the trace."""
 
 import os
+import subprocess
+import sys
 import time
 from datetime import timedelta
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from nearlinear_collectives.backend import autoload
 from tests.collectives.ranks import BACKEND
 from tests.collectives.runner import all_gather_single
 from tests.collectives.worker import join, store
@@ -243,3 +247,34 @@ def test_trace_lists_the_last_operations(pool):
         ]
         numbers = [entry["sequence"] for entry in last if entry["group"] == world]
         assert numbers == list(range(numbers[0], numbers[0] + 3))
+
+
+AUTOLOADED = """
+import sys
+import torch
+import torch.distributed as dist
+store = dist.FileStore(sys.argv[1], 2)
+dist.init_process_group("nearlinear", store=store, rank=int(sys.argv[2]), world_size=2)
+tensor = torch.ones(3)
+dist.all_reduce(tensor)
+assert tensor.tolist() == [2.0] * 3 and dist.get_backend() == "nearlinear"
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.skipif(BACKEND == "gloo", reason="gloo is part of torch")
+def test_import_of_torch_registers_the_backend(tmp_path):
+    names = {point.name for point in entry_points(group="torch.backends")}
+    assert "nearlinear" in names, "install the package again"
+    command = [sys.executable, "-c", AUTOLOADED, str(tmp_path / "store")]
+    ranks = [subprocess.Popen([*command, str(rank)]) for rank in range(2)]
+    assert [rank.wait(120) for rank in ranks] == [0, 0]
+
+
+def test_errors_of_registration_do_not_end_the_import_of_torch(monkeypatch, caplog):
+    def fail():
+        raise RuntimeError("no room")
+
+    monkeypatch.setattr("nearlinear_collectives.backend.register", fail)
+    autoload()
+    assert "the backend nearlinear is not registered: no room" in caplog.text

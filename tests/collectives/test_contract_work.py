@@ -1,12 +1,14 @@
 """c10d's contract of asynchronous calls: work, future and wait."""
 
 import threading
+from collections import Counter
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from tests.collectives.ranks import BACKEND
 from tests.collectives.runner import all_gather_single, reduce_scatter_single
 from tests.collectives.worker import store
 
@@ -209,3 +211,26 @@ def overlap_compute(rank):
 
 def test_asynchronous_calls_progress_without_wait(pool):
     assert pool.run(overlap_compute, ranks=2) == [True, True]
+
+
+def profiled(rank):
+    """Return the backend's events in a profile of every operation of the engine."""
+    size = dist.get_world_size()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        tensor, gathered = torch.ones(size), torch.empty(size * size)
+        dist.all_reduce(tensor)
+        dist.all_reduce(tensor, async_op=True).wait()
+        dist.broadcast(tensor, 0)
+        all_gather_single(gathered, tensor)
+        reduce_scatter_single(torch.empty(1), tensor)
+        dist.barrier()
+    events = Counter(event.key for event in profile.events() if "nearlinear:" in event.key)
+    return dict(events)
+
+
+def test_profiler_shows_every_operation(pool):
+    if BACKEND == "gloo":
+        pytest.skip("gloo has names of its own")
+    expected = {"all_reduce": 2, "broadcast": 1, "all_gather": 1, "reduce_scatter": 1, "barrier": 1}
+    for events in pool.run(profiled, ranks=2):
+        assert events == {f"nearlinear:{name}": count for name, count in expected.items()}

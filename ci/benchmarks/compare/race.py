@@ -36,7 +36,7 @@ CLUSTERS = ({"nodes": 4}, {"nodes": 2, "ranks_per_node": 2}, {"nodes": 3, "shard
 RATES, ACCUMULATIONS = ("100mbit", "1gbit", "10gbit"), (1, 4, 8)
 MODELS = ({}, {"model": "llama", "layers": 9})
 OURS = ("ours", "ours_once", "ours_nl", "ours_nl_once", "ours_nl_lean", "ours_nl_full",
-        "ours_nl_whole", "ours_nl_sliced")  # fmt: skip
+        "ours_nl_full_lean", "ours_nl_full_budget", "ours_nl_whole", "ours_nl_sliced")  # fmt: skip
 OTHERS = ("ddp", "ddp_nl", "ddp_zero", "ddp_zero_nl", "zero1", "zero2", "zero3", "fsdp2",
           "fsdp2_nl", "fsdp2_once", "fsdp2_once_nl", "hybrid", "hybrid_nl", "hybrid_once",
           "hybrid_once_nl")  # fmt: skip

@@ -150,6 +150,21 @@ SYSTEMS = {
         hybrid_shard_degree=0,
         **ON_NEARLINEAR,
     ),
+    "ours_nl_full_lean": _nearlinear(
+        "nearlinear, full shard (nearlinear), least memory",
+        traffic.least_memory_full,
+        hybrid_shard_degree=0,
+        sdp_max_live_parameters=0,
+        sdp_reduce_bucket_size=0,
+        **ON_NEARLINEAR,
+    ),
+    "ours_nl_full_budget": _nearlinear(
+        "nearlinear, full shard (nearlinear), budget of 1.25 P",
+        traffic.all_once_full,
+        hybrid_shard_degree=0,
+        budget=1.25,
+        **ON_NEARLINEAR,
+    ),
     "ours_nl": _nearlinear(
         "nearlinear MiCS (nearlinear)", traffic.gather_once, **EACH_MICRO_BATCH, **ON_NEARLINEAR
     ),

@@ -76,6 +76,11 @@ def least_memory(config: CompareConfig) -> Traffic:
     return Traffic(config.shard, (1, 1 + a, *([2 * a] * inner), a), a, 1)
 
 
+def least_memory_full(config: CompareConfig) -> Traffic:
+    """`least_memory` with one shard group of all ranks."""
+    return Traffic(config.world, least_memory(config).gathers, config.accumulation, 0)
+
+
 def gather_once(config: CompareConfig) -> Traffic:
     """MiCS with kept parameters: every unit gathered once per step, reduced per micro-batch."""
     return Traffic(config.shard, (1,) * (1 + config.layers), config.accumulation, 1)

@@ -12,6 +12,7 @@ import os
 import torch
 import torch.distributed as dist
 
+from . import traffic
 from .config import CompareConfig
 
 
@@ -76,7 +77,12 @@ class Nearlinear:
     """nearlinear, used as documented."""
 
     def __init__(
-        self, config: CompareConfig, two_hop: bool = True, free_blocks: bool = False, **options
+        self,
+        config: CompareConfig,
+        two_hop: bool = True,
+        free_blocks: bool = False,
+        budget: float | None = None,
+        **options,
     ):
         """Build the adapter.
 
@@ -84,11 +90,15 @@ class Nearlinear:
             config: The comparison.
             two_hop: Synchronize replicas once per step.
             free_blocks: Free the parameters of every block after its forward pass, as FSDP2 does.
+            budget: ``memory_budget`` in sizes of the float32 parameters.
             **options: Further keys of ``nl.init``.
         """
         import nearlinear as nl
         from nearlinear.distributed import runtime
 
+        if budget is not None:
+            parameters = traffic.BYTES_PER_PARAMETER * sum(traffic.unit_sizes(config))
+            options["memory_budget"] = f"{round(budget * parameters)}B"
         nl.init(
             {"hybrid_shard_degree": config.shard, **options},
             ranks_per_node=config.ranks_per_node,

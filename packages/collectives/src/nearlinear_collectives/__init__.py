@@ -1,8 +1,8 @@
 """A torch.distributed backend for host memory: shared memory on a node, all-to-all between nodes.
 
-    import nearlinear_collectives
     torch.distributed.init_process_group("nearlinear")            # or "cpu:nearlinear,cuda:nccl"
 
+torch itself imports the package (its entry points), unless TORCH_DEVICE_BACKEND_AUTOLOAD=0 is set.
 All-gather, reduce-scatter, all-reduce, broadcast and barrier on CPU tensors run on the package's
 own engine; everything else is delegated to gloo (CPU) or NCCL (CUDA).
 """

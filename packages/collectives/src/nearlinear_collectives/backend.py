@@ -1,4 +1,4 @@
-"""The backend ``nearlinear`` of torch.distributed, registered when the package is imported."""
+"""The backend ``nearlinear`` of torch.distributed, registered when torch is imported."""
 
 from __future__ import annotations
 
@@ -34,6 +34,17 @@ def register() -> None:
             "the backend %s there and ignores this package. Unset the variable to use it",
             NAME,
         )
+
+
+def autoload() -> None:
+    """Register the backend at the end of ``import torch``, through torch's entry points.
+
+    An error is logged and not raised: it would end the import of torch.
+    """
+    try:
+        register()
+    except Exception as error:
+        log.warning("the backend %s is not registered: %s", NAME, error)
 
 
 def torchcomms_is_active() -> bool:

@@ -18,7 +18,8 @@ PEER_INFO_BYTES = 512
 OWN_TIMEOUT = -1
 
 OK, BAD_ARGUMENT, PEER_DIED, TIMEOUT, MISMATCH, ABORTED, SYSTEM = range(7)
-ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, BROADCAST, BARRIER = range(1, 6)
+OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "barrier")
+ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, BROADCAST, BARRIER = range(1, 1 + len(OPERATIONS))
 DTYPES = ("uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64",
           "bool")  # fmt: skip
 REDUCTIONS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")

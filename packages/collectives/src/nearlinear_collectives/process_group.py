@@ -36,6 +36,7 @@ from .work import (
     make_call,
     make_reduce_call,
     needs_fallback,
+    profiler_event,
     single,
     timeout_ms,
     without_repetitions,
@@ -319,10 +320,11 @@ class EngineProcessGroup(dist.ProcessGroup):
     ) -> dist.Work:
         self._sequence += 1
         work = EngineWork(outputs, staging)
-        if asynchronous:
-            work.start(self._group, call)
-        else:
-            work.run(self._group, call)
+        with profiler_event(call):
+            if asynchronous:
+                work.start(self._group, call)
+            else:
+                work.run(self._group, call)
         return self._record(work)
 
     def _record(self, work: dist.Work) -> dist.Work:

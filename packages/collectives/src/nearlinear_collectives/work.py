@@ -6,6 +6,7 @@ hooks expect.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import threading
 import weakref
@@ -15,6 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.autograd.profiler import record_function
 
 from . import engine_library as engine
 from .group import EngineGroup
@@ -178,6 +180,13 @@ class Staging:
     def _copy_back(self, tensor: torch.Tensor, copy: torch.Tensor) -> int:
         self.copies.append((tensor, copy))
         return self._keep(copy)
+
+
+def profiler_event(call: engine.Call) -> contextlib.AbstractContextManager[Any]:
+    """Record the block as an event of a call, if the profiler runs."""
+    if not torch.autograd._profiler_enabled():
+        return contextlib.nullcontext()
+    return record_function(f"nearlinear:{engine.OPERATIONS[call.kind - engine.ALL_GATHER]}")
 
 
 class EngineWork(dist.Work):

@@ -90,7 +90,7 @@ void Group::time_out(int awaited) {
     }
   }
   const std::string who = rank >= 0 ? rank_text(rank) : "another node";
-  fail(NLC_TIMEOUT, format("%s made no progress for %.3g s%s", who.c_str(),
+  fail(NLC_TIMEOUT, format("%s timed out: it made no progress for %.3g s%s", who.c_str(),
                            static_cast<double>(call_timeout_ms_) / 1000.0, where.c_str()));
 }
 

@@ -54,10 +54,26 @@ inline c10::intrusive_ptr<c10::ivalue::Future> tensor_list_future() {
   return c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
 }
 
+// Name of an operation in the profiler's timelines.
+inline const char *event_name(c10d::OpType type) {
+  switch (type) {
+    case c10d::OpType::BROADCAST: return "nearlinear:broadcast";
+    case c10d::OpType::ALLREDUCE: return "nearlinear:all_reduce";
+    case c10d::OpType::ALLGATHER:
+    case c10d::OpType::_ALLGATHER_BASE: return "nearlinear:all_gather";
+    case c10d::OpType::_REDUCE_SCATTER_BASE: return "nearlinear:reduce_scatter";
+    case c10d::OpType::BARRIER: return "nearlinear:barrier";
+    default: return "nearlinear";
+  }
+}
+
+// The profiler records an event from the construction of a work to its end.
 class EngineWork : public Work {
  public:
   EngineWork(int rank, c10d::OpType type, std::vector<at::Tensor> outputs, Staging staging)
-      : Work(rank, type), outputs_(std::move(outputs)), staging_(std::move(staging)) {}
+      : Work(rank, type, event_name(type), outputs),
+        outputs_(std::move(outputs)),
+        staging_(std::move(staging)) {}
 
   void run(nlc_group *group, const nlc_call &call) {
     const int32_t status = nlc_run(group, &call);
