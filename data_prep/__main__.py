@@ -5,6 +5,7 @@ shows the traceback), 130 for an interruption. Heavy modules are imported after 
 """
 
 import argparse
+import errno
 import json
 import sys
 import time
@@ -33,7 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
         )
         return 130
     except Exception as error:
-        message = None if options.debug else _user_message(error)
+        message = None if options.debug else _user_message(error, options)
         if message is None:
             raise
         print(f"error: {' '.join(message.split())}", file=sys.stderr)
@@ -242,8 +243,15 @@ def _print_json(document: dict[str, Any]) -> None:
     print(json.dumps(document), flush=True)
 
 
-def _user_message(error: Exception) -> str | None:
+def _user_message(error: Exception, options: argparse.Namespace) -> str | None:
     """Return the message for a user error, or None for a defect of this package."""
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:  # often without a file name
+        places = [error.filename, *(getattr(options, name, None) for name in ("out", "folder"))]
+        place = next(filter(None, places), "data")
+        return (
+            f"no space is left on the file system of {place}: free space, or name another folder, "
+            "and run the same command again to resume"
+        )
     if isinstance(error, ModuleNotFoundError) and error.name:
         return (
             f"the package {error.name.split('.')[0]} is not installed: run "

@@ -1,3 +1,4 @@
+import errno
 import json
 import random
 import subprocess
@@ -58,6 +59,15 @@ def test_cli_verify_names_altered_shard(capsys, corpus, tmp_path):
     code, said, error = run(capsys, "verify", out)
     assert code == 2 and said == ""
     assert error.startswith(f"error: {shard} is altered") and error.count("\n") == 1
+
+
+def test_cli_names_the_full_file_system(capsys, monkeypatch, corpus, tmp_path):
+    def full(*arguments, **options):
+        raise OSError(errno.ENOSPC, "No space left on device")  # as a write to an open file
+
+    monkeypatch.setattr("data_prep.build.prepare", full)
+    code, _, error = run(capsys, "jsonl", corpus, "--out", tmp_path / "out")
+    assert code == 2 and f"no space is left on the file system of {tmp_path / 'out'}: free" in error
 
 
 @pytest.mark.parametrize("name", ["index.json", "preparation.json", "tokenizer/tokenizer.json",

@@ -21,7 +21,7 @@ from nearlinear.data.cache import locked
 from nearlinear.data.dataset import TokenDataset
 from nearlinear.data.loader import Loader, evaluation_batches
 from nearlinear.data.masking import Masks, cu_seqlens, make_batch
-from nearlinear.errors import ConfigError, DataError
+from nearlinear.errors import DataError
 from tests.core.data.test_data_dataset import write_dataset
 from tests.support import parity
 
@@ -311,10 +311,6 @@ def test_resume_with_another_packing_is_rejected(folder, monkeypatch):
         Loader(opened(folder, packing="best_fit"), 2).load_state_dict(state)
     with pytest.raises(DataError, match="packing is 'tight': use 'concat', 'best_fit', 'one_doc"):
         opened(folder, packing="tight")
-    with pytest.raises(DataError, match=r"drop data\.shuffle_block_mib, or data\.packing"):
-        Loader(opened(folder, packing="best_fit"), 2, blocks=nl.data.BlockShuffle())
-    with pytest.raises(ConfigError, match='shuffle_block_mib = 4 .*"best_fit".*remove'):
-        train_config.load({"data": {"packing": "best_fit", "shuffle_block_mib": 4}}, environment={})
 
 
 def losses(rank, config):

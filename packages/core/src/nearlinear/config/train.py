@@ -6,6 +6,7 @@ so that `--help` and errors are fast.
 """
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -119,6 +120,9 @@ class DataConfig:
     a SageMaker job; or .bin files of Megatron (with .idx) or nanoGPT"""
     sources: dict[str, float] = field(default_factory=dict)
     """mixture of several such folders instead of path, with weights, e.g. "tokens/code" = 0.3"""
+    curriculum: dict[str, Any] = field(default_factory=dict)
+    """other weights of the sources from a number of tokens on, e.g. "300e9" = {"tokens/code" = 1};
+    sources without a weight are not read"""
     sequence_length: int = 0
     """tokens per sequence; 0 = the model's context"""
     packing: Packing = "concat"
@@ -161,17 +165,36 @@ class DataConfig:
             raise ConfigError(
                 f"data.path = {self.path} and data.sources are both set: remove one of them"
             )
-        if self.sources and self.shuffle_block_mib:
-            raise ConfigError(
-                f"data.shuffle_block_mib = {self.shuffle_block_mib} cannot be used with "
-                "data.sources: blocks are shuffled within a single folder; remove one of them"
-            )
-        if self.packing != "concat" and self.shuffle_block_mib:
-            raise ConfigError(
-                f"data.shuffle_block_mib = {self.shuffle_block_mib} cannot be used with "
-                f'data.packing = "{self.packing}": only concat can shuffle blocks; remove one of '
-                "them"
-            )
+        if self.curriculum:
+            self._check_curriculum()
+
+    def _check_curriculum(self) -> None:
+        if not self.sources:
+            raise ConfigError("data.curriculum changes the weights of data.sources: set them")
+        for tokens, weights in self.curriculum.items():
+            label = f'data.curriculum."{tokens}"'
+            try:
+                begin = float(tokens)
+            except ValueError:
+                begin = math.nan
+            if not 0 < begin < math.inf:
+                raise ConfigError(f"{label}: the key must be a number of tokens above 0")
+            if not isinstance(weights, dict):
+                raise ConfigError(f"{label} = {weights!r}: expected weights by folder")
+            if unknown := weights.keys() - self.sources.keys():
+                raise ConfigError(f"{label}: {min(unknown)} is not in data.sources: add it there")
+            for folder, weight in weights.items():
+                coerce(weight, float, f'{label}."{folder}"')
+
+    def stages(self, sequence_length: int) -> list[tuple[int, dict[str, float]]]:
+        """Return the first sequence of each stage of the curriculum and its weights, in order."""
+        found = (
+            (math.ceil(float(tokens) / sequence_length), {
+                folder: float(weights.get(folder, 0.0)) for folder in self.sources
+            })
+            for tokens, weights in self.curriculum.items()
+        )  # fmt: skip
+        return sorted(found, key=lambda stage: stage[0])
 
     @property
     def folders(self) -> list[str]:

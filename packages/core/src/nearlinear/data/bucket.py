@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -40,6 +41,8 @@ class RemoteShards(ShardSource):
         self._copied: set[Path] = set()
         self._cache, self._blocks = cache, BlockCache(cache / "blocks", int(cache_gib * 2**30))
         self._threads = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="nearlinear-blocks")
+        # At exit, Python ends the threads itself, before the modules that a shutdown needs.
+        weakref.finalize(self, self._threads.shutdown, wait=False).atexit = False
         self._block = functools.lru_cache(_MAPPED)(
             functools.partial(_block, self._blocks, self._place, self.shards)
         )
@@ -67,10 +70,6 @@ class RemoteShards(ShardSource):
         else:
             list(self._threads.map(lambda number: self._block(*number), sorted(numbers)))
         return extents[:0]
-
-    def __del__(self):
-        with contextlib.suppress(AttributeError):  # the constructor failed
-            self._threads.shutdown(wait=False)
 
     def _check_sizes(self) -> None:
         with _data_errors():

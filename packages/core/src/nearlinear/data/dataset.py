@@ -311,7 +311,13 @@ class TokenDataset:
         return pieces[:, 1:] * self._byte_scale
 
     def block_starts(self, block_bytes: int) -> np.ndarray:
-        """Return the first window beginning in each aligned block of the files, int64 [blocks]."""
+        """Return the first window of each block, int64 [blocks].
+
+        A block consists of the windows that begin in an aligned part of a file. Packed documents
+        are spread over the windows of their group, so that a packed group is a block.
+        """
+        if self._plan is not None:
+            return self._plan.group_starts
         step = max(1, block_bytes // self.source.dtype.itemsize)
         firsts = [
             start + np.arange(0, end - start, step)

@@ -30,7 +30,7 @@ from .masking import IGNORED_LABEL, NO_MASKS, Masks, make_batch
 from .mixture import Mixture
 from .packing import VERSION
 from .read_ahead import ReadAhead
-from .sampler import BlockOrder, MixtureOrder, ShuffledOrder, key
+from .sampler import BlockOrder, MixtureBlockOrder, MixtureOrder, ShuffledOrder, key
 
 _FORMAT, _BLOCK_FORMAT = 1, 2  # the second adds the block shuffle
 
@@ -74,6 +74,8 @@ def loader_state(
     }
     if isinstance(dataset, Mixture):
         state["sources"] = dataset.describe()
+        if stages := dataset.proportions.describe():
+            state["curriculum"] = stages
     if dataset.packing != "concat":
         state["packing"] = dataset.packing
         state["packing_plan"] = VERSION
@@ -104,6 +106,7 @@ def check_loader_state(saved: dict, here: dict, path) -> None:
         for name, usual in _IDENTITY.items()
         if saved.get(name, usual) != here.get(name, usual)
     ]
+    differing += _other_stages(saved, here)
     if differing:
         changes = ", ".join(differing)
         raise DataError(
@@ -120,6 +123,21 @@ def _other_sources(before: list[dict], now: list[dict]) -> list[str]:
         if identity[0] != identity[1]:
             found.append(f"source {number} was {_source(was)} and is {_source(is_)}")
     return found
+
+
+def _other_stages(saved: dict, here: dict) -> list[str]:
+    """Describe the difference between the stages of two curricula that have been reached."""
+    reached = [
+        [stage for stage in state.get("curriculum", []) if stage[0] < saved["next_sample"]]
+        for state in (saved, here)
+    ]
+    if reached[0] == reached[1]:
+        return []
+    tokens = saved["next_sample"] * here["sequence_length"]
+    return [
+        f"the curriculum up to sample {saved['next_sample']} was {reached[0]} and is {reached[1]} "
+        f"(new stages may begin at {tokens} tokens or later)"
+    ]
 
 
 def _source(told: dict | None) -> str:
@@ -209,13 +227,17 @@ class Loader:
         self.read_ahead: int = read_ahead
         self.masks: Masks = masks
         self.transform: BatchTransform | None = transform
-        self.order: BlockOrder | None = _block_order(dataset, blocks, seed) if blocks else None
+        self.order: BlockOrder | MixtureBlockOrder | None = (
+            _block_order(dataset, blocks, seed) if blocks else None
+        )
         every = self.order or _sample_order(dataset, seed)
         # Wraps a partial function, not a method, so that deleting a loader releases its mappings.
         self._chunk = functools.lru_cache(_CHUNKS)(functools.partial(_chunk, every))
         self._read_ahead_thread = None
         if blocks or read_ahead:  # remember the blocks of this group and the next
-            self._read_ahead_thread = ReadAhead(dataset, 2 * blocks.blocks if blocks else 0)
+            mixed = len(dataset.sources) if isinstance(dataset, Mixture) else 1
+            remembered = 2 * blocks.blocks * mixed if blocks else 0
+            self._read_ahead_thread = ReadAhead(dataset, remembered)
         self._pending: dict[int, tuple[np.ndarray, Future]] = {}
         self._next_sample = 0
         self._last_step: int | None = None
@@ -374,26 +396,30 @@ def _sample_order(dataset: TokenDataset | Mixture, seed: int) -> ShuffledOrder |
     return ShuffledOrder(len(dataset), lambda epoch: key(seed, epoch))
 
 
-def _chunk(order: ShuffledOrder | MixtureOrder | BlockOrder, number: int) -> np.ndarray:
+def _chunk(
+    order: ShuffledOrder | MixtureOrder | BlockOrder | MixtureBlockOrder, number: int
+) -> np.ndarray:
     """Return the windows of chunk `number` of `_AT_ONCE` samples."""
     samples = np.arange(number * _AT_ONCE, (number + 1) * _AT_ONCE)
-    return order.windows(order.places(samples) if isinstance(order, BlockOrder) else samples)
+    if isinstance(order, BlockOrder | MixtureBlockOrder):
+        return order.windows(order.places(samples))
+    return order.windows(samples)
 
 
-def _block_order(dataset: TokenDataset | Mixture, blocks: BlockShuffle, seed: int) -> BlockOrder:
-    if isinstance(dataset, Mixture):
-        raise DataError(
-            "block shuffling supports a single dataset, not a mixture: drop "
-            "data.shuffle_block_mib, or data.sources"
-        )
-    if dataset.packing != "concat":
-        raise DataError(
-            f"block shuffling supports only the packing concat, not {dataset.packing}: drop "
-            "data.shuffle_block_mib, or data.packing"
-        )
+def _block_order(
+    dataset: TokenDataset | Mixture, blocks: BlockShuffle, seed: int
+) -> BlockOrder | MixtureBlockOrder:
     _require_positive(block_mib=blocks.block_mib, blocks=blocks.blocks)
-    starts = dataset.block_starts(blocks.block_mib * UNIT)
-    return BlockOrder(starts, len(dataset), blocks.blocks, lambda *words: key(seed, *words))
+
+    def order(source: TokenDataset, *words: int | str) -> BlockOrder:
+        starts = source.block_starts(blocks.block_mib * UNIT)
+        keys = functools.partial(key, seed, *words)
+        return BlockOrder(starts, len(source), blocks.blocks, keys)
+
+    if not isinstance(dataset, Mixture):
+        return order(dataset)
+    orders = [order(source, "source", number) for number, source in enumerate(dataset.sources)]
+    return MixtureBlockOrder(dataset, orders)
 
 
 def _require_positive(**values: int) -> None:

@@ -1,18 +1,24 @@
 """Weighted mixtures of datasets. The sample number alone determines the source of a sample.
 
-A table of one period assigns samples to sources. Among the sources behind their share, the one with
-the earliest deadline gets the next sample, so every source stays within one sample of its share.
-Source: Tijdeman, "The chairman assignment problem" (1980).
+Weights are exact rational numbers. If their period is short, a table of one period assigns samples
+to sources: among the sources behind their share, the one with the earliest deadline gets the next
+sample, so every source stays within one sample of its share (Tijdeman, "The chairman assignment
+problem", 1980). Longer periods are assigned by a Huffman tree over the weights, whose nodes divide
+their samples between two children in proportion, rounded to the nearest integer.
+
+A curriculum changes the weights at given sample numbers.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
+import heapq
+import itertools
 import json
-import logging
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -23,32 +29,35 @@ from ..errors import DataError
 from .dataset import ReadCounters, TokenDataset, WindowRows
 from .format import Manifest
 
-logger = logging.getLogger("nearlinear.data")
-
 PERIOD = 2**12
-"""Maximum period of the assignment in samples. Weights are rounded to that many parts."""
+"""Longest period of a table, in samples."""
+
+Stages = Sequence[tuple[int, Sequence[float]]]
+"""First sample of each stage of a curriculum, and the weights from there on."""
 
 
 class Mixture:
     """Weighted mixture of datasets, read as one dataset.
 
-    In any range of samples, each source is within two samples of its share (`Proportions`). Short
-    sources are repeated while longer ones are still in their first epoch.
+    Each source stays within two samples of its share (`Proportions`). Short sources are repeated
+    while longer ones are still in their first epoch.
 
     Args:
         sources: Weight of each dataset, in order. The datasets must have the same sequence length,
             tokenizer and packing.
+        curriculum: Later weights: the first sample of each stage, and its weights in the order of
+            the sources.
 
     Raises:
-        DataError: If the datasets do not match, or a weight is not positive.
+        DataError: If the datasets do not match, or weights or stages cannot be used.
     """
 
-    def __init__(self, sources: Mapping[TokenDataset, float]):
+    def __init__(self, sources: Mapping[TokenDataset, float], curriculum: Stages = ()):
         self.sources: list[TokenDataset] = list(sources)
         self.weights: list[float] = list(sources.values())
         if not self.sources:
             raise DataError("a mixture of no datasets: give at least one")
-        self.proportions: Proportions = Proportions(self.weights)
+        self.proportions: Curriculum = Curriculum([(0, self.weights), *curriculum])
         first = self.sources[0]
         for other in self.sources[1:]:
             for attribute, expected, found in (
@@ -83,7 +92,8 @@ class Mixture:
             f"{share:.4g} of {source}"
             for share, source in zip(self.proportions.shares, self.sources, strict=True)
         )
-        return "; ".join(parts)
+        later = len(self.proportions.stages) - 1
+        return "; ".join(parts) + (f"; other weights in {later} later stages" if later else "")
 
     def __len__(self) -> int:
         """Number of windows of all sources."""
@@ -91,7 +101,7 @@ class Mixture:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Hash of the sources' tokens and proportions, 64 hex digits, and the split's name."""
+        """Hash of the sources' tokens and first proportions, 64 hex digits, and the split."""
         identity = [
             [source.fingerprint, part]
             for source, part in zip(self.sources, self.proportions.parts, strict=True)
@@ -104,7 +114,7 @@ class Mixture:
         return [file for source in self.sources for file in source.files]
 
     def describe(self) -> list[dict[str, Any]]:
-        """Return path, fingerprint and share of each source."""
+        """Return path, fingerprint and first share of each source."""
         return [
             {"path": str(source.path), "dataset": source.fingerprint, "share": share}
             for source, share in zip(self.sources, self.proportions.shares, strict=True)
@@ -173,70 +183,175 @@ class Mixture:
 
 
 class Proportions:
-    """Assignment of sample numbers to sources in proportion to `weights`.
+    """Assignment of sample numbers to sources in proportion to `weights`, which are exact.
 
     Among the first g samples, the number from each source differs from g times its share by less
-    than one. Weights that need a period above `PERIOD` are rounded, with a warning.
+    than one, or less than two if the period exceeds `PERIOD`.
 
     Raises:
-        DataError: If a weight is not a positive number.
+        DataError: If a weight is not a number of at least 0, or all are 0.
     """
 
     def __init__(self, weights: Sequence[float]):
-        exact = [Fraction(str(weight)) for weight in weights if _positive(weight)]
-        if len(exact) != len(weights):
-            raise DataError(f"weights are {weights}: every weight must be a number above 0")
-        self.parts: list[int] = _integer_parts(exact)
+        exact = [Fraction(str(weight)) for weight in weights if _is_weight(weight)]
+        if len(exact) != len(weights) or not any(exact):
+            raise DataError(
+                f"weights are {weights}: every weight must be a number of at least 0, and one above"
+            )
+        common = math.lcm(*(weight.denominator for weight in exact))
+        parts = [int(weight * common) for weight in exact]
+        self.parts: list[int] = [part // math.gcd(*parts) for part in parts]
         self.period: int = sum(self.parts)
         self.shares: list[float] = [part / self.period for part in self.parts]
-        _warn_rounded(exact, self.parts)
-        table = assign_slots(self.parts)
-        counts = np.zeros((len(table) + 1, len(self.parts)), dtype=np.int64)
-        np.cumsum(table[:, None] == np.arange(len(self.parts)), axis=0, out=counts[1:])
-        self._table, self._before = table, counts
+        short = self.period <= PERIOD
+        self._assignment = _Table(self.parts) if short else _Tree(self.parts)
 
     def counts(self, samples: int) -> np.ndarray:
         """Count the samples of each source among the first `samples`, int64 [sources]."""
-        return samples // self.period * self._before[-1] + self._before[samples % self.period]
+        return self._assignment.counts(samples)
 
     def assign(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the source of each sample [N] and its number within the source, int64 [N]."""
-        rounds, places = samples // self.period, samples % self.period
+        return self._assignment.assign(samples)
+
+
+class Curriculum:
+    """Proportions that change at given samples; the first stage begins at sample 0.
+
+    Raises:
+        DataError: If stages do not begin one after the other, or weights cannot be used.
+    """
+
+    def __init__(self, stages: Stages):
+        starts = [start for start, _ in stages]
+        if starts != sorted(set(starts)):
+            raise DataError(
+                f"stages of the curriculum begin at samples {starts}: each must begin later than "
+                "the one before"
+            )
+        self.stages: list[tuple[int, Proportions]] = [
+            (start, Proportions(weights)) for start, weights in stages
+        ]
+        for source in range(len(stages[0][1])):
+            if not any(proportions.parts[source] for _, proportions in self.stages):
+                raise DataError(f"source {source + 1} has the weight 0: remove it")
+        self.parts: list[int] = self.stages[0][1].parts
+        self.shares: list[float] = self.stages[0][1].shares
+        self._starts = np.array(starts, dtype=np.int64)
+        before = [np.zeros(len(self.parts), dtype=np.int64)]
+        for (start, proportions), after in zip(self.stages, starts[1:], strict=False):
+            before.append(before[-1] + proportions.counts(after - start))
+        self._before = np.stack(before)
+
+    def describe(self) -> list[list[Any]]:
+        """Return first sample and integer weights of each stage but the first."""
+        return [[start, proportions.parts] for start, proportions in self.stages[1:]]
+
+    def counts(self, samples: int) -> np.ndarray:
+        """Count the samples of each source among the first `samples`, int64 [sources]."""
+        stage = max(0, int(np.searchsorted(self._starts, samples)) - 1)
+        start, proportions = self.stages[stage]
+        return self._before[stage] + proportions.counts(samples - start)
+
+    def assign(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the source of each sample [N] and its number within the source, int64 [N]."""
+        stage_of = np.searchsorted(self._starts, samples, side="right") - 1
+        source, own = np.empty_like(samples), np.empty_like(samples)
+        for stage in np.unique(stage_of).tolist():
+            chosen = stage_of == stage
+            start, proportions = self.stages[stage]
+            source[chosen], numbers = proportions.assign(samples[chosen] - start)
+            own[chosen] = numbers + self._before[stage][source[chosen]]
+        return source, own
+
+
+def _is_weight(weight) -> bool:
+    return type(weight) in (int, float) and math.isfinite(weight) and weight >= 0
+
+
+class _Table:
+    """Assignment by a table of one period."""
+
+    def __init__(self, parts: list[int]):
+        self._period = sum(parts)
+        self._table = assign_slots(parts)
+        self._before = np.zeros((self._period + 1, len(parts)), dtype=np.int64)
+        np.cumsum(self._table[:, None] == np.arange(len(parts)), axis=0, out=self._before[1:])
+
+    def counts(self, samples: int) -> np.ndarray:
+        return samples // self._period * self._before[-1] + self._before[samples % self._period]
+
+    def assign(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        rounds, places = samples // self._period, samples % self._period
         source = self._table[places]
         return source, rounds * self._before[-1][source] + self._before[places, source]
 
 
-def _positive(weight) -> bool:
-    return type(weight) in (int, float) and math.isfinite(weight) and weight > 0
+@dataclass(frozen=True)
+class _Node:
+    """A node of a Huffman tree: a source, or two children that share its samples."""
+
+    weight: int
+    source: int = -1
+    """-1 for a node with children."""
+    children: tuple[_Node, _Node] | None = None
+
+    def first_child_count(self, samples: Any) -> Any:
+        """Return how many of the node's first `samples` belong to its first child."""
+        assert self.children is not None
+        return (samples * self.children[0].weight + self.weight // 2) // self.weight
 
 
-def _integer_parts(weights: list[Fraction]) -> list[int]:
-    """Convert weights to coprime integers, rounded to a sum of at most `PERIOD`."""
-    common = math.lcm(*(weight.denominator for weight in weights))
-    parts = [int(weight * common) for weight in weights]
-    parts = [part // math.gcd(*parts) for part in parts]
-    if sum(parts) <= PERIOD:
-        return parts
-    total, room = sum(parts), PERIOD - len(parts)
-    rounded = [1 + part * room // total for part in parts]  # every source keeps at least one part
-    rests = [(part * room % total, -number) for number, part in enumerate(parts)]
-    for _, number in sorted(rests, reverse=True)[: PERIOD - sum(rounded)]:
-        rounded[-number] += 1
-    return [part // math.gcd(*rounded) for part in rounded]
+class _Tree:
+    """Assignment by a Huffman tree: exact for any integers, in a step per level.
 
+    A child's count is its share of its parent's, rounded. The rounding error of the parent is
+    multiplied by that share, which is at most 2/3 above the lowest level of a Huffman tree, because
+    a sibling is at least as heavy as either child of the node. So the errors of all levels, of half
+    a sample each, add up to less than 1/2 + (1/2) / (1 - 2/3) = 2 samples.
+    """
 
-def _warn_rounded(weights: list[Fraction], parts: list[int]) -> None:
-    """Warn about the source with the largest rounding error, if any."""
-    asked = [weight / sum(weights) for weight in weights]
-    found = [Fraction(part, sum(parts)) for part in parts]
-    off = [abs(is_ / was - 1) for is_, was in zip(found, asked, strict=True)]
-    if worst := max(off):
-        number = off.index(worst)
-        logger.warning(
-            "mixture weights are rounded to %d parts: source %d gets %.4f %% of the samples "
-            "instead of %.4f %%",
-            sum(parts), number + 1, 100 * found[number], 100 * asked[number],
-        )  # fmt: skip
+    def __init__(self, parts: list[int]):
+        self._sources = len(parts)
+        order = itertools.count()
+        heap = [(part, next(order), _Node(part, source))
+                for source, part in enumerate(parts) if part]  # fmt: skip
+        heapq.heapify(heap)
+        while len(heap) > 1:
+            (light, _, first), (heavy, _, second) = heapq.heappop(heap), heapq.heappop(heap)
+            node = _Node(light + heavy, children=(first, second))
+            heapq.heappush(heap, (node.weight, next(order), node))
+        self._root = heap[0][2]
+
+    def counts(self, samples: int) -> np.ndarray:
+        found = np.zeros(self._sources, dtype=np.int64)
+        waiting = [(self._root, int(samples))]
+        while waiting:
+            node, count = waiting.pop()
+            if node.children is None:
+                found[node.source] = count
+            else:
+                first = node.first_child_count(count)
+                waiting += zip(node.children, (first, count - first), strict=True)
+        return found
+
+    def assign(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        source, own = np.empty_like(samples), np.empty_like(samples)
+        largest = int(samples.max(initial=0)) + 1
+        # Products above 63 bits need Python's integers.
+        exact = samples.astype(object) if largest * self._root.weight >= 2**62 else samples
+        waiting = [(self._root, np.arange(len(samples)), exact)]
+        while waiting:
+            node, places, numbers = waiting.pop()
+            if node.children is None:
+                source[places], own[places] = node.source, numbers.astype(np.int64)
+                continue
+            before = node.first_child_count(numbers)
+            is_first = (node.first_child_count(numbers + 1) > before).astype(bool)
+            first, second = node.children
+            waiting.append((first, places[is_first], before[is_first]))
+            waiting.append((second, places[~is_first], (numbers - before)[~is_first]))
+        return source, own
 
 
 def assign_slots(parts: list[int]) -> np.ndarray:
@@ -251,7 +366,7 @@ def assign_slots(parts: list[int]) -> np.ndarray:
         owed = (place + 1) * weights - served * total  # in slots times `total`
         # eligible: owed at least 1 / slack of a slot; the earliest deadline goes first
         may = slack * owed >= total
-        last = ((slack - 1) * total - slack * owed) / (slack * weights)
+        last = ((slack - 1) * total - slack * owed) / (slack * np.maximum(weights, 1))
         chosen = int(np.where(may, last, np.inf).argmin())
         table[place] = chosen
         served[chosen] += 1

@@ -231,6 +231,12 @@ class PackingPlan:
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0
 
+    @property
+    def group_starts(self) -> np.ndarray:
+        """First sequence of each group that has sequences, int64 [groups]."""
+        starts = np.unique(np.concatenate([[0], self._ends]))
+        return starts[starts < len(self)]
+
     def pieces(self, numbers: np.ndarray) -> np.ndarray:
         """Locate the sequences `numbers` [N].
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -139,6 +139,11 @@ class BlockOrder:
                 found[chosen, 1:] = self._deal(blocks, positions[chosen] - start)
         return found
 
+    @property
+    def block_count(self) -> int:
+        """Number of blocks."""
+        return len(self._starts)
+
     def windows(self, places: np.ndarray) -> np.ndarray:
         """Return the windows at `places` [N, 3], int64 [N]."""
         found = np.empty(len(places), dtype=np.int64)
@@ -218,6 +223,57 @@ class MixtureOrder:
             chosen = source == number
             found[chosen] = self._offsets[number] + self._sources[number].windows(own[chosen])
         return found
+
+
+class MixtureBlockOrder:
+    """Block order of a mixture: each source has its own, and blocks are numbered over all sources.
+
+    Args:
+        mixture: The mixture.
+        orders: Order of each source.
+    """
+
+    def __init__(self, mixture: Mixture, orders: list[BlockOrder]):
+        self._proportions, self._offsets, self._orders = (
+            mixture.proportions,
+            mixture.offsets,
+            orders,
+        )
+        self._ends = np.cumsum([order.block_count for order in orders])
+
+    def places(self, samples: np.ndarray) -> np.ndarray:
+        """Locate samples [N]: int64 [N, 3] of the source's epoch, block, and turn in the block."""
+        source_of, own = self._proportions.assign(samples)
+        found = np.empty((len(samples), 3), dtype=np.int64)
+        for source in np.unique(source_of).tolist():
+            chosen = source_of == source
+            found[chosen] = self._orders[source].places(own[chosen])
+            found[chosen, 1] += self._first_block(source)
+        return found
+
+    def windows(self, places: np.ndarray) -> np.ndarray:
+        """Return the windows of the mixture at `places` [N, 3], int64 [N]."""
+        found = np.empty(len(places), dtype=np.int64)
+        for source, chosen in self._by_source(places[:, 1]):
+            its = places[chosen] - np.array([0, self._first_block(source), 0])
+            found[chosen] = self._offsets[source] + self._orders[source].windows(its)
+        return found
+
+    def ranges(self, blocks: np.ndarray) -> np.ndarray:
+        """Return first window and end of each block, int64 [N, 2]."""
+        found = np.empty((len(blocks), 2), dtype=np.int64)
+        for source, chosen in self._by_source(blocks):
+            its = self._orders[source].ranges(blocks[chosen] - self._first_block(source))
+            found[chosen] = self._offsets[source] + its
+        return found
+
+    def _first_block(self, source: int) -> int:
+        return int(self._ends[source]) - self._orders[source].block_count
+
+    def _by_source(self, blocks: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+        source_of = np.searchsorted(self._ends, blocks, side="right")
+        for source in np.unique(source_of).tolist():
+            yield source, source_of == source
 
 
 def key(*words: int | str) -> int:

@@ -227,7 +227,13 @@ def open_dataset(config: TrainConfig, split: str, verified: bool = False) -> Tok
         eos_id=config.data.eos_id,
     )
     if config.data.sources:
-        dataset = Mixture(_open_sources(config.data.sources, open_folder, split))
+        sources = _open_sources(config.data.sources, open_folder, split)
+        if split == "train":
+            stages = config.data.stages(config.sequence_length)
+            weights = [(start, list(by_folder.values())) for start, by_folder in stages]
+            dataset = Mixture(sources, weights)
+        else:  # all sequences are read; a source may be trained on only later
+            dataset = Mixture({source: weight or 1.0 for source, weight in sources.items()})
     else:
         dataset = open_folder(config.data.path)
     needed = dataset.manifest.vocab_size

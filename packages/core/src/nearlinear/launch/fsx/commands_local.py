@@ -9,6 +9,7 @@ from pathlib import Path
 from ...data.dataset import TokenDataset
 from ...data.format import MANIFEST_FILE
 from ...data.loader import Loader
+from ...data.sampler import MixtureBlockOrder
 from ...errors import ConfigError
 from .. import spec
 from . import hydrate as hydration
@@ -50,6 +51,7 @@ def hydrate(options: argparse.Namespace) -> int:
         ]
         hydration.restore_files(manifests)
         loader, dataset = _open_loader(options, folder)
+        assert not isinstance(loader.order, MixtureBlockOrder)  # of a single folder
         files = hydration.files_in_read_order(folder, loader.order, dataset)
     hydration.restore_files(
         files, batch_size=options.at_once, report=lambda progress: print(progress, flush=True)
