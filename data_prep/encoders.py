@@ -129,7 +129,7 @@ def _fastokens_backend(tokenizer: TextTokenizer) -> Backend:
     os.environ.setdefault("FASTOKENS_BPE_THREADS", "1")  # read once, at the first use
     import fastokens
 
-    backend = fastokens.Tokenizer.from_json_str(_without_truncation(tokenizer.json_text))
+    backend = fastokens.Tokenizer.from_json_str(_without_truncation(tokenizer.encoding_json))
 
     def encode(texts: list[str]) -> Encoded:
         ids, offsets = backend.encode_batch_flat(texts, split_special_tokens=True)
@@ -142,7 +142,7 @@ def _gigatoken_backend(tokenizer: TextTokenizer) -> Backend:
     import awkward
     import gigatoken
 
-    document = json.loads(tokenizer.json_text)
+    document = json.loads(tokenizer.encoding_json)
     document["added_tokens"] = [t for t in document["added_tokens"] if not t["special"]]
     backend = gigatoken.Tokenizer.from_json(json.dumps(document))
 

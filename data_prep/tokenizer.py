@@ -55,13 +55,37 @@ class TextTokenizer:
     @cached_property
     def tokenizer(self) -> Any:
         """The `tokenizers.Tokenizer`, without truncation or padding."""
-        from tokenizers import Tokenizer
+        return _plain_tokenizer(self.json_text)
 
-        tokenizer = Tokenizer.from_str(self.json_text)
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
-        tokenizer.encode_special_tokens = True  # plain text in documents
-        return tokenizer
+    @cached_property
+    def encoding_json(self) -> str:
+        """Content of the tokenizer.json that encodes text, with the same ids.
+
+        Files converted from SentencePiece list control tokens such as `</s>` among the pieces of
+        their Unigram model, which then matches them in text; SentencePiece itself does not. Such a
+        piece is renamed to one with a space, which no text holds after Metaspace.
+        """
+        document = json.loads(self.json_text)
+        model, pre_tokenizer = document["model"], json.dumps(document.get("pre_tokenizer"))
+        if "unk_id" not in model or '"Metaspace"' not in pre_tokenizer:
+            return self.json_text
+        special = {token["content"] for token in document["added_tokens"] if token["special"]}
+        renamed = set()
+        for number, (piece, score) in enumerate(model["vocab"]):
+            if piece in special and number != model["unk_id"]:
+                model["vocab"][number] = [f"{piece} ", score]
+                renamed.add(piece)
+        document["added_tokens"] = [
+            token for token in document["added_tokens"] if token["content"] not in renamed
+        ]
+        return json.dumps(document, ensure_ascii=False)
+
+    @cached_property
+    def _encoding(self) -> Any:
+        """The `tokenizers.Tokenizer` of `encoding_json`."""
+        if self.encoding_json is self.json_text:
+            return self.tokenizer
+        return _plain_tokenizer(self.encoding_json)
 
     @cached_property
     def vocab_size(self) -> int:
@@ -89,7 +113,7 @@ class TextTokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Encode several documents on all cores, without EOS."""
-        batch = self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        batch = self._encoding.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in batch]
 
     def write(self, folder: StoragePath) -> None:
@@ -108,6 +132,16 @@ class TextTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """Decode token ids, leaving out special tokens such as EOS."""
         return self.tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
+
+
+def _plain_tokenizer(json_text: str) -> Any:
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_str(json_text)
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    tokenizer.encode_special_tokens = True  # plain text in documents
+    return tokenizer
 
 
 @cache

@@ -250,24 +250,35 @@ def test_trace_lists_the_last_operations(pool):
 
 
 AUTOLOADED = """
+import resource
 import sys
+limit = int(sys.argv[3]) * 2**30 or resource.RLIM_INFINITY
+resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 import torch
 import torch.distributed as dist
 store = dist.FileStore(sys.argv[1], 2)
 dist.init_process_group("nearlinear", store=store, rank=int(sys.argv[2]), world_size=2)
-tensor = torch.ones(3)
-dist.all_reduce(tensor)
-assert tensor.tolist() == [2.0] * 3 and dist.get_backend() == "nearlinear"
+backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+for group in (None, *(dist.new_group([0, 1]) for _ in range(3))):
+    tensor = torch.ones(3)
+    dist.all_reduce(tensor, group=group)
+    assert tensor.tolist() == [2.0] * 3 and dist.get_backend() == "nearlinear"
+for size in (2**20, 2**26):
+    pooled = backend.allocate_tensor(size, dtype=torch.float32, device=torch.device("cpu"))
+    pooled.fill_(1.0)
+    dist.all_reduce(pooled)
+    assert pooled[:: size // 8].tolist() == [2.0] * 8
 dist.destroy_process_group()
 """
 
 
 @pytest.mark.skipif(BACKEND == "gloo", reason="gloo is part of torch")
-def test_import_of_torch_registers_the_backend(tmp_path):
+@pytest.mark.parametrize("limit_gib", [0, 16])  # of the address space; 0: none
+def test_import_of_torch_registers_the_backend(tmp_path, limit_gib):
     names = {point.name for point in entry_points(group="torch.backends")}
     assert "nearlinear" in names, "install the package again"
     command = [sys.executable, "-c", AUTOLOADED, str(tmp_path / "store")]
-    ranks = [subprocess.Popen([*command, str(rank)]) for rank in range(2)]
+    ranks = [subprocess.Popen([*command, str(rank), str(limit_gib)]) for rank in range(2)]
     assert [rank.wait(120) for rank in ranks] == [0, 0]
 
 

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import data_prep
+from data_prep.encoders import get_encoder
 from data_prep.tokenizer import TextTokenizer, load
 from nearlinear.errors import DataError
 
@@ -165,9 +166,22 @@ def unigram_json(path, unknown, letters="▁</s>eoab"):
     return str(path)
 
 
+@pytest.mark.parametrize("unknown", [None, 3])
+def test_control_tokens_in_a_unigram_vocabulary_are_not_matched_in_text(tmp_path, unknown):
+    """Vocabularies from SentencePiece (T5, mT5, XLM-R) contain </s> and <pad>."""
+    letters = "▁</s>eoab"
+    tokenizer = load(unigram_json(tmp_path / "t.json", unknown, letters))
+    assert (tokenizer.eos_token, tokenizer.eos_id) == ("</s>", 0)
+    ids = {letter: 1 + number for number, letter in enumerate(letters)}
+    for text in ("</s>", "a</s>b", "a </s> b"):
+        pieces = "▁" + text.replace(" ", "▁")
+        assert tokenizer.encode(text) == [ids[letter] for letter in pieces]
+    assert tokenizer.decode([0, ids["a"], ids["b"]]) == "a b"
+    encoder = get_encoder(tokenizer)
+    assert encoder(["a</s>b"])[0].tolist() == tokenizer.encode("a</s>b")
+
+
 def test_unigram_model_without_unknown_token_exempts_no_token(tmp_path):
-    with pytest.raises(DataError, match="forge"):
-        load(unigram_json(tmp_path / "t.json", None), "<eos>")
     with pytest.raises(DataError, match="cannot encode the text <eos> .*give its model an unknown"):
         load(unigram_json(tmp_path / "t.json", None, "ab"), "<eos>")
     assert load(unigram_json(tmp_path / "t.json", 0), "<eos>").eos_token == "<eos>"

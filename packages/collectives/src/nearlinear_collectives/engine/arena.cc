@@ -1,25 +1,49 @@
 #include "arena.h"
 
 #include <pthread.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <cstdlib>
 
 namespace nlc {
 namespace {
 
 constexpr uint64_t kPage = 4096;
 constexpr uint64_t kHuge = uint64_t{2} << 20;
+constexpr uint64_t kSmallestArena = uint64_t{64} << 20;
+constexpr uint64_t kAddressSpace = uint64_t{1} << 47;  // of a process on x86_64 and aarch64
 constexpr uint64_t kLarge = uint64_t{1} << 20;  // blocks of at least this size start on a huge page
 
 uint64_t round_up(uint64_t value, uint64_t to) { return (value + to - 1) / to * to; }
 
+// Ranks of this machine as the launcher states them, or the number of its cores.
+uint64_t ranks_of_machine() {
+  for (const char *name : {"LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"}) {
+    const char *text = std::getenv(name);
+    if (const long count = text ? std::atol(text) : 0; count > 0)
+      return static_cast<uint64_t>(count);
+  }
+  return static_cast<uint64_t>(std::max(1L, sysconf(_SC_NPROCESSORS_ONLN)));
+}
+
+// Bytes of address space that this process may use.
+uint64_t address_space() {
+  rlimit limit{};
+  const bool limited = getrlimit(RLIMIT_AS, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY;
+  return limited ? std::min<uint64_t>(limit.rlim_cur, kAddressSpace) : kAddressSpace;
+}
+
+// Every rank maps the pools of all ranks of its machine, and as much again for the shared outputs
+// of each group that has some. The pools together take an eighth of the address space at most.
 uint64_t arena_size() {
   const int64_t wanted = setting_number("POOL_MIB", 0);
   if (wanted > 0) return round_up(static_cast<uint64_t>(wanted) << 20, kHuge);
   const uint64_t memory =
       static_cast<uint64_t>(sysconf(_SC_PHYS_PAGES)) * static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
-  return round_up(memory, kHuge);
+  const uint64_t share = address_space() / 8 / (ranks_of_machine() + 1);
+  return round_up(std::max(std::min(memory, share), kSmallestArena), kHuge);
 }
 
 }  // namespace
@@ -61,9 +85,16 @@ int64_t Arena::Region::take(uint64_t bytes) {
 }
 
 Arena::Arena() {
-  const uint64_t bytes = arena_size();
-  fd_ = make_memory("nearlinear-pool", bytes);
-  pages_ = map_memory(fd_.get(), bytes, true);
+  uint64_t bytes = arena_size();
+  for (;; bytes = round_up(bytes / 2, kHuge)) {
+    fd_ = make_memory("nearlinear-pool", bytes);
+    try {
+      pages_ = map_memory(fd_.get(), bytes, true);
+      break;
+    } catch (const Failure &) {  // other mappings have taken the address space
+      if (bytes <= kSmallestArena) throw;
+    }
+  }
   small_bytes_ = round_up(bytes / 16, kHuge);
   small_.granule = kPage;
   large_.granule = kHuge;

@@ -1,6 +1,8 @@
 // Shared outputs of a group: created on first use, reused after every neighbour has freed them.
 #include "group.h"
 
+#include <algorithm>
+
 namespace nlc {
 
 void *Group::allocate_shared(size_t bytes) {
@@ -9,14 +11,17 @@ void *Group::allocate_shared(size_t bytes) {
     const std::lock_guard<std::mutex> lock(outputs_mutex_);
     if (!outputs_) {
       std::vector<Fd> memories;
+      size_t capacity = own_info_.arena_bytes;  // the same on all ranks
       try {
-        for (const PeerInfo &peer : peer_infos_)
+        for (const PeerInfo &peer : peer_infos_) {
           memories.push_back(open_memory_of(peer.pid, peer.output_fd));
+          capacity = std::min<size_t>(capacity, peer.arena_bytes);
+        }
       } catch (const Failure &) {
         return nullptr;  // a neighbour is gone; the next call reports which one
       }
       outputs_ = std::make_shared<SharedOutputs>(
-          rank(), std::move(memories), own_info_.arena_bytes, [segment = own_mapping_](int number) {
+          rank(), std::move(memories), capacity, [segment = own_mapping_](int number) {
             Counter &released = reinterpret_cast<Segment *>(segment->base())->released[number];
             released.raise(released.load() + 1);
           });
