@@ -269,6 +269,20 @@ def test_suggest_fit_reports_missing_memory():
     assert "no change of one or two keys" in suggest_fit(found)
 
 
+def test_search_starts_from_a_layout_that_does_not_divide_the_batch(few, capsys, tmp_path):
+    file, best = tmp_path / "run.toml", tmp_path / "best.toml"
+    file.write_text(
+        'model.preset = "gpt2-xl"\nparallel.bf16 = true\n'
+        "batch = { sequences = 64, micro_batch_size = 3 }\n"
+    )
+    asked = ["plan", str(file), "--cluster", "p4d.24xlarge:1"]
+    assert main(asked) == 2
+    assert main([*asked, "--search", "--write", str(best)]) == 0
+    said = capsys.readouterr().out
+    assert "the config's own layout cannot be planned: batch.sequences = 64 is not a multi" in said
+    assert nl.plan(str(best)).work.step_tokens == 64 * 1024
+
+
 def test_json_is_written_if_a_search_fails(few, capsys, tmp_path):
     file, numbers = tmp_path / "run.json", tmp_path / "plan.json"
     file.write_text(json.dumps(GPT2 | {"parallel": {"bf16": True}}))

@@ -84,7 +84,7 @@ def plan(
             config.lora.rank,
         )
     if not isinstance(cluster, Cluster):
-        cluster = _cluster(cluster, config)
+        cluster = cluster_of(cluster, config)
     constants = constants_for(cluster.node)
     if straggler is not None:
         if not 0 <= coerce(straggler, float, "straggler") < 1:
@@ -100,7 +100,8 @@ def plan(
     return PlanResult(config, cluster, work, step, memory, tokens, price)
 
 
-def _cluster(text: str, config: TrainConfig) -> Cluster:
+def cluster_of(text: str, config: TrainConfig) -> Cluster:
+    """Return the cluster ``text``, or that of the config if it is empty. Raises ConfigError."""
     text = coerce(text, str, "cluster") or config.plan.cluster
     if not text:
         raise ConfigError(

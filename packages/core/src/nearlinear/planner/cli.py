@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
+from ..errors import ConfigError
+
 if TYPE_CHECKING:
     from ..config.train import TrainConfig
     from .result import PlanResult
@@ -134,9 +136,7 @@ def run_plan(config: TrainConfig, options: PlanOptions, source: str = "") -> int
 
     Raises ConfigError and NearlinearError.
     """
-    from ..errors import ConfigError
     from ..output import check_output_file
-    from .api import plan
 
     check_output_file("--figure", options.figure, ".png")
     check_output_file("--json", options.json, ".json")
@@ -149,14 +149,14 @@ def run_plan(config: TrainConfig, options: PlanOptions, source: str = "") -> int
         check_tool(options.export)
     if options.validate:
         return _validate(options)
-    result = plan(
-        config,
-        options.cluster,
-        tokens=options.tokens,
-        straggler=options.straggler,
-        usd_per_hour=options.price_per_hour,
-    )
-    print(result)
+    try:
+        result = _plan_layout(config, options)
+        print(result)
+    except ConfigError as error:
+        if not options.search:
+            raise
+        result = _plan_other_layout(config, options, error)
+        print(f"the config's own layout cannot be planned: {error}")
     numbers = result.as_dict()
     try:
         _print_details(result, options, numbers)
@@ -167,9 +167,32 @@ def run_plan(config: TrainConfig, options: PlanOptions, source: str = "") -> int
     return 0 if result.fits or options.search else DOES_NOT_FIT
 
 
+def _plan_layout(config: TrainConfig, options: PlanOptions) -> PlanResult:
+    from .api import plan
+
+    return plan(
+        config,
+        options.cluster,
+        tokens=options.tokens,
+        straggler=options.straggler,
+        usd_per_hour=options.price_per_hour,
+    )
+
+
+def _plan_other_layout(config: TrainConfig, options: PlanOptions, error: ConfigError) -> PlanResult:
+    """Plan any layout of the config's batch. Raises ``error`` if there is none."""
+    from .api import cluster_of
+    from .search import first_layout
+
+    layout = first_layout(config, cluster_of(options.cluster, config))
+    if layout is None:
+        raise error
+    return _plan_layout(layout, options)
+
+
 def _print_details(result: PlanResult, options: PlanOptions, numbers: dict[str, Any]) -> None:
     """Print the optional parts, and add them to ``numbers``."""
-    if not result.fits:
+    if not result.fits and not options.search:
         from .explain import suggest_fit
 
         print(suggest_fit(result))
@@ -248,7 +271,7 @@ def _write_json(path: str, numbers: dict[str, Any]) -> None:
 
 
 def _draw(save: Callable[[Any], Any]) -> None:
-    from ..errors import ConfigError, NearlinearError
+    from ..errors import NearlinearError
 
     try:
         from .. import plots

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Iterator
@@ -135,6 +136,18 @@ def search(
             f"{cluster.gpu.name}{smallest}. Use more nodes, or a smaller batch."
         )
     return sorted(fitting.values(), key=lambda each: (each.seconds, each.memory))
+
+
+def first_layout(config: TrainConfig, cluster: Cluster) -> TrainConfig | None:
+    """Return ``config`` with any layout that divides its global batch, or None without one."""
+    sequences = global_batch(config, cluster)
+    for degrees in parallel_degrees(config, cluster):
+        for size, micro_batches in _batches(degrees, sequences, cluster):
+            layout = with_layout(config, degrees, size, micro_batches, ACTIVATION_SETTINGS[0])
+            with contextlib.suppress(ConfigError):
+                _workload(layout, cluster, None)
+                return layout
+    return None
 
 
 def evaluate(
