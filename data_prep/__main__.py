@@ -57,6 +57,7 @@ def _prepare(options: argparse.Namespace) -> None:
         out,
         tokenizer=_tokenizer(options),
         eos_token=options.eos_token,
+        bos_token=options.bos_token,
         val_fraction=options.val_fraction,
         seed=options.seed,
         dedup=options.dedup,

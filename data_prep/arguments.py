@@ -151,6 +151,7 @@ def _preparing_options() -> argparse.ArgumentParser:
         help="gpt2, the path of a tokenizer.json or of a model, or a model of the Hugging Face Hub "
         "(default: gpt2)")  # fmt: skip
     add("--eos-token", metavar="TOKEN", help="end-of-text token, if the tokenizer does not name it")
+    add("--bos-token", metavar="TOKEN", help="token to write before every document (default: none)")
     add("--val-fraction", type=float, default=0.01, metavar="F",
         help="share of the documents held out for validation (default: 0.01)")  # fmt: skip
     add("--seed", type=int, default=0, help="seed that selects the documents held out (default: 0)")

@@ -32,6 +32,7 @@ def prepare(
     *,
     tokenizer: str | TextTokenizer = "gpt2",
     eos_token: str | None = None,
+    bos_token: str | None = None,
     val_fraction: float = 0.01,
     seed: int = 0,
     dedup: str | None = None,
@@ -59,6 +60,7 @@ def prepare(
         out: A folder or `s3://bucket/prefix`. Default: `data/<source name>`.
         tokenizer: "gpt2", the path of a tokenizer.json, or a loaded tokenizer.
         eos_token: End-of-text token, if the tokenizer's files do not name it.
+        bos_token: Token to write before every document; not for conversations.
         val_fraction: Share of documents held out as "val", chosen by a hash of (seed, text). If
             none falls into val, the document with the lowest hash does, unless `val_fraction` is 0
             or all documents are equal.
@@ -104,20 +106,29 @@ def prepare(
         raise DataError(f"near_duplicates is {near_duplicates!r}: give 'minhash', or leave it out")
     for name in set(filters) - set(FILTERS):
         raise DataError(f"no filter {name!r}: use {', '.join(FILTERS)}")
-    datatrove_settings = {}
+    more_settings = {}
     if filters or near_duplicates:
-        datatrove_settings = {"filters": list(filters), "near_duplicates": near_duplicates,
+        more_settings = {"filters": list(filters), "near_duplicates": near_duplicates,
                               "datatrove": datatrove_version()}  # fmt: skip
+    if isinstance(tokenizer, str):
+        tokenizer = load(tokenizer, eos_token)
+    if bos_token is not None:
+        if source.conversations:
+            raise DataError(
+                "bos_token: the chat template writes it for conversations; leave it out"
+            )
+        tokenizer.check_control_token(bos_token, "bos_token")
+        more_settings |= {"bos_token": bos_token}
     plan = PreparationPlan.create(
         source,
-        load(tokenizer, eos_token) if isinstance(tokenizer, str) else tokenizer,
+        tokenizer,
         val_fraction=val_fraction,
         seed=seed,
         dedup=dedup,
         max_documents=max_documents,
         max_tokens=max_tokens,
         shard_tokens=shard_tokens,
-        **datatrove_settings,
+        **more_settings,
     )
     existing = output.find_existing(target, plan, overwrite)
     if existing is not None:

@@ -62,6 +62,12 @@ class PreparationPlan:
     def seed(self) -> int:
         return self.settings["seed"]
 
+    @cached_property
+    def bos_id(self) -> int | None:
+        """Id written before every document, or None."""
+        token = self.settings.get("bos_token")
+        return None if token is None else self.tokenizer.tokenizer.token_to_id(token)
+
     @property
     def val_threshold(self) -> int:
         """Documents with a split hash below this value are held out for validation."""

@@ -74,7 +74,7 @@ def process_split(
                 first = False
             ids, lengths = encoder(texts)
             timer.stop("encode")
-            lengths = lengths + 1
+            lengths = lengths + (1 if plan.bos_id is None else 2)
             entries["tokens"] = lengths
             if tokens_left is not None:
                 kept = int(np.searchsorted(np.cumsum(lengths), tokens_left)) + 1
@@ -83,7 +83,7 @@ def process_split(
             if signatures is not None:
                 signatures.write(get_signatures()(texts[: len(entries)]).tobytes())
                 timer.stop("near-duplicates")
-            tokens = _append_eos(ids, lengths, plan.tokenizer.eos_id)
+            tokens = _add_ends(ids, lengths, plan.bos_id, plan.tokenizer.eos_id)
             targets = documents.destinations(entries, plan.seed, plan.val_threshold)
             writer.add(entries, tokens, targets)
             timer.stop("write")
@@ -197,12 +197,18 @@ class _StageTimer:
         self._last = now
 
 
-def _append_eos(ids: np.ndarray, lengths: np.ndarray, eos_id: int) -> np.ndarray:
-    """Concatenate documents with an EOS after each; `lengths` count EOS, `ids` has none."""
+def _add_ends(ids: np.ndarray, lengths: np.ndarray, bos_id: int | None, eos_id: int) -> np.ndarray:
+    """Concatenate documents with EOS after, and BOS, if any, before each.
+
+    `lengths` count both, `ids` has neither.
+    """
     ends = np.cumsum(lengths)
     tokens = np.empty(int(ends[-1]), np.uint32)
     is_text = np.ones(len(tokens), bool)
     is_text[ends - 1] = False
-    tokens[is_text] = ids[: len(tokens) - len(lengths)]
+    if bos_id is not None:
+        is_text[ends - lengths] = False
+        tokens[ends - lengths] = bos_id
+    tokens[is_text] = ids[: np.count_nonzero(is_text)]
     tokens[ends - 1] = eos_id
     return tokens

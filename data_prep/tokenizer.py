@@ -116,6 +116,22 @@ class TextTokenizer:
         batch = self._encoding.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in batch]
 
+    def check_control_token(self, token: str, name: str) -> None:
+        """Raise `DataError` unless `token` is in the vocabulary and no text becomes it.
+
+        Args:
+            token: A token.
+            name: Name of the option that gives it.
+        """
+        number = self.tokenizer.token_to_id(token)
+        if number is None:
+            raise DataError(f"{name} is {token!r}: it is not in the vocabulary of {self.name}")
+        if any(number in ids for ids in self.encode_batch([token, f"a{token}b", f"a {token} b"])):
+            raise DataError(
+                f"{name} is {token!r}: text becomes that token, so a document could forge it; mark "
+                f"it special in {self.name}, or name another token"
+            )
+
     def write(self, folder: StoragePath) -> None:
         """Write tokenizer.json, and the config that `AutoTokenizer.from_pretrained` needs."""
         (folder / TOKENIZER_FILE).parent.mkdir()

@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from ci.benchmarks.compare import race, sweep
 from ci.benchmarks.compare import report as compare_report
-from ci.benchmarks.compare import sweep
 from ci.benchmarks.network.config import show_rate
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -135,6 +135,8 @@ def _body(record: dict) -> str:
         return network(record)
     if module == "ci.benchmarks.compare":
         return compare_report.render_file(record)
+    if module == "ci.benchmarks.compare.race":
+        return race.render(record["runs"])
     if module == "ci.benchmarks.compare.sweep":
         return sweep.render(record["runs"])
     return steps(record) if "model" in record["results"][0] else collectives(record)

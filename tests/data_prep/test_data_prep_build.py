@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -42,6 +43,24 @@ def test_prepare_round_trips_documents_in_order(tmp_path, source, gpt2, read_doc
     assert manifest.total("documents") == len(texts)
     assert manifest.source["text_bytes"] == sum(len(text.encode()) for text in texts)
     verify(tmp_path / "d")
+
+
+def test_bos_precedes_every_document(tmp_path, source, toy_vocab, read_documents):
+    vocabulary = json.loads(Path(toy_vocab).read_text())
+    added = vocabulary["added_tokens"]
+    vocabulary["added_tokens"] = [*added, {**added[0], "id": 9, "content": "<s>"}]
+    (tmp_path / "words.json").write_text(json.dumps(vocabulary))
+    options = {"tokenizer": str(tmp_path / "words.json"), "val_fraction": 0.0}
+    texts = ["a b", "c <s> d", "e"]
+    prepare(source(texts), tmp_path / "d", bos_token="<s>", **options)
+    found = read_documents(tmp_path / "d")["train"]
+    assert found == [[9, 1, 2], [9, 3, 0, 4], [9, 5]]
+    verify(tmp_path / "d")
+    with pytest.raises(DataError, match="bos_token"):  # other settings
+        prepare(source(texts), tmp_path / "d", **options)
+    for token, message in (("a", "text becomes that token"), ("x", "is not in the vocabulary of")):
+        with pytest.raises(DataError, match=f"bos_token is '{token}': .*{message}|{message}"):
+            prepare(source(texts), tmp_path / "e", bos_token=token, **options)
 
 
 def test_token_dataset_reads_prepared_documents(tmp_path, source, gpt2):
