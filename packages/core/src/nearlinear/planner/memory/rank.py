@@ -188,24 +188,52 @@ class ActivationMemory:
         group, given = self.group_size(number), self.first if number == 1 else self.hidden
         if group:
             return self.policy.products + (given if (number - 1) % group == 0 else 0)
-        own = self.trace.kept_bytes
-        return own - self.hidden + given if self.trace.given in self.trace.kept else own
+        own = self._kept_bytes
+        return own - self.hidden + given if self._keeps_input else own
 
     def forward(self, number: int) -> int:
         """Peak bytes allocated in the forward pass of block ``number``, including saved ones."""
-        return self.trace.forward_peak(saving=not self.group_size(number))
+        return self._recomputed_forward if self.group_size(number) else self._forward
 
     def backward(self, number: int) -> int:
         """Peak bytes of its backward pass in excess of its saved activations."""
-        trace, group, peak = self.trace, self.group_size(number), self.trace.backward_peak()
+        group, peak = self.group_size(number), self._backward
         if group:
-            if trace.given not in trace.kept:
+            if not self._keeps_input:
                 peak += self.hidden  # input of the recomputation
             waiting = (number - 1) % group  # blocks of its group that are recomputed, too
-            peak += waiting * trace.kept_bytes
+            peak += waiting * self._kept_bytes
             if self.policy.products:
-                peak += sum(each.bytes for each in trace.products if each not in trace.kept)
+                peak += self._other_products
         return max(0, peak - self.saved_bytes(number))
+
+    # All blocks have the same operators, which are traced once for all of them.
+
+    @cached_property
+    def _kept_bytes(self) -> int:
+        return self.trace.kept_bytes
+
+    @cached_property
+    def _keeps_input(self) -> bool:
+        return self.trace.given in self.trace.kept
+
+    @cached_property
+    def _other_products(self) -> int:
+        """Bytes of products that the backward pass of a block does not need."""
+        kept = self.trace.kept
+        return sum(each.bytes for each in self.trace.products if each not in kept)
+
+    @cached_property
+    def _forward(self) -> int:
+        return self.trace.forward_peak(saving=True)
+
+    @cached_property
+    def _recomputed_forward(self) -> int:
+        return self.trace.forward_peak(saving=False)
+
+    @cached_property
+    def _backward(self) -> int:
+        return self.trace.backward_peak()
 
 
 @dataclass(frozen=True)
