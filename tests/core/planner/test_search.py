@@ -1,5 +1,7 @@
 """Layout search, scaling curves, and suggested changes for configs that do not fit."""
 
+import contextlib
+import functools
 import json
 
 import pytest
@@ -12,6 +14,7 @@ from nearlinear.planner import api, search
 from nearlinear.planner.api import parse_cluster
 from nearlinear.planner.explain import suggest_fit
 from nearlinear.planner.result import extrapolations
+from nearlinear.planner.step_time import least_seconds, step_time_of
 
 GIB = 2**30
 GPT2 = {
@@ -59,12 +62,15 @@ def test_changes_of_a_candidate_reproduce_its_config(few):
     assert loaded(GPT2, *fixed, *keys) == found[0].config
 
 
-def test_search_finds_the_same_as_exhaustive_evaluation(few):
+def test_search_finds_the_same_as_exhaustive_evaluation(few, monkeypatch):
     """The search estimates the memory of few layouts; this test estimates all."""
+    monkeypatch.setattr(search, "SCHEDULES", {("interleaved_1f1b", 2): 0.5})
     config, cluster = loaded(GPT2), parse_cluster("p4d.24xlarge:32")
     found = search.search(config, cluster, most=5)
     fastest: dict = {}
-    for each, _ in search._layouts_by_time(config, cluster, None):
+    find_blocks = functools.partial(search._block_times, cluster=cluster, reference=None)
+    layouts = search._layouts(config, cluster, find_blocks)
+    for each, _ in search._fastest_first(layouts, find_blocks):
         layout = search.evaluate(each.config, cluster)
         batch = each.degrees, each.size
         if layout.memory <= cluster.gpu.memory_gib * GIB:
@@ -267,6 +273,30 @@ def test_suggest_fit_reports_missing_memory():
     # sixteen micro-batches of one sequence cannot be reduced
     found = nl.plan(GPT2, "p4d.24xlarge:32", settings=(*PIPELINE, "batch.micro_batch_size=16"))
     assert "no change of one or two keys" in suggest_fit(found)
+
+
+@pytest.mark.parametrize(
+    "preset, cluster", [("gpt2-xl", "p4d.24xlarge:4"), ("mixtral-8x7b", "h100:4")]
+)
+def test_layouts_are_visited_in_order_of_their_step_time(few, preset, cluster):
+    data = {"model": {"preset": preset}, "parallel": {"bf16": True}, "batch": {"sequences": 192}}
+    config, cluster = loaded(data), parse_cluster(cluster)
+    find_blocks = functools.partial(search._block_times, cluster=cluster, reference=None)
+    layouts = list(search._layouts(config, cluster, find_blocks))
+    exact = []
+    for layout, blocks in layouts:
+        variants = [blocks]
+        for schedule in search.SCHEDULES if layout.degrees.pipeline > 1 else ():
+            with contextlib.suppress(ConfigError):
+                other = search._with_schedule(layout, schedule)
+                variants.append(find_blocks(other.config))
+        seconds = [step_time_of(each).seconds for each in variants]
+        assert least_seconds(blocks) <= min(seconds) * (1 + 1e-9)
+        exact += seconds
+    found = list(search._fastest_first(layouts, find_blocks))
+    assert [seconds for _, seconds in found] == sorted(exact)
+    schedules = {layout.schedule for layout, _ in found if layout.degrees.pipeline > 1}
+    assert schedules == {None, *search.SCHEDULES}
 
 
 def test_search_starts_from_a_layout_that_does_not_divide_the_batch(few, capsys, tmp_path):

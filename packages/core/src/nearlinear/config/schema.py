@@ -110,6 +110,8 @@ def check_value(value: typing.Any, key: str, text_limit: int = MAX_TEXT) -> None
     Raises:
         ConfigError: A number or text in ``value`` is outside of the limits.
     """
+    if value is None or value is True or value is False:  # most settings
+        return
     pending = [(value, 0)]
     while pending:
         each, depth = pending.pop()

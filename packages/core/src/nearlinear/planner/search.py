@@ -10,28 +10,39 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import heapq
+import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from ..config.parallel import ParallelConfig
 from ..config.train import TrainConfig
 from ..errors import ConfigError
 from ..output import format_table
+from .block_time import BlockTimes
 from .cluster import Cluster
 from .fitted_constants import constants_for
 from .memory import estimate, vocabulary_of
 from .memory.report import GIB
 from .model_shape import model_shape
 from .result import PlanResult
-from .step_time import step_time
+from .step_time import least_seconds, step_time, step_time_of
 from .workload import Workload, workload_from_config
 
 MAX_MICRO_BATCH = 64  # sequences
 TENSOR = (1, 2, 4, 8)
 PIPELINE = (1, 2, 4, 8, 16)
 CONTEXT = (1, 2, 4, 8)
-MIN_PIPELINE_ROUNDS = 2  # micro-batches per stage; with fewer, the bubble exceeds a third
+SCHEDULES = {
+    ("interleaved_1f1b", 2): 1 / 2,
+    ("interleaved_1f1b", 4): 1 / 4,
+    ("zbv_zero_bubble", 0): 1 / 10,
+}
+"""Schedules of pipelines that are tried beside the config's own, with their stages per rank. The
+values are the least shares of 1F1B's bubble that they may have."""
 LONG = 16384  # tokens per sequence from which context parallelism is tried
 
 
@@ -88,6 +99,8 @@ class Candidate:
             "parallel.pipeline_parallel_degree": parallel.pipeline_parallel_degree,
             "parallel.expert_parallel_degree": parallel.expert_parallel_degree,
             "parallel.microbatches": parallel.microbatches,
+            "parallel.pipeline": parallel.pipeline,
+            "parallel.virtual_pipeline_degree": parallel.virtual_pipeline_degree,
             "batch.micro_batch_size": batch.micro_batch_size,
             "batch.accumulation": batch.accumulation,
             "batch.sequences": batch.sequences,
@@ -102,8 +115,9 @@ def search(
 ) -> list[Candidate]:
     """Return the ``most`` fastest layouts that fit, fastest first.
 
-    Computing a step time is cheaper than a memory estimate, so memory is estimated in order of
-    step time until enough layouts fit.
+    Layouts are visited in order of a lower bound of their step time, which is computed when the
+    bound is the least of all. Memory takes longest, and is estimated in order of step time until
+    enough layouts fit.
 
     Args:
         config: Model and global batch to keep.
@@ -117,8 +131,10 @@ def search(
     fitting: dict[tuple[ParallelDegrees, int], Candidate] = {}
     too_large: dict[tuple, int] = {}  # smallest micro-batch that does not fit
     least = math.inf
-    for layout, seconds in _layouts_by_time(config, cluster, reference):
-        batch, activations = (layout.degrees, layout.size), (layout.degrees, layout.activations)
+    find_blocks = functools.partial(_block_times, cluster=cluster, reference=reference)
+    for layout, seconds in _fastest_first(_layouts(config, cluster, find_blocks), find_blocks):
+        batch = layout.degrees, layout.size
+        activations = layout.degrees, layout.activations, layout.schedule
         if batch in fitting or layout.size >= too_large.get(activations, math.inf):
             continue
         memory = _memory(layout.config, cluster, reference)
@@ -174,25 +190,80 @@ class _Layout:
     """Sequences per micro-batch."""
     activations: ActivationSettings
     config: TrainConfig
+    schedule: tuple[str, int] | None = None
+    """Schedule of a pipeline and its stages per rank; None: as in the config."""
 
 
-def _layouts_by_time(
-    config: TrainConfig, cluster: Cluster, reference: PlanResult | None
-) -> list[tuple[_Layout, float]]:
-    """Return every layout that the trainer accepts with its step time, fastest first."""
-    found = []
+FindBlocks = Callable[[TrainConfig], BlockTimes]
+"""Returns the times of a config's blocks. Raises ConfigError if the trainer rejects the config."""
+
+
+def _block_times(config: TrainConfig, cluster: Cluster, reference: PlanResult | None) -> BlockTimes:
+    constants = reference.constants if reference else constants_for(cluster.node)
+    return BlockTimes(_workload(config, cluster, reference), cluster, constants)
+
+
+def _layouts(
+    config: TrainConfig, cluster: Cluster, find_blocks: FindBlocks
+) -> Iterator[tuple[_Layout, BlockTimes]]:
+    """Yield every layout that the trainer accepts, with the config's schedule of pipelines."""
     sequences = global_batch(config, cluster)
     for degrees in parallel_degrees(config, cluster):
         for size, micro_batches in _batches(degrees, sequences, cluster):
             for activations in ACTIVATION_SETTINGS:
-                candidate = with_layout(config, degrees, size, micro_batches, activations)
-                try:
-                    work = _workload(candidate, cluster, reference)
-                    seconds = _seconds(work, cluster, reference)
-                except ConfigError:
-                    continue
-                found.append((_Layout(degrees, size, activations, candidate), seconds))
-    return sorted(found, key=lambda each: each[1])
+                with contextlib.suppress(ConfigError):
+                    candidate = with_layout(config, degrees, size, micro_batches, activations)
+                    yield _Layout(degrees, size, activations, candidate), find_blocks(candidate)
+
+
+def _with_schedule(layout: _Layout, schedule: tuple[str, int]) -> _Layout:
+    name, stages = schedule
+    parallel = dataclasses.replace(
+        layout.config.parallel, pipeline=name, virtual_pipeline_degree=stages
+    )
+    config = dataclasses.replace(layout.config, parallel=parallel)
+    return dataclasses.replace(layout, config=config, schedule=schedule)
+
+
+@dataclass
+class _Waiting:
+    """A layout in the queue of `_fastest_first`, by its step time or a lower bound of it."""
+
+    layout: _Layout
+    blocks: BlockTimes | None = None
+    """Times of its blocks, while only a bound is known."""
+    schedule: tuple[str, int] | None = None
+    """Schedule to give to the layout, while only a bound is known."""
+
+
+def _fastest_first(
+    layouts: Iterable[tuple[_Layout, BlockTimes]], find_blocks: FindBlocks
+) -> Iterator[tuple[_Layout, float]]:
+    """Yield layouts with their step times, fastest first, also with other schedules."""
+    order = itertools.count()  # of layouts with equal times
+    queue: list[tuple[float, int, _Waiting]] = [
+        (least_seconds(blocks), next(order), _Waiting(layout, blocks)) for layout, blocks in layouts
+    ]
+    heapq.heapify(queue)
+
+    def wait(seconds: float, waiting: _Waiting) -> None:
+        heapq.heappush(queue, (seconds, next(order), waiting))
+
+    while queue:
+        seconds, _, waiting = heapq.heappop(queue)
+        layout = waiting.layout
+        if waiting.blocks is not None:
+            exact = step_time_of(waiting.blocks).seconds
+            wait(exact, _Waiting(layout))
+            for schedule, bubble in SCHEDULES.items() if layout.degrees.pipeline > 1 else ():
+                bound = seconds + bubble * (exact - seconds)
+                wait(bound, _Waiting(layout, schedule=schedule))
+        elif waiting.schedule is not None:
+            with contextlib.suppress(ConfigError):
+                layout = _with_schedule(layout, waiting.schedule)
+                wait(step_time_of(find_blocks(layout.config)).seconds, _Waiting(layout))
+        else:
+            yield layout, seconds
 
 
 def _workload(config: TrainConfig, cluster: Cluster, reference: PlanResult | None) -> Workload:
@@ -254,7 +325,7 @@ def _batches(
     readers = cluster.world // (degrees.tensor * degrees.pipeline * degrees.context)
     for size in micro_batch_sizes(sequences, readers):
         count = sequences // (readers * size)
-        if degrees.pipeline == 1 or count >= MIN_PIPELINE_ROUNDS * degrees.pipeline:
+        if degrees.pipeline == 1 or count >= degrees.pipeline:
             yield size, count
 
 
@@ -368,10 +439,16 @@ class LayoutSettings:
         return found
 
 
+def _schedule_name(parallel: ParallelConfig) -> str:
+    """Return the name of a pipeline's schedule, with its stages per rank if they are set."""
+    stages = parallel.virtual_pipeline_degree
+    return f"{parallel.pipeline} x {stages}" if stages else parallel.pipeline
+
+
 def format_candidates(found: list[Candidate], cluster: Cluster) -> str:
     """Format layouts as a table."""
     names = ("shard", "tensor", "context", "pipeline", "expert", "micro-batch", "micro-batches",
-             "checkpoint", "offload")  # fmt: skip
+             "schedule", "checkpoint", "offload")  # fmt: skip
     rows: list[tuple[str, ...]] = [("seconds per step", *names, "GiB per GPU")]
     for each in found:
         parallel, batch = each.config.parallel, each.config.batch
@@ -388,6 +465,7 @@ def format_candidates(found: list[Candidate], cluster: Cluster) -> str:
                 str(parallel.expert_parallel_degree),
                 str(batch.micro_batch_size // (count if pipelined else 1)),
                 str(count),
+                _schedule_name(parallel) if pipelined else "none",
                 each.config.activations.checkpoint or "none",
                 horizon if each.config.activations.offload else "no",
                 f"{each.memory / GIB:.1f}",

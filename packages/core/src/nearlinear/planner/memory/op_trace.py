@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import cached_property
 
 
 @dataclass(eq=False)
@@ -129,8 +130,12 @@ class OpTrace:
     def backward_peak(self) -> int:
         """Return the peak bytes of a backward pass: saved tensors and all gradients.
 
-        Includes the gradient of the output, and parameter gradients.
+        Includes the gradient of the output, and parameter gradients. Call it for a finished trace.
         """
+        return self._backward_peak
+
+    @cached_property
+    def _backward_peak(self) -> int:
         saving = Counter(value for each in self.operators for value in each.saved)
         allocated = self.kept_bytes
         held: dict[TracedTensor, list] = {}  # a tensor's gradient: [bytes, tensors sharing it]
