@@ -69,7 +69,16 @@ def test_duration_is_formatted_in_two_units(seconds, text):
 
 
 @pytest.mark.parametrize(
-    ("value", "text"), [(0.5, "0.5"), (12345.6, "12.3k"), (4.56e6, "4.56M"), (math.nan, "-")]
+    ("value", "text"),
+    [
+        (0.5, "0.5"),
+        (12345.6, "12.3k"),
+        (4.56e6, "4.56M"),
+        (999.9e9, "1T"),
+        (15e12, "15T"),
+        (2.345e15, "2,345T"),
+        (math.nan, "-"),
+    ],
 )
 def test_rate_is_formatted_with_a_prefix(value, text):
     assert format_rate(value) == text

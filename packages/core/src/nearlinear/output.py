@@ -27,9 +27,10 @@ def format_rate(value: float) -> str:
     """Format a number with three digits and a decimal prefix: 12.3k, 4.56M; "-" if not finite."""
     if not math.isfinite(value):
         return "-"
-    for unit, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= unit:
-            return f"{value / unit:.3g}{letter}"
+    for unit, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= 0.9995 * unit:  # which rounds to 1 with three digits
+            scaled = value / unit
+            return f"{scaled:,.0f}{letter}" if abs(scaled) >= 999.5 else f"{scaled:.3g}{letter}"
     return f"{value:.3g}"
 
 
