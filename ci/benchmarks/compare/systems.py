@@ -122,6 +122,9 @@ SYSTEMS = {
     ),
     "ours": _nearlinear("nearlinear MiCS (gloo)", traffic.gather_once, **EACH_MICRO_BATCH),
     "ours_once": _nearlinear("nearlinear, one reduction (gloo)"),
+    "ours_whole": _nearlinear(
+        "nearlinear, whole replicas (gloo)", traffic.replicated, hybrid_shard_degree=1
+    ),
     "two_hop_nl": _nearlinear("two-hop (nearlinear)", traffic.two_hop, "nearlinear", **MINIMAL),
     "ours_nl_lean": _nearlinear(
         "nearlinear MiCS (nearlinear), least memory",
