@@ -6,7 +6,8 @@ import tomllib
 
 import pytest
 
-from nearlinear.planner import fitted_constants, validate
+import nearlinear as nl
+from nearlinear.planner import fitted_constants, similar_runs, validate
 from nearlinear.planner.fitted_constants import (
     BOUNDS,
     fit_errors,
@@ -148,3 +149,24 @@ def test_ranked_pairs_differ_only_in_layout():
     ):
         other = dataclasses.replace(run, work=dataclasses.replace(run.work, **change))
         assert not validate.comparable(run, other) and validate.comparable(run, run)
+
+
+def test_range_of_a_plan_holds_most_runs_like_it():
+    for gpu, features in (
+        ("h100:4", ("bf16", "H100", "dense", "several nodes")),
+        ("p4d.24xlarge:2", ("bf16", "A100", "dense", "several nodes")),
+        ("p6-b200.48xlarge:2", ("bf16",)),  # no published run is on B200
+    ):
+        data = {"model": {"preset": "llama2-7b"}, "parallel": {"bf16": True}}
+        found = nl.plan(data, gpu)
+        like = found.similar_runs
+        assert like.features == features and like.count >= similar_runs.LEAST
+        runs = [each for each in similar_runs._scored_runs()
+                if similar_runs._features_of_run(each)[: len(features)] == features]  # fmt: skip
+        within = [like.low <= each.run.seconds / each.predicted <= like.high for each in runs]
+        assert like.count == len(within) and sum(within) >= similar_runs.SHARE * len(within)
+        assert found.likely_seconds == (like.low * found.seconds, like.high * found.seconds)
+    data = {"model": {"preset": "mixtral-8x7b"}, "parallel": {"fp8": True, "bf16": True}}
+    mixture = nl.plan(data, "h100:4")
+    assert mixture.similar_runs.features == ("fp8", "H100")
+    assert "no published run trains a mixture of experts" in str(mixture)

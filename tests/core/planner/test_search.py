@@ -325,7 +325,7 @@ def test_json_is_written_if_a_search_fails(few, capsys, tmp_path):
 def test_plan_names_extrapolations():
     known = nl.plan(GPT2, "p4d.24xlarge:32")
     assert extrapolations(known.work, known.cluster) == []
-    assert "published runs outside the fit" in str(known)
+    assert "published runs like it (bf16, A100, dense, several nodes), each predicted" in str(known)
     offloaded = ("parallel.offload_optimizer=true", "parallel.tensor_parallel_degree=2",
                  "parallel.hybrid_shard_degree=64")  # fmt: skip
     far = nl.plan(GPT2, "p6-b200.48xlarge:1024", settings=offloaded)

@@ -8,10 +8,11 @@ from typing import Any
 from ..config.train import TrainConfig
 from ..output import format_duration, format_rate, format_table
 from .cluster import Cluster
-from .fitted_constants import FittedConstants, fit_errors
+from .fitted_constants import FittedConstants
 from .memory import MemoryEstimate
 from .memory.report import GIB
 from .published.runs import held_out_runs, published_runs
+from .similar_runs import SHARE, SimilarRuns, gpu_model, similar_runs
 from .timeline import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -74,6 +75,17 @@ class PlanResult:
     def seconds(self) -> float:
         """Seconds per step."""
         return self.step.seconds
+
+    @cached_property
+    def similar_runs(self) -> SimilarRuns:
+        """Errors of the published runs most like this one."""
+        return similar_runs(self.work, self.cluster)
+
+    @property
+    def likely_seconds(self) -> tuple[float, float]:
+        """Range of seconds per step that holds most published runs like this one."""
+        like = self.similar_runs
+        return like.low * self.seconds, like.high * self.seconds
 
     @property
     def tokens_per_second_per_gpu(self) -> float:
@@ -152,6 +164,7 @@ class PlanResult:
             "cluster": f"{self.cluster.node.name}:{self.cluster.nodes}",
             "gpus": self.cluster.world,
             "step_seconds": self.seconds,
+            "likely_step_seconds": self.likely_seconds,
             "busy_seconds": self.step.busy,
             "exposed_seconds": self.step.exposed,
             "tokens_per_step": self.work.step_tokens,
@@ -179,7 +192,7 @@ class PlanResult:
                 str(self.memory_estimate),
                 self._rates(),
                 f"bottleneck: {self.bottleneck}",
-                confidence(self.work, self.cluster),
+                confidence(self),
             ]
         )
 
@@ -228,16 +241,16 @@ class PlanResult:
         )
 
 
-def confidence(work: Workload, cluster: Cluster) -> str:
+def confidence(result: PlanResult) -> str:
     """Describe the error of the time model, and the features that no published run has."""
-    held_out, fitted = fit_errors("held_out"), fit_errors()
+    like, (low, high) = result.similar_runs, result.likely_seconds
+    features = ", ".join(like.features) or "any kind"
     lines = [
-        f"error of predicted times: median {held_out['median']:.1%}, 90th percentile "
-        f"{held_out['ninetieth']:.1%} over {held_out['runs']:.0f} published runs outside the fit "
-        f"(MPT on H100); {fitted['median']:.1%} and {fitted['ninetieth']:.1%} over the "
-        f"{fitted['runs']:.0f} runs of the fit. Details: nearlinear plan --validate"
+        f"likely between {low:.3g} and {high:.3g} s per step: of {like.count} published runs like "
+        f"it ({features}), each predicted without its source, {SHARE:.0%} took {like.low:.2f} to "
+        f"{like.high:.2f} times the predicted time. Details: nearlinear plan --validate"
     ]
-    lines += [f"extrapolated: {each}" for each in extrapolations(work, cluster)]
+    lines += [f"extrapolated: {each}" for each in extrapolations(result.work, result.cluster)]
     return "\n".join(lines)
 
 
@@ -245,16 +258,18 @@ def extrapolations(work: Workload, cluster: Cluster) -> list[str]:
     """Return the features of ``work`` and ``cluster`` that no published run has."""
     runs = [*published_runs(), *held_out_runs()]
     found = []
-    kind = _gpu_model(cluster)
-    if kind not in {_gpu_model(run.cluster) for run in runs}:
+    kind = gpu_model(cluster)
+    if kind not in {gpu_model(run.cluster) for run in runs}:
         found.append(f"no published run is on {kind}")
     if _parallel_axes(work) not in {_parallel_axes(run.work) for run in runs}:
         axes = ", ".join(sorted(_parallel_axes(work))) or "a single rank"
         found.append(f"no published run combines {axes}")
+    mixtures = any(run.work.shape.experts > 1 for run in runs)
     most = max(run.cluster.world for run in runs)
     if cluster.world > most:
         found.append(f"the largest published run has {most:,} GPUs")
     for feature, used in (
+        ("trains a mixture of experts", work.shape.experts > 1 and not mixtures),
         ("offloads activations", work.offload),
         ("recomputes groups of blocks", work.recompute_group > 1),
         ("updates in host memory", work.offload_optimizer),
@@ -265,11 +280,6 @@ def extrapolations(work: Workload, cluster: Cluster) -> list[str]:
         if used:
             found.append(f"no published run {feature}")
     return found
-
-
-def _gpu_model(cluster: Cluster) -> str:
-    """``H100`` for ``H100-80GB``."""
-    return cluster.gpu.name.split("-")[0]
 
 
 def _parallel_axes(work: Workload) -> frozenset[str]:
