@@ -92,6 +92,35 @@ def test_a_curriculum_continues_each_source_where_it_was():
         Curriculum([(0, [1]), (9, [1]), (9, [1])])
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    weights=st.lists(
+        st.sampled_from([0.0, 1e-4, 0.2, 0.5, 1.0, 3.0]), min_size=2, max_size=5
+    ).filter(all),
+    limits=st.data(),
+)
+def test_sources_end_at_their_limits(weights, limits):
+    count = len(weights)
+    limits = [limits.draw(st.one_of(st.none(), st.integers(1, 60))) for _ in weights]
+    later = (40, [1.0] * count)
+    free, found = Curriculum([(0, weights), later]), Curriculum([(0, weights), later], limits)
+    end = 400 if found.end is None else min(found.end, 400)
+    assert (found.end is None) == (None in limits)
+    assert found.end is None or found.end == sum(limits)
+    source, own = found.assign(np.arange(end))
+    first = end
+    for number, limit in enumerate(limits):
+        its = own[source == number]
+        assert its.tolist() == list(range(len(its)))
+        if limit is not None:
+            assert len(its) <= limit
+            first = min(first, free._reaches(number, limit))
+    assert np.array_equal(source[:first], free.assign(np.arange(first))[0])
+    if found.end is not None:
+        with pytest.raises(DataError, match=f"ends before sample {found.end}: raise data.max_ep"):
+            found.assign(np.arange(found.end + 1))
+
+
 def loaders(dataset, ranks, per_step=24):
     return [Loader(dataset, per_step // ranks, 1, r, ranks, seed=3) for r in range(ranks)]
 
@@ -260,7 +289,12 @@ def test_training_on_a_mixture_reports_epochs_per_source(small_run, token_folder
                 small_run | {"data": small_run["data"] | {"curriculum": curriculum}},
                 environment={},
             )
+    with pytest.raises(ConfigError, match="data.max_epochs: none is not in data.sources"):
+        train_config.load(
+            small_run | {"data": small_run["data"] | {"max_epochs": {"none": 2}}}, environment={}
+        )
     small_run["data"]["curriculum"] = {"640": {str(token_folder): 1}}  # from sequence 20 of 48 on
+    small_run["data"]["max_epochs"] = {str(tmp_path / "copy"): 3}
     config = train_config.load(small_run, environment={})
     assert train_config.load(tomllib.loads(schema.to_toml(config)), environment={}) == config
     alone = preflight.open_dataset(

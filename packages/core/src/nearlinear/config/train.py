@@ -123,6 +123,8 @@ class DataConfig:
     curriculum: dict[str, Any] = field(default_factory=dict)
     """other weights of the sources from a number of tokens on, e.g. "300e9" = {"tokens/code" = 1};
     sources without a weight are not read"""
+    max_epochs: dict[str, float] = field(default_factory=dict)
+    """most passes over a source, after which only the others are read, e.g. "tokens/code" = 4"""
     sequence_length: int = 0
     """tokens per sequence; 0 = the model's context"""
     packing: Packing = "concat"
@@ -167,6 +169,10 @@ class DataConfig:
             )
         if self.curriculum:
             self._check_curriculum()
+        if unknown := self.max_epochs.keys() - self.sources.keys():
+            raise ConfigError(
+                f"data.max_epochs: {min(unknown)} is not in data.sources: add it there"
+            )
 
     def _check_curriculum(self) -> None:
         if not self.sources:

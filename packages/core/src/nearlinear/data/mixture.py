@@ -11,6 +11,7 @@ A curriculum changes the weights at given sample numbers.
 
 from __future__ import annotations
 
+import bisect
 import functools
 import hashlib
 import heapq
@@ -32,6 +33,9 @@ from .format import Manifest
 PERIOD = 2**12
 """Longest period of a table, in samples."""
 
+MOST_SAMPLES = 2**48
+"""More samples than any run reads."""
+
 Stages = Sequence[tuple[int, Sequence[float]]]
 """First sample of each stage of a curriculum, and the weights from there on."""
 
@@ -47,17 +51,26 @@ class Mixture:
             tokenizer and packing.
         curriculum: Later weights: the first sample of each stage, and its weights in the order of
             the sources.
+        max_epochs: Most epochs of a dataset. After them its weight is 0. The others keep their
+            relative weights.
 
     Raises:
-        DataError: If the datasets do not match, or weights or stages cannot be used.
+        DataError: If the datasets do not match, or weights, stages or limits cannot be used.
     """
 
-    def __init__(self, sources: Mapping[TokenDataset, float], curriculum: Stages = ()):
+    def __init__(
+        self,
+        sources: Mapping[TokenDataset, float],
+        curriculum: Stages = (),
+        max_epochs: Mapping[TokenDataset, float] | None = None,
+    ):
         self.sources: list[TokenDataset] = list(sources)
         self.weights: list[float] = list(sources.values())
         if not self.sources:
             raise DataError("a mixture of no datasets: give at least one")
-        self.proportions: Curriculum = Curriculum([(0, self.weights), *curriculum])
+        epochs = max_epochs or {}
+        limits = [_limit(epochs.get(source), source) for source in self.sources]
+        self.proportions: Curriculum = Curriculum([(0, self.weights), *curriculum], limits)
         first = self.sources[0]
         for other in self.sources[1:]:
             for attribute, expected, found in (
@@ -218,30 +231,70 @@ class Proportions:
 class Curriculum:
     """Proportions that change at given samples; the first stage begins at sample 0.
 
+    A source that reaches its limit, in samples, begins a stage without it.
+
     Raises:
         DataError: If stages do not begin one after the other, or weights cannot be used.
     """
 
-    def __init__(self, stages: Stages):
+    end: int | None = None
+    """First sample for which every source has reached its limit or has no weight; None: never."""
+
+    def __init__(self, stages: Stages, limits: Sequence[int | None] = ()):
         starts = [start for start, _ in stages]
         if starts != sorted(set(starts)):
             raise DataError(
                 f"stages of the curriculum begin at samples {starts}: each must begin later than "
                 "the one before"
             )
+        for source in range(len(stages[0][1])):
+            if not any(weights[source] for _, weights in stages):
+                raise DataError(f"source {source + 1} has the weight 0: remove it")
+        self._set([(start, list(weights)) for start, weights in stages])
+        self.parts: list[int] = self.stages[0][1].parts
+        self.shares: list[float] = self.stages[0][1].shares
+        left = {source: limit for source, limit in enumerate(limits) if limit is not None}
+        while left and self.end is None:  # the samples of a source that ends go to the others
+            reached = {source: self._reaches(source, limit) for source, limit in left.items()}
+            first = min(left, key=lambda source: (reached[source], source))
+            if reached[first] > MOST_SAMPLES:
+                break
+            self._remove(first, reached[first])
+            del left[first]
+
+    def _set(self, stages: list[tuple[int, list[float]]]) -> None:
+        self._weights = stages
         self.stages: list[tuple[int, Proportions]] = [
             (start, Proportions(weights)) for start, weights in stages
         ]
-        for source in range(len(stages[0][1])):
-            if not any(proportions.parts[source] for _, proportions in self.stages):
-                raise DataError(f"source {source + 1} has the weight 0: remove it")
-        self.parts: list[int] = self.stages[0][1].parts
-        self.shares: list[float] = self.stages[0][1].shares
+        starts = [start for start, _ in stages]
         self._starts = np.array(starts, dtype=np.int64)
-        before = [np.zeros(len(self.parts), dtype=np.int64)]
+        before = [np.zeros(len(stages[0][1]), dtype=np.int64)]
         for (start, proportions), after in zip(self.stages, starts[1:], strict=False):
             before.append(before[-1] + proportions.counts(after - start))
         self._before = np.stack(before)
+
+    def _reaches(self, source: int, limit: int) -> int:
+        """Return how many samples it takes to read `limit` of a source; more than `MOST_SAMPLES`
+        if it is not read that often."""
+        return bisect.bisect_left(
+            range(MOST_SAMPLES + 1), limit, key=lambda samples: int(self.counts(samples)[source])
+        )
+
+    def _remove(self, source: int, at: int) -> None:
+        """Begin a stage without a source at a sample."""
+        stages = []
+        for number, (start, weights) in enumerate(self._weights):
+            after = [*self._weights, (MOST_SAMPLES, [])][number + 1][0]
+            if start < at:
+                stages.append((start, weights))
+            if after > at:
+                rest = [0.0 if each == source else weight for each, weight in enumerate(weights)]
+                if not any(rest):
+                    self.end = max(at, start)
+                    break
+                stages.append((max(at, start), rest))
+        self._set(stages)
 
     def describe(self) -> list[list[Any]]:
         """Return first sample and integer weights of each stage but the first."""
@@ -254,7 +307,15 @@ class Curriculum:
         return self._before[stage] + proportions.counts(samples - start)
 
     def assign(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the source of each sample [N] and its number within the source, int64 [N]."""
+        """Return the source of each sample [N] and its number within the source, int64 [N].
+
+        Raises `DataError` for samples after the end.
+        """
+        if self.end is not None and samples.max(initial=0) >= self.end:
+            raise DataError(
+                f"every source of the mixture ends before sample {self.end}: raise "
+                "data.max_epochs, add sources, or train for fewer steps"
+            )
         stage_of = np.searchsorted(self._starts, samples, side="right") - 1
         source, own = np.empty_like(samples), np.empty_like(samples)
         for stage in np.unique(stage_of).tolist():
@@ -263,6 +324,15 @@ class Curriculum:
             source[chosen], numbers = proportions.assign(samples[chosen] - start)
             own[chosen] = numbers + self._before[stage][source[chosen]]
         return source, own
+
+
+def _limit(epochs: float | None, source: TokenDataset) -> int | None:
+    """Return the most samples of a source. Raises `DataError`."""
+    if epochs is None:
+        return None
+    if not _is_weight(epochs) or epochs == 0:
+        raise DataError(f"the most epochs of {source.path} are {epochs}: give a number above 0")
+    return max(1, int(epochs * len(source)))
 
 
 def _is_weight(weight) -> bool:

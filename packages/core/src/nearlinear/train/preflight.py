@@ -231,7 +231,10 @@ def open_dataset(config: TrainConfig, split: str, verified: bool = False) -> Tok
         if split == "train":
             stages = config.data.stages(config.sequence_length)
             weights = [(start, list(by_folder.values())) for start, by_folder in stages]
-            dataset = Mixture(sources, weights)
+            limits = config.data.max_epochs
+            epochs = {source: limits[name] for name, source in zip(config.data.sources, sources,
+                      strict=True) if name in limits}  # fmt: skip
+            dataset = Mixture(sources, weights, epochs)
         else:  # all sequences are read; a source may be trained on only later
             dataset = Mixture({source: weight or 1.0 for source, weight in sources.items()})
     else:
