@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from nearlinear_collectives.backend import autoload
+from nearlinear_collectives.autoload import autoload
 from tests.collectives.ranks import BACKEND
 from tests.collectives.runner import all_gather_single
 from tests.collectives.worker import join, store
@@ -280,6 +280,17 @@ def test_import_of_torch_registers_the_backend(tmp_path, limit_gib):
     command = [sys.executable, "-c", AUTOLOADED, str(tmp_path / "store")]
     ranks = [subprocess.Popen([*command, str(rank), str(limit_gib)]) for rank in range(2)]
     assert [rank.wait(120) for rank in ranks] == [0, 0]
+
+
+@pytest.mark.skipif(BACKEND == "gloo", reason="gloo is part of torch")
+@pytest.mark.parametrize(
+    "first", ["nearlinear_collectives", "nearlinear_collectives.backend", "torch.distributed"]
+)
+def test_package_and_torch_may_be_imported_in_any_order(first):
+    check = "assert 'nearlinear' in torch.distributed.Backend.backend_list"
+    program = f"import {first}; import torch, nearlinear_collectives; {check}"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0 and not done.stderr, done.stderr
 
 
 def test_errors_of_registration_do_not_end_the_import_of_torch(monkeypatch, caplog):

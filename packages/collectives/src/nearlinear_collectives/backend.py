@@ -36,17 +36,6 @@ def register() -> None:
         )
 
 
-def autoload() -> None:
-    """Register the backend at the end of ``import torch``, through torch's entry points.
-
-    An error is logged and not raised: it would end the import of torch.
-    """
-    try:
-        register()
-    except Exception as error:
-        log.warning("the backend %s is not registered: %s", NAME, error)
-
-
 def torchcomms_is_active() -> bool:
     """Return True if torch takes all backends from torchcomms and never calls a plugin."""
     switch = os.environ.get("TORCH_DISTRIBUTED_USE_TORCHCOMMS", "0").lower()
