@@ -118,6 +118,7 @@ def test_unreadable_folders_are_listed(tmp_path, monkeypatch):
         ("text".encode("utf-16"), "is UTF-16 text: convert it"),
         (b"WARC/1.0\r\nWARC-Type: response\r\n", "is a web archive .*: extract the text"),
     ],
+    ids=["gzip", "zip", "utf-16", "warc"],
 )
 @pytest.mark.parametrize("document", ["file", "line", "paragraph"])
 def test_files_of_another_kind_are_named(tmp_path, raw, match, document):
