@@ -24,6 +24,7 @@ from nearlinear.data.format import (
     has_own_hash,
 )
 from nearlinear.errors import DataError
+from nearlinear.own_hash import NO_HASH
 from nearlinear.storage import StoragePath
 
 LOG_FILE = "documents.log"
@@ -90,7 +91,7 @@ def record_shards(record: dict[str, Any]) -> dict[str, tuple[Shard, ...]]:
 
 def write_history(folder: StoragePath, history: dict[str, Any]) -> None:
     """Write the CPU seconds by stage and the inputs of a dataset."""
-    (folder / HISTORY_FILE).put(encode_with_hash({"sha256": "0" * 64, **history}))
+    (folder / HISTORY_FILE).put(encode_with_hash({"sha256": NO_HASH, **history}))
 
 
 def read_history(folder: str | Path | StoragePath) -> dict[str, Any]:

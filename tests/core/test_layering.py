@@ -12,7 +12,7 @@ import nearlinear
 
 SOURCE = Path(nearlinear.__file__).parent
 LAYERS = {
-    "base": ("_torch", "errors", "output", "storage"),
+    "base": ("_torch", "errors", "output", "own_hash", "storage"),
     "settings": ("config", "hardware"),
     "ranks": ("distributed", "spmd"),
     "sharding": ("fsdp",),

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointDamaged, CheckpointError
+from ..own_hash import NO_HASH, insert_hash, is_intact
 
 MAX_DEPTH = 64
 """Nesting of arrays and objects."""
@@ -25,14 +26,11 @@ KEY_VARIABLE, KEY_FILE_VARIABLE = "NEARLINEAR_CHECKPOINT_KEY", "NEARLINEAR_CHECK
 """Environment variables with the key of signatures, or with the path of a file that contains it."""
 MIN_KEY_BYTES = 16
 _PREFIX = re.compile(rb'\{"format":(\d{1,9}),"sha256":"([0-9a-f]{64})"[,}]')
-_NO_HASH = "0" * 64
 
 
 def seal(version: int, data: dict[str, Any]) -> bytes:
     """Encode ``data`` as sealed JSON of a format ``version``."""
-    text = encode({"format": version, "sha256": _NO_HASH} | data)
-    digest = hashlib.sha256(text).hexdigest()
-    return text.replace(_NO_HASH.encode(), digest.encode(), 1)
+    return insert_hash(encode({"format": version, "sha256": NO_HASH} | data))
 
 
 def encode(data: Any) -> bytes:
@@ -43,13 +41,9 @@ def encode(data: Any) -> bytes:
 def sealed_version(text: bytes) -> int | None:
     """Return the format version of an intact sealed document, or None if ``text`` is none."""
     found = _PREFIX.match(text)
-    if found is None:
+    if found is None or not is_intact(text, found.span(2)):
         return None
-    begin, end = found.span(2)
-    digest = hashlib.sha256(text[:begin])
-    digest.update(_NO_HASH.encode())
-    digest.update(memoryview(text)[end:])
-    return int(found[1]) if digest.hexdigest().encode() == found[2] else None
+    return int(found[1])
 
 
 def parse(text: bytes) -> dict[str, Any]:

@@ -169,10 +169,11 @@ class DataConfig:
             )
         if self.curriculum:
             self._check_curriculum()
-        if unknown := self.max_epochs.keys() - self.sources.keys():
-            raise ConfigError(
-                f"data.max_epochs: {min(unknown)} is not in data.sources: add it there"
-            )
+        self._check_known("data.max_epochs", self.max_epochs)
+
+    def _check_known(self, label: str, folders: Mapping[str, Any]) -> None:
+        if unknown := folders.keys() - self.sources.keys():
+            raise ConfigError(f"{label}: {min(unknown)} is not in data.sources: add it there")
 
     def _check_curriculum(self) -> None:
         if not self.sources:
@@ -187,8 +188,7 @@ class DataConfig:
                 raise ConfigError(f"{label}: the key must be a number of tokens above 0")
             if not isinstance(weights, dict):
                 raise ConfigError(f"{label} = {weights!r}: expected weights by folder")
-            if unknown := weights.keys() - self.sources.keys():
-                raise ConfigError(f"{label}: {min(unknown)} is not in data.sources: add it there")
+            self._check_known(label, weights)
             for folder, weight in weights.items():
                 coerce(weight, float, f'{label}."{folder}"')
 

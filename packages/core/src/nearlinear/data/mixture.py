@@ -284,11 +284,11 @@ class Curriculum:
     def _remove(self, source: int, at: int) -> None:
         """Begin a stage without a source at a sample."""
         stages = []
-        for number, (start, weights) in enumerate(self._weights):
-            after = [*self._weights, (MOST_SAMPLES, [])][number + 1][0]
+        ends = [*self._starts[1:].tolist(), MOST_SAMPLES]
+        for (start, weights), end in zip(self._weights, ends, strict=True):
             if start < at:
                 stages.append((start, weights))
-            if after > at:
+            if end > at:
                 rest = [0.0 if each == source else weight for each, weight in enumerate(weights)]
                 if not any(rest):
                     self.end = max(at, start)

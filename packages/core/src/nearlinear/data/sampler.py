@@ -234,12 +234,10 @@ class MixtureBlockOrder:
     """
 
     def __init__(self, mixture: Mixture, orders: list[BlockOrder]):
-        self._proportions, self._offsets, self._orders = (
-            mixture.proportions,
-            mixture.offsets,
-            orders,
-        )
-        self._ends = np.cumsum([order.block_count for order in orders])
+        self._proportions, self._offsets = mixture.proportions, mixture.offsets
+        self._orders = orders
+        counts = [order.block_count for order in orders]
+        self._first_blocks = np.cumsum(counts) - counts
 
     def places(self, samples: np.ndarray) -> np.ndarray:
         """Locate samples [N]: int64 [N, 3] of the source's epoch, block, and turn in the block."""
@@ -248,14 +246,14 @@ class MixtureBlockOrder:
         for source in np.unique(source_of).tolist():
             chosen = source_of == source
             found[chosen] = self._orders[source].places(own[chosen])
-            found[chosen, 1] += self._first_block(source)
+            found[chosen, 1] += self._first_blocks[source]
         return found
 
     def windows(self, places: np.ndarray) -> np.ndarray:
         """Return the windows of the mixture at `places` [N, 3], int64 [N]."""
         found = np.empty(len(places), dtype=np.int64)
         for source, chosen in self._by_source(places[:, 1]):
-            its = places[chosen] - np.array([0, self._first_block(source), 0])
+            its = places[chosen] - np.array([0, self._first_blocks[source], 0])
             found[chosen] = self._offsets[source] + self._orders[source].windows(its)
         return found
 
@@ -263,15 +261,12 @@ class MixtureBlockOrder:
         """Return first window and end of each block, int64 [N, 2]."""
         found = np.empty((len(blocks), 2), dtype=np.int64)
         for source, chosen in self._by_source(blocks):
-            its = self._orders[source].ranges(blocks[chosen] - self._first_block(source))
+            its = self._orders[source].ranges(blocks[chosen] - self._first_blocks[source])
             found[chosen] = self._offsets[source] + its
         return found
 
-    def _first_block(self, source: int) -> int:
-        return int(self._ends[source]) - self._orders[source].block_count
-
     def _by_source(self, blocks: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-        source_of = np.searchsorted(self._ends, blocks, side="right")
+        source_of = np.searchsorted(self._first_blocks, blocks, side="right") - 1
         for source in np.unique(source_of).tolist():
             yield source, source_of == source
 

@@ -12,6 +12,7 @@ from ..errors import ConfigError
 
 if TYPE_CHECKING:
     from ..config.train import TrainConfig
+    from .cluster import Cluster
     from .result import PlanResult
 
 EXAMPLES = """\
@@ -167,13 +168,19 @@ def run_plan(config: TrainConfig, options: PlanOptions, source: str = "") -> int
     return 0 if result.fits or options.search else DOES_NOT_FIT
 
 
-def _plan_layout(config: TrainConfig, options: PlanOptions) -> PlanResult:
+def _plan_layout(
+    config: TrainConfig,
+    options: PlanOptions,
+    cluster: Cluster | None = None,
+    vocabulary: int = 0,
+) -> PlanResult:
     from .api import plan
 
     return plan(
         config,
-        options.cluster,
+        cluster or options.cluster,
         tokens=options.tokens,
+        vocabulary=vocabulary,
         straggler=options.straggler,
         usd_per_hour=options.price_per_hour,
     )
@@ -229,7 +236,6 @@ def _search(result: PlanResult, options: PlanOptions, numbers: dict[str, Any]) -
 
     from ..config import schema
     from ..output import write_output_file
-    from .api import plan
     from .search import format_candidates, search
 
     candidates = search(result.config, result.cluster, reference=result)
@@ -243,14 +249,7 @@ def _search(result: PlanResult, options: PlanOptions, numbers: dict[str, Any]) -
         place = dataclasses.replace(best.plan, cluster=options.cluster)
         best = dataclasses.replace(best, plan=place)
     write_output_file(options.write, schema.to_toml(best))
-    return plan(
-        best,
-        result.cluster,
-        tokens=result.tokens,
-        vocabulary=result.work.shape.vocabulary,
-        straggler=options.straggler,
-        usd_per_hour=options.price_per_hour,
-    )
+    return _plan_layout(best, options, result.cluster, result.work.shape.vocabulary)
 
 
 def _validate(options: PlanOptions) -> int:

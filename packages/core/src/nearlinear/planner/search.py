@@ -29,7 +29,7 @@ from .memory import estimate, vocabulary_of
 from .memory.report import GIB
 from .model_shape import model_shape
 from .result import PlanResult
-from .step_time import least_seconds, step_time, step_time_of
+from .step_time import least_seconds, step_time_of
 from .workload import Workload, workload_from_config
 
 MAX_MICRO_BATCH = 64  # sequences
@@ -177,9 +177,9 @@ def evaluate(
     ``reference``: a plan whose vocabulary and constants also apply here. Raises ConfigError for
     configs that the trainer rejects.
     """
-    work = _workload(config, cluster, reference)
+    blocks = _block_times(config, cluster, reference)
     memory = _memory(config, cluster, reference)
-    seconds = _seconds(work, cluster, reference) if memory <= most else math.nan
+    seconds = step_time_of(blocks).seconds if memory <= most else math.nan
     return Candidate(config, seconds, memory)
 
 
@@ -270,11 +270,6 @@ def _workload(config: TrainConfig, cluster: Cluster, reference: PlanResult | Non
     """Return the workload. Raises ConfigError for configs that the trainer rejects."""
     words = _vocabulary(config, reference)
     return workload_from_config(config, cluster.world, cluster.node.gpus, words, cluster.gpu.is_cpu)
-
-
-def _seconds(work: Workload, cluster: Cluster, reference: PlanResult | None) -> float:
-    constants = reference.constants if reference else constants_for(cluster.node)
-    return step_time(work, cluster, constants).seconds
 
 
 def _memory(config: TrainConfig, cluster: Cluster, reference: PlanResult | None) -> float:

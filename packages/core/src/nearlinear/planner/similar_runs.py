@@ -7,14 +7,13 @@ and number of nodes; if there are too few of them, in fewer of these features.
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 from functools import cache
 
 from .cluster import Cluster
-from .fitted_constants import leave_one_out_constants, load_constants
-from .published.runs import held_out_runs, published_runs
-from .validate import ScoredRun, score
+from .validate import ScoredRun, score_held_out, score_left_out
 from .workload import Workload
 
 LEAST = 8
@@ -73,9 +72,4 @@ def _features_of_run(scored: ScoredRun) -> tuple[str, ...]:
 @cache
 def _scored_runs() -> list[ScoredRun]:
     """Predict every published run without its source."""
-    without = leave_one_out_constants()
-    found = []
-    for run in published_runs():
-        if run.source in without:
-            found += score([run], without[run.source])
-    return [*found, *score(held_out_runs(), load_constants())]
+    return [*itertools.chain(*score_left_out().values()), *score_held_out()]

@@ -110,13 +110,23 @@ class Validation:
 def validate() -> Validation:
     """Predict every published run."""
     scored = score(published_runs(), load_constants())
-    without = {}
-    for source, constants in leave_one_out_constants().items():
-        runs = [each.run for each in scored if each.run.source == source]
-        if runs:
-            without[source] = summarize_errors(score(runs, constants))
-    held_out = score(held_out_runs(), load_constants())
-    return Validation(scored, skipped_rows(), without, rank_pairs(scored), held_out)
+    without = {source: summarize_errors(runs) for source, runs in score_left_out().items()}
+    return Validation(scored, skipped_rows(), without, rank_pairs(scored), score_held_out())
+
+
+def score_left_out() -> dict[str, list[ScoredRun]]:
+    """Predict the runs of each source with constants fitted without the source."""
+    published = published_runs()
+    by_source = {
+        source: score((run for run in published if run.source == source), constants)
+        for source, constants in leave_one_out_constants().items()
+    }
+    return {source: runs for source, runs in by_source.items() if runs}
+
+
+def score_held_out() -> list[ScoredRun]:
+    """Predict the runs outside the fit."""
+    return score(held_out_runs(), load_constants())
 
 
 def score(runs: Iterable[PublishedRun], constants: FittedConstants) -> list[ScoredRun]:

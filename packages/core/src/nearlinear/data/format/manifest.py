@@ -23,6 +23,7 @@ import xxhash
 
 from ... import storage
 from ...errors import DataError
+from ...own_hash import NO_HASH, insert_hash, is_intact
 from ...storage import StoragePath
 from .shards import BLOCK_BYTES, Shard, dtype_for, encode_index, flipped_bit, read_index
 
@@ -32,7 +33,6 @@ MANIFEST_FILE = "index.json"
 TOKENIZER_FILE = "tokenizer/tokenizer.json"
 TOKENIZER_CONFIG_FILE = "tokenizer/tokenizer_config.json"
 _OWN_HASH = re.compile(rb'\{[^{}\[\]]{0,200}"sha256": "([0-9a-f]{64})"')
-_NO_HASH = b"0" * 64
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class Manifest:
         document = {
             "format": FORMAT_NAME,
             "version": FORMAT_VERSION,
-            "sha256": _NO_HASH.decode(),
+            "sha256": NO_HASH,
             "dtype": self.dtype.name,
             "fingerprint": self.fingerprint,
             "totals": totals,
@@ -180,20 +180,17 @@ def encode_with_hash(document: dict[str, Any]) -> bytes:
     """Encode a document as JSON with its own hash.
 
     Args:
-        document: Has the key "sha256" at the front, behind short values only. Its value, 64 zeros,
+        document: Has the key "sha256" at the front, behind short values only. Its value, `NO_HASH`,
             is replaced by the SHA-256 of the encoded document.
     """
     raw = json.dumps(document, indent=1, ensure_ascii=False).encode()
-    return raw.replace(_NO_HASH, hashlib.sha256(raw).hexdigest().encode(), 1)
+    return insert_hash(raw)
 
 
 def has_own_hash(raw: bytes) -> bool:
     """Return True if ``raw`` was written by `encode_with_hash` and has not changed since."""
     found = _OWN_HASH.match(raw)
-    if found is None:
-        return False
-    start, end = found.span(1)
-    return hashlib.sha256(raw[:start] + _NO_HASH + raw[end:]).hexdigest().encode() == found[1]
+    return found is not None and is_intact(raw, found.span(1))
 
 
 _TEXT_SUFFIXES = {".txt": "text", ".md": "text", ".jsonl": "jsonl", ".ndjson": "jsonl",
@@ -302,11 +299,7 @@ def _check_sizes(folder: StoragePath, shards: list[Shard]) -> None:
 
 def _check_tokenizer(folder: StoragePath, manifest: Manifest) -> None:
     place = folder / TOKENIZER_FILE
-    try:
-        raw = place.read()
-    except FileNotFoundError:
-        raise DataError(f"{place} is missing: {_REMEDY}") from None
-    found = hashlib.sha256(raw).hexdigest()
+    found = _sha256_of(place)
     if found != manifest.tokenizer["sha256"]:
         raise DataError(
             f"{place} is not the tokenizer {manifest.tokenizer['name']} that made these tokens: "
@@ -314,12 +307,15 @@ def _check_tokenizer(folder: StoragePath, manifest: Manifest) -> None:
         )
     if expected := manifest.tokenizer.get("config_sha256"):
         config = folder / TOKENIZER_CONFIG_FILE
-        try:
-            found = hashlib.sha256(config.read()).hexdigest()
-        except FileNotFoundError:
-            raise DataError(f"{config} is missing: {_REMEDY}") from None
-        if found != expected:
+        if _sha256_of(config) != expected:
             raise DataError(f"{config} is altered: {_REMEDY}")
+
+
+def _sha256_of(place: StoragePath) -> str:
+    try:
+        return hashlib.sha256(place.read()).hexdigest()
+    except FileNotFoundError:
+        raise DataError(f"{place} is missing: {_REMEDY}") from None
 
 
 def _check_blocks(folder: StoragePath, shard: Shard, manifest: Manifest) -> None:

@@ -197,7 +197,7 @@ class ActivationMemory:
 
     def backward(self, number: int) -> int:
         """Peak bytes of its backward pass in excess of its saved activations."""
-        group, peak = self.group_size(number), self._backward
+        group, peak = self.group_size(number), self.trace.backward_peak()
         if group:
             if not self._keeps_input:
                 peak += self.hidden  # input of the recomputation
@@ -230,10 +230,6 @@ class ActivationMemory:
     @cached_property
     def _recomputed_forward(self) -> int:
         return self.trace.forward_peak(saving=False)
-
-    @cached_property
-    def _backward(self) -> int:
-        return self.trace.backward_peak()
 
 
 @dataclass(frozen=True)
