@@ -39,7 +39,8 @@ OURS = ("ours", "ours_once", "ours_whole", "ours_nl", "ours_nl_once", "ours_nl_l
         "ours_nl_full", "ours_nl_full_lean", "ours_nl_full_budget", "ours_nl_whole",
         "ours_nl_sliced")  # fmt: skip
 OTHERS = ("ddp", "ddp_nl", "ddp_zero", "ddp_zero_nl", "zero1", "zero2", "zero3", "fsdp2",
-          "fsdp2_nl", "fsdp2_once", "fsdp2_once_nl", "hybrid", "hybrid_nl", "hybrid_once",
+          "fsdp2_nl", "fsdp2_ahead", "fsdp2_ahead_nl", "fsdp2_once", "fsdp2_once_nl",
+          "fsdp2_once_ahead", "fsdp2_once_ahead_nl", "hybrid", "hybrid_nl", "hybrid_once",
           "hybrid_once_nl")  # fmt: skip
 EXAMPLES = f"""\
 examples:

@@ -97,6 +97,7 @@ SYSTEMS = {
     ),
     "fsdp1": _fsdp("FSDP1, full shard (gloo)", kind="fsdp1"),
     **_on_both("fsdp2", _fsdp, "FSDP2, full shard", kind="full"),
+    **_on_both("fsdp2_ahead", _fsdp, "FSDP2, full shard, prefetch", kind="full", prefetch=True),
     **_on_both("hybrid", _fsdp, "FSDP2, hybrid", traffic.hybrid, kind="hybrid"),
     **_on_both(
         "fsdp2_once",
@@ -104,6 +105,15 @@ SYSTEMS = {
         "FSDP2, full shard, kept, one reduction",
         traffic.all_once_full,
         kind="full",
+        **ONCE,
+    ),
+    **_on_both(
+        "fsdp2_once_ahead",
+        _fsdp,
+        "FSDP2, full shard, kept, one reduction, prefetch",
+        traffic.all_once_full,
+        kind="full",
+        prefetch=True,
         **ONCE,
     ),
     **_on_both(

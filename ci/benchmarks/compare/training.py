@@ -7,6 +7,7 @@ rank's micro-batches and returns the mean of their losses on this rank.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 
 import torch
@@ -143,6 +144,7 @@ class Fsdp:
         backend: str = "gloo",
         kept: bool = False,
         once: bool = False,
+        prefetch: bool = False,
         sharded_optimizer: bool = False,
     ):
         """Build the adapter.
@@ -153,6 +155,7 @@ class Fsdp:
             backend: Backend of FSDP2's shard group or of DDP, ``gloo`` or ``nearlinear``.
             kept: FSDP2 frees gathered parameters at the end of the step only.
             once: FSDP2 reduces gradients in the last micro-batch of a step only.
+            prefetch: FSDP2 gathers the next block of each pass during the current one.
             sharded_optimizer: DDP's ranks each keep the optimizer state of some parameters.
         """
         from torch.distributed.device_mesh import init_device_mesh
@@ -179,6 +182,8 @@ class Fsdp:
             self._use_nearlinear()
         if kept:
             self.model.set_reshard_after_forward(False)
+        if prefetch:
+            self._gather_ahead()
         self.optimizer = (
             _sharded_optimizer(self.model, config)
             if sharded_optimizer
@@ -192,6 +197,13 @@ class Fsdp:
         for block in blocks_of(self.model):
             fully_shard(block, mesh=mesh)
         fully_shard(self.model, mesh=mesh)
+
+    def _gather_ahead(self) -> None:
+        self.model._set_unshard_async_op(True)  # streams do not overlap anything on the CPU
+        blocks = blocks_of(self.model)
+        for block, following in itertools.pairwise(blocks):
+            block.set_modules_to_forward_prefetch([following])
+            following.set_modules_to_backward_prefetch([block])
 
     def _shard_fsdp1(self) -> None:
         from torch.distributed.fsdp import FullyShardedDataParallel
