@@ -30,7 +30,7 @@ from .systems import SYSTEMS
 MODULE = "ci.benchmarks.compare.race"
 BUDGETS = (3.0, 4.25, 5.0, 6.0)
 """Peaks of allocated tensors in sizes of the float32 parameters."""
-LONGEST_TRANSFER = 40.0
+LONGEST_TRANSFER = 30.0
 """Seconds of transfer alone in a step beyond which a system is left out of a run."""
 CLUSTERS = ({"nodes": 4}, {"nodes": 2, "ranks_per_node": 2}, {"nodes": 3, "shard": 3})
 RATES, ACCUMULATIONS = ("100mbit", "1gbit", "10gbit"), (1, 4, 8)

@@ -9,8 +9,8 @@ import nearlinear as nl
 from tests.support import tiny
 
 
-def prepared(live, layers=2):
-    nl.init({"hybrid_shard_degree": 2, "sdp_max_live_parameters": live})
+def prepared(live, layers=2, shard_degree=2):
+    nl.init({"hybrid_shard_degree": shard_degree, "sdp_max_live_parameters": live})
     with nl.spmd.one_at_a_time(seed=0):
         model = tiny.gpt2(layers)
     nl.shard(model)
@@ -92,3 +92,41 @@ def test_unfinished_step_frees_gathered_parameters(live):
 
     plain, left = (nl.spmd.run(losses, 4, args=(on,))[0] for on in (False, True))
     assert left == plain
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_whole_replica_computes_with_its_own_parameters_in_float32(bf16):
+    def addresses(rank):
+        nl.init({"hybrid_shard_degree": 1, "bf16": bf16})
+        with nl.spmd.one_at_a_time(seed=0):
+            model = nl.shard(tiny.gpt2(2))
+        optimizer = tiny.optimizer_for(model, "sgd")
+        block, computed = model.transformer.h[0], []
+        block.register_forward_hook(
+            lambda *_: computed.append([p.data_ptr() for p in block.parameters()])
+        )
+        own = [p.to_local().data_ptr() for p in block.parameters()]
+        for number in range(2):
+            step(model, optimizer, number)
+        return own, computed
+
+    for own, computed in nl.spmd.run(addresses, 2):
+        assert len(computed) == 4  # two micro-batches of two steps
+        assert all((found == own) is not bf16 for found in computed)
+
+
+def test_whole_replica_computes_with_parameters_assigned_after_a_step():
+    def losses(rank, assign):
+        model, optimizer = prepared(0, shard_degree=1)
+        step(model, optimizer, 0)
+        evaluate(model)
+        halved = {name: value.detach() / 2 for name, value in model.state_dict().items()}
+        model.load_state_dict(halved, assign=assign)
+        optimizer = tiny.optimizer_for(model, "sgd")
+        first = evaluate(model)
+        step(model, optimizer, 1)
+        return first, evaluate(model)
+
+    copied, assigned = (nl.spmd.run(losses, 2, args=(on,))[0] for on in (False, True))
+    assert assigned == copied
+    assert copied[0] != copied[1]

@@ -216,6 +216,45 @@ def hold_unreduced_gradients(unit: nn.Module | FSDPModule) -> None:
             parameter.grad = None
 
 
+def compute_in_place(unit: nn.Module | FSDPModule) -> None:
+    """Let a unit whose parameters this rank does not share compute with them, not with copies.
+
+    FSDP2 copies them at every gather. Where the copy has another dtype or device it remains.
+    2.13.0; without effect on 2.8.0, which gathers from one rank.
+    """
+    for group in _groups_of(unit):
+        for entry in group.fsdp_params:
+            in_place = _InPlace(entry)
+            entry.init_all_gather_outputs = in_place.init_output
+            entry.free_unsharded_param = in_place.free
+
+
+class _InPlace:
+    """Replaces the allocation of one of FSDP2's gathered parameters by the parameter's memory."""
+
+    def __init__(self, entry: Any):
+        self.entry = entry
+        self.own: torch.Tensor | None = None
+        """The parameter, if it is the gathered one, too."""
+
+    def init_output(self, *arguments) -> None:
+        entry, own = self.entry, self.entry._sharded_param_data
+        copies = entry.param_dtype is not None or entry.offload_to_cpu
+        copies = copies or hasattr(entry._sharded_local_tensor, "fsdp_pre_all_gather")
+        # FSDP2 resizes the output's storage to the size of the output.
+        if copies or own.untyped_storage().nbytes() != own.nbytes:
+            own = None
+        if own is not self.own:  # also if a checkpoint replaced the parameter
+            self.own = own
+            entry.all_gather_outputs = [] if own is None else [own]
+            vars(entry).pop("_unsharded_param", None)  # it has the former memory
+        type(entry).init_all_gather_outputs(entry, *arguments)
+
+    def free(self) -> None:
+        if self.own is None:
+            type(self.entry).free_unsharded_param(self.entry)
+
+
 def sharded_parameters(unit: nn.Module | FSDPModule) -> list[nn.Parameter]:
     """Return the sharded parameters that ``unit`` itself gathers. 2.13.0."""
     return [entry.sharded_param for group in _groups_of(unit) for entry in group.fsdp_params]
@@ -228,6 +267,8 @@ def gathered_bytes(unit: nn.Module) -> int:
         for entry in group.fsdp_params:
             if not hasattr(entry, "_unsharded_param"):
                 break  # not yet gathered once
+            if storage_of(entry._unsharded_param) == storage_of(entry._sharded_param_data):
+                continue  # see `compute_in_place`
             total += entry._unsharded_param.untyped_storage().nbytes()
             if total == 0:
                 break  # parameters of a group are gathered and freed together

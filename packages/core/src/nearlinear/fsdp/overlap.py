@@ -210,8 +210,11 @@ def enable_overlapped_reduction(units: Units, runtime: Runtime) -> GradientReduc
     reduction = GradientReduction(threads.reductions, threads.replicas, limit)
     for axis, sharing in units.items():
         if getattr(runtime.mesh, axis) == 1:
+            memory = TorchAllocator()
+            if threads.replicas is not None:
+                memory = _allocator(threads.replicas, "ReduceScatter")
             for unit in sharing:
-                whole = UnitReduceScatter(reduction, unit, None, TorchAllocator())
+                whole = UnitReduceScatter(reduction, unit, None, memory)
                 unit.set_custom_reduce_scatter(whole)
                 unit.set_all_reduce_hook(whole.reduce_whole)
             continue

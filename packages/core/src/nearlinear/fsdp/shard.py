@@ -203,6 +203,9 @@ def _shard_model(
     inner = [unit for units in experts.values() for unit in units]
     own_experts = inner if runtime.mesh.expert_sharing == 1 else []  # not shared with any rank
     units = {"sharing": _units([*blocks, model])}
+    not_shared = own_experts + ([*blocks, model] if runtime.mesh.sharing == 1 else [])
+    for unit in not_shared:
+        _torch.compute_in_place(unit)
     if inner and not own_experts:
         units["expert_sharing"] = _units(inner)
     gathered_dtype = policy.param_dtype or next(model.parameters()).dtype

@@ -4,7 +4,8 @@ No model is built and nothing is allocated. Model states are exact. The peak is 
 through a step unit by unit, with the operators traced in `block_ops`. The order of all-gathers and
 reduce-scatters is that of FSDP2, with prefetching and resident blocks as in `fsdp.prefetch`: an
 all-gather holds its buffer until the next unit is gathered (forward) or its parameters are copied
-out (backward); a reduce-scatter holds its float32 input until the next one begins.
+out (backward); a reduce-scatter holds its float32 input until the next one begins. Parameters that
+no other rank shares are not copied if the block computes in float32.
 """
 
 from __future__ import annotations
@@ -172,7 +173,9 @@ class _StepWalk:
         return self.model.block[place] if number else self.model.root
 
     def _buffer(self, unit: UnitId) -> int:
-        return self._unit(unit).padded * self.item
+        parameters = self._unit(unit)
+        in_place = parameters.shard == parameters.padded and self.item == REDUCED_BYTES
+        return 0 if in_place else parameters.padded * self.item
 
     def _start_gather(self, unit: UnitId) -> None:
         """Start an all-gather into a buffer."""
