@@ -71,9 +71,9 @@ def mics(config: CompareConfig) -> Traffic:
 
 
 def least_memory(config: CompareConfig) -> Traffic:
-    """nearlinear with the fewest gathered units: a unit used next after a turnaround is kept."""
-    a, inner = config.accumulation, config.layers - 2
-    return Traffic(config.shard, (1, 1 + a, *([2 * a] * inner), a), a, 1)
+    """nearlinear with the least memory: root and first block stay between micro-batches."""
+    a = config.accumulation
+    return Traffic(config.shard, (1, 1 + a, *([2 * a] * (config.layers - 1))), a, 1)
 
 
 def least_memory_full(config: CompareConfig) -> Traffic:

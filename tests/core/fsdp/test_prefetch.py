@@ -53,8 +53,8 @@ def gathers(rank, live, **options):
 @pytest.mark.parametrize(
     ("live", "expected"),
     [
-        # the first block once, then backward only; the last once; two between twice; the root once
-        (0, (1 + MICRO_BATCHES) + MICRO_BATCHES + 2 * 2 * MICRO_BATCHES + 1),
+        # the first block once, then backward only; the others twice; the root once
+        (0, (1 + MICRO_BATCHES) + (LAYERS - 1) * 2 * MICRO_BATCHES + 1),
         (10**9, LAYERS + 1),
     ],
 )

@@ -1,11 +1,12 @@
 """Schedule of a step: when the units of a model are gathered, freed and reduced.
 
 Blocks run forwards, then backwards, and the next micro-batch begins forwards again, so that at each
-turn the unit used last is used next. These units stay gathered at no cost: the last block between
-forward and backward pass, the first block and the root unit between micro-batches.
+turn the unit used last is used next. The first block and the root unit stay gathered between
+micro-batches at no cost: memory peaks at the loss and in the backward pass.
 
-``memory_budget`` pays for further retention. A unit that stays gathered saves up to two all-gathers
-per micro-batch. A unit whose gradients stay unreduced saves one reduce-scatter per micro-batch.
+``memory_budget`` pays for further retention. The last block stays gathered between forward and
+backward pass if it fits beside the root unit. A unit that stays gathered saves up to two
+all-gathers per micro-batch. A unit whose gradients stay unreduced saves one reduce-scatter per micro-batch.
 Parameters are therefore kept first, the first blocks first, and then gradients, the largest units
 first. Units without room are gathered again, ``prefetch_depth`` units ahead of the computing one,
 and are reduced after every micro-batch.
@@ -52,6 +53,8 @@ class Retention:
 
     resident_blocks: int
     """First blocks that stay gathered."""
+    last_block: bool
+    """True if the last block stays gathered between forward and backward pass."""
     unreduced: tuple[bool, ...]
     """For the root unit and each block: True if it is reduced once per step."""
 
@@ -80,7 +83,7 @@ def plan_retention(sizes: list[int], config: ParallelConfig, sharing: int) -> Re
             if more <= max(room, 0):
                 kept[place] = True
                 room -= more
-    return Retention(resident, tuple(kept))
+    return Retention(resident, root + sum(blocks[-1:]) <= config.live_parameters, tuple(kept))
 
 
 def stage_stays_gathered(parameters: int, live: int, needs_gathered_weights: bool) -> bool:
@@ -168,7 +171,8 @@ def set_prefetch_schedule(
             part.set_modules_to_backward_prefetch(with_inner(backwards[i + 1 : i + 1 + depth]))
     resident = blocks[: retention.resident_blocks]
     unreduced = [u for u, kept in zip(forwards, retention.unreduced, strict=True) if kept]
-    for unit in with_inner(list(dict.fromkeys([*resident, *blocks[-1:]]))):
+    turned = blocks[-1:] if retention.last_block else []
+    for unit in with_inner(list(dict.fromkeys([*resident, *turned]))):
         unit.set_reshard_after_forward(False, recurse=False)
     schedule = PrefetchSchedule(
         tuple(with_inner(forwards)),

@@ -112,8 +112,8 @@ def _add_micro_batch(
             return
         resident = not work.reshard_after_forward or visits[visit] < work.resident_blocks
         available = (
-            visit == layers
-            or (visit > layers and resident)
+            (visit == layers and work.keeps_last_block)
+            or (visit >= layers and resident)
             or (keeps_gathered and (visit == 0 or resident))
         )
         if not available:

@@ -106,6 +106,8 @@ class Workload:
     """True if gathered parameters are freed after forward and gathered again for backward."""
     resident_blocks: int = 0
     """First blocks that are not resharded: see `fsdp.prefetch`."""
+    keeps_last_block: bool = True
+    """True if the last block stays gathered between forward and backward pass."""
     gathered_across_micro_batches: bool = False
     """True if the root and resident blocks stay gathered between micro-batches: see
     `fsdp.prefetch`."""
@@ -245,6 +247,7 @@ def workload_from_config(
         work,
         reshard_after_forward=resident < shape.layers,
         resident_blocks=resident,
+        keeps_last_block=retention.last_block,
         reduced_once_blocks=sum(retention.unreduced[1:]),
         reduced_once_root=retention.unreduced[0],
     )

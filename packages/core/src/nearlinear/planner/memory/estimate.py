@@ -152,7 +152,7 @@ class _StepWalk:
         """``depth``: units gathered ahead; ``item``: bytes of a gathered number."""
         self.model, self.tracker, self.item = model, tracker, item
         self.activations, self.depth = model.activations, depth
-        self.resident_blocks = retention.resident_blocks
+        self.resident_blocks, self.last_block = retention.resident_blocks, retention.last_block
         self.unreduced = {number for number, kept in enumerate(retention.unreduced) if kept}
         self.gathered: set[UnitId] = set()
         self.prefetched: set[UnitId] = set()
@@ -228,7 +228,7 @@ class _StepWalk:
             resident = self.activations.policy.resident
             if not resident or number > n - resident:
                 tracker.add("kept", self.activations.saved_bytes(number))
-            if self.resident_blocks < number < n:
+            if number > self.resident_blocks and not (number == n and self.last_block):
                 for unit in self._units(number):
                     self._reshard(unit)
         tracker.moment = "in the forward pass: the loss"
@@ -242,6 +242,7 @@ class _StepWalk:
         tracker.moment = "in the backward pass: the loss"
         tracker.observe(logits=model.head.backward_peak())
         tracker.add("working", model.table)  # reduced with the root's other gradients
+        self._prefetch(range(n, 0, -1), max(1, self.depth))
         stay_gathered = set() if last else {0, 1, *range(2, self.resident_blocks + 1)}
         for number in range(n, 0, -1):
             tracker.moment = f"in the backward pass: block {number} of {n}"
