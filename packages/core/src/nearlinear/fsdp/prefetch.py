@@ -6,10 +6,10 @@ micro-batches at no cost: memory peaks at the loss and in the backward pass.
 
 ``memory_budget`` pays for further retention. The last block stays gathered between forward and
 backward pass if it fits beside the root unit. A unit that stays gathered saves up to two
-all-gathers per micro-batch. A unit whose gradients stay unreduced saves one reduce-scatter per micro-batch.
-Parameters are therefore kept first, the first blocks first, and then gradients, the largest units
-first. Units without room are gathered again, ``prefetch_depth`` units ahead of the computing one,
-and are reduced after every micro-batch.
+all-gathers per micro-batch. A unit whose gradients stay unreduced saves one reduce-scatter per
+micro-batch. Parameters are therefore kept first, the first blocks first, and then gradients, the
+largest units first. Units without room are gathered again, ``prefetch_depth`` units ahead of the
+computing one, and are reduced after every micro-batch.
 
 The plan depends only on the config and the sizes of units, so that all ranks of a group agree. Its
 functions need no torch: the planner uses them too.
