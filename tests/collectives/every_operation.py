@@ -1,6 +1,6 @@
 """A fixed, short program with every operation, dtype and reduction of the engine."""
 
-from tests.collectives.programs import DTYPES, FALLBACKS, NATIVE, Program, Step, reductions
+from tests.collectives.programs import DTYPES, KINDS, Program, Step, reductions
 
 LAYOUTS = ("contiguous", "offset", "strided", "transposed")
 
@@ -8,10 +8,9 @@ LAYOUTS = ("contiguous", "offset", "strided", "transposed")
 def every_operation(ranks: int) -> Program:
     """Alternate synchronous and asynchronous calls, layouts, sizes and pooled memory."""
     steps = []
-    for kind in (*NATIVE, *FALLBACKS):
-        native = kind in NATIVE  # the dtypes of the other operations depend on gloo's release
-        for dtype in DTYPES if native else ["float32"]:
-            for op in reductions(dtype) if native and "reduce" in kind else ["SUM"]:
+    for kind in KINDS:
+        for dtype in DTYPES:
+            for op in reductions(dtype) if "reduce" in kind else ["SUM"]:
                 number = len(steps)
                 step = Step(
                     kind,

@@ -17,12 +17,16 @@ DTYPES = (*FLOATS, *INTEGERS, "bool")
 ARITHMETIC = ("SUM", "PRODUCT", "MIN", "MAX")
 BITWISE = ("BAND", "BOR", "BXOR")
 
-GATHERS = ("all_gather", "all_gather_list", "all_gather_views", "all_gather_coalesced")
-SCATTERS = ("reduce_scatter", "reduce_scatter_list", "reduce_scatter_coalesced")
+GATHERS = ("all_gather", "all_gather_list", "all_gather_views", "all_gather_coalesced",
+           "all_gather_uneven")  # fmt: skip
+SCATTERS = ("reduce_scatter", "reduce_scatter_list", "reduce_scatter_coalesced",
+            "reduce_scatter_uneven")  # fmt: skip
+EXCHANGES = ("all_to_all", "all_to_all_list", "all_to_all_uneven")
 REDUCES = ("all_reduce", "all_reduce_coalesced")
 COALESCED = ("all_gather_coalesced", "reduce_scatter_coalesced", "all_reduce_coalesced")
-NATIVE = (*GATHERS, *SCATTERS, *REDUCES, "broadcast", "barrier")
-FALLBACKS = ("reduce", "gather", "scatter", "all_to_all")  # run by a gloo group of the backend
+KINDS = (*GATHERS, *SCATTERS, *REDUCES, *EXCHANGES, "broadcast", "barrier", "reduce", "gather",
+         "scatter")  # fmt: skip
+JOINED = ("all_gather_list", "all_gather_views", "all_gather_uneven", "all_to_all_list", "gather")
 TABLE = 3_000_017  # elements of the table of random numbers; more than any tensor
 SHARED = (*GATHERS, *REDUCES, "broadcast")  # every rank has the same result
 
@@ -82,6 +86,13 @@ def table(dtype_name: str, near_one: bool) -> torch.Tensor:
     return torch.randint(limits.min, limits.max, (TABLE,), generator=source).to(dtype)
 
 
+def elements(step: Step, source: int, target: int, part: int = 0) -> int:
+    """Return the elements that member ``source`` of the group has for member ``target``."""
+    uneven = {"all_to_all_uneven": source + 2 * target, "all_gather_uneven": source + 1,
+              "reduce_scatter_uneven": target + 1}  # fmt: skip
+    return step.sizes[part] * (uneven[step.kind] % 3 if step.kind in uneven else 1)
+
+
 def combine(
     parts: list[torch.Tensor], reduce: str, wide: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -137,11 +148,13 @@ def expected(
 
     def result(part: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         def of(member: int) -> torch.Tensor:
-            return values(program, index, member, count, part)
+            size = elements(step, members.index(member), me, part)
+            return values(program, index, member, size, part)
 
         def mine_of(member: int) -> torch.Tensor:
-            whole = values(program, index, member, n * count, part)
-            return whole[me * count : (me + 1) * count]
+            sizes = [elements(step, members.index(member), i, part) for i in range(n)]
+            whole = values(program, index, member, sum(sizes), part)
+            return whole.split(sizes)[me]
 
         if step.kind in SCATTERS:
             return combine([mine_of(member) for member in members], step.reduce, wide)
@@ -149,7 +162,7 @@ def expected(
             return combine([of(member) for member in members], step.reduce, wide)
         if step.kind in (*GATHERS, "gather"):
             exact = torch.cat([of(member) for member in members])
-        elif step.kind == "all_to_all":
+        elif step.kind in EXCHANGES:
             exact = torch.cat([mine_of(member) for member in members])
         elif step.kind == "scatter":
             exact = mine_of(members[root])
@@ -163,8 +176,7 @@ def expected(
 def flat(outputs: list[torch.Tensor], step: Step) -> list[torch.Tensor]:
     """Flatten outputs to contiguous tensors; the list of a gather becomes one tensor."""
     parts = [torch.cat([output.reshape(-1)]) for output in outputs]
-    joined = step.kind in ("all_gather_list", "all_gather_views", "gather")
-    return [torch.cat(parts)] if joined and parts else parts
+    return [torch.cat(parts)] if step.kind in JOINED and parts else parts
 
 
 def differences(
@@ -176,7 +188,7 @@ def differences(
         if rank not in program.groups[step.group]:
             continue
         found = flat(outputs[index], step)
-        wanted = expected(program, index, rank, wide and step.kind not in FALLBACKS)
+        wanted = expected(program, index, rank, wide)
         for part, (have, (exact, bound)) in enumerate(zip(found, wanted, strict=True)):
             if have.dtype == torch.bool:  # any non-zero byte is true: compare truth values
                 have = have.view(torch.uint8) != 0

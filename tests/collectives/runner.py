@@ -16,11 +16,11 @@ import torch.distributed as dist
 
 from tests.collectives.programs import (
     COALESCED,
-    FALLBACKS,
     SCATTERS,
     Program,
     Step,
     differences,
+    elements,
     fingerprints,
     values,
 )
@@ -102,7 +102,7 @@ class Call:
         """Allocate a tensor of ``count`` elements in the step's layout."""
         step, runner = self.step, self.runner
         dtype, layout = getattr(torch, step.dtype), step.layout
-        if runner.plain or step.kind in FALLBACKS:
+        if runner.plain:
             return torch.empty(count, dtype=dtype)
         if layout == "mixed":
             layout = ("strided", "contiguous", "offset")[runner.rank % 3]
@@ -200,6 +200,40 @@ class Call:
         source, output = self.filled(self.own(chunks=self.n)), self.empty(self.n * self.count)
         work = dist.all_to_all_single(output, source, **self.options)
         return Issued([output], [source], work)
+
+    def split_own(self) -> list[torch.Tensor]:
+        """Return this rank's input for each member; uneven kinds have parts of several sizes."""
+        sizes = [elements(self.step, self.me, target) for target in range(self.n)]
+        runner = self.runner
+        whole = values(runner.program, self.index, runner.rank, sum(sizes))
+        return [self.filled(part) for part in whole.split(sizes)]
+
+    def empty_parts(self) -> list[torch.Tensor]:
+        return [self.empty(elements(self.step, source, self.me)) for source in range(self.n)]
+
+    def all_to_all_list(self) -> Issued:
+        sources, outputs = self.split_own(), self.empty_parts()
+        return Issued(outputs, sources, dist.all_to_all(outputs, sources, **self.options))
+
+    def all_to_all_uneven(self) -> Issued:
+        sizes = [
+            [elements(self.step, self.me, other) for other in range(self.n)],
+            [elements(self.step, other, self.me) for other in range(self.n)],
+        ]
+        sent = values(self.runner.program, self.index, self.runner.rank, sum(sizes[0]))
+        source, output = self.filled(sent), self.empty(sum(sizes[1]))
+        work = dist.all_to_all_single(output, source, sizes[1], sizes[0], **self.options)
+        return Issued([output], [source], work)
+
+    def all_gather_uneven(self) -> Issued:
+        outputs, own = self.empty_parts(), elements(self.step, self.me, self.me)
+        source = self.filled(values(self.runner.program, self.index, self.runner.rank, own))
+        return Issued(outputs, [source], dist.all_gather(outputs, source, **self.options))
+
+    def reduce_scatter_uneven(self) -> Issued:
+        sources, output = self.split_own(), self.empty(elements(self.step, self.me, self.me))
+        work = dist.reduce_scatter(output, sources, self.op, **self.options)
+        return Issued([output], sources, work)
 
     def coalesced(self) -> Issued:
         kind, parts = self.step.kind, range(len(self.step.sizes))

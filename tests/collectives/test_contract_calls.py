@@ -30,6 +30,16 @@ def wrong_calls(size: int) -> dict:
         "scatter: input too small": lambda: reduce_scatter_single(f, torch.ones(4 * size - 1)),
         "scatter: another dtype": lambda: reduce_scatter_single(f, torch.ones(4 * size).int()),
         "scatter list: too short": lambda: dist.reduce_scatter(f, [f] * (size - 1)),
+        "list: another own size": lambda: dist.all_gather([torch.empty(5), f, f, f][:size], f[:3]),
+        "exchange: rows": lambda: dist.all_to_all_single(
+            torch.ones(1 + size), torch.ones(1 + size)
+        ),
+        "exchange: splits": lambda: dist.all_to_all_single(
+            torch.ones(3), torch.ones(3), [1] * size, [2] * size
+        ),
+        "exchange: another dtype": lambda: dist.all_to_all([i] * size, [f] * size),
+        "gather list: too short": lambda: dist.gather(f, [f] * (size - 1), dst=dist.get_rank()),
+        "scatter: sizes": lambda: dist.scatter(f, [i.float()[:2]] * size, src=dist.get_rank()),
         "reduce: mean of integers": lambda: dist.all_reduce(i, dist.ReduceOp.AVG),
         "reduce: bits of floats": lambda: dist.all_reduce(f, dist.ReduceOp.BXOR),
         "broadcast: no such rank": lambda: dist.broadcast(f, src=size),
@@ -316,7 +326,7 @@ def exchanges(rank):
     return [part.tolist() for part in received], output.tolist(), tensor.tolist()
 
 
-def test_all_to_all_and_reduce_use_gloo(pool):
+def test_lists_and_splits_of_all_to_all_give_exact_results(pool):
     for rank, (listed, single, reduced) in enumerate(pool.run(exchanges, ranks=3)):
         assert listed == [[10.0 * r + rank] * 2 for r in range(3)]
         assert single == [float(r) for r in range(3) for _ in range(1 + rank)]
@@ -343,18 +353,19 @@ def native_and_fallback_mixed(rank):
     size, works, checks = dist.get_world_size(), [], []
     for step in range(30):
         count = 1 + 997 * (step % 4)
-        reduced, exchanged = torch.full((count,), 1.0 + step), torch.empty(size)
+        reduced, received = torch.full((count,), 1.0 + step), torch.empty(1)
         works.append(dist.all_reduce(reduced, async_op=True))
-        source = torch.full((size,), 100.0 * step + rank)
-        works.append(dist.all_to_all_single(exchanged, source, async_op=True))
+        source = torch.full((1,), 100.0 * step + rank)
+        works.append(dist.isend(source, (rank + 1) % size, tag=step))
+        works.append(dist.irecv(received, (rank - 1) % size, tag=step))
         sent = torch.full((2,), 7.0 * step if rank == 0 else 0.0)
         works.append(dist.broadcast(sent, 0, async_op=True))
-        checks.append((step, reduced, exchanged, sent))
+        checks.append((step, reduced, received, sent))
     for work in works:
         work.wait()
-    for step, reduced, exchanged, sent in checks:
+    for step, reduced, received, sent in checks:
         assert (reduced == size * (1.0 + step)).all() and (sent == 7.0 * step).all()
-        assert exchanged.tolist() == [100.0 * step + r for r in range(size)]
+        assert received.item() == 100.0 * step + (rank - 1) % size
 
 
 def test_native_and_fallback_calls_overlap(pool):

@@ -18,14 +18,16 @@ import torch
 import torch.distributed as dist
 
 from tests.collectives import worker
-from tests.collectives.programs import NATIVE, Program, Step
+from tests.collectives.programs import KINDS, Program, Step
 from tests.collectives.ranks import BACKEND
 from tests.collectives.runner import Runner
 
 SOAK = int(os.environ.get("NEARLINEAR_SOAK", "1"))
 DEATH = 5.0  # seconds from a death to the error of every survivor, on a loaded machine
 LATE = 2.0  # seconds a loaded machine may add to a timeout
-OPERATIONS = "all_gather|reduce_scatter|all_reduce|broadcast|barrier"
+OPERATIONS = (
+    "all_gather|reduce_scatter|all_reduce|broadcast|barrier|all_to_all|gather|scatter|reduce"
+)
 
 pytestmark = pytest.mark.skipif(BACKEND == "gloo", reason="gloo names no rank")
 
@@ -35,7 +37,7 @@ def random_program(seed: int, ranks: int) -> Program:
     draw = random.Random(seed)
     steps = [
         Step(
-            draw.choice(NATIVE),
+            draw.choice(KINDS),
             sizes=(draw.choice((1, 1000, 9000, 70_000, 400_000)),),
             root=draw.randrange(ranks),
             in_place=draw.random() < 0.5,

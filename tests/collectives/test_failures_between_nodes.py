@@ -46,7 +46,7 @@ print("joined", flush=True)
 try:
     while True:
         count = draw.choice((1, 1000, 30_000, 300_000))
-        operation = draw.randrange(5)
+        operation = draw.randrange(6)
         each, whole = torch.ones(count), torch.ones(count * ranks)
         if operation == 0:
             dist.all_gather_single(whole, each)
@@ -56,6 +56,8 @@ try:
             dist.all_reduce(each)
         elif operation == 3:
             dist.broadcast(each, src=draw.randrange(ranks))
+        elif operation == 4:
+            dist.all_to_all_single(torch.empty_like(whole), whole)
         else:
             dist.barrier()
 except RuntimeError as error:

@@ -33,6 +33,10 @@ def make_call(name: str, asynchronous: bool):
     if operation == "reduce_scatter":
         source = torch.ones(size * count, dtype=dtype)
         return reduce_scatter_single(tensor, source, op, **options)
+    if operation == "all_to_all":
+        splits = [count - (rank == 0 and "short" in special) for rank in range(size)]
+        source, output = torch.ones(sum(splits)), torch.empty(size * count)
+        return dist.all_to_all_single(output, source, [count] * size, splits, **options)
     if operation == "broadcast":
         return dist.broadcast(tensor, 1 if "root1" in special else 0, **options)
     return dist.barrier(**options)
@@ -89,6 +93,21 @@ def test_mismatch_names_both_calls_on_every_rank(pool, name, ranks, asynchronous
             report = case.outcomes[rank].value
             assert report, f"rank {rank} noticed nothing, or failed otherwise\n{case.stacks()}"
             check_report(report, odd, its, theirs)
+    finally:
+        case.close(replace=True)
+
+
+@pytest.mark.parametrize("count", ["small", "large"])
+def test_mismatch_of_parts_names_sender_and_receiver(pool, count):
+    short = f"all_to_all {count} short"  # one element less for rank 0
+    case = pool.start(differ, 1, f"all_to_all {count}", short, False, ranks=3, timeout=30)
+    try:
+        assert case.collect(20, grace=5), case.stacks()
+        elements = SMALL if count == "small" else LARGE
+        for rank in range(3):
+            error = case.outcomes[rank].value["error"]
+            said = f"rank 1 sends {elements - 1} elements to rank 0, which expects {elements}"
+            assert said in error, error
     finally:
         case.close(replace=True)
 

@@ -64,16 +64,64 @@ struct Waited {
   }
 };
 
+void run(nlc_group *group, const nlc_call &call, bool background) {
+  if (!background) return must(nlc_run(group, &call), "nlc_run");
+  Waited waited;
+  must(nlc_start(group, &call, &Waited::mark, &waited), "nlc_start");
+  waited.wait();
+}
+
+// Elements that one rank sends another in an exchange of a given size.
+size_t part_of(size_t count, int from, int to) {
+  return count * static_cast<size_t>((from + 2 * to) % 3);
+}
+
+void exchange(int rank, int size, int round, size_t count, bool pooled, bool background,
+              nlc_group *group) {
+  size_t sent = 0, received = 0;
+  for (int r = 0; r < size; ++r)
+    sent += part_of(count, rank, r), received += part_of(count, r, rank);
+  Buffer input(sent, pooled), output(received, pooled);
+  std::vector<nlc_part> sends, receives;
+  size_t in = 0, out = 0;
+  for (int r = 0; r < size; ++r) {
+    sends.push_back({input.data + in, part_of(count, rank, r)});
+    for (size_t i = 0; i < sends.back().count; ++i)
+      input.data[in++] = value(rank, round, i + static_cast<size_t>(r));
+    receives.push_back({output.data + out, part_of(count, r, rank)});
+    out += receives.back().count;
+  }
+  nlc_call call{};
+  call.kind = NLC_ALL_TO_ALL;
+  call.dtype = NLC_INT32;
+  call.count = sent;
+  call.scale = 1.0;
+  call.sends = sends.data();
+  call.receives = receives.data();
+  call.timeout_ms = NLC_ANY_TIMEOUT;
+  run(group, call, background);
+  bool right = true;
+  out = 0;
+  for (int r = 0; r < size; ++r)
+    for (size_t i = 0; i < part_of(count, r, rank); ++i)
+      right = right && output.data[out++] == value(r, round, i + static_cast<size_t>(rank));
+  expect(right, "all_to_all", rank, round);
+}
+
 void rank_main(int rank, int size, int rounds, unsigned seed, nlc_group *group) {
   std::mt19937 random(seed);  // equal draws on all ranks
   const auto n = static_cast<size_t>(size);
   for (int round = 0; round < rounds; ++round) {
-    const int kind = static_cast<int>(random() % 5) + 1;
+    const int kind = static_cast<int>(random() % 6) + 1;
     const size_t sizes[] = {0, 1, 63, 1000, 9001, 70000, 300001};
     const size_t count = sizes[random() % 7];
     const bool pooled_input = random() % 2, pooled_output = random() % 2, in_place = random() % 2;
     const bool background = random() % 4 == 0;
     const int root = static_cast<int>(random() % n);
+    if (kind == NLC_ALL_TO_ALL) {
+      exchange(rank, size, round, count, pooled_input, background, group);
+      continue;
+    }
     const bool gathers = kind == NLC_ALL_GATHER, scatters = kind == NLC_REDUCE_SCATTER;
     Buffer input(scatters ? n * count : count, pooled_input),
         output(gathers ? n * count : count, pooled_output);
@@ -92,13 +140,7 @@ void rank_main(int rank, int size, int rounds, unsigned seed, nlc_group *group) 
     call.input = in;
     call.output = output.data;
     call.timeout_ms = NLC_ANY_TIMEOUT;
-    if (background) {
-      Waited waited;
-      must(nlc_start(group, &call, &Waited::mark, &waited), "nlc_start");
-      waited.wait();
-    } else {
-      must(nlc_run(group, &call), "nlc_run");
-    }
+    run(group, call, background);
     bool right = true;
     for (size_t i = 0; right && i < count; ++i) {
       int32_t sum = 0, sum_of_mine = 0;

@@ -13,13 +13,17 @@ from .build import SHIPPED, engine_library
 
 log = logging.getLogger("nearlinear_collectives")
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 PEER_INFO_BYTES = 512
 OWN_TIMEOUT = -1
 
 OK, BAD_ARGUMENT, PEER_DIED, TIMEOUT, MISMATCH, ABORTED, SYSTEM = range(7)
-OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "barrier")
-ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, BROADCAST, BARRIER = range(1, 1 + len(OPERATIONS))
+OPERATIONS = (
+    *("all_gather", "reduce_scatter", "all_reduce", "broadcast", "barrier", "all_to_all", "gather"),
+    *("scatter", "reduce", "all_gather_uneven", "reduce_scatter_uneven"),
+)
+(ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, BROADCAST, BARRIER, ALL_TO_ALL, GATHER, SCATTER, REDUCE,
+ ALL_GATHER_UNEVEN, REDUCE_SCATTER_UNEVEN) = range(1, 1 + len(OPERATIONS))  # fmt: skip
 DTYPES = ("uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64",
           "bool")  # fmt: skip
 REDUCTIONS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
@@ -35,6 +39,10 @@ class Options(ctypes.Structure):
     ]
 
 
+class Part(ctypes.Structure):
+    _fields_ = [("data", ctypes.c_void_p), ("count", ctypes.c_uint64)]
+
+
 class Call(ctypes.Structure):
     _fields_ = [
         ("kind", ctypes.c_int32),
@@ -46,6 +54,8 @@ class Call(ctypes.Structure):
         ("input", ctypes.c_void_p),
         ("output", ctypes.c_void_p),
         ("outputs", ctypes.POINTER(ctypes.c_void_p)),
+        ("sends", ctypes.POINTER(Part)),
+        ("receives", ctypes.POINTER(Part)),
         ("timeout_ms", ctypes.c_int64),
     ]
 

@@ -57,8 +57,8 @@ class FallbackBackends:
         """Return the backend for ``device`` ("cpu" or "cuda"), and log that it is used."""
         if device == "cpu":
             log_once_per_node(
-                "operations that nearlinear does not implement (point to point, gather, scatter, "
-                "all-to-all, reduce) use gloo",
+                "operations that nearlinear does not implement (point to point, sparse tensors, "
+                "reductions of complex numbers) use gloo",
                 self.rank,
             )
             if self.gloo is None and not self.gloo_error:

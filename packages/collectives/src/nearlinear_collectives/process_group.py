@@ -26,11 +26,13 @@ from .group import EngineGroup
 from .work import (
     CPU,
     EngineWork,
+    Parts,
     Staging,
     allocate_pooled,
     allocate_shared,
     are_adjacent,
     call_on_contiguous,
+    check_list,
     combine,
     engine_reduction,
     make_call,
@@ -38,6 +40,7 @@ from .work import (
     needs_fallback,
     profiler_event,
     single,
+    split_parts,
     timeout_ms,
     without_repetitions,
 )
@@ -114,6 +117,8 @@ class EngineProcessGroup(dist.ProcessGroup):
             return self._fallback(input).allgather(outputs, inputs, opts)
         if len(parts) != self._size:
             raise ValueError(f"all_gather: {len(parts)} output tensors for {self._size} ranks")
+        if len({part.numel() for part in parts}) > 1:
+            return self._allgather_uneven(parts, input, opts)
         for part in parts:
             if part.numel() != input.numel() or part.dtype != input.dtype:
                 raise ValueError(
@@ -127,6 +132,25 @@ class EngineProcessGroup(dist.ProcessGroup):
         else:
             call.outputs = (ctypes.c_void_p * self._size)(*map(staging.output, parts))
         return self._launch(call, parts, staging, opts.asyncOp)
+
+    def _allgather_uneven(
+        self, parts: Tensors, input: torch.Tensor, opts: AllgatherOptions
+    ) -> dist.Work:
+        check_list("all_gather", parts, self._size, input.dtype)
+        own = parts[self.rank()].numel()
+        if own != input.numel():
+            raise ValueError(
+                f"all_gather: the output of rank {self.rank()} has {own} elements, its input "
+                f"{input.numel()}"
+            )
+        call, staging = make_call(engine.ALL_GATHER_UNEVEN, input, opts.timeout), Staging()
+        sends, receives = (Parts(self._size, input.dtype) for _ in range(2))
+        address = staging.input(input)
+        for rank, part in enumerate(parts):
+            sends.set(rank, address, input.numel())
+            receives.set(rank, staging.output(part), part.numel())
+        call.count = sum(part.numel() for part in parts)
+        return self._exchange(call, sends, receives, parts, staging, opts.asyncOp)
 
     def allgather_coalesced(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> dist.Work:
         # The outer list runs over ranks: outputs[rank][tensor].
@@ -170,14 +194,39 @@ class EngineProcessGroup(dist.ProcessGroup):
         output, parts = single("reduce_scatter", outputs), single("reduce_scatter", inputs)
         if len(parts) != self._size:
             raise ValueError(f"reduce_scatter: {len(parts)} input tensors for {self._size} ranks")
-        even = all(part.numel() == output.numel() for part in parts)
-        if not even or engine_reduction(opts.reduceOp, output, self._size) is None:
-            call = self._fallback(output).reduce_scatter
+        reduction = engine_reduction(opts.reduceOp, output, self._size)
+        if reduction is None:
+            fallback = self._fallback(output).reduce_scatter
             return call_on_contiguous(
-                lambda out, *parts: call([out], [parts], opts), output, *parts
+                lambda out, *parts: fallback([out], [parts], opts), output, *parts
             )
+        if len({part.numel() for part in parts}) > 1:
+            return self._reduce_scatter_uneven(output, parts, reduction, opts)
         input = torch.cat([part.detach().reshape(-1) for part in parts])
         return self.reduce_scatter_single(output, input, opts)
+
+    def _reduce_scatter_uneven(
+        self,
+        output: torch.Tensor,
+        parts: Tensors,
+        reduction: tuple[int, float],
+        opts: dist.ReduceScatterOptions,
+    ) -> dist.Work:
+        check_list("reduce_scatter", parts, self._size, output.dtype)
+        own = parts[self.rank()].numel()
+        if own != output.numel():
+            raise ValueError(
+                f"reduce_scatter: the part of rank {self.rank()} has {own} elements, its output "
+                f"{output.numel()}"
+            )
+        kind = engine.REDUCE_SCATTER_UNEVEN
+        call, staging = make_reduce_call(kind, output, reduction, opts.timeout), Staging()
+        sends = Parts(self._size, output.dtype)
+        for rank, part in enumerate(parts):
+            sends.set(rank, staging.input(part), part.numel())
+        call.count = sum(part.numel() for part in parts)
+        call.output = staging.output(output)
+        return self._exchange(call, sends, None, [output], staging, opts.asyncOp)
 
     def reduce_scatter_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
@@ -191,24 +240,51 @@ class EngineProcessGroup(dist.ProcessGroup):
         call = engine.Call(kind=engine.BARRIER, scale=1.0, timeout_ms=timeout_ms(opts.timeout))
         return self._launch(call, [], Staging(), opts.asyncOp)
 
-    # Names before torch 2.13, which newer releases still call. Parameter names differ in the stubs.
-    _allgather_base = all_gather_single  # pyright: ignore[reportAssignmentType]
-    allgather_into_tensor_coalesced = all_gather_single_coalesced  # pyright: ignore[reportAssignmentType]
-    _reduce_scatter_base = reduce_scatter_single  # pyright: ignore[reportAssignmentType]
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # pyright: ignore[reportAssignmentType]
-
-    # --- operations of the fallbacks ------------------------------------------------------------
-
     def reduce(self, tensors: Tensors, opts: Any) -> dist.Work:
         tensor = single("reduce", tensors)
-        fallback = self._fallback(tensor)
-        return call_on_contiguous(lambda tensor: fallback.reduce([tensor], opts), tensor)
+        reduction = engine_reduction(opts.reduceOp, tensor, self._size)
+        if reduction is None:
+            fallback = self._fallback(tensor)
+            return call_on_contiguous(lambda tensor: fallback.reduce([tensor], opts), tensor)
+        call, staging = (
+            make_reduce_call(engine.REDUCE, tensor, reduction, opts.timeout),
+            Staging(),
+        )
+        call.root = opts.rootRank
+        receives = call.root == self.rank()
+        call.output = staging.in_place(tensor) if receives else staging.input(tensor)
+        return self._launch(call, tensors, staging, opts.asyncOp)
 
     def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> dist.Work:
-        return self._fallback(single("gather", inputs)).gather(outputs, inputs, opts)
+        input = single("gather", inputs)
+        if needs_fallback(input):
+            return self._fallback(input).gather(outputs, inputs, opts)
+        call, staging = make_call(engine.GATHER, input, opts.timeout), Staging()
+        call.root = opts.rootRank
+        sends, receives = (Parts(self._size, input.dtype) for _ in range(2))
+        sends.set(opts.rootRank, staging.input(input), input.numel())
+        received: Tensors = []
+        if opts.rootRank == self.rank():
+            received = single("gather", outputs)
+            check_list("gather", received, self._size, input.dtype, input.numel())
+            for rank, part in enumerate(received):
+                receives.set(rank, staging.output(part), part.numel())
+        return self._exchange(call, sends, receives, received, staging, opts.asyncOp)
 
     def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> dist.Work:
-        return self._fallback(single("scatter", outputs)).scatter(outputs, inputs, opts)
+        output = single("scatter", outputs)
+        if needs_fallback(output):
+            return self._fallback(output).scatter(outputs, inputs, opts)
+        call, staging = make_call(engine.SCATTER, output, opts.timeout), Staging()
+        call.root = opts.rootRank
+        sends, receives = (Parts(self._size, output.dtype) for _ in range(2))
+        receives.set(opts.rootRank, staging.output(output), output.numel())
+        if opts.rootRank == self.rank():
+            sent = single("scatter", inputs)
+            check_list("scatter", sent, self._size, output.dtype, output.numel())
+            for rank, part in enumerate(sent):
+                sends.set(rank, staging.input(part), part.numel())
+        return self._exchange(call, sends, receives, [output], staging, opts.asyncOp)
 
     def all_to_all_single(
         self,
@@ -218,15 +294,42 @@ class EngineProcessGroup(dist.ProcessGroup):
         input_splits: list[int],
         opts: Any,
     ) -> dist.Work:
-        fallback = self._fallback(input)
-        return fallback.alltoall_base(output, input, output_splits, input_splits, opts)
-
-    alltoall_base = all_to_all_single  # pyright: ignore[reportAssignmentType] parameter names
+        if needs_fallback(input):
+            fallback = self._fallback(input)
+            return fallback.alltoall_base(output, input, output_splits, input_splits, opts)
+        if output.dtype != input.dtype:
+            raise ValueError(f"all_to_all: the output is {output.dtype}, the input {input.dtype}")
+        call, staging = make_call(engine.ALL_TO_ALL, input, opts.timeout), Staging()
+        address = staging.input(input)
+        sends = split_parts("input", input, input_splits, self._size, address)
+        address = staging.output(output)
+        receives = split_parts("output", output, output_splits, self._size, address)
+        return self._exchange(call, sends, receives, [output], staging, opts.asyncOp)
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any) -> dist.Work:
         if not inputs:
             raise ValueError("all_to_all needs an input tensor for each rank")
-        return self._fallback(inputs[0]).alltoall(outputs, inputs, opts)
+        if needs_fallback(inputs[0]):
+            return self._fallback(inputs[0]).alltoall(outputs, inputs, opts)
+        check_list("all_to_all", inputs, self._size, inputs[0].dtype)
+        check_list("all_to_all", outputs, self._size, inputs[0].dtype)
+        call, staging = make_call(engine.ALL_TO_ALL, inputs[0], opts.timeout), Staging()
+        sends, receives = (Parts(self._size, inputs[0].dtype) for _ in range(2))
+        for rank, (sent, received) in enumerate(zip(inputs, outputs, strict=True)):
+            sends.set(rank, staging.input(sent), sent.numel())
+            receives.set(rank, staging.output(received), received.numel())
+        call.count = sum(part.count for part in sends.array)
+        return self._exchange(call, sends, receives, outputs, staging, opts.asyncOp)
+
+    alltoall_base = all_to_all_single  # pyright: ignore[reportAssignmentType] parameter names
+
+    # Names before torch 2.13, which newer releases still call. Parameter names differ in the stubs.
+    _allgather_base = all_gather_single  # pyright: ignore[reportAssignmentType]
+    allgather_into_tensor_coalesced = all_gather_single_coalesced  # pyright: ignore[reportAssignmentType]
+    _reduce_scatter_base = reduce_scatter_single  # pyright: ignore[reportAssignmentType]
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # pyright: ignore[reportAssignmentType]
+
+    # --- operations of the fallbacks ------------------------------------------------------------
 
     def send(self, tensors: Tensors, to: int, tag: int = 0) -> dist.Work:
         return self._record(self._fallback(single("send", tensors)).send(tensors, to, tag))
@@ -326,6 +429,20 @@ class EngineProcessGroup(dist.ProcessGroup):
             else:
                 work.run(self._group, call)
         return self._record(work)
+
+    def _exchange(
+        self,
+        call: engine.Call,
+        sends: Parts,
+        receives: Parts | None,
+        outputs: Tensors,
+        staging: Staging,
+        asynchronous: bool,
+    ) -> dist.Work:
+        call.sends = sends.array
+        if receives is not None:
+            call.receives = receives.array
+        return self._launch(call, outputs, staging, asynchronous)
 
     def _record(self, work: dist.Work) -> dist.Work:
         if self._coalesced is not None:

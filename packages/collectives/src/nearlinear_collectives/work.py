@@ -81,6 +81,75 @@ def make_reduce_call(
     return call
 
 
+class Parts:
+    """The parts that a rank exchanges with every rank, empty at first.
+
+    A dtype unknown to the engine is moved as bytes.
+    """
+
+    def __init__(self, size: int, dtype: torch.dtype) -> None:
+        self.array = (engine.Part * size)()
+        self.unit = 1 if dtype in DTYPES else dtype.itemsize
+
+    def set(self, rank: int, address: int, elements: int) -> None:
+        self.array[rank] = engine.Part(address, elements * self.unit)
+
+
+def check_list(
+    operation: str,
+    parts: list[torch.Tensor],
+    size: int,
+    dtype: torch.dtype,
+    elements: int | None = None,
+) -> None:
+    """Raise ValueError unless there is a tensor of ``dtype`` (and ``elements``) for every rank."""
+    if len(parts) != size:
+        raise ValueError(f"{operation}: {len(parts)} tensors for {size} ranks")
+    for part in parts:
+        if part.dtype != dtype:
+            raise ValueError(
+                f"{operation}: tensors of {dtype} and {part.dtype}; all must have one dtype"
+            )
+        if elements is not None and part.numel() != elements:
+            raise ValueError(
+                f"{operation}: tensors of {elements} and {part.numel()} elements; all must have "
+                "one size"
+            )
+
+
+def split_parts(
+    side: str, tensor: torch.Tensor, splits: list[int], size: int, address: int
+) -> Parts:
+    """Divide a tensor along its first dimension, equally without splits.
+
+    Args:
+        side: ``input`` or ``output``, for errors.
+        tensor: Tensor of an all_to_all.
+        splits: Rows for each rank, or empty.
+        size: Ranks of the group.
+        address: Memory of the tensor's contiguous copy.
+    """
+    rows = tensor.shape[0] if tensor.dim() else 1
+    if any(split < 0 for split in splits):
+        raise ValueError(f"all_to_all: an {side} split of {min(splits)} rows")
+    if not splits and rows % size:
+        raise ValueError(
+            f"all_to_all: the {side}'s {rows} rows do not divide equally among {size} ranks: pass "
+            "splits"
+        )
+    if splits and (len(splits) != size or sum(splits) != rows):
+        raise ValueError(
+            f"all_to_all: {len(splits)} {side} splits of {sum(splits)} rows in total, for {size} "
+            f"ranks and {rows} rows"
+        )
+    row = tensor.numel() // rows if rows else 0
+    parts = Parts(size, tensor.dtype)
+    for rank, split in enumerate(splits or [rows // size] * size):
+        parts.set(rank, address, row * split)
+        address += row * split * tensor.element_size()
+    return parts
+
+
 def timeout_ms(timeout: timedelta) -> int:
     """Convert a timeout; c10d uses a negative one for the group's own timeout."""
     return engine.OWN_TIMEOUT if timeout < timedelta(0) else int(timeout.total_seconds() * 1000)
@@ -186,7 +255,8 @@ def profiler_event(call: engine.Call) -> contextlib.AbstractContextManager[Any]:
     """Record the block as an event of a call, if the profiler runs."""
     if not torch.autograd._profiler_enabled():
         return contextlib.nullcontext()
-    return record_function(f"nearlinear:{engine.OPERATIONS[call.kind - engine.ALL_GATHER]}")
+    name = engine.OPERATIONS[call.kind - engine.ALL_GATHER].removesuffix("_uneven")
+    return record_function(f"nearlinear:{name}")
 
 
 class EngineWork(dist.Work):

@@ -96,9 +96,16 @@ int32_t nlc_start(nlc_group *group, const nlc_call *call, nlc_done done, void *c
   return guarded([&] {
     group->group->check(*call);
     std::vector<void *> outputs;
-    if (call->outputs) outputs.assign(call->outputs, call->outputs + group->group->size());
-    group->queue->add([shared = group->group, copied = *call, outputs, done, context]() mutable {
+    std::vector<nlc_part> sends, receives;
+    const int size = group->group->size();
+    if (call->outputs) outputs.assign(call->outputs, call->outputs + size);
+    if (call->sends) sends.assign(call->sends, call->sends + size);
+    if (call->receives) receives.assign(call->receives, call->receives + size);
+    group->queue->add([shared = group->group, copied = *call, outputs, sends, receives, done,
+                       context]() mutable {
       if (copied.outputs) copied.outputs = outputs.data();
+      if (copied.sends) copied.sends = sends.data();
+      if (copied.receives) copied.receives = receives.data();
       const int32_t status = guarded([&] { run_in_turn(*shared, copied); });
       done(context, status, status == NLC_OK ? "" : last_error.c_str());
     });

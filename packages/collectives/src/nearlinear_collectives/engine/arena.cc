@@ -162,4 +162,15 @@ std::shared_ptr<Mapping> Arena::arena_of(const PeerInfo &peer) {
   return pages;
 }
 
+Scratch::Scratch(size_t bytes)
+    : data_(static_cast<char *>(bytes ? Arena::of_this_process().allocate(bytes) : nullptr)) {
+  if (data_ || !bytes) return;
+  own_ = std::make_unique<char[]>(bytes);
+  data_ = own_.get();
+}
+
+Scratch::~Scratch() {
+  if (data_ && !own_) Arena::of_this_process().free(data_);
+}
+
 }  // namespace nlc

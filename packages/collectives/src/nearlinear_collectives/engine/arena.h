@@ -55,4 +55,18 @@ class Arena {
   std::mutex mutex_;
 };
 
+// Temporary memory of a call: in the arena, where neighbours can read it, unless that is full.
+class Scratch {
+ public:
+  explicit Scratch(size_t bytes);
+  ~Scratch();
+  Scratch(const Scratch &) = delete;
+  Scratch &operator=(const Scratch &) = delete;
+  char *data() const { return data_; }
+
+ private:
+  char *data_;
+  std::unique_ptr<char[]> own_;
+};
+
 }  // namespace nlc

@@ -127,6 +127,7 @@ void Group::connect(const unsigned char *peer_infos, int64_t timeout_ms) {
   for (const int rank : topology_.neighbours())
     cores = std::min<int>(cores, peer_infos_[static_cast<size_t>(rank)].cores);
   own_->slots_in_use = here <= cores ? kSlots : kFewSlots;
+  own_->chunk_bytes = chunk_bytes_;
 
   if (topology_.node_count() == 1) {
     net_.reset();
@@ -159,7 +160,11 @@ void Group::connect(const unsigned char *peer_infos, int64_t timeout_ms) {
     }
   }
   raise(own_->ready, 1);  // this rank is set up, and has mapped everything of the others
-  for (int i = 0; i < here; ++i) await_counter(neighbour(i).segment->ready, 1, i);
+  for (int i = 0; i < here; ++i) {
+    await_counter(neighbour(i).segment->ready, 1, i);
+    // Ranks with other groups before this one may have chosen differently.
+    chunk_bytes_ = std::min<size_t>(chunk_bytes_, neighbour(i).segment->chunk_bytes);
+  }
 }
 
 // --- ring steps --------------------------------------------------------------------------------
@@ -264,16 +269,24 @@ CallSignature Group::describe_call(const nlc_call &call) const {
 bool Group::forked() const { return getpid() != pid_; }
 
 void Group::check(const nlc_call &call) const {
-  if (call.kind < NLC_ALL_GATHER || call.kind > NLC_BARRIER)
+  if (call.kind < NLC_ALL_GATHER || call.kind > NLC_REDUCE_SCATTER_UNEVEN)
     throw Failure(NLC_BAD_ARGUMENT, format("unknown operation %d", call.kind));
   if (call.dtype < 0 || call.dtype >= NLC_DTYPES)
     throw Failure(NLC_BAD_ARGUMENT, format("unknown dtype %d", call.dtype));
-  const bool reduces = call.kind == NLC_REDUCE_SCATTER || call.kind == NLC_ALL_REDUCE;
-  if (reduces && !can_reduce(call.dtype, call.reduce))
+  if (reduces(call.kind) && !can_reduce(call.dtype, call.reduce))
     throw Failure(NLC_BAD_ARGUMENT, format("cannot reduce %s by %s", dtype_name(call.dtype),
                                            reduce_name(call.reduce)));
-  if (call.kind == NLC_BROADCAST && (call.root < 0 || call.root >= size()))
+  if (has_root(call.kind) && (call.root < 0 || call.root >= size()))
     throw Failure(NLC_BAD_ARGUMENT, format("root %d of %d ranks", call.root, size()));
+  if (exchanges(call.kind) &&
+      (!call.sends || !call.receives != (call.kind == NLC_REDUCE_SCATTER_UNEVEN)))
+    throw Failure(NLC_BAD_ARGUMENT, format("%s without its parts", kind_name(call.kind)));
+  if (call.receives && call.sends[rank()].count != call.receives[rank()].count)
+    throw Failure(NLC_BAD_ARGUMENT,
+                  format("%s: this rank sends itself %llu elements and expects %llu",
+                         kind_name(call.kind),
+                         static_cast<unsigned long long>(call.sends[rank()].count),
+                         static_cast<unsigned long long>(call.receives[rank()].count)));
 }
 
 void Group::run(const nlc_call &call) {
@@ -299,6 +312,8 @@ void Group::run(const nlc_call &call) {
   own_->core.store(sched_getcpu(), std::memory_order_relaxed);
   own_->entered.store(sequence_, std::memory_order_release);
   if (outputs_ && call.kind != NLC_ALL_GATHER) outputs_->number_of(call.output, 0);
+  for (int r = 0; outputs_ && call.receives && r < size(); ++r)
+    outputs_->number_of(call.receives[r].data, 0);
   Trace trace(name_, current_);
   try {
     switch (call.kind) {
@@ -306,7 +321,10 @@ void Group::run(const nlc_call &call) {
       case NLC_REDUCE_SCATTER: reduce_scatter(*this, call); break;
       case NLC_ALL_REDUCE: all_reduce(*this, call); break;
       case NLC_BROADCAST: broadcast(*this, call); break;
-      default: barrier(*this);
+      case NLC_BARRIER: barrier(*this); break;
+      case NLC_REDUCE: reduce_to_root(*this, call); break;
+      case NLC_REDUCE_SCATTER_UNEVEN: reduce_scatter_uneven(*this, call); break;
+      default: exchange(*this, call);
     }
   } catch (const Failure &failure) {
     trace.failed(failure.what());
@@ -332,9 +350,9 @@ void Group::compare_call(int local) {
 
 void Group::compare_with(const CallSignature &theirs, int rank) {
   const CallSignature &mine = current_;
-  if (theirs.sequence == mine.sequence && theirs.kind == mine.kind && theirs.count == mine.count &&
-      theirs.dtype == mine.dtype && theirs.reduce == mine.reduce && theirs.root == mine.root &&
-      theirs.scale == mine.scale)
+  if (theirs.sequence == mine.sequence && theirs.kind == mine.kind &&
+      (theirs.count == mine.count || mine.kind == NLC_ALL_TO_ALL) && theirs.dtype == mine.dtype &&
+      theirs.reduce == mine.reduce && theirs.root == mine.root && theirs.scale == mine.scale)
     return;
   fail(NLC_MISMATCH,
        format("ranks called different operations: rank %lld called %s, rank %lld called %s",
@@ -342,6 +360,18 @@ void Group::compare_with(const CallSignature &theirs, int rank) {
               call_text(mine).c_str(),
               static_cast<long long>(global_ranks_[static_cast<size_t>(rank)]),
               call_text(theirs).c_str()));
+}
+
+void Group::compare_sizes(int sender, uint64_t sent, uint64_t expected, int receiver) {
+  if (sent == expected) return;
+  const auto global = [this](int rank) {
+    return static_cast<long long>(global_ranks_[static_cast<size_t>(rank)]);
+  };
+  const size_t element = element_bytes(current_.dtype);
+  fail(NLC_MISMATCH, format("rank %lld sends %llu elements to rank %lld, which expects %llu",
+                            global(sender), static_cast<unsigned long long>(sent / element),
+                            global(receiver < 0 ? rank() : receiver),
+                            static_cast<unsigned long long>(expected / element)));
 }
 
 std::string Group::describe() const {

@@ -72,6 +72,8 @@ class Group {
   // Compare a neighbour's call with this rank's; throw NLC_MISMATCH with both on a difference.
   void compare_call(int local);
   void compare_with(const CallSignature &theirs, int rank);
+  // Throw NLC_MISMATCH if a rank sends other than the expected bytes to a rank, this one if -1.
+  void compare_sizes(int sender, uint64_t sent, uint64_t expected, int receiver = -1);
   const CallSignature &call_of(int local);
   const CallSignature &current() const { return current_; }
 
@@ -154,5 +156,8 @@ void reduce_scatter(Group &group, const nlc_call &call);
 void all_reduce(Group &group, const nlc_call &call);
 void broadcast(Group &group, const nlc_call &call);
 void barrier(Group &group);
+void exchange(Group &group, const nlc_call &call);
+void reduce_scatter_uneven(Group &group, const nlc_call &call);
+void reduce_to_root(Group &group, const nlc_call &call);
 
 }  // namespace nlc

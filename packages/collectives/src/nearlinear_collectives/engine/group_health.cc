@@ -131,14 +131,17 @@ std::string Group::call_text(const CallSignature &call) const {
   std::string text =
       format("%s #%llu", kind_name(call.kind), static_cast<unsigned long long>(call.sequence));
   if (call.kind == NLC_BARRIER) return text;
-  const bool per_rank = call.kind == NLC_ALL_GATHER || call.kind == NLC_REDUCE_SCATTER;
+  const bool per_rank = call.kind == NLC_ALL_GATHER || call.kind == NLC_REDUCE_SCATTER ||
+                        call.kind == NLC_GATHER || call.kind == NLC_SCATTER;
   text += format(" of %s%s (%llu x %s", bytes_text(call.count * element_bytes(call.dtype)).c_str(),
-                 per_rank ? " per rank" : "", static_cast<unsigned long long>(call.count),
+                 per_rank                       ? " per rank"
+                 : call.kind == NLC_ALL_TO_ALL ? " sent"
+                                                : "",
+                 static_cast<unsigned long long>(call.count),
                  dtype_name(call.dtype));
-  if (call.kind == NLC_REDUCE_SCATTER || call.kind == NLC_ALL_REDUCE)
-    text += format(", %s", reduce_name(call.reduce));
+  if (reduces(call.kind)) text += format(", %s", reduce_name(call.reduce));
   if (call.scale != 1.0) text += format(", times %.9g", call.scale);
-  if (call.kind == NLC_BROADCAST) text += format(", root %d", call.root);
+  if (has_root(call.kind)) text += format(", root %d", call.root);
   return text + ")";
 }
 

@@ -20,7 +20,7 @@
 extern "C" {
 #endif
 
-#define NLC_ABI_VERSION 2
+#define NLC_ABI_VERSION 3
 #define NLC_PEER_INFO_BYTES 512
 #define NLC_ANY_TIMEOUT (-1) /* the group's own timeout */
 
@@ -39,7 +39,13 @@ typedef enum {
   NLC_REDUCE_SCATTER = 2,
   NLC_ALL_REDUCE = 3,
   NLC_BROADCAST = 4,
-  NLC_BARRIER = 5
+  NLC_BARRIER = 5,
+  NLC_ALL_TO_ALL = 6,
+  NLC_GATHER = 7,
+  NLC_SCATTER = 8,
+  NLC_REDUCE = 9,
+  NLC_ALL_GATHER_UNEVEN = 10,
+  NLC_REDUCE_SCATTER_UNEVEN = 11
 } nlc_kind;
 
 typedef enum {
@@ -68,18 +74,29 @@ typedef enum {
   NLC_REDUCES
 } nlc_reduce;
 
-/* One collective. all_gather and broadcast only move bytes: they use dtype for the size of an
- * element and to check that all ranks agree. */
+typedef struct {
+  void *data;
+  uint64_t count; /* elements */
+} nlc_part;
+
+/* One collective. Operations that do not reduce only move bytes: they use dtype for the size of an
+ * element and to check that all ranks agree. all_to_all, gather, scatter and the operations on
+ * uneven parts take the parts that this rank sends to and receives from every rank; a part may be
+ * empty, and those of two ranks must agree in size. */
 typedef struct {
   int32_t kind;         /* nlc_kind */
   int32_t dtype;        /* nlc_dtype */
   int32_t reduce;       /* nlc_reduce */
-  int32_t root;         /* broadcast only, a rank of the group */
-  uint64_t count;       /* elements: per rank for all_gather and reduce_scatter, else in total */
+  int32_t root;         /* broadcast, gather, scatter, reduce: a rank of the group */
+  uint64_t count;       /* elements, equal on all ranks: per rank for all_gather, reduce_scatter,
+                           gather and scatter, else in total; all_to_all: sent by this rank */
   double scale;         /* factor of the reduced value (floating dtypes only; 1.0 for none) */
   const void *input;    /* all_gather: count; reduce_scatter: size * count; all_reduce: count */
-  void *output;         /* all_gather: size * count; reduce_scatter: count; else count, in place */
+  void *output;         /* all_gather: size * count; reduce_scatter: count; else count, in place
+                           (of reduce only the root's changes) */
   void *const *outputs; /* all_gather only: if not NULL, one pointer per rank replaces output */
+  const nlc_part *sends, *receives; /* one per rank, see above; uneven reduce_scatter: sends and
+                                       output */
   int64_t timeout_ms;   /* of this call, or NLC_ANY_TIMEOUT */
 } nlc_call;
 

@@ -46,6 +46,7 @@ enum RingName { kInputs, kResults, kFromLeader, kRings };
 struct Segment {
   std::atomic<uint64_t> nonce;                  // as in the owner's PeerInfo
   uint32_t slots_in_use;                        // of each ring; identical on all ranks of a node
+  uint64_t chunk_bytes;                         // that the owner would choose
   Counter ready;                                // raised while the group is formed
   alignas(64) std::atomic<uint32_t> listening;  // leader only: ring its doorbell (doorbell.h)
   alignas(64) std::atomic<uint64_t> entered;    // sequence number of the last call begun

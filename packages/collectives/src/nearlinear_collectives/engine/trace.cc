@@ -47,9 +47,33 @@ double us(Clock::time_point from, Clock::time_point to) {
 }  // namespace
 
 const char *kind_name(int kind) {
-  static const char *names[] = {"?",          "all_gather", "reduce_scatter",
-                                "all_reduce", "broadcast",  "barrier"};
-  return names[kind >= NLC_ALL_GATHER && kind <= NLC_BARRIER ? kind : 0];
+  static const char *names[] = {"?",
+                                "all_gather",
+                                "reduce_scatter",
+                                "all_reduce",
+                                "broadcast",
+                                "barrier",
+                                "all_to_all",
+                                "gather",
+                                "scatter",
+                                "reduce",
+                                "uneven all_gather",
+                                "uneven reduce_scatter"};
+  return names[kind >= NLC_ALL_GATHER && kind <= NLC_REDUCE_SCATTER_UNEVEN ? kind : 0];
+}
+
+bool reduces(int kind) {
+  return kind == NLC_REDUCE_SCATTER || kind == NLC_ALL_REDUCE || kind == NLC_REDUCE ||
+         kind == NLC_REDUCE_SCATTER_UNEVEN;
+}
+
+bool exchanges(int kind) {
+  return kind == NLC_ALL_TO_ALL || kind == NLC_GATHER || kind == NLC_SCATTER ||
+         kind == NLC_ALL_GATHER_UNEVEN || kind == NLC_REDUCE_SCATTER_UNEVEN;
+}
+
+bool has_root(int kind) {
+  return kind == NLC_BROADCAST || kind == NLC_GATHER || kind == NLC_SCATTER || kind == NLC_REDUCE;
 }
 
 Trace::Trace(const std::string &group, const CallSignature &call) {
@@ -75,7 +99,6 @@ std::string trace_json() {
   for (uint64_t i = log.next > kEntries ? log.next - kEntries : 0; i < log.next; ++i) {
     const Entry &entry = log.entries[i % kEntries];
     const bool running = entry.state[0] == 'r';
-    const bool reduces = entry.call.kind == NLC_REDUCE_SCATTER || entry.call.kind == NLC_ALL_REDUCE;
     text += format(
         "%s{\"group\": %s, \"sequence\": %llu, \"operation\": \"%s\", \"count\": %llu, "
         "\"bytes\": %llu, \"dtype\": \"%s\", \"reduce\": \"%s\", \"state\": \"%s\", "
@@ -84,7 +107,8 @@ std::string trace_json() {
         static_cast<unsigned long long>(entry.call.sequence), kind_name(entry.call.kind),
         static_cast<unsigned long long>(entry.call.count),
         static_cast<unsigned long long>(entry.call.count * element_bytes(entry.call.dtype)),
-        dtype_name(entry.call.dtype), reduces ? reduce_name(entry.call.reduce) : "", entry.state,
+        dtype_name(entry.call.dtype),
+        reduces(entry.call.kind) ? reduce_name(entry.call.reduce) : "", entry.state,
         json_text(entry.detail).c_str(), us(entry.begun, running ? now : entry.ended),
         us(entry.begun, now));
   }

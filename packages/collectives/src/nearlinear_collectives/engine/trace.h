@@ -19,6 +19,11 @@ class Trace {
 };
 
 std::string trace_json();
+
+// Properties of an nlc_kind.
 const char *kind_name(int kind);
+bool reduces(int kind);
+bool has_root(int kind);
+bool exchanges(int kind);  // takes parts for every rank
 
 }  // namespace nlc

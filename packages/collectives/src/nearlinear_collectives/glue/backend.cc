@@ -1,9 +1,8 @@
 // The c10d backend over the engine's C interface, the only translation unit that includes torch.
 //
 // A synchronous call runs on the caller's thread and returns a completed work; an asynchronous one
-// runs on an engine thread. Operations the engine lacks (point to point, gather, scatter,
-// all-to-all, reductions of other dtypes, CUDA tensors) are delegated to fallback backends created
-// in Python. c10d has no stable ABI, so this file is compiled for the installed torch and never
+// runs on an engine thread. Operations the engine lacks (point to point, reductions of other dtypes,
+// CUDA tensors) are delegated to fallback backends created in Python. c10d has no stable ABI, so this file is compiled for the installed torch and never
 // loaded into another.
 #include <pybind11/chrono.h>
 #include <pybind11/functional.h>
@@ -134,6 +133,7 @@ class NearlinearBackend : public Backend {
     if (needs_fallback(input)) return fallback(input)->allgather(outputs, inputs, options);
     TORCH_CHECK_VALUE(static_cast<int>(parts.size()) == getSize(), "all_gather: ", parts.size(),
                       " output tensors for ", getSize(), " ranks");
+    if (!are_even(parts)) return allgather_uneven(parts, input, options);
     for (const at::Tensor &part : parts)
       TORCH_CHECK_VALUE(part.numel() == input.numel() && part.scalar_type() == input.scalar_type(),
                         "all_gather: every output must have the input's dtype and ", input.numel(),
@@ -205,11 +205,9 @@ class NearlinearBackend : public Backend {
     at::Tensor &output = single("reduce_scatter", outputs);
     TORCH_CHECK_VALUE(static_cast<int>(parts.size()) == getSize(), "reduce_scatter: ", parts.size(),
                       " input tensors for ", getSize(), " ranks");
-    const bool even = std::all_of(parts.begin(), parts.end(), [&](const at::Tensor &part) {
-      return part.numel() == output.numel();
-    });
-    if (!even || !reduction_for(output, options.reduceOp))
-      return fallback(output)->reduce_scatter(outputs, inputs, options);
+    const auto reduction = reduction_for(output, options.reduceOp);
+    if (!reduction) return fallback(output)->reduce_scatter(outputs, inputs, options);
+    if (!are_even(parts)) return reduce_scatter_uneven(output, parts, *reduction, options);
     Tensors flat;
     for (const at::Tensor &part : parts) flat.push_back(part.reshape({-1}));
     at::Tensor input = at::cat(flat);
@@ -232,36 +230,99 @@ class NearlinearBackend : public Backend {
     return launch(OpType::BARRIER, call, {}, {}, options.asyncOp, options.timeout);
   }
 
+  intrusive_ptr<Work> reduce(Tensors &tensors, const c10d::ReduceOptions &options) override {
+    at::Tensor &tensor = single("reduce", tensors);
+    const auto reduction = reduction_for(tensor, options.reduceOp);
+    if (!reduction)
+      return call_on_contiguous(tensor, [&](at::Tensor &whole) {
+        Tensors one{whole};
+        return fallback(whole)->reduce(one, options);
+      });
+    nlc_call call = make_reduce_call(NLC_REDUCE, tensor, *reduction);
+    call.root = static_cast<int32_t>(options.rootRank);
+    Staging staging;
+    call.output = call.root == getRank() ? staging.in_place(tensor) : staging.input(tensor);
+    return launch(OpType::REDUCE, call, tensors, std::move(staging), options.asyncOp,
+                  options.timeout);
+  }
+
+  intrusive_ptr<Work> gather(Lists &outputs, Tensors &inputs,
+                             const c10d::GatherOptions &options) override {
+    at::Tensor &input = single("gather", inputs);
+    if (needs_fallback(input)) return fallback(input)->gather(outputs, inputs, options);
+    nlc_call call = make_call(NLC_GATHER, input);
+    call.root = static_cast<int32_t>(options.rootRank);
+    Parts sends = empty_parts(input), receives = empty_parts(input);
+    Staging staging;
+    sends.set(options.rootRank, staging.input(input), input.numel());
+    Tensors received;
+    if (call.root == getRank()) {
+      received = single("gather", outputs);
+      check_equal_parts("gather", received, input);
+      for (size_t rank = 0; rank < received.size(); ++rank)
+        receives.set(rank, staging.output(received[rank]), input.numel());
+    }
+    call.sends = sends.data(), call.receives = receives.data();
+    return launch(OpType::GATHER, call, received, std::move(staging), options.asyncOp,
+                  options.timeout);
+  }
+
+  intrusive_ptr<Work> scatter(Tensors &outputs, Lists &inputs,
+                              const c10d::ScatterOptions &options) override {
+    at::Tensor &output = single("scatter", outputs);
+    if (needs_fallback(output)) return fallback(output)->scatter(outputs, inputs, options);
+    nlc_call call = make_call(NLC_SCATTER, output);
+    call.root = static_cast<int32_t>(options.rootRank);
+    Parts sends = empty_parts(output), receives = empty_parts(output);
+    Staging staging;
+    receives.set(options.rootRank, staging.output(output), output.numel());
+    if (call.root == getRank()) {
+      const Tensors &sent = single("scatter", inputs);
+      check_equal_parts("scatter", sent, output);
+      for (size_t rank = 0; rank < sent.size(); ++rank)
+        sends.set(rank, staging.input(sent[rank]), output.numel());
+    }
+    call.sends = sends.data(), call.receives = receives.data();
+    return launch(OpType::SCATTER, call, {output}, std::move(staging), options.asyncOp,
+                  options.timeout);
+  }
+
+  intrusive_ptr<Work> alltoall_base(at::Tensor &output, at::Tensor &input,
+                                    std::vector<int64_t> &output_splits,
+                                    std::vector<int64_t> &input_splits,
+                                    const c10d::AllToAllOptions &options) override {
+    if (needs_fallback(input))
+      return fallback(input)->alltoall_base(output, input, output_splits, input_splits, options);
+    TORCH_CHECK_VALUE(output.scalar_type() == input.scalar_type(), "all_to_all: the output is ",
+                      output.scalar_type(), ", the input ", input.scalar_type());
+    Staging staging;
+    const Parts sends = split_parts("input", input, input_splits, staging.input(input));
+    const Parts receives = split_parts("output", output, output_splits, staging.output(output));
+    return exchange(OpType::ALLTOALL_BASE, input, sends, receives, {output}, std::move(staging),
+                    options);
+  }
+
+  intrusive_ptr<Work> alltoall(Tensors &outputs, Tensors &inputs,
+                               const c10d::AllToAllOptions &options) override {
+    TORCH_CHECK_VALUE(!inputs.empty(), "all_to_all needs an input tensor for each rank");
+    if (needs_fallback(inputs[0])) return fallback(inputs[0])->alltoall(outputs, inputs, options);
+    check_lists("all_to_all", inputs, getSize(), inputs[0].scalar_type());
+    check_lists("all_to_all", outputs, getSize(), inputs[0].scalar_type());
+    Parts sends = empty_parts(inputs[0]), receives = empty_parts(inputs[0]);
+    Staging staging;
+    for (size_t rank = 0; rank < inputs.size(); ++rank) {
+      sends.set(rank, staging.input(inputs[rank]), inputs[rank].numel());
+      receives.set(rank, staging.output(outputs[rank]), outputs[rank].numel());
+    }
+    return exchange(OpType::ALLTOALL, inputs[0], sends, receives, outputs, std::move(staging),
+                    options);
+  }
+
   // --- operations of the fallbacks -------------------------------------------------------------
 
   intrusive_ptr<Work> allreduce_sparse(Tensors &tensors,
                                        const c10d::AllreduceOptions &options) override {
     return fallback(single("all_reduce", tensors))->allreduce(tensors, options);
-  }
-  intrusive_ptr<Work> reduce(Tensors &tensors, const c10d::ReduceOptions &options) override {
-    return call_on_contiguous(single("reduce", tensors), [&](at::Tensor &whole) {
-      Tensors one{whole};
-      return fallback(whole)->reduce(one, options);
-    });
-  }
-  intrusive_ptr<Work> gather(Lists &outputs, Tensors &inputs,
-                             const c10d::GatherOptions &options) override {
-    return fallback(single("gather", inputs))->gather(outputs, inputs, options);
-  }
-  intrusive_ptr<Work> scatter(Tensors &outputs, Lists &inputs,
-                              const c10d::ScatterOptions &options) override {
-    return fallback(single("scatter", outputs))->scatter(outputs, inputs, options);
-  }
-  intrusive_ptr<Work> alltoall_base(at::Tensor &output, at::Tensor &input,
-                                    std::vector<int64_t> &output_splits,
-                                    std::vector<int64_t> &input_splits,
-                                    const c10d::AllToAllOptions &options) override {
-    return fallback(input)->alltoall_base(output, input, output_splits, input_splits, options);
-  }
-  intrusive_ptr<Work> alltoall(Tensors &outputs, Tensors &inputs,
-                               const c10d::AllToAllOptions &options) override {
-    TORCH_CHECK_VALUE(!inputs.empty(), "all_to_all needs an input tensor for each rank");
-    return fallback(inputs[0])->alltoall(outputs, inputs, options);
   }
   intrusive_ptr<Work> send(Tensors &tensors, int to, int tag) override {
     return remember(fallback(single("send", tensors))->send(tensors, to, tag));
@@ -291,6 +352,96 @@ class NearlinearBackend : public Backend {
   static void check_pairs(const char *operation, size_t outputs, size_t inputs) {
     TORCH_CHECK_VALUE(outputs == inputs, operation, ": ", outputs, " outputs for ", inputs,
                       " inputs");
+  }
+
+  Parts empty_parts(const at::Tensor &tensor) const {
+    return Parts(getSize(), tensor.scalar_type());
+  }
+
+  void check_equal_parts(const char *operation, const Tensors &parts, const at::Tensor &own) const {
+    check_lists(operation, parts, getSize(), own.scalar_type());
+    for (const at::Tensor &part : parts)
+      TORCH_CHECK_VALUE(part.numel() == own.numel(), operation, ": tensors of ", own.numel(),
+                        " and ", part.numel(), " elements; all must have one size");
+  }
+
+  // Divide a tensor along its first dimension, equally without splits. `data`: its contiguous copy.
+  Parts split_parts(const char *side, const at::Tensor &tensor, const std::vector<int64_t> &splits,
+                    void *data) const {
+    const int64_t size = getSize(), rows = tensor.dim() ? tensor.size(0) : 1;
+    int64_t all = 0;
+    for (const int64_t split : splits) {
+      TORCH_CHECK_VALUE(split >= 0, "all_to_all: an ", side, " split of ", split, " rows");
+      all += split;
+    }
+    if (splits.empty()) {
+      TORCH_CHECK_VALUE(rows % size == 0, "all_to_all: the ", side, "'s ", rows,
+                        " rows do not divide equally among ", size, " ranks: pass splits");
+    } else {
+      TORCH_CHECK_VALUE(static_cast<int64_t>(splits.size()) == size && all == rows,
+                        "all_to_all: ", splits.size(), " ", side, " splits of ", all,
+                        " rows in total, for ", size, " ranks and ", rows, " rows");
+    }
+    const int64_t row = rows ? tensor.numel() / rows : 0;
+    Parts parts = empty_parts(tensor);
+    char *place = static_cast<char *>(data);
+    for (int64_t rank = 0; rank < size; ++rank) {
+      const int64_t elements = row * (splits.empty() ? rows / size : splits[rank]);
+      parts.set(rank, place, elements);
+      place += elements * tensor.element_size();
+    }
+    return parts;
+  }
+
+  intrusive_ptr<Work> exchange(OpType type, const at::Tensor &tensor, const Parts &sends,
+                               const Parts &receives, Tensors outputs, Staging staging,
+                               const c10d::AllToAllOptions &options) {
+    nlc_call call = make_call(NLC_ALL_TO_ALL, tensor);
+    call.count = sends.elements();
+    call.sends = sends.data(), call.receives = receives.data();
+    return launch(type, call, std::move(outputs), std::move(staging), options.asyncOp,
+                  options.timeout);
+  }
+
+  intrusive_ptr<Work> allgather_uneven(Tensors &parts, const at::Tensor &input,
+                                       const c10d::AllgatherOptions &options) {
+    check_lists("all_gather", parts, getSize(), input.scalar_type());
+    TORCH_CHECK_VALUE(parts[getRank()].numel() == input.numel(), "all_gather: the output of rank ",
+                      getRank(), " has ", parts[getRank()].numel(), " elements, its input ",
+                      input.numel());
+    nlc_call call = make_call(NLC_ALL_GATHER_UNEVEN, input);
+    Parts sends = empty_parts(input), receives = empty_parts(input);
+    Staging staging;
+    void *own = staging.input(input);
+    call.count = 0;
+    for (size_t rank = 0; rank < parts.size(); ++rank) {
+      sends.set(rank, own, input.numel());
+      receives.set(rank, staging.output(parts[rank]), parts[rank].numel());
+      call.count += parts[rank].numel();
+    }
+    call.sends = sends.data(), call.receives = receives.data();
+    return launch(OpType::ALLGATHER, call, parts, std::move(staging), options.asyncOp,
+                  options.timeout);
+  }
+
+  intrusive_ptr<Work> reduce_scatter_uneven(at::Tensor &output, const Tensors &parts,
+                                            const Reduction &reduction,
+                                            const c10d::ReduceScatterOptions &options) {
+    check_lists("reduce_scatter", parts, getSize(), output.scalar_type());
+    TORCH_CHECK_VALUE(parts[getRank()].numel() == output.numel(),
+                      "reduce_scatter: the part of rank ", getRank(), " has ", parts[getRank()].numel(), " elements, its output ",
+                      output.numel());
+    nlc_call call = make_reduce_call(NLC_REDUCE_SCATTER_UNEVEN, output, reduction);
+    Parts sends = empty_parts(output);
+    Staging staging;
+    call.count = 0;
+    for (size_t rank = 0; rank < parts.size(); ++rank) {
+      sends.set(rank, staging.input(parts[rank]), parts[rank].numel());
+      call.count += parts[rank].numel();
+    }
+    call.sends = sends.data(), call.output = staging.output(output);
+    return launch(OpType::REDUCE_SCATTER, call, {output}, std::move(staging), options.asyncOp,
+                  options.timeout);
   }
 
   // Fallbacks need contiguous tensors. Others are reduced in a copy, synchronously.

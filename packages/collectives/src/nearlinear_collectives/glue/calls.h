@@ -98,6 +98,12 @@ inline std::optional<Reduction> engine_reduction(const ReduceOp &op, at::ScalarT
   }
 }
 
+inline bool are_even(const Tensors &parts) {
+  return std::all_of(parts.begin(), parts.end(), [&](const at::Tensor &part) {
+    return part.numel() == parts[0].numel();
+  });
+}
+
 // Return true if the tensors follow each other in memory, as the views of a chunk do.
 inline bool are_adjacent(const Tensors &parts) {
   const char *expected = nullptr;
@@ -129,6 +135,36 @@ inline nlc_call make_reduce_call(int kind, const at::Tensor &tensor, const Reduc
   call.reduce = reduction.reduce;
   call.scale = reduction.scale;
   return call;
+}
+
+// The parts that a rank exchanges with every rank, empty at first. A dtype unknown to the engine is
+// moved as bytes.
+class Parts {
+ public:
+  Parts(int size, at::ScalarType type)
+      : parts_(size), unit_(engine_dtype(type) ? 1 : c10::elementSize(type)) {}
+  void set(size_t rank, void *data, int64_t elements) {
+    parts_[rank] = {data, static_cast<uint64_t>(elements) * unit_};
+  }
+  const nlc_part *data() const { return parts_.data(); }
+  uint64_t elements() const {
+    uint64_t all = 0;
+    for (const nlc_part &part : parts_) all += part.count;
+    return all;
+  }
+
+ private:
+  std::vector<nlc_part> parts_;
+  uint64_t unit_;
+};
+
+inline void check_lists(const char *operation, const Tensors &parts, int size,
+                        at::ScalarType type) {
+  TORCH_CHECK_VALUE(static_cast<int>(parts.size()) == size, operation, ": ", parts.size(),
+                    " tensors for ", size, " ranks");
+  for (const at::Tensor &part : parts)
+    TORCH_CHECK_VALUE(part.scalar_type() == type, operation, ": tensors of ", type, " and ",
+                      part.scalar_type(), "; all must have one dtype");
 }
 
 inline at::Tensor allocate_pooled(int64_t count, at::TensorOptions options) {

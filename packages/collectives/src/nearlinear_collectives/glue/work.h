@@ -61,7 +61,13 @@ inline const char *event_name(c10d::OpType type) {
     case c10d::OpType::ALLREDUCE: return "nearlinear:all_reduce";
     case c10d::OpType::ALLGATHER:
     case c10d::OpType::_ALLGATHER_BASE: return "nearlinear:all_gather";
+    case c10d::OpType::REDUCE_SCATTER:
     case c10d::OpType::_REDUCE_SCATTER_BASE: return "nearlinear:reduce_scatter";
+    case c10d::OpType::ALLTOALL:
+    case c10d::OpType::ALLTOALL_BASE: return "nearlinear:all_to_all";
+    case c10d::OpType::GATHER: return "nearlinear:gather";
+    case c10d::OpType::SCATTER: return "nearlinear:scatter";
+    case c10d::OpType::REDUCE: return "nearlinear:reduce";
     case c10d::OpType::BARRIER: return "nearlinear:barrier";
     default: return "nearlinear";
   }
