@@ -96,21 +96,22 @@ def test_expected_reductions_agree_with_numpy(data, count, salt):
 @given(DATA, COUNTS, st.integers(0, 50), st.data())
 def test_check_counts_one_changed_element(data, count, salt, draw):
     gathered = torch.cat(inputs(data, count, salt, False))
-    assert data.wrong_gather(gathered, salt) == 0
+    assert data.wrong_parts(gathered, salt, range(data.ranks)) == 0
     index = draw.draw(st.integers(0, gathered.numel() - 1))
     gathered[index] = 0
-    assert data.wrong_gather(gathered, salt) == 1
+    assert data.wrong_parts(gathered, salt, range(data.ranks)) == 1
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
 def test_check_counts_stale_poisoned_and_misplaced_data(dtype):
     data = CheckedData(dtype, 2)
     result = torch.cat(inputs(data, 4096, 3, False))
-    assert data.wrong_gather(result, 4) > 4000  # result of another call
-    assert data.wrong_gather(result.view(2, -1).flip(0).reshape(-1), 3) > 4000  # ranks swapped
-    assert data.wrong_gather(result.view(-1, 64).roll(1, 0).reshape(-1), 3) > 4000  # blocks moved
+    swapped, moved = result.view(2, -1).flip(0), result.view(-1, 64).roll(1, 0)
+    assert data.wrong_parts(result, 4, range(2)) > 4000  # result of another call
+    assert data.wrong_parts(swapped.reshape(-1), 3, range(2)) > 4000
+    assert data.wrong_parts(moved.reshape(-1), 3, range(2)) > 4000
     poison(result)
-    assert data.wrong_gather(result, 3) == result.numel()
+    assert data.wrong_parts(result, 3, range(2)) == result.numel()
     assert data.wrong_reduce(result, 3) == result.numel()
 
 
@@ -137,6 +138,8 @@ def test_average_check_tolerates_rounding_only(dtype):
         ("reduce_scatter", 1 << 20, 1 << 16, 0.75),
         ("all_reduce", 1 << 20, 1 << 18, 1.5),
         ("all_gather", 1, 1, 0.75),
+        ("all_to_all", 1 << 20, 1 << 16, 0.75),
+        ("reduce", 1 << 20, 1 << 18, 1.0),
     ],
 )
 def test_workload_has_nccl_tests_size_and_bus_factor(operation, size, count, bus):

@@ -217,7 +217,7 @@ def dtype_name(workload: Workload) -> str:
 
 
 def reduce_name(workload: Workload) -> str:
-    return "none" if workload.operation == "all_gather" else workload.reduce
+    return workload.reduce if workload.reduces else "none"
 
 
 def entry(sample: Sample) -> dict:

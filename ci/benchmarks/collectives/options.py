@@ -12,7 +12,8 @@ import re
 from pathlib import Path
 
 MODULE = "ci.benchmarks.collectives"
-OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce")
+SHARDING = ("all_gather", "reduce_scatter", "all_reduce")  # in all patterns; the default
+OPERATIONS = (*SHARDING, "all_to_all", "gather", "scatter", "reduce")
 PATTERNS = ("plain", "in_place", "fsdp", "fsdp_pool", "fsdp_empty", "fsdp_read")
 DTYPES = ("float32", "float64", "bfloat16", "float16", "int8", "uint8", "int32", "int64")
 MODELS = ("34M", "1M")
@@ -47,11 +48,13 @@ patterns:
   fsdp_empty  fsdp with torch.empty for all backends: FSDP2's default
   fsdp_read   fsdp, then copy the output out once, as FSDP2 does
 
-Sizes and bandwidths are those of nccl-tests: size is the output of all_gather, the input of
-reduce_scatter, the buffer of all_reduce; algbw is size / time; busbw is algbw * (n-1)/n, for
-all_reduce algbw * 2(n-1)/n. A time is that of the slowest rank; the tables show the median and the
-minimum over blocks of calls. #wrong counts elements with wrong values; the exit status is 1 if
-there are any.
+all_to_all, gather, scatter and reduce have the pattern plain only; rank 0 is their root.
+
+Sizes and bandwidths are those of nccl-tests: size is the output of all_gather, all_to_all and
+gather, the input of reduce_scatter and scatter, the buffer of all_reduce and reduce; algbw is
+size / time; busbw is algbw * (n-1)/n, for all_reduce algbw * 2(n-1)/n, for reduce algbw. A time
+is that of the slowest rank; the tables show the median and the minimum over blocks of calls.
+#wrong counts elements with wrong values; the exit status is 1 if there are any.
 """
 
 
@@ -146,8 +149,8 @@ def _parser() -> argparse.ArgumentParser:
     workload("--against", metavar="LABEL", help="baseline of the ratios (default: the last one)")
     workload("--import", nargs="+", default=[], dest="plugins", metavar="PACKAGE",
              help="packages that register backends when imported")  # fmt: skip
-    workload("--ops", nargs="+", choices=OPERATIONS, default=OPERATIONS, metavar="OP",
-             help=f"among {', '.join(OPERATIONS)} (default: all)")  # fmt: skip
+    workload("--ops", nargs="+", choices=OPERATIONS, default=SHARDING, metavar="OP",
+             help=f"among {', '.join(OPERATIONS)} (default: {' '.join(SHARDING)})")  # fmt: skip
     workload("--sizes", nargs="+", default=["1K:256M:4"], metavar="SIZE",
              help="bytes such as 64K, or FIRST:LAST:FACTOR (default: 1K:256M:4)")  # fmt: skip
     workload("--patterns", nargs="+", choices=PATTERNS, default=["plain"], metavar="PATTERN",

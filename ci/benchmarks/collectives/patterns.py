@@ -11,6 +11,7 @@ them; averages may differ by its rounding.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +24,8 @@ from nearlinear_collectives.c10d_compat import all_gather_single, reduce_scatter
 PERIOD = 1009
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in options.DTYPES}
 _LARGEST_EXACT = {torch.bfloat16: 256, torch.float16: 2048, torch.int8: 127, torch.uint8: 255}
+_IN_PLACE = ("all_reduce", "reduce")  # of one buffer
+_REDUCE = ("reduce_scatter", *_IN_PLACE)
 _ROWS = 4096  # compared at a time, with 4 MiB of flags
 
 
@@ -45,11 +48,22 @@ class CheckedData:
         """
         self._write(tensor, self._row(rank, salt, reduced).to(self.dtype))
 
-    def wrong_gather(self, output: torch.Tensor, salt: int) -> int:
-        """Count the wrong elements of an all-gather's output."""
+    def wrong_parts(
+        self, output: torch.Tensor, salt: int, senders: Sequence[int], start: int = 0
+    ) -> int:
+        """Count the wrong elements of parts that ranks sent.
+
+        Args:
+            output: The parts, one after the other.
+            salt: Number of the check.
+            senders: Their ranks.
+            start: Index of a part's first element in the sender's input.
+        """
+        rows = [torch.roll(self._row(rank, salt, False), -start) for rank in senders]
+        parts = output.view(len(senders), -1)
         return sum(
-            self._count_different(part, self._row(rank, salt, False).to(self.dtype), 0.0)
-            for rank, part in enumerate(output.view(self.ranks, -1))
+            self._count_different(part, row.to(self.dtype), 0.0)
+            for part, row in zip(parts, rows, strict=True)
         )
 
     def wrong_reduce(self, output: torch.Tensor, salt: int, start: int = 0) -> int:
@@ -111,7 +125,7 @@ class Workload:
 
     operation: str
     count: int
-    """Elements per rank; for all_reduce the elements of the buffer."""
+    """Elements per rank; for all_reduce and reduce the elements of the buffer."""
     dtype: torch.dtype
     reduce: str
     rank: int
@@ -122,13 +136,13 @@ class Workload:
         cls, operation: str, size: int, dtype: torch.dtype, reduce: str, rank: int, ranks: int
     ) -> Workload:
         """Return the largest workload of at most ``size`` bytes, with at least one element."""
-        per_rank = 1 if operation == "all_reduce" else ranks
+        per_rank = 1 if operation in _IN_PLACE else ranks
         count = max(1, size // dtype.itemsize // per_rank)
         return cls(operation, count, dtype, reduce, rank, ranks)
 
     @property
     def total(self) -> int:
-        return self.count * (1 if self.operation == "all_reduce" else self.ranks)
+        return self.count * (1 if self.operation in _IN_PLACE else self.ranks)
 
     @property
     def bytes(self) -> int:
@@ -137,7 +151,23 @@ class Workload:
     @property
     def bus_factor(self) -> float:
         """Bus bandwidth over algorithm bandwidth, as defined by nccl-tests."""
+        if self.operation == "reduce":
+            return 1.0
         return (2 if self.operation == "all_reduce" else 1) * (self.ranks - 1) / self.ranks
+
+    @property
+    def reduces(self) -> bool:
+        return self.operation in _REDUCE
+
+    @property
+    def input_count(self) -> int:
+        """Elements of this rank's separate input, 0 for an operation in place."""
+        whole = self.operation in ("reduce_scatter", "all_to_all", "scatter")
+        return 0 if self.operation in _IN_PLACE else self.total if whole else self.count
+
+    @property
+    def output_count(self) -> int:
+        return self.count if self.operation in ("reduce_scatter", "scatter") else self.total
 
     @property
     def data(self) -> CheckedData:
@@ -151,19 +181,35 @@ class Workload:
         return full[self.rank * self.count : (self.rank + 1) * self.count]
 
     def run(self, output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGroup) -> None:
-        """Call the collective; ``input`` is ignored by all_reduce, which works in place."""
+        """Call the collective; operations that work in place ignore ``input``."""
         reduce = getattr(dist.ReduceOp, self.reduce.upper())
+        is_root = self.rank == 0
         if self.operation == "all_gather":
             all_gather_single(output, input, group=group)
         elif self.operation == "reduce_scatter":
             reduce_scatter_single(output, input, op=reduce, group=group)
-        else:
+        elif self.operation == "all_reduce":
             dist.all_reduce(output, op=reduce, group=group)
+        elif self.operation == "all_to_all":
+            dist.all_to_all_single(output, input, group=group)
+        elif self.operation == "gather":
+            parts = list(output.view(self.ranks, -1)) if is_root else None
+            dist.gather(input, parts, dst=0, group=group)
+        elif self.operation == "scatter":
+            parts = list(input.view(self.ranks, -1)) if is_root else None
+            dist.scatter(output, parts, src=0, group=group)
+        else:
+            dist.reduce(output, dst=0, op=reduce, group=group)
 
     def wrong(self, output: torch.Tensor, salt: int) -> int:
         """Count the wrong elements of this rank's output."""
-        if self.operation == "all_gather":
-            return self.data.wrong_gather(output, salt)
+        if self.operation in ("gather", "reduce") and self.rank != 0:
+            return 0  # only the root has a result
+        if self.operation in ("all_gather", "gather"):
+            return self.data.wrong_parts(output, salt, range(self.ranks))
+        if self.operation in ("all_to_all", "scatter"):
+            senders = range(self.ranks) if self.operation == "all_to_all" else [0]
+            return self.data.wrong_parts(output, salt, senders, self.rank * self.count)
         start = self.rank * self.count if self.operation == "reduce_scatter" else 0
         return self.data.wrong_reduce(output, salt, start)
 
@@ -175,19 +221,16 @@ class OutOfPlace:
 
     def __init__(self, workload: Workload) -> None:
         self.workload = workload
-        inputs = {"all_gather": workload.count, "reduce_scatter": workload.total, "all_reduce": 0}
-        self.input = workload.empty(inputs[workload.operation])
-        scatters = workload.operation == "reduce_scatter"
-        self.output = workload.empty(workload.count if scatters else workload.total)
-        if workload.operation == "all_reduce":
-            self.input = self.output
+        self.output = workload.empty(workload.output_count)
+        self.input = self.output
+        if workload.input_count:
+            self.input = workload.empty(workload.input_count)
 
     def fill(self, salt: int) -> None:
         """Write new data before a call that is checked."""
         poison(self.output)
         workload = self.workload
-        reduced = workload.operation != "all_gather"
-        workload.data.fill(self.input, workload.rank, salt, reduced)
+        workload.data.fill(self.input, workload.rank, salt, workload.reduces)
 
     def prepare_timing(self) -> None:
         """Zero buffers in which repeated in-place reductions would overflow."""
@@ -202,12 +245,13 @@ class OutOfPlace:
     @staticmethod
     def memory(workload: Workload) -> int:
         """Return the bytes a rank needs, excluding the backend's internal buffers."""
-        input_bytes = workload.bytes // workload.ranks
-        return workload.bytes + (0 if workload.operation == "all_reduce" else input_bytes)
+        return (workload.input_count + workload.output_count) * workload.dtype.itemsize
 
 
 class InPlace(OutOfPlace):
     """The input is this rank's part of the output; for reduce_scatter the reverse."""
+
+    operations = options.SHARDING
 
     def __init__(self, workload: Workload) -> None:
         self.workload = workload
