@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from data_prep import output, pool
+from data_prep import near_dedup, output, pool
 from data_prep.assign_splits import UnusableTextError, has_limit, limit_reached
 from data_prep.documents import FILTERS, datatrove_version
 from data_prep.encoders import BACKENDS
@@ -106,10 +106,13 @@ def prepare(
         raise DataError(f"near_duplicates is {near_duplicates!r}: give 'minhash', or leave it out")
     for name in set(filters) - set(FILTERS):
         raise DataError(f"no filter {name!r}: use {', '.join(FILTERS)}")
-    more_settings = {}
+    more_settings: dict[str, Any] = {}
     if filters or near_duplicates:
-        more_settings = {"filters": list(filters), "near_duplicates": near_duplicates,
-                              "datatrove": datatrove_version()}  # fmt: skip
+        more_settings = {"filters": list(filters), "near_duplicates": near_duplicates}
+    if filters:
+        more_settings["datatrove"] = datatrove_version()
+    if near_duplicates:
+        more_settings["minhash_version"] = near_dedup.VERSION
     if isinstance(tokenizer, str):
         tokenizer = load(tokenizer, eos_token)
     if bos_token is not None:

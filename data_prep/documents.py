@@ -81,7 +81,7 @@ def datatrove_version() -> str:
         return version("datatrove")
     except (ImportError, PackageNotFoundError) as error:
         raise DataError(
-            f"filters and near-duplicates need datatrove and spaCy ({error}): run "
+            f"filters need datatrove and spaCy ({error}): run "
             "`pip install 'nearlinear[datatrove]' spacy`"
         ) from None
 

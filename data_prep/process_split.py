@@ -18,10 +18,9 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from data_prep import documents, storage_paths
+from data_prep import documents, near_dedup, storage_paths
 from data_prep.documents import QualityFilters, group_batches, log_entries, read_documents
 from data_prep.encoders import Encoder
-from data_prep.near_dedup import get_signatures
 from data_prep.plan import PreparationPlan
 from data_prep.resume import LOG_FILE, RECORD_FILE, SIGNATURES_FILE, split_folder
 from data_prep.storage_paths import write_json
@@ -81,7 +80,7 @@ def process_split(
                 entries, lengths = entries[:kept], lengths[:kept]
                 tokens_left -= int(lengths.sum())
             if signatures is not None:
-                signatures.write(get_signatures()(texts[: len(entries)]).tobytes())
+                signatures.write(near_dedup.sign(texts[: len(entries)]).tobytes())
                 timer.stop("near-duplicates")
             tokens = _add_ends(ids, lengths, plan.bos_id, plan.tokenizer.eos_id)
             targets = documents.destinations(entries, plan.seed, plan.val_threshold)

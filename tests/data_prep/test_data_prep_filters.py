@@ -1,4 +1,4 @@
-"""Filters and near-duplicates match datatrove's own pipeline, with any number of workers."""
+"""Filters match datatrove's own pipeline, and near-duplicates their definition."""
 
 import json
 import random
@@ -7,12 +7,14 @@ from importlib.util import find_spec
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 import data_prep
 from data_prep import near_dedup, report
 from data_prep.__main__ import main
 from data_prep.documents import FILTERS, QualityFilters
-from data_prep.near_dedup import BANDS, minhash_config
+from data_prep.near_dedup import BANDS
 from data_prep.sources import source as splitting
 from nearlinear.data.format import Manifest, verify
 from nearlinear.errors import DataError
@@ -108,11 +110,15 @@ def test_filters_match_datatrove_pipeline(corpus, texts, tmp_path, gpt2, read_do
 def test_near_duplicates_match_datatrove_pipeline(corpus, texts, tmp_path, gpt2, read_documents):
     from datatrove.data import Document
     from datatrove.pipeline.dedup import minhash
+    from datatrove.utils.hashing import HashConfig
 
     source = data_prep.sources.jsonl(corpus)
     manifest = data_prep.prepare(source, tmp_path / "d", near_duplicates="minhash",
                                  dedup="exact", workers=1, **OPTIONS)  # fmt: skip
-    place, config = lambda name: str(tmp_path / name), minhash_config()
+    assert "datatrove" not in manifest.settings
+    place = lambda name: str(tmp_path / name)  # noqa: E731
+    # datatrove passes text to xxhash, which xxhash 3.6 and later reject
+    config = minhash.MinhashConfig(num_buckets=BANDS, hash_config=HashConfig(hash_fc="sha1"))
     documents = [Document(text, id=str(number)) for number, text in enumerate(texts)]
     minhash.MinhashDedupSignature(place("s"), config).run(iter(documents), 0, 1)
     for band in range(BANDS):
@@ -128,6 +134,72 @@ def test_near_duplicates_match_datatrove_pipeline(corpus, texts, tmp_path, gpt2,
     for number, text in enumerate(texts):  # the first of near-duplicates is kept
         if f"{text[:-1]} indeed." in texts[:number]:
             assert text not in found
+
+
+def words_of(text):
+    """Words as `near_dedup` defines them, one character at a time."""
+    found, word = [], ""
+    for symbol in text.lower():
+        if "\u3040" <= symbol <= "\u9fff":  # a word of its own
+            found, word = [*found, word, symbol], ""
+        elif symbol.isalpha():
+            word += symbol
+        elif symbol.isdigit():
+            word += "0"
+        else:
+            found, word = [*found, word], ""
+    return [each for each in [*found, word] if each]
+
+
+def shingles_of(text):
+    words = words_of(text)
+    return {tuple(words[i : i + near_dedup.WORDS]) for i in range(len(words) - 4)}
+
+
+ALPHABET = st.sampled_from("abAB19 \n.,-'é“”—\u00a0ж中国。ａ！ß")
+
+
+@settings(deadline=None, max_examples=80,
+          suppress_health_check=[HealthCheck.function_scoped_fixture])  # fmt: skip
+@given(st.lists(st.text(ALPHABET, max_size=60), min_size=1, max_size=6))
+def test_signatures_depend_on_the_words_alone(texts):
+    rows = near_dedup.sign(texts)
+    assert np.array_equal(rows, near_dedup.sign([" ".join(words_of(text)) for text in texts]))
+    shingles = [shingles_of(text) for text in texts]
+    assert rows.any(axis=1).tolist() == [len(each) > 0 for each in shingles]
+    for one, a in zip(rows, shingles, strict=True):
+        for other, b in zip(rows, shingles, strict=True):
+            assert not a or not b or np.array_equal(one, other) == (a == b)
+
+
+def test_signatures_do_not_depend_on_batches(texts, monkeypatch):
+    documents = [*texts, " ".join(texts)]
+    whole = near_dedup.sign(documents)
+    monkeypatch.setattr(near_dedup, "_PIECE", 3000)
+    monkeypatch.setattr(near_dedup, "_BLOCK", 101)
+    assert np.array_equal(whole, near_dedup.sign(documents))
+    assert np.array_equal(whole[3:4], near_dedup.sign(texts[3:4]))
+
+
+def test_near_duplicates_are_found_by_exact_similarity(tmp_path):
+    """Compare with the exact Jaccard similarity of 5-grams."""
+    draw = random.Random(1)
+    vocabulary = [f"word{chr(97 + n // 26)}{chr(97 + n % 26)}" for n in range(600)]
+    pairs = []
+    for _ in range(400):
+        words = [draw.choice(vocabulary) for _ in range(300)]
+        changed = list(words)
+        for place in draw.sample(range(300), draw.choice((2, 2, 3, 40, 90))):
+            changed[place] = draw.choice(vocabulary)
+        pairs += [" ".join(words), " ".join(changed)]
+    found = near_dedup.find_near_duplicates([near_dedup.sign(pairs)], len(pairs), tmp_path)
+    assert not found[::2].any()  # the first of each pair is kept
+    shingles = list(map(shingles_of, pairs))
+    sets = zip(shingles[::2], shingles[1::2], strict=True)
+    similarity = np.array([len(a & b) / len(a | b) for a, b in sets])
+    alike, apart = found[1::2][similarity >= 0.9], found[1::2][similarity < 0.3]
+    assert len(alike) > 150 and alike.mean() >= 0.99
+    assert len(apart) > 100 and not apart.any()
 
 
 def test_filtered_bytes_do_not_depend_on_workers_or_interruptions(corpus, tmp_path, monkeypatch):
