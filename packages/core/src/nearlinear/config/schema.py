@@ -110,7 +110,7 @@ def check_value(value: typing.Any, key: str, text_limit: int = MAX_TEXT) -> None
     Raises:
         ConfigError: A number or text in ``value`` is outside of the limits.
     """
-    if value is None or value is True or value is False:  # most settings
+    if value is None or _is_plain(value, text_limit):  # most settings
         return
     pending = [(value, 0)]
     while pending:
@@ -127,6 +127,21 @@ def check_value(value: typing.Any, key: str, text_limit: int = MAX_TEXT) -> None
             pending += [(part, depth + 1) for pair in each.items() for part in pair]
         elif isinstance(each, list | tuple):
             pending += [(part, depth + 1) for part in each]
+
+
+def _is_plain(value: typing.Any, text_limit: int) -> bool:
+    """Return True for a Boolean, a small number or a short ASCII text."""
+    kind = type(value)
+    if kind is str:
+        return len(value) <= text_limit and value.isascii() and "\0" not in value
+    if kind is float:
+        return math.isfinite(value)
+    return kind is bool or (kind is int and -MAX_INTEGER <= value <= MAX_INTEGER)
+
+
+@cache
+def _field_names(cls: type) -> tuple[str, ...]:
+    return tuple(f.name for f in dataclasses.fields(cls))
 
 
 def _check_text(text: str, key: str, limit: int) -> None:
@@ -156,21 +171,21 @@ def check_ranges(config: typing.Any, ranges: Ranges, where: str = "") -> None:
     Raises:
         ConfigError: A value is not finite, too large, or outside of its range.
     """
-    for f in dataclasses.fields(config):
-        value: typing.Any = getattr(config, f.name)
-        key = f"{where}{f.name}"
+    for name in _field_names(type(config)):
+        value: typing.Any = getattr(config, name)
+        if value is None or value is True or value is False:
+            continue
+        key = where + name
         if dataclasses.is_dataclass(value):
             check_ranges(value, ranges, f"{key}.")
             continue
-        if value is None:
-            continue
-        is_table = isinstance(value, dict)
-        check_value(value, key, MAX_TABLE_TEXT if is_table else MAX_TEXT)
-        least, greatest = ranges.get(key, (-math.inf, math.inf))
-        if key in ranges and value < least:
-            raise ConfigError(f"{key} = {value}: must be at least {least:g}")
-        if key in ranges and value > greatest:
-            raise ConfigError(f"{key} = {value}: must be at most {greatest:g}")
+        check_value(value, key, MAX_TABLE_TEXT if isinstance(value, dict) else MAX_TEXT)
+        if key in ranges:
+            least, greatest = ranges[key]
+            if value < least:
+                raise ConfigError(f"{key} = {value}: must be at least {least:g}")
+            if value > greatest:
+                raise ConfigError(f"{key} = {value}: must be at most {greatest:g}")
 
 
 def coerce(value: typing.Any, kind: typing.Any, key: str, text_limit: int = MAX_TEXT) -> typing.Any:
