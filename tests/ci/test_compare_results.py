@@ -7,8 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ci.benchmarks.compare import results
+from ci.benchmarks.compare.config import CompareConfig
 from ci.benchmarks.compare.report import deviating_systems
 from ci.benchmarks.compare.results import Comparison, Spread
+from ci.benchmarks.compare.traffic import unit_sizes
 
 COMMAND = "python -m ci.benchmarks.compare"
 HEADER = {"command": COMMAND, "machine": {"cpu": "x", "cores": 2}, "versions": {}}
@@ -27,7 +29,7 @@ def records_of(system, seconds, warm_up=99.0):
 
 def comparison(**seconds):
     found = [record for name, times in seconds.items() for record in records_of(name, times)]
-    return Comparison("4x1", HEADER, {"nodes": 4}, found)
+    return Comparison("4x1", HEADER, {"nodes": 4, "systems": []}, found)
 
 
 def test_medians_and_extremes_exclude_the_warm_up():
@@ -61,6 +63,20 @@ def test_fastest_considers_measured_systems_only():
     assert one.fastest(["zero3", "zero3_default"]) == "zero3_default"
     assert one.fastest(["zero3", "mics"]) == "zero3"
     assert one.fastest(["mics"]) is None
+
+
+def test_fastest_within_a_budget_of_memory():
+    one = comparison(fsdp2=[5.0], ours=[4.0], ours_once=[3.0])
+    size = 4 * sum(unit_sizes(CompareConfig.from_fields(one.config)))
+    peaks = {"fsdp2": 3 * size, "ours": 4 * size, "ours_once": 5 * size}
+    one.records.extend(
+        {**record, "timed": False, "peak_bytes": peaks[record["system"]]}
+        for record in list(one.records)[::2]
+    )
+    assert one.peak("ours") == 4.0
+    names = ["fsdp2", "ours", "ours_once"]
+    found = [one.fastest(names, within=budget) for budget in (2, 3, 4.5, 5)]
+    assert found == [None, "fsdp2", "ours", "ours_once"]
 
 
 def test_missing_systems_and_rounds_are_named():

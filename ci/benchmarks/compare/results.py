@@ -8,11 +8,15 @@ ratio of their medians, with the smallest and largest ratio within one round.
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
+
+from .config import CompareConfig
+from .report import peaks_in_parameters
 
 ROOT = Path(__file__).resolve().parents[3]
 FOLDER = Path(__file__).resolve().parent / "results"
@@ -79,9 +83,21 @@ class Comparison:
         """
         return self.speed_up(compute, system)
 
-    def fastest(self, candidates: Iterable[str]) -> str | None:
-        """Return the measured candidate with the smallest median, or None."""
+    def peak(self, system: str) -> float:
+        """Return the peak of allocated tensors, in sizes of the float32 parameters.
+
+        Raises KeyError for a system whose memory was not measured.
+        """
+        return peaks_in_parameters(CompareConfig.from_fields(self.config), self.records)[system]
+
+    def fastest(self, candidates: Iterable[str], within: float = math.inf) -> str | None:
+        """Return the measured candidate with the smallest median, or None.
+
+        ``within`` limits the peak of memory in sizes of the parameters.
+        """
         measured = [name for name in candidates if name in self.names]
+        if within < math.inf:
+            measured = [name for name in measured if self.peak(name) <= within]
         return min(measured, key=lambda name: self.seconds(name).median, default=None)
 
     def _timed(self, system: str) -> list[dict]:

@@ -3,8 +3,8 @@
     torch.distributed.init_process_group("nearlinear")            # or "cpu:nearlinear,cuda:nccl"
 
 torch itself imports the package (its entry points), unless TORCH_DEVICE_BACKEND_AUTOLOAD=0 is set.
-All-gather, reduce-scatter, all-reduce, broadcast and barrier on CPU tensors run on the package's
-own engine; everything else is delegated to gloo (CPU) or NCCL (CUDA).
+Collectives on CPU tensors run on the package's own engine; point-to-point messages and sparse
+tensors are delegated to gloo, and CUDA tensors to NCCL.
 """
 
 from typing import TYPE_CHECKING
