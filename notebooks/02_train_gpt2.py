@@ -225,8 +225,8 @@ assert difference < 1e-5
 # The next cell counts the collectives of $A = 4$ micro-batches. The model has 4 units (3 blocks and
 # the rest), each reduced once per micro-batch. As few units as possible stay gathered, as for a
 # model that fills memory (`sdp_max_live_parameters = 0`). There are still fewer than two gathers
-# per unit: at every turn from forward to backward and from micro-batch to micro-batch, the units
-# needed next stay gathered.
+# per unit: the first block and the rest of the model stay gathered from micro-batch to micro-batch,
+# because they are needed next.
 
 # %%
 A = 4
@@ -266,8 +266,8 @@ plots.show(
     f"hops need {two_hop['all_reduce']} all-reduces instead of {one_hop['all_reduce']}."
 )
 
-assert one_hop == {"all_gather": 18, "reduce_scatter": 16, "all_reduce": 16}
-assert two_hop == {"all_gather": 18, "reduce_scatter": 16, "all_reduce": 4}
+assert one_hop == {"all_gather": 22, "reduce_scatter": 16, "all_reduce": 16}
+assert two_hop == {"all_gather": 22, "reduce_scatter": 16, "all_reduce": 4}
 
 # %% [markdown]
 # An optimizer step before the last micro-batch would use incomplete gradients. Plain FSDP2 would
@@ -617,7 +617,7 @@ for definition in definitions:
 # 1. Change the degree in `held` to 1 and to 4. Which share does each rank hold, and what does
 #    `print(nl.init(...))` show?
 # 2. In `counted`, set `A = 8`. Which of the three bars grows with two hops, and which does not?
-# 3. Pass `reshard_after_forward=True` to `nl.shard` in `counted`. Where do the 14 extra all-gathers
+# 3. Pass `reshard_after_forward=True` to `nl.shard` in `counted`. Where do the 10 extra all-gathers
 #    come from, and how much memory do they save? How does the count change without
 #    `sdp_max_live_parameters`?
 # 4. A 13-billion-parameter model on 8 nodes: which degree does the rule give, and how many

@@ -179,7 +179,10 @@ def check_ranges(config: typing.Any, ranges: Ranges, where: str = "") -> None:
         if dataclasses.is_dataclass(value):
             check_ranges(value, ranges, f"{key}.")
             continue
-        check_value(value, key, MAX_TABLE_TEXT if isinstance(value, dict) else MAX_TEXT)
+        if isinstance(value, dict):
+            check_value(value, key, MAX_TABLE_TEXT)
+            continue
+        check_value(value, key)
         if key in ranges:
             least, greatest = ranges[key]
             if value < least:
