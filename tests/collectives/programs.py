@@ -1,4 +1,4 @@
-"""Random programs of collectives, and their expected results.
+"""Random programs of collectives and messages, and their expected results.
 
 Every input is drawn from (seed, step, rank), so that each rank can compute the exact result of each
 step alone, floats in float64. No second implementation has to be trusted.
@@ -24,16 +24,19 @@ SCATTERS = ("reduce_scatter", "reduce_scatter_list", "reduce_scatter_coalesced",
 EXCHANGES = ("all_to_all", "all_to_all_list", "all_to_all_uneven")
 REDUCES = ("all_reduce", "all_reduce_coalesced")
 COALESCED = ("all_gather_coalesced", "reduce_scatter_coalesced", "all_reduce_coalesced")
-KINDS = (*GATHERS, *SCATTERS, *REDUCES, *EXCHANGES, "broadcast", "barrier", "reduce", "gather",
-         "scatter")  # fmt: skip
-JOINED = ("all_gather_list", "all_gather_views", "all_gather_uneven", "all_to_all_list", "gather")
+COLLECTIVES = (*GATHERS, *SCATTERS, *REDUCES, *EXCHANGES, "broadcast", "barrier", "reduce",
+               "gather", "scatter")  # fmt: skip
+RINGS = ("ring", "ring_batch")  # send to the next rank, receive from the previous one
+KINDS = (*COLLECTIVES, *RINGS, "from_any")  # from_any: the root receives from each other rank
+JOINED = ("all_gather_list", "all_gather_views", "all_gather_uneven", "all_to_all_list", "gather",
+          "from_any")  # fmt: skip
 TABLE = 3_000_017  # elements of the table of random numbers; more than any tensor
 SHARED = (*GATHERS, *REDUCES, "broadcast")  # every rank has the same result
 
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """A collective; ``sizes`` are elements per rank, one per tensor of a coalesced call."""
+    """A call; ``sizes`` are elements per rank, one per tensor of a coalesced call."""
 
     kind: str
     group: int = 0
@@ -143,7 +146,7 @@ def expected(
     step = program.steps[index]
     members = program.groups[step.group]
     n, me, root = len(members), members.index(rank), step.root % len(members)
-    if step.kind == "barrier" or (step.kind in ("reduce", "gather") and me != root):
+    if step.kind == "barrier" or (step.kind in ("reduce", "gather", "from_any") and me != root):
         return []
 
     def result(part: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -160,12 +163,14 @@ def expected(
             return combine([mine_of(member) for member in members], step.reduce, wide)
         if step.kind in (*REDUCES, "reduce"):
             return combine([of(member) for member in members], step.reduce, wide)
-        if step.kind in (*GATHERS, "gather"):
+        if step.kind in (*GATHERS, "gather", "from_any"):
             exact = torch.cat([of(member) for member in members])
         elif step.kind in EXCHANGES:
             exact = torch.cat([mine_of(member) for member in members])
         elif step.kind == "scatter":
             exact = mine_of(members[root])
+        elif step.kind in RINGS:
+            exact = of(members[me - 1])
         else:
             exact = of(members[root])
         return exact, torch.zeros(())

@@ -86,11 +86,11 @@ class Runner:
 
 
 class Call:
-    """Call the collective of a step."""
+    """Call the operation of a step."""
 
     def __init__(self, runner: Runner, index: int, step: Step, members: tuple[int, ...]):
         self.runner, self.index, self.step = runner, index, step
-        self.n, self.me = len(members), members.index(runner.rank)
+        self.members, self.n, self.me = members, len(members), members.index(runner.rank)
         self.root = members[step.root % self.n]
         self.is_root = self.root == runner.rank
         self.group = runner.groups[step.group]
@@ -235,6 +235,47 @@ class Call:
         work = dist.reduce_scatter(output, sources, self.op, **self.options)
         return Issued([output], sources, work)
 
+    def ring(self) -> Issued:
+        source, output = self.filled(self.own()), self.empty(self.count)
+        after, before = self.members[(self.me + 1) % self.n], self.members[self.me - 1]
+        if self.n == 1:  # a rank cannot send to itself
+            return Issued([source], [], None)
+        messages = {"group": self.group, "tag": self.index}
+        works = Works(
+            [dist.isend(source, after, **messages), dist.irecv(output, before, **messages)]
+        )
+        return self.in_flight([output], [source], works)
+
+    def ring_batch(self) -> Issued:
+        source, output = self.filled(self.own()), self.empty(self.count)
+        after, before = self.members[(self.me + 1) % self.n], self.members[self.me - 1]
+        if self.n == 1:
+            return Issued([source], [], None)
+        messages = {"group": self.group, "tag": self.index}
+        pair = [
+            dist.P2POp(dist.irecv, output, before, **messages),
+            dist.P2POp(dist.isend, source, after, **messages),
+        ]
+        return self.in_flight([output], [source], Works(dist.batch_isend_irecv(pair)))
+
+    def from_any(self) -> Issued:
+        """Receive at the root in the order of arrival."""
+        source, messages = self.filled(self.own()), {"group": self.group, "tag": self.index}
+        if not self.is_root:
+            works = Works([dist.isend(source, self.root, **messages)])
+            return self.in_flight([], [source], works)
+        outputs = {self.runner.rank: source}
+        for _ in range(self.n - 1):
+            output = self.empty(self.count)
+            outputs[dist.recv(output, **messages)] = output
+        return Issued([outputs[member] for member in self.members], [], None)
+
+    def in_flight(self, outputs: list, inputs: list, works: "Works") -> Issued:
+        """Return works now, or after their end if the step is synchronous."""
+        if self.step.overlap == 0:
+            works.wait()
+        return Issued(outputs, inputs, works if self.step.overlap else None)
+
     def coalesced(self) -> Issued:
         kind, parts = self.step.kind, range(len(self.step.sizes))
         inputs = [self.filled(self.own(self.n if kind in SCATTERS else 1, p)) for p in parts]
@@ -253,6 +294,14 @@ class Call:
                 else:
                     reduce_scatter_single(output, source, self.op, group=self.group)
         return Issued(outputs, spent, manager if asynchronous else None)
+
+
+class Works(list):
+    """Works that are waited for together."""
+
+    def wait(self) -> None:
+        for work in self:
+            work.wait()
 
 
 def run(rank: int, program: Program, backend: str):

@@ -43,6 +43,10 @@ def wrong_calls(size: int) -> dict:
         "reduce: mean of integers": lambda: dist.all_reduce(i, dist.ReduceOp.AVG),
         "reduce: bits of floats": lambda: dist.all_reduce(f, dist.ReduceOp.BXOR),
         "broadcast: no such rank": lambda: dist.broadcast(f, src=size),
+        "send: to itself": lambda: dist.send(f, dist.get_rank()),
+        "send: no such rank": lambda: dist.send(f, size),
+        "receive: no such rank": lambda: dist.recv(f, size),
+        "send: a negative tag": lambda: dist.send(f, (dist.get_rank() + 1) % size, tag=-1),
     }
 
 
@@ -117,6 +121,9 @@ def complex_numbers(rank):
     reduce_scatter_single(scattered, torch.tensor([1 + 1j, 2 - 2j]))
     with pytest.raises(ValueError, match="complex"):
         dist.all_reduce(tensor, dist.ReduceOp.MAX)
+    root = torch.tensor([2j - rank])
+    dist.reduce(root, 0)
+    assert rank or root.item() == 4j - 1
     return tensor.tolist(), scattered.item()
 
 
@@ -304,13 +311,74 @@ def point_to_point(rank):
     return received.tolist(), batch.item(), tagged.tolist(), source
 
 
-def test_point_to_point_uses_gloo(pool):
+def test_messages_match_by_rank_and_tag(pool):
     found = pool.run(point_to_point, ranks=3)
     assert found == [
         ([2.0] * 4, 2.0, [11.0, 22.0], 1),
         ([0.0] * 4, 0.0, [11.0, 22.0], 0),
         ([1.0] * 4, 1.0, None, None),
     ]
+
+
+def messages_of_every_layout(rank):
+    """Send strided, pooled and empty tensors, and objects, to the other rank."""
+    other, wrong = 1 - rank, []
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+    for count in (0, 3, 1024, 1025, 300_000):  # 4 KiB travel with the envelope
+        for dtype in (torch.float32, torch.complex64, torch.float8_e4m3fn, torch.bool):
+            for source in ("contiguous", "strided", "pooled"):
+                room = torch.zeros(2 * count).to(dtype)
+                sent = room[::2] if source == "strided" else room[:count]
+                if source == "pooled" and BACKEND != "gloo":
+                    sent = backend.allocate_tensor(count, dtype=dtype, device=torch.device("cpu"))
+                sent.copy_(torch.arange(count) % 7 + rank)
+                received = torch.zeros(2 * count).to(dtype)[::2]
+                if BACKEND == "gloo":  # which refuses strided tensors
+                    sent, received = sent.contiguous(), received.contiguous()
+                works = [dist.isend(sent, other), dist.irecv(received, other)]
+                for work in works:
+                    work.wait()
+                expected = (torch.arange(count) % 7 + other).to(dtype)
+                if not received.to(torch.complex64).equal(expected.to(torch.complex64)):
+                    wrong.append((count, dtype, source))
+    objects = [None, None]
+    if rank == 0:
+        dist.send_object_list([{"from": 0}, "text"], 1)
+    else:
+        dist.recv_object_list(objects, 0)
+    return wrong, objects
+
+
+def test_messages_of_every_layout_arrive_exactly(pool):
+    first, second = pool.run(messages_of_every_layout, ranks=2)
+    assert first == ([], [None, None]) and second == ([], [{"from": 0}, "text"])
+
+
+def callbacks_that_communicate(rank):
+    """Wait for a message in a callback of another one, and receive without waiting."""
+    other, found = 1 - rank, []
+
+    def reply(future):
+        received = torch.empty(1)
+        works = [dist.isend(torch.tensor([10.0 + rank]), other, tag=2),
+                 dist.irecv(received, other, tag=2)]  # fmt: skip
+        for work in works:
+            work.wait()
+        found.append((future.value()[0].item(), received.item()))
+
+    first = torch.empty(1)
+    works = [dist.isend(torch.tensor([float(rank)]), other, tag=1),
+             dist.irecv(first, other, tag=1)]  # fmt: skip
+    answered = works[1].get_future().then(reply)
+    answered.wait()  # an engine thread drives the messages
+    works[0].wait()
+    return found, works[0].is_completed(), works[1].is_success()
+
+
+@pytest.mark.skipif(BACKEND == "gloo", reason="gloo's works have no futures")
+def test_callbacks_may_send_and_receive(pool):
+    for rank, found in enumerate(pool.run(callbacks_that_communicate, ranks=2)):
+        assert found == ([(1.0 - rank, 11.0 - rank)], True, True)
 
 
 def exchanges(rank):
@@ -348,8 +416,8 @@ def test_barriers_wait_for_all_ranks(pool):
     assert pool.run(barriers, ranks=3) == [True] * 3
 
 
-def native_and_fallback_mixed(rank):
-    """Keep native and fallback calls in flight at the same time on one group."""
+def collectives_and_messages(rank):
+    """Keep collectives and messages in flight at the same time on one group."""
     size, works, checks = dist.get_world_size(), [], []
     for step in range(30):
         count = 1 + 997 * (step % 4)
@@ -368,5 +436,5 @@ def native_and_fallback_mixed(rank):
         assert received.item() == 100.0 * step + (rank - 1) % size
 
 
-def test_native_and_fallback_calls_overlap(pool):
-    pool.run(native_and_fallback_mixed, ranks=3)
+def test_collectives_and_messages_overlap(pool):
+    pool.run(collectives_and_messages, ranks=3)

@@ -1,4 +1,4 @@
-"""Every collective compared with exact results and with gloo: random programs on 1 to 8 ranks.
+"""Every operation compared with exact results and with gloo: random programs on 1 to 8 ranks.
 
 NEARLINEAR_SOAK=n runs n times as many examples, with new random ones in each run.
 """
@@ -165,7 +165,15 @@ def test_every_dtype_and_reduction_gives_exact_results(pool, kind, ranks):
 
 @pytest.mark.parametrize(
     "kind",
-    ["all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all_uneven", "gather"],
+    [
+        "all_gather",
+        "reduce_scatter",
+        "all_reduce",
+        "broadcast",
+        "all_to_all_uneven",
+        "gather",
+        "ring",
+    ],  # fmt: skip
 )
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5, 8])
 def test_sizes_around_powers_of_two_give_exact_results(pool, ranks, kind):

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from tests.collectives import worker
-from tests.collectives.programs import KINDS, Program, Step
+from tests.collectives.programs import COLLECTIVES, KINDS, Program, Step
 from tests.collectives.ranks import BACKEND
 from tests.collectives.runner import Runner
 
@@ -26,18 +26,19 @@ SOAK = int(os.environ.get("NEARLINEAR_SOAK", "1"))
 DEATH = 5.0  # seconds from a death to the error of every survivor, on a loaded machine
 LATE = 2.0  # seconds a loaded machine may add to a timeout
 OPERATIONS = (
-    "all_gather|reduce_scatter|all_reduce|broadcast|barrier|all_to_all|gather|scatter|reduce"
+    "all_gather|reduce_scatter|all_reduce|broadcast|barrier|all_to_all|gather|scatter|reduce|send|"
+    "receive"
 )
 
 pytestmark = pytest.mark.skipif(BACKEND == "gloo", reason="gloo names no rank")
 
 
-def random_program(seed: int, ranks: int) -> Program:
-    """Draw 40 calls of all kinds and sizes, some in flight together."""
+def random_program(seed: int, ranks: int, kinds=KINDS) -> Program:
+    """Draw 40 calls of these kinds and all sizes, some in flight together."""
     draw = random.Random(seed)
     steps = [
         Step(
-            draw.choice(KINDS),
+            draw.choice(kinds),
             sizes=(draw.choice((1, 1000, 9000, 70_000, 400_000)),),
             root=draw.randrange(ranks),
             in_place=draw.random() < 0.5,
@@ -65,9 +66,9 @@ def aftermath(error: Exception, group=None) -> dict:
     return report
 
 
-def call_for_ever(rank, seed, busy):
-    """Make random collectives until one fails; with ``busy``, mostly compute in between."""
-    program, own = random_program(seed, dist.get_world_size()), random.Random(rank)
+def call_for_ever(rank, seed, busy, kinds=KINDS):
+    """Make random calls until one fails; with ``busy``, mostly compute in between."""
+    program, own = random_program(seed, dist.get_world_size(), kinds), random.Random(rank)
     worker.announce("joined")
     try:
         while True:
@@ -96,7 +97,9 @@ def end_abruptly(pool, seed, number, busy):
     ranks = draw.choice((2, 3, 4, 6))
     victim = draw.randrange(ranks)
     timeout = 60 if number == signal.SIGKILL else 3
-    case = pool.start(call_for_ever, seed, busy, ranks=ranks, timeout=timeout)
+    # A message that is late names the rank that it waits for, which may wait for the stopped one.
+    kinds = KINDS if number == signal.SIGKILL else COLLECTIVES
+    case = pool.start(call_for_ever, seed, busy, kinds, ranks=ranks, timeout=timeout)
     survivors = [rank for rank in range(ranks) if rank != victim]
     try:
         case.heard("joined")
@@ -170,6 +173,92 @@ def test_death_fails_the_calls_that_wait_for_the_rank(pool, operation):
             check_report(report, 1, "died")
             assert report["when"] - moment < DEATH
             assert operation in report["error"] or operation == "asynchronous"
+    finally:
+        case.close(replace=True)
+
+
+def wait_for_a_message(rank, operation, behind):
+    """Wait for messages of rank 1, or for rank 1 to receive some; rank 3 ``behind`` rank 0."""
+    dist.barrier()
+    worker.announce("joined")
+    if rank == 1:
+        time.sleep(60)
+    large = torch.ones(300_000)
+    try:
+        if rank == 3 and not behind:
+            return None
+        if rank == 3:
+            dist.recv(torch.empty(1), 0)  # which waits for rank 1
+        elif operation == "send":
+            dist.send(torch.ones(3) if rank else large, 1)
+        elif operation == "receive":
+            dist.irecv(large, 1).wait()
+        elif operation == "any":
+            dist.recv(large)
+        else:  # nobody waits for these
+            works = [dist.isend(large, 1), dist.irecv(torch.empty(1), 1)]
+            end = time.monotonic() + 20
+            while not all(work.is_completed() for work in works) and time.monotonic() < end:
+                time.sleep(0.01)
+            for work in works:
+                work.wait()
+    except RuntimeError as error:
+        return aftermath(error)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+@pytest.mark.parametrize("operation", ["send", "receive", "any", "in flight"])
+def test_messages_of_a_lost_rank_name_it(pool, operation, number):
+    killed = number == signal.SIGKILL
+    timeout = 60 if killed else 2
+    case = pool.start(wait_for_a_message, operation, killed, ranks=4, timeout=timeout)
+    others = (0, 2, 3) if killed else (0, 2)
+    try:
+        case.heard("joined")
+        time.sleep(0.2)
+        moment = case.kill(1, number)
+        assert case.collect(10, ranks=others), case.stacks()
+        for rank in others:
+            report = case.outcomes[rank].value
+            assert report, case.stacks()
+            assert re.search(r"\b(send|receive) #\d+ of [\d.]+ ([KM]i)?B ", report["error"])
+            if killed:
+                check_report(report, 1, "died")
+                assert report["when"] - moment < DEATH
+            else:
+                late = "no rank has sent" if operation == "any" else "rank 1 .*no progress for 2 s"
+                assert re.search(f"timed out: {late}|{late}", report["error"]), report
+                assert report["when"] - moment < 2 + LATE
+    finally:
+        case.close(replace=True)
+
+
+def leave_while_others_exchange(rank):
+    """Rank 0 leaves; the others exchange messages afterwards, also from any rank."""
+    received = torch.zeros(1)
+    if rank == 0:
+        dist.send(torch.ones(1), 1)
+        dist.destroy_process_group()
+        return received.item()
+    if rank == 1:
+        dist.recv(received)
+        time.sleep(0.2)
+        dist.recv(received)
+        try:
+            dist.recv(torch.empty(1), 0)
+        except RuntimeError as error:
+            return received.item(), str(error)
+    time.sleep(0.1)
+    dist.send(torch.tensor([7.0]), 1)
+    return received.item()
+
+
+def test_messages_go_on_after_a_rank_has_left(pool):
+    case = pool.start(leave_while_others_exchange, ranks=3)
+    try:
+        assert case.collect(10), case.stacks()
+        received, error = case.outcomes[1].value
+        assert received == 7.0 and "rank 0 (host " in error and "left the group" in error, error
     finally:
         case.close(replace=True)
 

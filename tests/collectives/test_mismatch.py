@@ -112,6 +112,42 @@ def test_mismatch_of_parts_names_sender_and_receiver(pool, count):
         case.close(replace=True)
 
 
+def send_something_else(rank, count, dtype):
+    """Rank 1 receives other data than rank 0 sends; rank 2 exchanges messages with both."""
+    dist.barrier()
+    expected = torch.ones(count, dtype=dtype) if dtype else torch.ones(count + 1)
+    try:
+        if rank == 0:
+            dist.send(torch.ones(count), 1, tag=4)
+        elif rank == 1:
+            dist.recv(expected, 0, tag=4)
+    except RuntimeError as error:
+        said = str(error)
+    else:
+        said = ""
+    received = torch.empty(1)
+    for other in (0, 1):
+        if rank == 2:
+            dist.send(torch.tensor([5.0]), other)
+        elif rank == other:
+            dist.recv(received, 2)
+    dist.barrier()
+    return said, received.item()
+
+
+@pytest.mark.parametrize("count", ["small", "large"])
+@pytest.mark.parametrize("dtype", [None, torch.int32])
+def test_mismatch_of_a_message_names_both_ranks(pool, count, dtype):
+    elements = SMALL if count == "small" else LARGE
+    expected = f"{elements} x int32" if dtype else f"{elements + 1} x float32"
+    found = pool.run(send_something_else, elements, dtype, ranks=3, timeout=30)
+    said = f"rank 0 sends {elements} x float32 with tag 4, and rank 1 expects {expected}"
+    for error, received in found[:2]:
+        assert said in error
+        assert received == 5.0
+    assert found[2][0] == ""
+
+
 def check_report(report: dict, odd: int, its: str, theirs: str) -> None:
     error = report["error"]
     called = re.findall(r"rank (\d+) called (.*?)(?=, rank \d+ called|$)", error)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 MODULE = "ci.benchmarks.collectives"
 SHARDING = ("all_gather", "reduce_scatter", "all_reduce")  # in all patterns; the default
-OPERATIONS = (*SHARDING, "all_to_all", "gather", "scatter", "reduce")
+OPERATIONS = (*SHARDING, "all_to_all", "gather", "scatter", "reduce", "send", "ring")
 PATTERNS = ("plain", "in_place", "fsdp", "fsdp_pool", "fsdp_empty", "fsdp_read")
 DTYPES = ("float32", "float64", "bfloat16", "float16", "int8", "uint8", "int32", "int64")
 MODELS = ("34M", "1M")
@@ -48,11 +48,13 @@ patterns:
   fsdp_empty  fsdp with torch.empty for all backends: FSDP2's default
   fsdp_read   fsdp, then copy the output out once, as FSDP2 does
 
-all_to_all, gather, scatter and reduce have the pattern plain only; rank 0 is their root.
+all_to_all, gather, scatter, reduce, send and ring have the pattern plain only; rank 0 is the root.
+send: rank 0 sends to rank 1, which sends what it received to rank 2, and so on. ring: every rank
+sends to the next one and receives from the previous one by batch_isend_irecv.
 
 Sizes and bandwidths are those of nccl-tests: size is the output of all_gather, all_to_all and
-gather, the input of reduce_scatter and scatter, the buffer of all_reduce and reduce; algbw is
-size / time; busbw is algbw * (n-1)/n, for all_reduce algbw * 2(n-1)/n, for reduce algbw. A time
+gather, the input of reduce_scatter and scatter, the buffer of the others; algbw is size / time;
+busbw is algbw * (n-1)/n, for all_reduce algbw * 2(n-1)/n, for reduce, send and ring algbw. A time
 is that of the slowest rank; the tables show the median and the minimum over blocks of calls.
 #wrong counts elements with wrong values; the exit status is 1 if there are any.
 """

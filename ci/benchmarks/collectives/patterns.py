@@ -26,6 +26,7 @@ DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in options
 _LARGEST_EXACT = {torch.bfloat16: 256, torch.float16: 2048, torch.int8: 127, torch.uint8: 255}
 _IN_PLACE = ("all_reduce", "reduce")  # of one buffer
 _REDUCE = ("reduce_scatter", *_IN_PLACE)
+_MESSAGES = ("send", "ring")
 _ROWS = 4096  # compared at a time, with 4 MiB of flags
 
 
@@ -125,7 +126,7 @@ class Workload:
 
     operation: str
     count: int
-    """Elements per rank; for all_reduce and reduce the elements of the buffer."""
+    """Elements per rank, or of the buffer of an all_reduce, a reduce or a message."""
     dtype: torch.dtype
     reduce: str
     rank: int
@@ -136,13 +137,13 @@ class Workload:
         cls, operation: str, size: int, dtype: torch.dtype, reduce: str, rank: int, ranks: int
     ) -> Workload:
         """Return the largest workload of at most ``size`` bytes, with at least one element."""
-        per_rank = 1 if operation in _IN_PLACE else ranks
-        count = max(1, size // dtype.itemsize // per_rank)
+        parts = 1 if operation in (*_IN_PLACE, *_MESSAGES) else ranks
+        count = max(1, size // dtype.itemsize // parts)
         return cls(operation, count, dtype, reduce, rank, ranks)
 
     @property
     def total(self) -> int:
-        return self.count * (1 if self.operation in _IN_PLACE else self.ranks)
+        return self.count * (1 if self.operation in (*_IN_PLACE, *_MESSAGES) else self.ranks)
 
     @property
     def bytes(self) -> int:
@@ -151,7 +152,7 @@ class Workload:
     @property
     def bus_factor(self) -> float:
         """Bus bandwidth over algorithm bandwidth, as defined by nccl-tests."""
-        if self.operation == "reduce":
+        if self.operation in ("reduce", *_MESSAGES):
             return 1.0
         return (2 if self.operation == "all_reduce" else 1) * (self.ranks - 1) / self.ranks
 
@@ -181,7 +182,7 @@ class Workload:
         return full[self.rank * self.count : (self.rank + 1) * self.count]
 
     def run(self, output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGroup) -> None:
-        """Call the collective; operations that work in place ignore ``input``."""
+        """Call the operation; those that work in place ignore ``input``."""
         reduce = getattr(dist.ReduceOp, self.reduce.upper())
         is_root = self.rank == 0
         if self.operation == "all_gather":
@@ -198,13 +199,30 @@ class Workload:
         elif self.operation == "scatter":
             parts = list(input.view(self.ranks, -1)) if is_root else None
             dist.scatter(output, parts, src=0, group=group)
-        else:
+        elif self.operation == "reduce":
             dist.reduce(output, dst=0, op=reduce, group=group)
+        elif self.operation == "send":
+            if not is_root:
+                dist.recv(output, group=group, group_src=self.rank - 1)
+            if self.rank < self.ranks - 1:
+                sent = input if is_root else output
+                dist.send(sent, group=group, group_dst=self.rank + 1)
+        else:
+            after, before = (self.rank + 1) % self.ranks, (self.rank - 1) % self.ranks
+            send = dist.P2POp(dist.isend, input, group=group, group_peer=after)
+            receive = dist.P2POp(dist.irecv, output, group=group, group_peer=before)
+            for work in dist.batch_isend_irecv([send, receive]):
+                work.wait()
 
     def wrong(self, output: torch.Tensor, salt: int) -> int:
         """Count the wrong elements of this rank's output."""
         if self.operation in ("gather", "reduce") and self.rank != 0:
             return 0  # only the root has a result
+        if self.operation == "send" and self.rank == 0:
+            return 0
+        if self.operation in _MESSAGES:
+            sender = 0 if self.operation == "send" else (self.rank - 1) % self.ranks
+            return self.data.wrong_parts(output, salt, [sender])
         if self.operation in ("all_gather", "gather"):
             return self.data.wrong_parts(output, salt, range(self.ranks))
         if self.operation in ("all_to_all", "scatter"):

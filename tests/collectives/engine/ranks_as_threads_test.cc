@@ -11,6 +11,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <list>
 #include <random>
 #include <thread>
 #include <vector>
@@ -108,11 +109,66 @@ void exchange(int rank, int size, int round, size_t count, bool pooled, bool bac
   expect(right, "all_to_all", rank, round);
 }
 
+// Every rank sends every other rank three messages, and receives theirs in another order of tags:
+// those of the last tag from any rank.
+void exchange_messages(int rank, int size, int round, size_t count, bool pooled, bool background,
+                       nlc_group *group) {
+  struct Message {
+    Message(size_t count, bool pooled) : buffer(count, pooled) {}
+    Buffer buffer;
+    Waited waited;
+    nlc_transfer *transfer = nullptr;
+    int tag = 0;
+  };
+  std::list<Message> messages;
+  const auto post = [&](int kind, int other, int tag, size_t elements) {
+    Message &one = messages.emplace_back(elements, pooled);
+    one.tag = tag;
+    if (kind == NLC_SEND)
+      for (size_t i = 0; i < elements; ++i)
+        one.buffer.data[i] = value(rank, round, i + static_cast<size_t>(tag));
+    nlc_call call{};
+    call.kind = kind;
+    call.dtype = NLC_INT32;
+    call.count = elements;
+    call.root = other;
+    call.tag = 3 * round + tag;  // a rank may be a round ahead
+    call.output = one.buffer.data;
+    call.timeout_ms = NLC_ANY_TIMEOUT;
+    must(nlc_post(group, &call, &Waited::mark, &one.waited, &one.transfer), "nlc_post");
+  };
+  const auto elements_of = [&](int tag) { return count + static_cast<size_t>(tag); };
+  for (int r = 0; r < size; ++r)
+    for (int tag = 0; r != rank && tag < 3; ++tag) post(NLC_SEND, r, tag, elements_of(tag));
+  const auto sent = static_cast<size_t>(3 * (size - 1));
+  for (int r = 0; r < size; ++r)
+    for (int i = 0; r != rank && i < 3; ++i) {
+      const int tag = (i + round) % 3;
+      post(NLC_RECEIVE, tag == 2 ? NLC_ANY_RANK : r, tag, elements_of(tag));
+    }
+  size_t number = 0;
+  for (Message &one : messages) {
+    if (background)
+      one.waited.wait();
+    else
+      must(nlc_transfer_wait(one.transfer, 0), "nlc_transfer_wait");
+    one.waited.wait();
+    const int from = nlc_transfer_rank(one.transfer);
+    bool right = true;
+    for (size_t i = 0; number >= sent && i < elements_of(one.tag); ++i)
+      right = right &&
+              one.buffer.data[i] == value(from, round, i + static_cast<size_t>(one.tag));
+    expect(right, "message", rank, round);
+    nlc_transfer_free(one.transfer);
+    ++number;
+  }
+}
+
 void rank_main(int rank, int size, int rounds, unsigned seed, nlc_group *group) {
   std::mt19937 random(seed);  // equal draws on all ranks
   const auto n = static_cast<size_t>(size);
   for (int round = 0; round < rounds; ++round) {
-    const int kind = static_cast<int>(random() % 6) + 1;
+    const int kind = static_cast<int>(random() % 7) + 1;
     const size_t sizes[] = {0, 1, 63, 1000, 9001, 70000, 300001};
     const size_t count = sizes[random() % 7];
     const bool pooled_input = random() % 2, pooled_output = random() % 2, in_place = random() % 2;
@@ -120,6 +176,10 @@ void rank_main(int rank, int size, int rounds, unsigned seed, nlc_group *group) 
     const int root = static_cast<int>(random() % n);
     if (kind == NLC_ALL_TO_ALL) {
       exchange(rank, size, round, count, pooled_input, background, group);
+      continue;
+    }
+    if (kind > NLC_ALL_TO_ALL) {
+      exchange_messages(rank, size, round, count, pooled_input, background, group);
       continue;
     }
     const bool gathers = kind == NLC_ALL_GATHER, scatters = kind == NLC_REDUCE_SCATTER;

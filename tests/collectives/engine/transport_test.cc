@@ -423,11 +423,11 @@ void strangers_are_ignored(int nodes) {
   if (me == nodes - 1) {
     tcp::Hello hello;
     hello.kind = tcp::kControl;
-    hello.node = 1;
-    hello.nodes = nodes;
+    hello.member = 1;
+    hello.members = nodes;
     const std::string noise(1000, 'G'), raw(reinterpret_cast<char *>(&hello), sizeof hello);
     tcp::Hello unlikely = hello;
-    unlikely.node = nodes + 3;
+    unlikely.member = nodes + 3;
     const std::string absurd(reinterpret_cast<char *>(&unlikely), sizeof unlikely);
     const std::string unproven = raw + std::string(sizeof(Key), '\0');
     for (const std::string &words :
@@ -446,12 +446,12 @@ void strangers_are_ignored(int nodes) {
       CHECK(::connect(one.get(), port.raw(), port.bytes()) == 0);
       tcp::Hello hello;
       hello.kind = tcp::kControl;
-      hello.node = 1;
-      hello.nodes = nodes;
+      hello.member = 1;
+      hello.members = nodes;
       tcp::Answer answer;
       CHECK(send(one.get(), &hello, sizeof hello, 0) == sizeof hello);
       CHECK(recv(one.get(), &answer, sizeof answer, MSG_WAITALL) == sizeof answer);
-      CHECK(answer.hello.node == 0 && !equal(answer.proof, kKey) && !equal(answer.proof, Key{}));
+      CHECK(answer.hello.member == 0 && !equal(answer.proof, kKey) && !equal(answer.proof, Key{}));
       CHECK(send(one.get(), answer.proof.data(), answer.proof.size(), 0) == sizeof answer.proof);
       char byte;
       CHECK(recv(one.get(), &byte, 1, 0) <= 0);  // refused

@@ -3,8 +3,8 @@
     torch.distributed.init_process_group("nearlinear")            # or "cpu:nearlinear,cuda:nccl"
 
 torch itself imports the package (its entry points), unless TORCH_DEVICE_BACKEND_AUTOLOAD=0 is set.
-Collectives on CPU tensors run on the package's own engine; point-to-point messages and sparse
-tensors are delegated to gloo, and CUDA tensors to NCCL.
+Operations on CPU tensors run on the package's own engine; those on sparse tensors are delegated to
+gloo, and those on CUDA tensors to NCCL.
 """
 
 from typing import TYPE_CHECKING

@@ -13,17 +13,19 @@ from .build import SHIPPED, engine_library
 
 log = logging.getLogger("nearlinear_collectives")
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 PEER_INFO_BYTES = 512
 OWN_TIMEOUT = -1
+ANY_RANK = -1
 
 OK, BAD_ARGUMENT, PEER_DIED, TIMEOUT, MISMATCH, ABORTED, SYSTEM = range(7)
 OPERATIONS = (
     *("all_gather", "reduce_scatter", "all_reduce", "broadcast", "barrier", "all_to_all", "gather"),
-    *("scatter", "reduce", "all_gather_uneven", "reduce_scatter_uneven"),
+    *("scatter", "reduce", "all_gather_uneven", "reduce_scatter_uneven", "send", "receive"),
 )
+KINDS = range(1, 1 + len(OPERATIONS))
 (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, BROADCAST, BARRIER, ALL_TO_ALL, GATHER, SCATTER, REDUCE,
- ALL_GATHER_UNEVEN, REDUCE_SCATTER_UNEVEN) = range(1, 1 + len(OPERATIONS))  # fmt: skip
+ ALL_GATHER_UNEVEN, REDUCE_SCATTER_UNEVEN, SEND, RECEIVE) = KINDS  # fmt: skip
 DTYPES = ("uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64",
           "bool")  # fmt: skip
 REDUCTIONS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
@@ -57,6 +59,7 @@ class Call(ctypes.Structure):
         ("sends", ctypes.POINTER(Part)),
         ("receives", ctypes.POINTER(Part)),
         ("timeout_ms", ctypes.c_int64),
+        ("tag", ctypes.c_int64),
     ]
 
 
@@ -68,6 +71,7 @@ def library() -> ctypes.CDLL:
     """Load the engine with global symbols, which the glue resolves against."""
     engine = load_engine()
     group, text, size = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t
+    transfer = ctypes.c_void_p
     signatures = {
         "nlc_abi_version": ([], ctypes.c_int32),
         "nlc_error": ([], text),
@@ -79,6 +83,13 @@ def library() -> ctypes.CDLL:
         "nlc_peer_is_dead": ([text], ctypes.c_int32),
         "nlc_run": ([group, ctypes.POINTER(Call)], ctypes.c_int32),
         "nlc_start": ([group, ctypes.POINTER(Call), Done, ctypes.c_void_p], ctypes.c_int32),
+        "nlc_post": (
+            [group, ctypes.POINTER(Call), Done, ctypes.c_void_p, ctypes.POINTER(transfer)],
+            ctypes.c_int32,
+        ),
+        "nlc_transfer_wait": ([transfer, ctypes.c_int64], ctypes.c_int32),
+        "nlc_transfer_rank": ([transfer], ctypes.c_int32),
+        "nlc_transfer_free": ([transfer], None),
         "nlc_pool_allocate": ([size], ctypes.c_void_p),
         "nlc_pool_free": ([ctypes.c_void_p], None),
         "nlc_shared_allocate": ([group, size], ctypes.c_void_p),

@@ -1,7 +1,7 @@
 """Fallback backends: gloo for operations the engine lacks on CPU tensors, NCCL for CUDA tensors.
 
-Gloo is created together with the group, because its constructor involves all ranks and a
-point-to-point call only two. With lazy connections it costs a millisecond and no socket. NCCL is
+Gloo is created together with the group, because its constructor involves all ranks and a message
+of sparse tensors only two. With lazy connections it costs a millisecond and no socket. NCCL is
 created by the first call on a CUDA tensor.
 """
 
@@ -57,8 +57,8 @@ class FallbackBackends:
         """Return the backend for ``device`` ("cpu" or "cuda"), and log that it is used."""
         if device == "cpu":
             log_once_per_node(
-                "operations that nearlinear does not implement (point to point, sparse tensors, "
-                "reductions of complex numbers) use gloo",
+                "operations that nearlinear does not implement (of sparse tensors, products of "
+                "complex numbers) use gloo",
                 self.rank,
             )
             if self.gloo is None and not self.gloo_error:

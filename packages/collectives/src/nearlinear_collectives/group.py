@@ -12,6 +12,7 @@ import itertools
 import logging
 import os
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -77,15 +78,28 @@ class EngineGroup:
             call: The collective.
             done: Called on an engine thread with the collective's error, or None.
         """
+        self._launch(engine.library().nlc_start, call, done)
+
+    def post(self, call: engine.Call, done: Callable[[Exception | None], None]) -> Transfer:
+        """Post a message; ``done`` is called as by :meth:`start`, or before this returns."""
+        handle = ctypes.c_void_p()
+        self._launch(engine.library().nlc_post, call, done, ctypes.byref(handle))
+        return Transfer(handle)
+
+    def _launch(
+        self,
+        function: Any,
+        call: engine.Call,
+        done: Callable[[Exception | None], None],
+        *outputs: Any,
+    ) -> None:
         key = next(_call_ids)
         _pending_callbacks[key] = done
         try:
             handle = self._open_handle()
-            raise_for_status(
-                engine.library().nlc_start(handle, ctypes.byref(call), _on_call_ended, key)
-            )
+            raise_for_status(function(handle, ctypes.byref(call), _on_call_ended, key, *outputs))
         except BaseException:
-            del _pending_callbacks[key]
+            _pending_callbacks.pop(key, None)
             raise
 
     def allocate_shared(self, bytes_per_rank: int) -> int | None:
@@ -119,6 +133,22 @@ class EngineGroup:
         if self.handle is None:
             raise RuntimeError("the process group has been destroyed")
         return self.handle
+
+
+class Transfer:
+    """A message that was posted."""
+
+    def __init__(self, handle: ctypes.c_void_p) -> None:
+        self.handle = handle
+        weakref.finalize(self, engine.library().nlc_transfer_free, handle).atexit = False
+
+    def wait(self, timeout_ms: int) -> None:
+        """Drive the message until its end, at most ``timeout_ms`` (0: no limit)."""
+        raise_for_status(engine.library().nlc_transfer_wait(self.handle, timeout_ms))
+
+    def rank(self) -> int:
+        """Return the other rank, of the group."""
+        return engine.library().nlc_transfer_rank(self.handle)
 
 
 # The engine calls back with the id of the call, because it cannot hold a Python object.

@@ -46,6 +46,7 @@ from .work import (
 )
 
 Tensors = list[torch.Tensor]
+OWN_TIMEOUT = timedelta(milliseconds=-1)  # of the group
 
 
 class EngineProcessGroup(dist.ProcessGroup):
@@ -149,7 +150,7 @@ class EngineProcessGroup(dist.ProcessGroup):
         for rank, part in enumerate(parts):
             sends.set(rank, address, input.numel())
             receives.set(rank, staging.output(part), part.numel())
-        call.count = sum(part.numel() for part in parts)
+        call.count = receives.elements()
         return self._exchange(call, sends, receives, parts, staging, opts.asyncOp)
 
     def allgather_coalesced(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> dist.Work:
@@ -224,7 +225,7 @@ class EngineProcessGroup(dist.ProcessGroup):
         sends = Parts(self._size, output.dtype)
         for rank, part in enumerate(parts):
             sends.set(rank, staging.input(part), part.numel())
-        call.count = sum(part.numel() for part in parts)
+        call.count = sends.elements()
         call.output = staging.output(output)
         return self._exchange(call, sends, None, [output], staging, opts.asyncOp)
 
@@ -318,7 +319,7 @@ class EngineProcessGroup(dist.ProcessGroup):
         for rank, (sent, received) in enumerate(zip(inputs, outputs, strict=True)):
             sends.set(rank, staging.input(sent), sent.numel())
             receives.set(rank, staging.output(received), received.numel())
-        call.count = sum(part.count for part in sends.array)
+        call.count = sends.elements()
         return self._exchange(call, sends, receives, outputs, staging, opts.asyncOp)
 
     alltoall_base = all_to_all_single  # pyright: ignore[reportAssignmentType] parameter names
@@ -329,16 +330,29 @@ class EngineProcessGroup(dist.ProcessGroup):
     _reduce_scatter_base = reduce_scatter_single  # pyright: ignore[reportAssignmentType]
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # pyright: ignore[reportAssignmentType]
 
-    # --- operations of the fallbacks ------------------------------------------------------------
+    # --- messages -------------------------------------------------------------------------------
 
     def send(self, tensors: Tensors, to: int, tag: int = 0) -> dist.Work:
-        return self._record(self._fallback(single("send", tensors)).send(tensors, to, tag))
+        tensor, staging = single("send", tensors), Staging()
+        if needs_fallback(tensor):
+            return self._record(self._fallback(tensor).send(tensors, to, tag))
+        call = make_call(engine.SEND, tensor, OWN_TIMEOUT)
+        call.output = staging.input(tensor)
+        return self._post(call, [], staging, to, tag)
 
     def recv(self, tensors: Tensors, source: int, tag: int = 0) -> dist.Work:
-        return self._record(self._fallback(single("recv", tensors)).recv(tensors, source, tag))
+        tensor, staging = single("recv", tensors), Staging()
+        if needs_fallback(tensor):
+            fallback = self._fallback(tensor)
+            if source == engine.ANY_RANK:
+                return self._record(fallback.recv_anysource(tensors, tag))
+            return self._record(fallback.recv(tensors, source, tag))
+        call = make_call(engine.RECEIVE, tensor, OWN_TIMEOUT)
+        call.output = staging.output(tensor)
+        return self._post(call, [tensor], staging, source, tag)
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> dist.Work:
-        return self._record(self._fallback(single("recv", tensors)).recv_anysource(tensors, tag))
+        return self.recv(tensors, engine.ANY_RANK, tag)
 
     # --- queries and settings of c10d -----------------------------------------------------------
 
@@ -443,6 +457,15 @@ class EngineProcessGroup(dist.ProcessGroup):
         if receives is not None:
             call.receives = receives.array
         return self._launch(call, outputs, staging, asynchronous)
+
+    def _post(
+        self, call: engine.Call, outputs: Tensors, staging: Staging, other: int, tag: int
+    ) -> dist.Work:
+        call.root, call.tag = other, tag
+        work = EngineWork(outputs, staging)
+        with profiler_event(call):
+            work.post(self._group, call)
+        return self._record(work)
 
     def _record(self, work: dist.Work) -> dist.Work:
         if self._coalesced is not None:

@@ -19,12 +19,13 @@ import torch.distributed as dist
 from torch.autograd.profiler import record_function
 
 from . import engine_library as engine
-from .group import EngineGroup
+from .group import EngineGroup, Transfer
 
 DTYPES = {getattr(torch, name): code for code, name in enumerate(engine.DTYPES)}
 REDUCTIONS = {getattr(dist.ReduceOp, name): code for code, name in enumerate(engine.REDUCTIONS)}
 SUM, AVG = REDUCTIONS[dist.ReduceOp.SUM], REDUCTIONS[dist.ReduceOp.AVG]
 BITWISE = (dist.ReduceOp.BAND, dist.ReduceOp.BOR, dist.ReduceOp.BXOR)
+FACTORS = (dist.ReduceOp.AVG, dist.ReduceOp.PREMUL_SUM)
 CPU = torch.device("cpu")
 
 T = TypeVar("T")
@@ -33,6 +34,17 @@ T = TypeVar("T")
 def needs_fallback(tensor: torch.Tensor) -> bool:
     """Return True for tensors that the engine cannot handle: not on the CPU, or sparse."""
     return tensor.device.type != "cpu" or tensor.is_sparse
+
+
+def element_of(dtype: torch.dtype) -> tuple[int, int]:
+    """Return the dtype and the number of engine elements that make an element of ``dtype``.
+
+    Complex numbers are two floats; a dtype unknown to the engine is moved as bytes.
+    """
+    real = dtype.to_real() if dtype.is_complex else dtype
+    if real in DTYPES:
+        return DTYPES[real], 1 + dtype.is_complex
+    return DTYPES[torch.uint8], dtype.itemsize
 
 
 def engine_reduction(op: Any, tensor: torch.Tensor, size: int) -> tuple[int, float] | None:
@@ -47,10 +59,13 @@ def engine_reduction(op: Any, tensor: torch.Tensor, size: int) -> tuple[int, flo
         (reduction, scale) of the engine, or None if the reduction needs a fallback.
     """
     dtype, kind = tensor.dtype, op.op
-    if needs_fallback(tensor) or dtype not in DTYPES:
+    if needs_fallback(tensor) or (dtype.to_real() if dtype.is_complex else dtype) not in DTYPES:
         return None
     floating = dtype.is_floating_point
-    if kind in (dist.ReduceOp.AVG, dist.ReduceOp.PREMUL_SUM) and not floating:
+    if dtype.is_complex:
+        if kind not in (dist.ReduceOp.SUM, *FACTORS):
+            return None  # not an operation on its two floats
+    elif kind in FACTORS and not floating:
         # Raised here because gloo would communicate before it raises.
         raise ValueError(f"{kind.name} needs a floating dtype, not {dtype}: use SUM, then scale")
     if kind == dist.ReduceOp.PREMUL_SUM:
@@ -63,13 +78,10 @@ def engine_reduction(op: Any, tensor: torch.Tensor, size: int) -> tuple[int, flo
 
 
 def make_call(kind: int, tensor: torch.Tensor, timeout: timedelta) -> engine.Call:
-    """Build a call without reduction; a dtype unknown to the engine is moved as bytes."""
-    dtype = DTYPES.get(tensor.dtype)
+    """Build a call without reduction."""
+    dtype, units = element_of(tensor.dtype)
     call = engine.Call(kind=kind, scale=1.0, timeout_ms=timeout_ms(timeout))
-    if dtype is None:
-        call.dtype, call.count = DTYPES[torch.uint8], tensor.nbytes
-    else:
-        call.dtype, call.count = dtype, tensor.numel()
+    call.dtype, call.count = dtype, tensor.numel() * units
     return call
 
 
@@ -82,17 +94,18 @@ def make_reduce_call(
 
 
 class Parts:
-    """The parts that a rank exchanges with every rank, empty at first.
-
-    A dtype unknown to the engine is moved as bytes.
-    """
+    """The parts that a rank exchanges with every rank, empty at first."""
 
     def __init__(self, size: int, dtype: torch.dtype) -> None:
         self.array = (engine.Part * size)()
-        self.unit = 1 if dtype in DTYPES else dtype.itemsize
+        self.units = element_of(dtype)[1]  # per element
 
     def set(self, rank: int, address: int, elements: int) -> None:
-        self.array[rank] = engine.Part(address, elements * self.unit)
+        self.array[rank] = engine.Part(address, elements * self.units)
+
+    def elements(self) -> int:
+        """Return the elements of all parts, as the engine counts them."""
+        return sum(part.count for part in self.array)
 
 
 def check_list(
@@ -260,7 +273,7 @@ def profiler_event(call: engine.Call) -> contextlib.AbstractContextManager[Any]:
 
 
 class EngineWork(dist.Work):
-    """A collective, run on the caller's thread or started on an engine thread."""
+    """A collective, run on the caller's thread or started on an engine thread; or a message."""
 
     def __init__(self, outputs: list[torch.Tensor], staging: Staging) -> None:
         super().__init__()
@@ -268,6 +281,7 @@ class EngineWork(dist.Work):
         self.failure: Exception | None = None
         self.ended: threading.Event | None = None  # None for a synchronous call, which is complete
         self.future: Any = None
+        self.transfer: Transfer | None = None  # of a message
 
     def run(self, group: EngineGroup, call: engine.Call) -> None:
         group.run(call)
@@ -277,8 +291,13 @@ class EngineWork(dist.Work):
         self.ended, self.future = threading.Event(), torch.futures.Future()
         group.start(call, self.finish)
 
+    def post(self, group: EngineGroup, call: engine.Call) -> None:
+        """Post a message."""
+        self.ended, self.future = threading.Event(), torch.futures.Future()
+        self.transfer = group.post(call, self.finish)
+
     def finish(self, failure: Exception | None) -> None:
-        """Complete a started call; runs on an engine thread."""
+        """Complete a started call or a message; runs on an engine thread, or one that waits."""
         if failure is None:
             try:
                 self.staging.finish()
@@ -293,6 +312,9 @@ class EngineWork(dist.Work):
             self.future.set_exception(failure)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
+        if self.transfer is not None and not self.is_completed():
+            # Driving it here is faster than a change of threads.
+            self.transfer.wait(int(1000 * (timeout_seconds(timeout) or 0)))
         if self.ended is not None:
             if not self.ended.wait(timeout_seconds(timeout)):
                 raise RuntimeError(
@@ -309,6 +331,11 @@ class EngineWork(dist.Work):
 
     def exception(self) -> Exception | None:
         return self.failure
+
+    def _source_rank(self) -> int:
+        if self.transfer is None:
+            raise RuntimeError("only a receive has a source rank")
+        return self.transfer.rank()
 
     def synchronize(self) -> None:
         """Do nothing: host memory has no streams."""

@@ -7,6 +7,7 @@
 
 #include "arena.h"
 #include "group.h"
+#include "mailbox.h"
 #include "queue.h"
 #include "trace.h"
 
@@ -15,6 +16,11 @@ using namespace nlc;
 struct nlc_group {
   std::shared_ptr<Group> group;
   std::shared_ptr<Queue> queue = std::make_shared<Queue>();
+};
+
+struct nlc_transfer {
+  std::shared_ptr<Mailbox> mailbox;
+  TransferPtr transfer;
 };
 
 namespace {
@@ -111,6 +117,33 @@ int32_t nlc_start(nlc_group *group, const nlc_call *call, nlc_done done, void *c
     });
   });
 }
+
+int32_t nlc_post(nlc_group *group, const nlc_call *call, nlc_done done, void *context,
+                 nlc_transfer **transfer) {
+  return guarded([&] {
+    group->group->check(*call);
+    if (!is_message(call->kind))
+      throw Failure(NLC_BAD_ARGUMENT, format("%s cannot be posted", kind_name(call->kind)));
+    auto posted = std::make_unique<nlc_transfer>();
+    posted->mailbox = group->group->mailbox();
+    posted->transfer =
+        posted->mailbox->post(*call, group->group->timeout_of(*call), done, context);
+    *transfer = posted.release();
+  });
+}
+
+int32_t nlc_transfer_wait(nlc_transfer *transfer, int64_t timeout_ms) {
+  int32_t status = NLC_OK;
+  const int32_t waited = guarded([&] {
+    status = transfer->mailbox->drive(*transfer->transfer, timeout_ms);
+    if (status != NLC_OK) last_error = transfer->transfer->error;
+  });
+  return waited == NLC_OK ? status : waited;
+}
+
+int32_t nlc_transfer_rank(const nlc_transfer *transfer) { return transfer->transfer->rank; }
+
+void nlc_transfer_free(nlc_transfer *transfer) { delete transfer; }
 
 void *nlc_pool_allocate(size_t bytes) {
   void *memory = nullptr;

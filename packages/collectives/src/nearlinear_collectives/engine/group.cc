@@ -9,6 +9,7 @@
 #include <unordered_map>
 
 #include "copy.h"
+#include "mailbox.h"
 #include "reduce.h"
 #include "trace.h"
 
@@ -37,13 +38,13 @@ std::atomic<int> most_ranks_here{1};
 }  // namespace
 
 Group::Group(const nlc_options &options, unsigned char *peer_info)
-    : name_(options.name ? options.name : "group"),
-      timeout_ms_(options.timeout_ms),
+    : timeout_ms_(options.timeout_ms),
       pid_(getpid()) {
   if (options.size < 1 || options.rank < 0 || options.rank >= options.size)
     throw Failure(NLC_BAD_ARGUMENT, format("rank %d of %d ranks", options.rank, options.size));
+  roster_.name = options.name ? options.name : "group";
   for (int r = 0; r < options.size; ++r)
-    global_ranks_.push_back(options.global_ranks ? options.global_ranks[r] : r);
+    roster_.global_ranks.push_back(options.global_ranks ? options.global_ranks[r] : r);
   Arena &arena = Arena::of_this_process();
   describe_this_process(&own_info_);
   own_info_.rank = options.rank;
@@ -67,6 +68,7 @@ Group::Group(const nlc_options &options, unsigned char *peer_info)
     doorbell_.create();
     own_info_.doorbell_fd = doorbell_.write_fd();
     std::strncpy(own_info_.address, net_->address().c_str(), sizeof own_info_.address - 1);
+    open_mail();
   }
   std::memset(peer_info, 0, NLC_PEER_INFO_BYTES);
   std::memcpy(peer_info, &own_info_, sizeof own_info_);
@@ -74,6 +76,7 @@ Group::Group(const nlc_options &options, unsigned char *peer_info)
 
 Group::~Group() {
   own_->closed.store(1, std::memory_order_release);
+  close_mail("the group is being closed", true);
   const std::lock_guard<std::mutex> lock(own_segments_mutex);
   own_segments().erase(own_info_.nonce);
 }
@@ -85,14 +88,14 @@ void Group::connect(const unsigned char *peer_infos, int64_t timeout_ms) {
     if (peer.rank != r || peer.size != own_info_.size)
       throw Failure(NLC_BAD_ARGUMENT,
                     format("the peer info of rank %d says rank %d of %d", r, peer.rank, peer.size));
-    peer_infos_.push_back(peer);
+    roster_.peers.push_back(peer);
   }
-  topology_ = find_topology(peer_infos_, own_info_.rank);
+  roster_.topology = find_topology(roster_.peers, own_info_.rank);
   deadline_ = after_ms(timeout_ms);
-  liveness_ = std::make_unique<Liveness>(peer_infos_, topology_.neighbours());
+  liveness_ = std::make_shared<Liveness>(roster_.peers, roster_.topology.neighbours());
 
-  for (const int rank : topology_.neighbours()) {
-    const PeerInfo &peer = peer_infos_[static_cast<size_t>(rank)];
+  for (const int rank : roster_.topology.neighbours()) {
+    const PeerInfo &peer = roster_.peer(rank);
     Neighbour neighbour;
     neighbour.rank = rank;
     neighbour.mapping = peer.pid == getpid() ? own_segment(peer.nonce) : nullptr;
@@ -111,6 +114,9 @@ void Group::connect(const unsigned char *peer_infos, int64_t timeout_ms) {
       fail_forming(rank, Failure(NLC_PEER_DIED, "its memory is gone"));
     neighbours_.push_back(std::move(neighbour));
   }
+  std::vector<Segment *> segments;
+  for (const Neighbour &neighbour : neighbours_) segments.push_back(neighbour.segment);
+  core_spread_ = CoreSpread(std::move(segments), roster_.topology.local, own_info_.cores);
 
   const int here = ranks_here();
   int most = most_ranks_here.load();
@@ -124,47 +130,53 @@ void Group::connect(const unsigned char *peer_infos, int64_t timeout_ms) {
   stream_bytes_ = stream_threshold(here);
   slots = SlotWriter(most <= own_info_.cores);
   int cores = own_info_.cores;
-  for (const int rank : topology_.neighbours())
-    cores = std::min<int>(cores, peer_infos_[static_cast<size_t>(rank)].cores);
+  for (const int rank : roster_.topology.neighbours())
+    cores = std::min<int>(cores, roster_.peer(rank).cores);
   own_->slots_in_use = here <= cores ? kSlots : kFewSlots;
   own_->chunk_bytes = chunk_bytes_;
 
-  if (topology_.node_count() == 1) {
+  if (roster_.topology.node_count() == 1) {
     net_.reset();
+    mail_listener_ = {};
     doorbell_ = Doorbell();
-  } else if (topology_.leads()) {
+  } else if (roster_.topology.leads()) {
     std::vector<std::string> addresses;
-    for (const auto &ranks : topology_.nodes)
-      addresses.push_back(peer_infos_[static_cast<size_t>(ranks[0])].address);
-    std::string nonces;
-    for (const PeerInfo &peer : peer_infos_)
-      nonces.append(reinterpret_cast<const char *>(&peer.nonce), sizeof peer.nonce);
-    const Key key = hmac_sha256(setting("SECRET"), nonces);
+    for (const auto &ranks : roster_.topology.nodes)
+      addresses.push_back(roster_.peer(ranks[0]).address);
     try {
-      net_->connect(addresses, topology_.node, key, timeout_ms);
+      net_->connect(addresses, roster_.topology.node, key(), timeout_ms);
     } catch (const LinkFailure &failure) {
-      const int rank = topology_.nodes[static_cast<size_t>(failure.node)][0];
-      fail(NLC_PEER_DIED, rank_text(rank) + ": " + failure.what());
+      const int rank = roster_.topology.nodes[static_cast<size_t>(failure.node)][0];
+      fail(NLC_PEER_DIED, roster_.rank_text(rank) + ": " + failure.what());
     } catch (const std::runtime_error &failure) {
       fail(NLC_TIMEOUT, std::string("the nodes could not be connected: ") + failure.what());
     }
     net_->wake_on(doorbell_.read_fd());
   } else {
     net_.reset();
-    const int leader = topology_.neighbours()[0];
-    const PeerInfo &peer = peer_infos_[static_cast<size_t>(leader)];
+    const int leader = roster_.topology.neighbours()[0];
+    const PeerInfo &peer = roster_.peer(leader);
     try {
       doorbell_.open(peer.pid, peer.doorbell_fd);
     } catch (const Failure &failure) {
       fail_forming(leader, failure);
     }
   }
+  if (mail_fd_ && ::ftruncate(mail_fd_.get(), static_cast<off_t>(Mail::bytes(here))) != 0)
+    throw system_failure("cannot size the shared memory of messages");
   raise(own_->ready, 1);  // this rank is set up, and has mapped everything of the others
   for (int i = 0; i < here; ++i) {
     await_counter(neighbour(i).segment->ready, 1, i);
     // Ranks with other groups before this one may have chosen differently.
     chunk_bytes_ = std::min<size_t>(chunk_bytes_, neighbour(i).segment->chunk_bytes);
   }
+}
+
+Key Group::key() const {
+  std::string nonces;
+  for (const PeerInfo &peer : roster_.peers)
+    nonces.append(reinterpret_cast<const char *>(&peer.nonce), sizeof peer.nonce);
+  return hmac_sha256(setting("SECRET"), nonces);
 }
 
 // --- ring steps --------------------------------------------------------------------------------
@@ -179,13 +191,13 @@ void Group::await_post(RingName ring, uint32_t step, int local) {
 
 void Group::await_free(RingName ring, uint32_t step) {
   for (int i = 0; i < ranks_here(); ++i)
-    if (i != topology_.local)
+    if (i != roster_.topology.local)
       await_counter(neighbour(i).segment->rings[ring].consumed, step + 1 - ring_slots(), i);
 }
 
 void Group::await_all(RingName ring, uint32_t step) {
   for (int i = 0; i < ranks_here(); ++i)
-    if (i != topology_.local)
+    if (i != roster_.topology.local)
       await_counter(neighbour(i).segment->rings[ring].consumed, step + 1, i);
 }
 
@@ -204,9 +216,8 @@ void Group::await_counter(Counter &counter, uint32_t target, int local) {
   if (counter.reached(target)) return;
   // Spinning on the core that the awaited rank needs would only delay it.
   const int core = sched_getcpu();
-  own_->core.store(core, std::memory_order_relaxed);
+  core_spread_.look(core);
   const bool shared = neighbour(local).segment->core.load(std::memory_order_relaxed) == core;
-  spread_over_cores(core);
   for (int i = shared ? spin_budget_.spins : 0; i < spin_budget_.spins; ++i) {
     pause_cpu();
     if (counter.reached(target)) return;
@@ -246,8 +257,8 @@ bool Group::poll_net(int timeout_us) {
   try {
     return net_->poll(timeout_us);
   } catch (const LinkFailure &failure) {
-    const int rank = topology_.nodes[static_cast<size_t>(failure.node)][0];
-    fail(NLC_PEER_DIED, format("%s: %s", rank_text(rank).c_str(), failure.what()));
+    const int rank = roster_.topology.nodes[static_cast<size_t>(failure.node)][0];
+    fail(NLC_PEER_DIED, format("%s: %s", roster_.rank_text(rank).c_str(), failure.what()));
   }
 }
 
@@ -269,13 +280,23 @@ CallSignature Group::describe_call(const nlc_call &call) const {
 bool Group::forked() const { return getpid() != pid_; }
 
 void Group::check(const nlc_call &call) const {
-  if (call.kind < NLC_ALL_GATHER || call.kind > NLC_REDUCE_SCATTER_UNEVEN)
+  if (call.kind < NLC_ALL_GATHER || call.kind > NLC_RECEIVE)
     throw Failure(NLC_BAD_ARGUMENT, format("unknown operation %d", call.kind));
   if (call.dtype < 0 || call.dtype >= NLC_DTYPES)
     throw Failure(NLC_BAD_ARGUMENT, format("unknown dtype %d", call.dtype));
   if (reduces(call.kind) && !can_reduce(call.dtype, call.reduce))
     throw Failure(NLC_BAD_ARGUMENT, format("cannot reduce %s by %s", dtype_name(call.dtype),
                                            reduce_name(call.reduce)));
+  if (is_message(call.kind)) {
+    const bool any = call.kind == NLC_RECEIVE && call.root == kAnyRank;
+    if (!any && (call.root < 0 || call.root >= size() || call.root == rank()))
+      throw Failure(NLC_BAD_ARGUMENT,
+                    format("%s: rank %d %s rank %d of %d ranks", kind_name(call.kind), rank(),
+                           call.kind == NLC_SEND ? "to" : "from", call.root, size()));
+    if (call.tag < 0)
+      throw Failure(NLC_BAD_ARGUMENT, format("%s: a negative tag, %lld", kind_name(call.kind),
+                                             static_cast<long long>(call.tag)));
+  }
   if (has_root(call.kind) && (call.root < 0 || call.root >= size()))
     throw Failure(NLC_BAD_ARGUMENT, format("root %d of %d ranks", call.root, size()));
   if (exchanges(call.kind) &&
@@ -289,19 +310,25 @@ void Group::check(const nlc_call &call) const {
                          static_cast<unsigned long long>(call.receives[rank()].count)));
 }
 
-void Group::run(const nlc_call &call) {
-  check(call);
+void Group::check_usable() const {
   if (forked())
     throw Failure(NLC_ABORTED, format("group '%s' belongs to process %d and cannot be used after a "
                                       "fork: make a new group in the child",
-                                      name_.c_str(), pid_));
+                                      roster_.name.c_str(), pid_));
+}
+
+void Group::run(const nlc_call &call) {
+  check(call);
+  if (is_message(call.kind))
+    throw Failure(NLC_BAD_ARGUMENT, format("%s must be posted", kind_name(call.kind)));
+  check_usable();
   if (aborted_.load()) fail(NLC_ABORTED, abort_reason_);
   if (failure_status_ != NLC_OK)
     throw Failure(NLC_ABORTED, format("group '%s' failed before and cannot be used any more: %s",
-                                      name_.c_str(), failure_text_.c_str()));
-  const int64_t timeout = call.timeout_ms == NLC_ANY_TIMEOUT ? timeout_ms_ : call.timeout_ms;
+                                      roster_.name.c_str(), failure_text_.c_str()));
+  const int64_t timeout = timeout_of(call);
   // Leaders see the other nodes, so they report a late rank first.
-  const bool led = topology_.node_count() > 1 && !topology_.leads();
+  const bool led = roster_.topology.node_count() > 1 && !roster_.topology.leads();
   deadline_ = after_ms(timeout + (led ? kHeadStart : 0));
   call_timeout_ms_ = timeout;
   if (reported_ >= 0) tell_nodes(-1);  // left over from another call
@@ -314,7 +341,7 @@ void Group::run(const nlc_call &call) {
   if (outputs_ && call.kind != NLC_ALL_GATHER) outputs_->number_of(call.output, 0);
   for (int r = 0; outputs_ && call.receives && r < size(); ++r)
     outputs_->number_of(call.receives[r].data, 0);
-  Trace trace(name_, current_);
+  Trace trace(roster_.name, current_);
   try {
     switch (call.kind) {
       case NLC_ALL_GATHER: all_gather(*this, call); break;
@@ -345,7 +372,7 @@ const CallSignature &Group::call_of(int local) {
 }
 
 void Group::compare_call(int local) {
-  if (local != topology_.local) compare_with(call_of(local), neighbour(local).rank);
+  if (local != roster_.topology.local) compare_with(call_of(local), neighbour(local).rank);
 }
 
 void Group::compare_with(const CallSignature &theirs, int rank) {
@@ -356,16 +383,16 @@ void Group::compare_with(const CallSignature &theirs, int rank) {
     return;
   fail(NLC_MISMATCH,
        format("ranks called different operations: rank %lld called %s, rank %lld called %s",
-              static_cast<long long>(global_ranks_[static_cast<size_t>(this->rank())]),
+              roster_.global(this->rank()),
               call_text(mine).c_str(),
-              static_cast<long long>(global_ranks_[static_cast<size_t>(rank)]),
+              roster_.global(rank),
               call_text(theirs).c_str()));
 }
 
 void Group::compare_sizes(int sender, uint64_t sent, uint64_t expected, int receiver) {
   if (sent == expected) return;
   const auto global = [this](int rank) {
-    return static_cast<long long>(global_ranks_[static_cast<size_t>(rank)]);
+    return roster_.global(rank);
   };
   const size_t element = element_bytes(current_.dtype);
   fail(NLC_MISMATCH, format("rank %lld sends %llu elements to rank %lld, which expects %llu",
@@ -376,7 +403,7 @@ void Group::compare_sizes(int sender, uint64_t sent, uint64_t expected, int rece
 
 std::string Group::describe() const {
   std::string nodes;
-  for (const auto &ranks : topology_.nodes) {
+  for (const auto &ranks : roster_.topology.nodes) {
     nodes += nodes.empty() ? "[" : ", [";
     for (size_t i = 0; i < ranks.size(); ++i) nodes += format(i ? ", %d" : "%d", ranks[i]);
     nodes += "]";
@@ -384,7 +411,7 @@ std::string Group::describe() const {
   return format(
       "{\"name\": %s, \"rank\": %d, \"size\": %d, \"nodes\": [%s], \"cores\": %d, "
       "\"chunk_bytes\": %zu, \"stream_bytes\": %zu, \"network\": %s}",
-      json_text(name_).c_str(), rank(), size(), nodes.c_str(), own_info_.cores, chunk_bytes_,
+      json_text(roster_.name).c_str(), rank(), size(), nodes.c_str(), own_info_.cores, chunk_bytes_,
       stream_bytes_, json_text(net_ ? net_->describe() : "").c_str());
 }
 

@@ -9,17 +9,20 @@
 #include <vector>
 
 #include "arena.h"
-#include "peer_info.h"
+#include "core_spread.h"
 #include "doorbell.h"
 #include "liveness.h"
 #include "memory.h"
+#include "roster.h"
 #include "segment.h"
 #include "shared_output.h"
 #include "slot_writer.h"
-#include "topology.h"
+#include "tcp_socket.h"
 #include "transport.h"
 
 namespace nlc {
+
+class Mailbox;
 
 struct Neighbour {
   int rank = 0;
@@ -37,6 +40,11 @@ class Group {
   void run(const nlc_call &call);  // runs one collective on this thread; throws Failure
   void abort(const char *reason);
   void check(const nlc_call &call) const;  // throws NLC_BAD_ARGUMENT
+  // Messages between two ranks. Throws Failure if the group cannot be used.
+  std::shared_ptr<Mailbox> mailbox();
+  int64_t timeout_of(const nlc_call &call) const {
+    return call.timeout_ms == NLC_ANY_TIMEOUT ? timeout_ms_ : call.timeout_ms;
+  }
   std::string describe() const;
   // Allocate memory for an all_gather of `bytes` per rank that the ranks of the node share. Returns
   // nullptr on several nodes, for small gathers, or if ranks do not agree.
@@ -44,10 +52,10 @@ class Group {
   bool forked() const;  // true in a forked child of the creating process
 
   // --- for the collectives -------------------------------------------------------------------
-  const Topology &topology() const { return topology_; }
-  int rank() const { return topology_.rank; }
-  int size() const { return topology_.size; }
-  int ranks_here() const { return topology_.ranks_here(); }
+  const Topology &topology() const { return roster_.topology; }
+  int rank() const { return roster_.topology.rank; }
+  int size() const { return roster_.topology.size; }
+  int ranks_here() const { return roster_.topology.ranks_here(); }
   Neighbour &neighbour(int local) { return neighbours_[static_cast<size_t>(local)]; }
   Segment &mine() { return *own_; }
   Segment &leader() { return *neighbours_[0].segment; }
@@ -91,7 +99,7 @@ class Group {
   size_t stream_bytes() const { return stream_bytes_; }
 
   void set_timeout(int64_t ms) { timeout_ms_ = ms; }
-  const std::string &name() const { return name_; }
+  const std::string &name() const { return roster_.name; }
   SlotWriter slots;
   const char *path = "";  // data path of the current call, for the trace
 
@@ -102,7 +110,6 @@ class Group {
   void raise(Counter &counter, uint32_t to);
   void await_counter(Counter &counter, uint32_t target, int local);
   bool poll_net(int timeout_us);
-  void spread_over_cores(int core);
   void check_peers(int awaited);  // slow path of every wait; throws if waiting is futile
   [[noreturn]] void fail(nlc_status status, const std::string &reason);
   [[noreturn]] void fail_with(nlc_status status, const std::string &text);
@@ -112,26 +119,32 @@ class Group {
   int slowest_neighbour();
   bool all_released(int number, uint32_t times);
   std::string call_text(const CallSignature &call) const;
-  std::string rank_text(int rank) const;
   CallSignature describe_call(const nlc_call &call) const;
+  void check_usable() const;
+  Key key() const;  // proves membership in this group
+  void open_mail();
+  void close_mail(const std::string &reason, bool in_order);
 
-  std::string name_;
-  std::vector<int64_t> global_ranks_;
+  Roster roster_;
   int64_t timeout_ms_;
   PeerInfo own_info_{};
   Fd segment_fd_;
   std::shared_ptr<Mapping> own_mapping_;
   Segment *own_ = nullptr;
-  std::vector<PeerInfo> peer_infos_;
-  Topology topology_;
   std::vector<Neighbour> neighbours_;
-  std::unique_ptr<Liveness> liveness_;
+  std::shared_ptr<Liveness> liveness_;
   std::unique_ptr<Transport> net_;
   Fd output_fd_;
   std::shared_ptr<SharedOutputs> outputs_;
   std::mutex outputs_mutex_;
+  Fd mail_fd_;
+  tcp::Interface mail_interface_;
+  tcp::Listener mail_listener_;
+  std::mutex mailbox_mutex_;
+  std::shared_ptr<Mailbox> mailbox_;  // created by the first message
   Doorbell doorbell_;
   SpinBudget spin_budget_{2000, 20};
+  CoreSpread core_spread_;
   size_t chunk_bytes_ = 256 << 10;
   size_t node_chunk_bytes_ = 128 << 10;
   size_t stream_bytes_ = 16 << 20;
@@ -141,7 +154,6 @@ class Group {
   int64_t call_timeout_ms_ = 0;
   Clock::time_point deadline_;
   Clock::time_point last_look_;
-  Clock::time_point last_move_;
   int reported_ = -1;       // node that this leader last reported to wait for
   std::string failure_text_;  // reason why the group cannot be used any more
   nlc_status failure_status_ = NLC_OK;

@@ -8,19 +8,6 @@
 
 namespace nlc {
 
-// The scheduler wakes a rank on the core of the waking rank and can leave several there for long.
-// If a core has more ranks than its share, the last of them move away.
-void Group::spread_over_cores(int core) {
-  const Clock::time_point now = Clock::now();
-  if (now - last_move_ < std::chrono::milliseconds(2)) return;
-  last_move_ = now;
-  const int share = (ranks_here() + own_info_.cores - 1) / own_info_.cores;
-  int before_me = 0;
-  for (int i = 0; i < topology_.local; ++i)
-    before_me += neighbour(i).segment->core.load(std::memory_order_relaxed) == core;
-  if (before_me >= share) leave_core(core);
-}
-
 void Group::check_peers(int awaited) {
   const Clock::time_point now = Clock::now();
   if (now - last_look_ < std::chrono::milliseconds(2)) return;
@@ -28,24 +15,23 @@ void Group::check_peers(int awaited) {
   if (aborted_.load(std::memory_order_acquire)) fail(NLC_ABORTED, abort_reason_);
   for (int i = 0; i < ranks_here(); ++i) {
     const Segment &other = *neighbour(i).segment;
-    if (i == topology_.local) continue;
+    if (i == roster_.topology.local) continue;
     const uint32_t status = other.failed.load(std::memory_order_acquire);
     if (status != NLC_OK) fail_with(static_cast<nlc_status>(status), other.reason);
     if (neighbour(i).rank == awaited && other.closed.load(std::memory_order_acquire))
-      fail(NLC_PEER_DIED, rank_text(awaited) + " has left the group");
+      fail(NLC_PEER_DIED, roster_.rank_text(awaited) + " has left the group");
   }
-  const int dead = liveness_->first_dead();
-  if (dead >= 0) {
-    const std::vector<int> &neighbours = topology_.neighbours();
+  for (const int dead : liveness_->dead()) {
+    const std::vector<int> &neighbours = roster_.topology.neighbours();
     const auto found = std::find(neighbours.begin(), neighbours.end(), dead);
     const int local = static_cast<int>(found - neighbours.begin());
     // A rank that closed the group and exited is an error only for ranks that wait for it.
     if (!neighbour(local).segment->closed.load(std::memory_order_acquire))
-      fail(NLC_PEER_DIED, rank_text(dead) + " died");
+      fail(NLC_PEER_DIED, roster_.rank_text(dead) + " died");
   }
   if (now >= deadline_) time_out(awaited);
   if (net_ && now + std::chrono::milliseconds(call_timeout_ms_ / 2) >= deadline_)
-    tell_nodes(awaited >= 0 ? topology_.node : net_->awaited());
+    tell_nodes(awaited >= 0 ? roster_.topology.node : net_->awaited());
 }
 
 void Group::tell_nodes(int awaited) {
@@ -63,7 +49,8 @@ int Group::slowest_neighbour() {
     return std::pair(other.entered.load(std::memory_order_acquire), steps);
   };
   for (int i = 0; i < ranks_here(); ++i)
-    if (i != topology_.local && (slowest < 0 || progress(i) < progress(slowest))) slowest = i;
+    if (i != roster_.topology.local && (slowest < 0 || progress(i) < progress(slowest)))
+      slowest = i;
   return slowest;
 }
 
@@ -85,11 +72,11 @@ void Group::time_out(int awaited) {
     const int awaits = net_->awaited();
     if (awaits >= 0) {
       const int node = net_->stuck_behind(awaits);
-      rank = topology_.nodes[static_cast<size_t>(node)][0];
+      rank = roster_.topology.nodes[static_cast<size_t>(node)][0];
       where = "; it leads its node: it, another rank there or its link is stuck";
     }
   }
-  const std::string who = rank >= 0 ? rank_text(rank) : "another node";
+  const std::string who = rank >= 0 ? roster_.rank_text(rank) : "another node";
   fail(NLC_TIMEOUT, format("%s timed out: it made no progress for %.3g s%s", who.c_str(),
                            static_cast<double>(call_timeout_ms_) / 1000.0, where.c_str()));
 }
@@ -97,12 +84,12 @@ void Group::time_out(int awaited) {
 // A rank whose memory cannot be opened has died, or gave up because another one did.
 void Group::fail_forming(int rank, const Failure &failure) {
   if (failure.status != NLC_PEER_DIED)
-    fail(failure.status, rank_text(rank) + ": " + failure.what());
-  for (const int other : topology_.neighbours())
-    if (is_dead(peer_infos_[static_cast<size_t>(other)]))
-      fail(NLC_PEER_DIED, rank_text(other) + " died while the group was being formed");
+    fail(failure.status, roster_.rank_text(rank) + ": " + failure.what());
+  for (const int other : roster_.topology.neighbours())
+    if (is_dead(roster_.peer(other)))
+      fail(NLC_PEER_DIED, roster_.rank_text(other) + " died while the group was being formed");
   fail(NLC_PEER_DIED,
-       rank_text(rank) + " gave up while the group was being formed; see its error");
+       roster_.rank_text(rank) + " gave up while the group was being formed; see its error");
 }
 
 void Group::fail(nlc_status status, const std::string &reason) {
@@ -115,16 +102,13 @@ void Group::fail_with(nlc_status status, const std::string &text) {
   std::strncpy(own_->reason, text.c_str(), sizeof own_->reason - 1);
   own_->failed.store(static_cast<uint32_t>(status), std::memory_order_release);
   if (net_) net_->give_up(text);
-  throw Failure(
-      status,
-      format("nearlinear group '%s', rank %lld: %s", name_.c_str(),
-             static_cast<long long>(global_ranks_[static_cast<size_t>(own_info_.rank)]),
-             text.c_str()));
+  throw Failure(status, roster_.failure_text(own_info_.rank, text));
 }
 
 void Group::abort(const char *reason) {
   abort_reason_ = reason;
   aborted_.store(true, std::memory_order_release);
+  close_mail(reason, false);
 }
 
 std::string Group::call_text(const CallSignature &call) const {
@@ -143,13 +127,6 @@ std::string Group::call_text(const CallSignature &call) const {
   if (call.scale != 1.0) text += format(", times %.9g", call.scale);
   if (has_root(call.kind)) text += format(", root %d", call.root);
   return text + ")";
-}
-
-std::string Group::rank_text(int rank) const {
-  const PeerInfo &peer = peer_infos_[static_cast<size_t>(rank)];
-  return format("rank %lld (host %s, pid %d)",
-                static_cast<long long>(global_ranks_[static_cast<size_t>(rank)]), peer.host,
-                peer.pid);
 }
 
 }  // namespace nlc

@@ -6,14 +6,14 @@
 namespace nlc {
 
 void *Group::allocate_shared(size_t bytes) {
-  if (topology_.node_count() > 1 || size() == 1 || bytes <= kSmallestShared) return nullptr;
+  if (roster_.topology.node_count() > 1 || size() == 1 || bytes <= kSmallestShared) return nullptr;
   {
     const std::lock_guard<std::mutex> lock(outputs_mutex_);
     if (!outputs_) {
       std::vector<Fd> memories;
       size_t capacity = own_info_.arena_bytes;  // the same on all ranks
       try {
-        for (const PeerInfo &peer : peer_infos_) {
+        for (const PeerInfo &peer : roster_.peers) {
           memories.push_back(open_memory_of(peer.pid, peer.output_fd));
           capacity = std::min<size_t>(capacity, peer.arena_bytes);
         }

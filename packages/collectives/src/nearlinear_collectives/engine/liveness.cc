@@ -16,16 +16,17 @@ Liveness::Liveness(const std::vector<PeerInfo> &peer_infos, const std::vector<in
   }
 }
 
-int Liveness::first_dead() {
+std::vector<int> Liveness::dead() const {
   std::vector<pollfd> asked;
   asked.reserve(watched_.size());
   for (const Watched &one : watched_) asked.push_back({one.pidfd.get(), POLLIN, 0});
   ::poll(asked.data(), asked.size(), 0);
+  std::vector<int> found;
   for (size_t i = 0; i < watched_.size(); ++i) {
     const bool dead = asked[i].fd >= 0 ? asked[i].revents != 0 : is_dead(watched_[i].peer);
-    if (dead) return watched_[i].rank;
+    if (dead) found.push_back(watched_[i].rank);
   }
-  return -1;
+  return found;
 }
 
 }  // namespace nlc

@@ -11,8 +11,7 @@ namespace nlc {
 class Liveness {
  public:
   Liveness(const std::vector<PeerInfo> &peer_infos, const std::vector<int> &ranks);
-  // Return the first dead rank, or -1. Costs one system call.
-  int first_dead();
+  std::vector<int> dead() const;  // the dead ranks; costs one system call
 
  private:
   struct Watched {

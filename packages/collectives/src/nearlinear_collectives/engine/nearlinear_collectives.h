@@ -1,4 +1,4 @@
-/* C interface of the engine: collectives over host memory, independent of torch.
+/* C interface of the engine: collectives and messages over host memory, independent of torch.
  *
  * A group is created in three steps, so that the caller chooses the rendezvous:
  *   1. nlc_group_open() creates this rank's shared segment and listening socket, and writes
@@ -8,7 +8,7 @@
  *
  * Functions return 0 or another code of nlc_status; nlc_error() returns the message of the calling
  * thread's last failure. A group runs one collective at a time, in call order: nlc_run() on the
- * caller's thread, nlc_start() on an engine thread.
+ * caller's thread, nlc_start() on an engine thread. Messages do not wait for collectives.
  */
 #ifndef NEARLINEAR_COLLECTIVES_H
 #define NEARLINEAR_COLLECTIVES_H
@@ -20,7 +20,7 @@
 extern "C" {
 #endif
 
-#define NLC_ABI_VERSION 3
+#define NLC_ABI_VERSION 4
 #define NLC_PEER_INFO_BYTES 512
 #define NLC_ANY_TIMEOUT (-1) /* the group's own timeout */
 
@@ -45,7 +45,9 @@ typedef enum {
   NLC_SCATTER = 8,
   NLC_REDUCE = 9,
   NLC_ALL_GATHER_UNEVEN = 10,
-  NLC_REDUCE_SCATTER_UNEVEN = 11
+  NLC_REDUCE_SCATTER_UNEVEN = 11,
+  NLC_SEND = 12, /* for nlc_post() */
+  NLC_RECEIVE = 13
 } nlc_kind;
 
 typedef enum {
@@ -79,15 +81,18 @@ typedef struct {
   uint64_t count; /* elements */
 } nlc_part;
 
-/* One collective. Operations that do not reduce only move bytes: they use dtype for the size of an
- * element and to check that all ranks agree. all_to_all, gather, scatter and the operations on
- * uneven parts take the parts that this rank sends to and receives from every rank; a part may be
- * empty, and those of two ranks must agree in size. */
+#define NLC_ANY_RANK (-1)
+
+/* One collective or message. Operations that do not reduce only move bytes: they use dtype for the
+ * size of an element and to check that all ranks agree. all_to_all, gather, scatter and the
+ * operations on uneven parts take the parts that this rank sends to and receives from every rank; a
+ * part may be empty, and those of two ranks must agree in size. */
 typedef struct {
   int32_t kind;         /* nlc_kind */
   int32_t dtype;        /* nlc_dtype */
   int32_t reduce;       /* nlc_reduce */
-  int32_t root;         /* broadcast, gather, scatter, reduce: a rank of the group */
+  int32_t root;         /* broadcast, gather, scatter, reduce: a rank of the group; send, receive:
+                           the other rank, or NLC_ANY_RANK to receive from any */
   uint64_t count;       /* elements, equal on all ranks: per rank for all_gather, reduce_scatter,
                            gather and scatter, else in total; all_to_all: sent by this rank */
   double scale;         /* factor of the reduced value (floating dtypes only; 1.0 for none) */
@@ -98,9 +103,11 @@ typedef struct {
   const nlc_part *sends, *receives; /* one per rank, see above; uneven reduce_scatter: sends and
                                        output */
   int64_t timeout_ms;   /* of this call, or NLC_ANY_TIMEOUT */
+  int64_t tag;          /* send, receive: not negative; their data is `output` */
 } nlc_call;
 
 typedef struct nlc_group nlc_group;
+typedef struct nlc_transfer nlc_transfer;
 
 typedef struct {
   int32_t rank, size;
@@ -125,6 +132,17 @@ int32_t nlc_peer_is_dead(const unsigned char peer_info[NLC_PEER_INFO_BYTES]);
 /* Collectives. */
 int32_t nlc_run(nlc_group *group, const nlc_call *call);
 int32_t nlc_start(nlc_group *group, const nlc_call *call, nlc_done done, void *context);
+
+/* Messages. A receive matches the first message of its rank and tag that no earlier receive has
+ * matched; count and dtype must agree. The data stays in use until `done` is called, on any thread
+ * that drives the group's messages; for a send, the receiver has the data by then. An engine thread
+ * drives messages that nobody waits for. nlc_transfer_wait() returns after the end, or after
+ * timeout_ms (0: no limit); the status is that of `done`, or NLC_OK before the end. */
+int32_t nlc_post(nlc_group *group, const nlc_call *call, nlc_done done, void *context,
+                 nlc_transfer **transfer);
+int32_t nlc_transfer_wait(nlc_transfer *transfer, int64_t timeout_ms);
+int32_t nlc_transfer_rank(const nlc_transfer *transfer); /* the other rank; after the end */
+void nlc_transfer_free(nlc_transfer *transfer);
 
 /* Memory shared with the ranks of this node: collectives on it copy less. NULL if none is left. */
 void *nlc_pool_allocate(size_t bytes);

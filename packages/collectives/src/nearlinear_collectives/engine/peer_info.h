@@ -26,6 +26,8 @@ struct PeerInfo {
   int32_t cores;
   char host[64];
   char address[200];  // address of the transport; empty without one
+  int32_t mail_fd;    // memory for the messages of this rank (mail_memory.h)
+  char mail_address[64];  // for those of other nodes; empty without one
 };
 static_assert(sizeof(PeerInfo) <= NLC_PEER_INFO_BYTES);
 

@@ -27,6 +27,11 @@ void Counter::raise(uint32_t to) {
   if (sleepers.load(std::memory_order_seq_cst)) futex(&value, FUTEX_WAKE, INT_MAX, nullptr);
 }
 
+void Counter::add() {
+  value.fetch_add(1, std::memory_order_seq_cst);
+  if (sleepers.load(std::memory_order_seq_cst)) futex(&value, FUTEX_WAKE, INT_MAX, nullptr);
+}
+
 void Counter::sleep(uint32_t seen, int ms) {
   const timespec limit{ms / 1000, (ms % 1000) * 1000000L};
   sleepers.fetch_add(1, std::memory_order_seq_cst);

@@ -10,7 +10,8 @@
 
 namespace nlc {
 
-// One writer, any number of readers. Values only grow and may wrap; compare with reached().
+// One writer of raise(), any number of readers. Values only grow and may wrap; compare with
+// reached().
 struct alignas(64) Counter {
   std::atomic<uint32_t> value{0};
   std::atomic<uint32_t> sleepers{0};
@@ -18,6 +19,7 @@ struct alignas(64) Counter {
   uint32_t load() const { return value.load(std::memory_order_acquire); }
   bool reached(uint32_t target) const { return static_cast<int32_t>(load() - target) >= 0; }
   void raise(uint32_t to);  // publishes all earlier writes and wakes the sleepers
+  void add();               // likewise, for several writers
 
   // Sleep until the value differs from `seen`, at most `ms`. May return early.
   void sleep(uint32_t seen, int ms);

@@ -23,20 +23,14 @@ class Control {
  public:
   static constexpr size_t kMaxText = 300;
 
-  Control() : interface_(choose_interface()), epoll_(::epoll_create1(EPOLL_CLOEXEC)) {
+  Control()
+      : interface_(choose_interface()),
+        epoll_(::epoll_create1(EPOLL_CLOEXEC)),
+        listener_(listen_on(interface_)) {
     if (!epoll_) throw system_failure("cannot create an epoll descriptor");
-    Address &address = interface_.address;
-    listener_ = open_socket(address.family());
-    socklen_t bytes = sizeof address.storage;
-    Address bound = address;
-    if (::bind(listener_.get(), bound.raw(), bound.bytes()) != 0 ||
-        ::listen(listener_.get(), SOMAXCONN) != 0 ||
-        ::getsockname(listener_.get(), bound.raw(), &bytes) != 0)
-      throw system_failure("cannot listen on " + host_text(address) + " of " + interface_.name);
-    address_ = address_text(bound);
   }
 
-  const std::string &address() const { return address_; }
+  const std::string &address() const { return listener_.address; }
   const Interface &interface() const { return interface_; }
   bool connected() const { return connected_; }
   int nodes() const { return static_cast<int>(peers_.size()); }
@@ -50,7 +44,7 @@ class Control {
     peers_.resize(addresses.size());
     for (size_t node = 0; node < addresses.size(); ++node) peers_[node].address = addresses[node];
     std::vector<Socket> data(addresses.size());
-    Mesh mesh(listener_.get(), interface_, addresses, my_node, key);
+    Mesh mesh(listener_.fd.get(), interface_, addresses, my_node, key);
     while (!mesh.complete()) {
       for (Mesh::Connection &made : mesh.step(50)) {
         set_liveness(made.fd.get());
@@ -79,7 +73,7 @@ class Control {
                    mesh.missing().c_str(), static_cast<double>(timeout_ms) / 1000,
                    interface_.name.c_str()));
     }
-    listener_ = Socket();
+    listener_.fd = Socket();
     connected_ = true;
     return data;
   }
@@ -353,8 +347,7 @@ class Control {
 
   Interface interface_;
   Fd epoll_;
-  Socket listener_;
-  std::string address_;
+  Listener listener_;
   std::vector<Peer> peers_;
   int me_ = -1;
   int wake_ = -1;

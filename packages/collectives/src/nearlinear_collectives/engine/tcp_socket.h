@@ -226,6 +226,24 @@ inline Socket open_socket(int family) {
   return fd;
 }
 
+struct Listener {
+  Socket fd{};
+  std::string address{};  // with the port
+};
+
+inline Listener listen_on(const Interface &interface) {
+  Address bound = interface.address;
+  Listener made{open_socket(bound.family())};
+  socklen_t bytes = sizeof bound.storage;
+  if (::bind(made.fd.get(), bound.raw(), bound.bytes()) != 0 ||
+      ::listen(made.fd.get(), SOMAXCONN) != 0 ||
+      ::getsockname(made.fd.get(), bound.raw(), &bytes) != 0)
+    throw system_failure("cannot listen on " + host_text(interface.address) + " of " +
+                         interface.name);
+  made.address = address_text(bound);
+  return made;
+}
+
 // Detect a dead network within 3 + 3 * 2 seconds, also while nothing is being sent.
 inline void set_liveness(int fd) {
   set_option(fd, IPPROTO_TCP, TCP_NODELAY, 1);

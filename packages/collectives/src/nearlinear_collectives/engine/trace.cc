@@ -58,8 +58,10 @@ const char *kind_name(int kind) {
                                 "scatter",
                                 "reduce",
                                 "uneven all_gather",
-                                "uneven reduce_scatter"};
-  return names[kind >= NLC_ALL_GATHER && kind <= NLC_REDUCE_SCATTER_UNEVEN ? kind : 0];
+                                "uneven reduce_scatter",
+                                "send",
+                                "receive"};
+  return names[kind >= NLC_ALL_GATHER && kind <= NLC_RECEIVE ? kind : 0];
 }
 
 bool reduces(int kind) {
@@ -75,6 +77,8 @@ bool exchanges(int kind) {
 bool has_root(int kind) {
   return kind == NLC_BROADCAST || kind == NLC_GATHER || kind == NLC_SCATTER || kind == NLC_REDUCE;
 }
+
+bool is_message(int kind) { return kind == NLC_SEND || kind == NLC_RECEIVE; }
 
 Trace::Trace(const std::string &group, const CallSignature &call) {
   Recorder &log = recorder();

@@ -24,6 +24,7 @@ std::string trace_json();
 const char *kind_name(int kind);
 bool reduces(int kind);
 bool has_root(int kind);
+bool is_message(int kind);
 bool exchanges(int kind);  // takes parts for every rank
 
 }  // namespace nlc

@@ -42,8 +42,8 @@ class Transport {
   virtual std::string address() const = 0;
 
   // Connect to every other node at its address. Nodes prove to each other that they hold `key`:
-  // other connections are refused. Throws LinkFailure (a node's process is gone) or std::runtime_error with the nodes
-  // missing after timeout_ms.
+  // other connections are refused. Throws LinkFailure (a node's process is gone) or
+  // std::runtime_error with the nodes missing after timeout_ms.
   virtual void connect(const std::vector<std::string> &addresses, int my_node, const Key &key,
                        int64_t timeout_ms) = 0;
 

@@ -1,9 +1,9 @@
 // The c10d backend over the engine's C interface, the only translation unit that includes torch.
 //
 // A synchronous call runs on the caller's thread and returns a completed work; an asynchronous one
-// runs on an engine thread. Operations the engine lacks (point to point, reductions of other dtypes,
-// CUDA tensors) are delegated to fallback backends created in Python. c10d has no stable ABI, so this file is compiled for the installed torch and never
-// loaded into another.
+// runs on an engine thread. Operations the engine lacks (reductions of other dtypes, sparse and
+// CUDA tensors) are delegated to fallback backends created in Python. c10d has no stable ABI, so
+// this file is compiled for the installed torch and never loaded into another.
 #include <pybind11/chrono.h>
 #include <pybind11/functional.h>
 #include <torch/csrc/utils/pybind.h>
@@ -318,20 +318,34 @@ class NearlinearBackend : public Backend {
                     options);
   }
 
+  intrusive_ptr<Work> send(Tensors &tensors, int to, int tag) override {
+    at::Tensor &tensor = single("send", tensors);
+    if (needs_fallback(tensor)) return remember(fallback(tensor)->send(tensors, to, tag));
+    Staging staging;
+    void *data = staging.input(tensor);
+    return post(OpType::SEND, NLC_SEND, tensor, data, std::move(staging), to, tag);
+  }
+  intrusive_ptr<Work> recv(Tensors &tensors, int from, int tag) override {
+    at::Tensor &tensor = single("recv", tensors);
+    if (needs_fallback(tensor)) return remember(fallback(tensor)->recv(tensors, from, tag));
+    Staging staging;
+    void *data = staging.output(tensor);
+    return post(OpType::RECV, NLC_RECEIVE, tensor, data, std::move(staging), from, tag);
+  }
+  intrusive_ptr<Work> recvAnysource(Tensors &tensors, int tag) override {
+    at::Tensor &tensor = single("recv", tensors);
+    if (needs_fallback(tensor)) return remember(fallback(tensor)->recvAnysource(tensors, tag));
+    Staging staging;
+    void *data = staging.output(tensor);
+    return post(OpType::RECVANYSOURCE, NLC_RECEIVE, tensor, data, std::move(staging), NLC_ANY_RANK,
+                tag);
+  }
+
   // --- operations of the fallbacks -------------------------------------------------------------
 
   intrusive_ptr<Work> allreduce_sparse(Tensors &tensors,
                                        const c10d::AllreduceOptions &options) override {
     return fallback(single("all_reduce", tensors))->allreduce(tensors, options);
-  }
-  intrusive_ptr<Work> send(Tensors &tensors, int to, int tag) override {
-    return remember(fallback(single("send", tensors))->send(tensors, to, tag));
-  }
-  intrusive_ptr<Work> recv(Tensors &tensors, int from, int tag) override {
-    return remember(fallback(single("recv", tensors))->recv(tensors, from, tag));
-  }
-  intrusive_ptr<Work> recvAnysource(Tensors &tensors, int tag) override {
-    return remember(fallback(single("recv", tensors))->recvAnysource(tensors, tag));
   }
 
   void startCoalescing() override {
@@ -413,12 +427,11 @@ class NearlinearBackend : public Backend {
     Parts sends = empty_parts(input), receives = empty_parts(input);
     Staging staging;
     void *own = staging.input(input);
-    call.count = 0;
     for (size_t rank = 0; rank < parts.size(); ++rank) {
       sends.set(rank, own, input.numel());
       receives.set(rank, staging.output(parts[rank]), parts[rank].numel());
-      call.count += parts[rank].numel();
     }
+    call.count = receives.elements();
     call.sends = sends.data(), call.receives = receives.data();
     return launch(OpType::ALLGATHER, call, parts, std::move(staging), options.asyncOp,
                   options.timeout);
@@ -429,16 +442,14 @@ class NearlinearBackend : public Backend {
                                             const c10d::ReduceScatterOptions &options) {
     check_lists("reduce_scatter", parts, getSize(), output.scalar_type());
     TORCH_CHECK_VALUE(parts[getRank()].numel() == output.numel(),
-                      "reduce_scatter: the part of rank ", getRank(), " has ", parts[getRank()].numel(), " elements, its output ",
-                      output.numel());
+                      "reduce_scatter: the part of rank ", getRank(), " has ",
+                      parts[getRank()].numel(), " elements, its output ", output.numel());
     nlc_call call = make_reduce_call(NLC_REDUCE_SCATTER_UNEVEN, output, reduction);
     Parts sends = empty_parts(output);
     Staging staging;
-    call.count = 0;
-    for (size_t rank = 0; rank < parts.size(); ++rank) {
+    for (size_t rank = 0; rank < parts.size(); ++rank)
       sends.set(rank, staging.input(parts[rank]), parts[rank].numel());
-      call.count += parts[rank].numel();
-    }
+    call.count = sends.elements();
     call.sends = sends.data(), call.output = staging.output(output);
     return launch(OpType::REDUCE_SCATTER, call, {output}, std::move(staging), options.asyncOp,
                   options.timeout);
@@ -455,7 +466,8 @@ class NearlinearBackend : public Backend {
   }
 
   std::optional<Reduction> reduction_for(const at::Tensor &tensor, const ReduceOp &op) {
-    if (needs_fallback(tensor) || !engine_dtype(tensor.scalar_type())) return std::nullopt;
+    const at::ScalarType type = tensor.scalar_type();
+    if (needs_fallback(tensor) || !engine_dtype(c10::toRealValueType(type))) return std::nullopt;
     return engine_reduction(op, tensor.scalar_type(), getSize());
   }
 
@@ -469,6 +481,20 @@ class NearlinearBackend : public Backend {
       work->start(engine(), call);
     else
       work->run(engine(), call);
+    return remember(work);
+  }
+
+  intrusive_ptr<Work> post(OpType type, int kind, const at::Tensor &tensor, void *data,
+                           Staging staging, int other, int tag) {
+    nlc_call call = make_call(kind, tensor);
+    call.output = data;
+    call.root = other;
+    call.tag = tag;
+    Tensors outputs;
+    if (kind == NLC_RECEIVE) outputs.push_back(tensor);
+    auto work =
+        c10::make_intrusive<EngineWork>(getRank(), type, std::move(outputs), std::move(staging));
+    work->post(engine(), call);
     return remember(work);
   }
 

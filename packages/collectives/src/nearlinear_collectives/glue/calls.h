@@ -32,6 +32,19 @@ inline std::optional<int> engine_dtype(at::ScalarType type) {
   }
 }
 
+// How the engine moves an element of a dtype: complex numbers as two floats, and dtypes that it
+// does not know as bytes.
+struct Element {
+  int dtype;
+  uint64_t units;
+};
+
+inline Element element_of(at::ScalarType type) {
+  if (const auto dtype = engine_dtype(c10::toRealValueType(type)))
+    return {*dtype, c10::isComplexType(type) ? uint64_t{2} : uint64_t{1}};
+  return {NLC_UINT8, c10::elementSize(type)};
+}
+
 // The tensor of a call. c10d's lists hold one tensor per device of a rank, here one device.
 inline at::Tensor &single(const char *operation, Tensors &tensors) {
   TORCH_CHECK_VALUE(tensors.size() == 1, operation, " takes one tensor per rank, not ",
@@ -63,7 +76,8 @@ struct Reduction {
 
 // Raised before anything is sent, because gloo would communicate before it raises.
 inline void needs_floating(const char *reduction, at::ScalarType type) {
-  TORCH_CHECK_VALUE(at::isFloatingType(type), reduction, " needs a floating dtype, not ", type,
+  TORCH_CHECK_VALUE(at::isFloatingType(type) || at::isComplexType(type), reduction,
+                    " needs a floating dtype, not ", type,
                     ": reduce with SUM, then scale");
 }
 
@@ -71,7 +85,11 @@ inline void needs_floating(const char *reduction, at::ScalarType type) {
 inline std::optional<Reduction> engine_reduction(const ReduceOp &op, at::ScalarType type,
                                                  int size) {
   const bool floating = at::isFloatingType(type);
-  switch (static_cast<ReduceOp::RedOpType>(op)) {
+  const auto kind = static_cast<ReduceOp::RedOpType>(op);
+  if (at::isComplexType(type) && kind != ReduceOp::SUM && kind != ReduceOp::AVG &&
+      kind != ReduceOp::PREMUL_SUM)
+    return std::nullopt;  // not an operation on its two floats
+  switch (kind) {
     case ReduceOp::SUM: return Reduction{NLC_SUM, 1.0};
     case ReduceOp::PRODUCT: return Reduction{NLC_PRODUCT, 1.0};
     case ReduceOp::MIN: return Reduction{NLC_MIN, 1.0};
@@ -118,15 +136,15 @@ inline bool needs_fallback(const at::Tensor &tensor) {
   return !tensor.device().is_cpu() || tensor.is_sparse();
 }
 
-// Build a call without reduction; a dtype unknown to the engine is moved as bytes.
+// Build a call without reduction.
 inline nlc_call make_call(int kind, const at::Tensor &tensor) {
   nlc_call call{};
   call.kind = kind;
   call.scale = 1.0;
   call.timeout_ms = NLC_ANY_TIMEOUT;
-  const auto dtype = engine_dtype(tensor.scalar_type());
-  call.dtype = dtype.value_or(NLC_UINT8);
-  call.count = dtype ? static_cast<uint64_t>(tensor.numel()) : tensor.nbytes();
+  const Element element = element_of(tensor.scalar_type());
+  call.dtype = element.dtype;
+  call.count = static_cast<uint64_t>(tensor.numel()) * element.units;
   return call;
 }
 
@@ -137,14 +155,12 @@ inline nlc_call make_reduce_call(int kind, const at::Tensor &tensor, const Reduc
   return call;
 }
 
-// The parts that a rank exchanges with every rank, empty at first. A dtype unknown to the engine is
-// moved as bytes.
+// The parts that a rank exchanges with every rank, empty at first.
 class Parts {
  public:
-  Parts(int size, at::ScalarType type)
-      : parts_(size), unit_(engine_dtype(type) ? 1 : c10::elementSize(type)) {}
+  Parts(int size, at::ScalarType type) : parts_(size), units_(element_of(type).units) {}
   void set(size_t rank, void *data, int64_t elements) {
-    parts_[rank] = {data, static_cast<uint64_t>(elements) * unit_};
+    parts_[rank] = {data, static_cast<uint64_t>(elements) * units_};
   }
   const nlc_part *data() const { return parts_.data(); }
   uint64_t elements() const {
@@ -155,7 +171,7 @@ class Parts {
 
  private:
   std::vector<nlc_part> parts_;
-  uint64_t unit_;
+  uint64_t units_;  // per element
 };
 
 inline void check_lists(const char *operation, const Tensors &parts, int size,

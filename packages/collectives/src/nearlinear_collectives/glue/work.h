@@ -1,4 +1,4 @@
-// Work objects of collectives, completed or in progress.
+// Work objects of collectives and messages, completed or in progress.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -69,6 +69,9 @@ inline const char *event_name(c10d::OpType type) {
     case c10d::OpType::SCATTER: return "nearlinear:scatter";
     case c10d::OpType::REDUCE: return "nearlinear:reduce";
     case c10d::OpType::BARRIER: return "nearlinear:barrier";
+    case c10d::OpType::SEND: return "nearlinear:send";
+    case c10d::OpType::RECV:
+    case c10d::OpType::RECVANYSOURCE: return "nearlinear:receive";
     default: return "nearlinear";
   }
 }
@@ -89,14 +92,30 @@ class EngineWork : public Work {
   }
 
   void start(nlc_group *group, const nlc_call &call) {
-    future_ = tensor_list_future();
-    auto self = c10::intrusive_ptr<EngineWork>::unsafe_reclaim_from_nonowning(this);
-    const int32_t status = nlc_start(group, &call, &EngineWork::done, self.get());
-    if (status != NLC_OK) std::rethrow_exception(engine_exception(status, nlc_error()));
-    self.release();  // done() takes it back
+    launch([&](void *context) { return nlc_start(group, &call, &EngineWork::done, context); });
   }
 
+  // Post a message.
+  void post(nlc_group *group, const nlc_call &call) {
+    nlc_transfer *transfer = nullptr;
+    launch([&](void *context) {
+      return nlc_post(group, &call, &EngineWork::done, context, &transfer);
+    });
+    transfer_.reset(transfer);
+  }
+
+  // The rank that a message came from.
+  int sourceRank() const override {
+    TORCH_CHECK(transfer_, "only a receive has a source rank");
+    return nlc_transfer_rank(transfer_.get());
+  }
+
+  // The waiting thread itself drives a message, which is faster than a change of threads.
   bool wait(std::chrono::milliseconds timeout) override {
+    if (transfer_ && !isCompleted()) {
+      const int32_t status = nlc_transfer_wait(transfer_.get(), timeout.count());
+      if (status != NLC_OK) std::rethrow_exception(engine_exception(status, nlc_error()));
+    }
     const bool done = Work::wait(timeout);
     if (future_) future_->wait();  // after wait(), the caller may read the future
     return done;
@@ -113,6 +132,15 @@ class EngineWork : public Work {
   }
 
  private:
+  template <typename Call>
+  void launch(Call call) {
+    future_ = tensor_list_future();
+    auto self = c10::intrusive_ptr<EngineWork>::unsafe_reclaim_from_nonowning(this);
+    const int32_t status = call(self.get());
+    if (status != NLC_OK) std::rethrow_exception(engine_exception(status, nlc_error()));
+    self.release();  // done() takes it back
+  }
+
   static void done(void *context, int32_t status, const char *error) {
     auto self = c10::intrusive_ptr<EngineWork>::reclaim(static_cast<EngineWork *>(context));
     std::exception_ptr failure = status == NLC_OK ? nullptr : engine_exception(status, error);
@@ -133,6 +161,10 @@ class EngineWork : public Work {
   std::vector<at::Tensor> outputs_;
   Staging staging_;
   c10::intrusive_ptr<c10::ivalue::Future> future_;
+  struct FreeTransfer {
+    void operator()(nlc_transfer *transfer) const { nlc_transfer_free(transfer); }
+  };
+  std::unique_ptr<nlc_transfer, FreeTransfer> transfer_;  // of a message
 };
 
 // A work that was complete when it was created.
