@@ -187,12 +187,16 @@ def test_training_on_several_processes(small_run, tmp_path):
     # under torchrun the command joins its rank, which gives the same losses as two
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
     command += ["-m", "nearlinear.cli", "train", str(path)]
+    command += ["--set", "parallel.hybrid_shard_degree=auto"]
     joined = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert joined.returncode == 0, joined.stderr
     again = [json.loads(row) for row in (folder / "metrics.jsonl").read_text().splitlines()]
     losses = [row["loss"] for row in rows]
     assert [row["loss"] for row in again] == pytest.approx(losses, abs=1e-5)
     assert [row["batch_id"] for row in again] == [row["batch_id"] for row in rows]
+    assert "hybrid_shard_degree = auto: 1 (1 needs 0." in joined.stderr
+    written = tomllib.loads((folder / "config.toml").read_text())
+    assert written["parallel"]["hybrid_shard_degree"] == 1
 
 
 @pytest.mark.slow

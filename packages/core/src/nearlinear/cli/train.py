@@ -130,12 +130,32 @@ def _fit(config: TrainConfig) -> int:
     from ..distributed import runtime
     from ..train.trainer import Trainer
 
-    result = Trainer(config, verified=True).fit()
+    result = Trainer(_with_degree(config), verified=True).fit()
     rank = runtime.current().rank
     runtime.shutdown()
     if rank == 0:
         _print_result(config, result)
     return 0
+
+
+def _with_degree(config: TrainConfig) -> TrainConfig:
+    """Choose ``hybrid_shard_degree = "auto"`` for the free memory, by a collective call."""
+    if config.parallel.hybrid_shard_degree != "auto":
+        return config
+    from ..distributed import runtime
+    from ..planner.calibrate.rates import free_memory
+    from ..planner.memory import with_fewest_sharing
+
+    mesh = runtime.init(config.parallel.widest)
+    device = runtime.current().device
+    here = mesh.ranks_per_node or mesh.world
+    return with_fewest_sharing(
+        config,
+        mesh.world,
+        free_memory(device, here),
+        ranks_per_node=mesh.ranks_per_node,
+        host_memory=device.type == "cpu",
+    )
 
 
 def _print_result(config: TrainConfig, result: TrainResult) -> None:

@@ -13,7 +13,8 @@ import logging
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from typing import Literal
 
 from ..errors import ConfigError
 from . import schema
@@ -91,8 +92,9 @@ class ParallelConfig:
         nl.init(config)
     """
 
-    hybrid_shard_degree: int = 0
-    """number of ranks that share one copy of the model states; 0 = all data ranks, 1 = none"""
+    hybrid_shard_degree: int | Literal["auto"] = 0
+    """number of ranks that share one copy of the model states; 0 = all data ranks, 1 = none, auto =
+    the fewest that the memory allows, in nearlinear train and plan"""
     tensor_parallel_degree: int = 1
     """number of ranks that split the matrices of every layer"""
     context_parallel_degree: int = 1
@@ -202,7 +204,7 @@ class ParallelConfig:
                 raise ConfigError(f"{name} = {getattr(self, name)}: must be at least 1")
         if not 0 <= (self.memory_weight or 0.0) <= 1:
             raise ConfigError(f"memory_weight = {self.memory_weight}: must be in 0 .. 1")
-        if self.hybrid_shard_degree < 0:
+        if self.hybrid_shard_degree != "auto" and self.hybrid_shard_degree < 0:
             raise ConfigError(
                 f"hybrid_shard_degree = {self.hybrid_shard_degree}: must be 0 (all data ranks) or "
                 "more"
@@ -280,6 +282,21 @@ class ParallelConfig:
         """``placement_strategy`` as three letters, slowest axis first."""
         return PLACEMENTS.get(self.placement_strategy, self.placement_strategy)
 
+    @property
+    def sharing(self) -> int:
+        """``hybrid_shard_degree`` as a number. Raises ConfigError for "auto"."""
+        if self.hybrid_shard_degree == "auto":
+            raise ConfigError(
+                "hybrid_shard_degree = 'auto' is chosen by nearlinear train and nl.plan, which "
+                "know model and memory; give a number here"
+            )
+        return self.hybrid_shard_degree
+
+    @property
+    def widest(self) -> ParallelConfig:
+        """This config; with all data ranks sharing in place of "auto"."""
+        return replace(self, hybrid_shard_degree=0) if self.hybrid_shard_degree == "auto" else self
+
     def check_possible(self) -> None:
         """Raise ConfigError for combinations that are not supported."""
         if self.fp16 and self.gather_dtype == "bf16":
@@ -321,7 +338,7 @@ class ParallelConfig:
         data_ranks = world // model_ranks
         rest = "the ranks left beside tensor and pipeline parallelism"
         divided = "the number of ranks" if model_ranks == 1 else rest
-        sharing = self.hybrid_shard_degree or data_ranks
+        sharing = self.sharing or data_ranks
         _divides("hybrid_shard_degree", sharing, data_ranks, divided)
         for name in ("context_parallel_degree", "expert_parallel_degree"):
             _divides(name, getattr(self, name), sharing, "hybrid_shard_degree")

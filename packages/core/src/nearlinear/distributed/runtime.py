@@ -113,7 +113,7 @@ class Runtime:
                     f"{key} = {getattr(config, key)} with nl.shard(mesh=...): only 1 is allowed "
                     "there; call nl.init with this config and leave mesh out"
                 )
-        if config.hybrid_shard_degree not in (0, mesh.shard):
+        if config.hybrid_shard_degree not in (0, "auto", mesh.shard):
             raise ConfigError(
                 f"hybrid_shard_degree = {config.hybrid_shard_degree}, but the mesh has "
                 f"{mesh.shard} shards: leave hybrid_shard_degree out of nl.shard(mesh=...)"

@@ -304,11 +304,11 @@ def _check_ranks(job: JobSpec) -> Iterator[Problem]:
 def _check_degrees(job: JobSpec, parallel: ParallelConfig) -> Iterator[Problem]:
     ranks = job.local_world_size
     try:
-        parallel.degrees(job.world_size)
+        parallel.widest.degrees(job.world_size)
     except ConfigError as error:
         yield Problem("parallel", f"{error}", f"the job has {job.nodes} x {ranks} ranks")
         return
-    degree = parallel.hybrid_shard_degree or job.world_size
+    degree = parallel.widest.sharing or job.world_size
     if degree > ranks and degree % ranks:
         cause = (
             f"{degree} ranks do not fill whole nodes of {ranks} ranks, so sharding groups would "

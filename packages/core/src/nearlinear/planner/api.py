@@ -26,7 +26,7 @@ from ..errors import ConfigError
 from ..output import format_table
 from .cluster import CONTENTION_COSTS, Accelerator, Cluster, Node, find_node
 from .fitted_constants import FittedConstants, constants_for
-from .memory import estimate, vocabulary_of
+from .memory import estimate, vocabulary_of, with_fewest_sharing
 from .result import PlanResult
 from .step_time import step_time
 from .workload import workload_from_config
@@ -92,6 +92,17 @@ def plan(
         constants = dataclasses.replace(constants, straggler=straggler)
     words = vocabulary or vocabulary_of(config)
     node = cluster.node
+    try:
+        config = with_fewest_sharing(
+            config,
+            cluster.world,
+            cluster.gpu.memory_gib * 2**30,
+            ranks_per_node=node.gpus,
+            vocabulary=words,
+            host_memory=cluster.gpu.is_cpu,
+        )
+    except ConfigError:  # the plan says what is missing
+        config = dataclasses.replace(config, parallel=config.parallel.widest)
     work = workload_from_config(config, cluster.world, node.gpus, words, cluster.gpu.is_cpu)
     cluster.gpu.peak(work.precision)  # raises for an unsupported precision
     step = step_time(work, cluster, constants)

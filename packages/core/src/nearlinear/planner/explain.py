@@ -391,7 +391,7 @@ def _memory_changes(config: TrainConfig, cluster: Cluster) -> Iterator[tuple[str
     for change in _smaller_batches(config, cluster):
         yield "batch", change
     data = cluster.world // (parallel.tensor_parallel_degree * parallel.pipeline_parallel_degree)
-    sharing = parallel.hybrid_shard_degree or data
+    sharing = parallel.sharing or data
     while sharing < data:
         sharing = min(data, 2 * sharing)
         yield "sharding", {"parallel.hybrid_shard_degree": sharing}

@@ -302,7 +302,7 @@ def global_batch(config: TrainConfig, cluster: Cluster) -> int:
     batch = config.batch
     if batch.sequences:
         return batch.sequences
-    degrees = config.parallel.degrees(cluster.world)
+    degrees = config.parallel.widest.degrees(cluster.world)
     readers = degrees["replicate"] * degrees["shard"]
     return batch.micro_batch_size * batch.accumulation * readers
 

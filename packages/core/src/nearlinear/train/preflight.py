@@ -48,7 +48,7 @@ def check_run(config: TrainConfig, world: int, ranks_per_node: int = 0) -> Mesh:
         architecture.check_weights(config.model.init_from)
     config.parallel.check_supported()
     _warn_unused(config)
-    mesh = Mesh.from_config(config.parallel, world, ranks_per_node)
+    mesh = Mesh.from_config(config.parallel.widest, world, ranks_per_node)
     check_model_divides(config, mesh)
     check_lora(config, mesh)
     config.batch.micro_batches(mesh.data_ranks)

@@ -136,7 +136,7 @@ class State:
     def hybrid_shard_degree(self) -> int:
         """The degree of the configuration; with tensor parallelism 0 becomes the actual one."""
         now = runtimes.current()
-        degree = now.config.hybrid_shard_degree
+        degree = now.config.sharing
         return now.mesh.sharing if degree == 0 and now.mesh.tensor > 1 else degree
 
     @property

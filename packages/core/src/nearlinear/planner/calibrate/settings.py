@@ -230,7 +230,7 @@ class _Tuner:
     def current(self) -> dict[str, Any]:
         """Values of `KEYS` in the config, with degree and backend resolved."""
         values = {key: getattr(self.config.parallel, key) for key in KEYS}
-        values["hybrid_shard_degree"] = values["hybrid_shard_degree"] or self.cluster.world
+        values["hybrid_shard_degree"] = self.config.parallel.widest.sharing or self.cluster.world
         values["communication_backend"] = self.backend
         return values
 

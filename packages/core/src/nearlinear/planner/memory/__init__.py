@@ -2,5 +2,6 @@
 
 from .estimate import estimate, vocabulary_of
 from .report import MemoryEstimate
+from .sharing import with_fewest_sharing
 
-__all__ = ["MemoryEstimate", "estimate", "vocabulary_of"]
+__all__ = ["MemoryEstimate", "estimate", "vocabulary_of", "with_fewest_sharing"]
