@@ -142,8 +142,9 @@ def trace() -> list[dict]:
 
     Returns:
         One dict per operation with the keys ``group``, ``sequence``, ``operation``, ``count``,
-        ``bytes`` (per rank for all_gather and reduce_scatter), ``dtype``, ``reduce``, ``state``
-        (``running``, ``done`` or ``failed``), ``detail`` (data path, or the error),
-        ``microseconds`` (duration so far) and ``microseconds_ago`` (time since its start).
+        ``bytes`` (per rank for all_gather and reduce_scatter), ``dtype``, ``reduce``, ``root`` (of
+        a message the other rank; -1: none, or any), ``state`` (``running``, ``done`` or
+        ``failed``), ``detail`` (data path, or the error), ``microseconds`` (duration so far) and
+        ``microseconds_ago`` (time since its start).
     """
     return read_json(library().nlc_trace)

@@ -75,8 +75,7 @@ Group::Group(const nlc_options &options, unsigned char *peer_info)
 }
 
 Group::~Group() {
-  own_->closed.store(1, std::memory_order_release);
-  close_mail("the group is being closed", true);
+  leave();
   const std::lock_guard<std::mutex> lock(own_segments_mutex);
   own_segments().erase(own_info_.nonce);
 }
@@ -164,6 +163,7 @@ void Group::connect(const unsigned char *peer_infos, int64_t timeout_ms) {
   }
   if (mail_fd_ && ::ftruncate(mail_fd_.get(), static_cast<off_t>(Mail::bytes(here))) != 0)
     throw system_failure("cannot size the shared memory of messages");
+  remember_members(roster_.name, roster_.global_ranks, rank());
   raise(own_->ready, 1);  // this rank is set up, and has mapped everything of the others
   for (int i = 0; i < here; ++i) {
     await_counter(neighbour(i).segment->ready, 1, i);

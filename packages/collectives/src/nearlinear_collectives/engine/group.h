@@ -123,7 +123,9 @@ class Group {
   void check_usable() const;
   Key key() const;  // proves membership in this group
   void open_mail();
-  void close_mail(const std::string &reason, bool in_order);
+  void close_mail(nlc_status status, const std::string &reason, const std::string &to_others);
+  void leave();
+  void publish_failure(nlc_status status, const std::string &text);
 
   Roster roster_;
   int64_t timeout_ms_;

@@ -97,18 +97,23 @@ void Group::fail(nlc_status status, const std::string &reason) {
 }
 
 void Group::fail_with(nlc_status status, const std::string &text) {
+  publish_failure(status, text);
+  throw Failure(status, roster_.failure_text(own_info_.rank, text));
+}
+
+void Group::publish_failure(nlc_status status, const std::string &text) {
   failure_text_ = text;
   failure_status_ = status;
   std::strncpy(own_->reason, text.c_str(), sizeof own_->reason - 1);
   own_->failed.store(static_cast<uint32_t>(status), std::memory_order_release);
   if (net_) net_->give_up(text);
-  throw Failure(status, roster_.failure_text(own_info_.rank, text));
 }
 
 void Group::abort(const char *reason) {
   abort_reason_ = reason;
   aborted_.store(true, std::memory_order_release);
-  close_mail(reason, false);
+  close_mail(NLC_ABORTED, reason,
+             roster_.peers.empty() ? reason : roster_.rank_text(rank()) + ": " + reason);
 }
 
 std::string Group::call_text(const CallSignature &call) const {

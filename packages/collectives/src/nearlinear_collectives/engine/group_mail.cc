@@ -39,15 +39,33 @@ std::shared_ptr<Mailbox> Group::mailbox() {
   return mailbox_;
 }
 
-void Group::close_mail(const std::string &reason, bool in_order) {
+// A death that was noticed in a message ends the collectives of the other ranks too, and the other
+// way round: they may wait for this rank, which leaves because of it.
+void Group::leave() {
+  std::shared_ptr<Mailbox> mailbox;
+  {
+    const std::lock_guard<std::mutex> lock(mailbox_mutex_);
+    mailbox = mailbox_;
+  }
+  if (mailbox && failure_status_ == NLC_OK)
+    if (const auto death = mailbox->death()) publish_failure(death->status, death->text);
+  own_->closed.store(1, std::memory_order_release);
+  if (failure_status_ == NLC_PEER_DIED)
+    close_mail(failure_status_, failure_text_, failure_text_);
+  else
+    close_mail(NLC_ABORTED, "the group is being closed", "");
+  forget_mail(own_info_);
+}
+
+void Group::close_mail(nlc_status status, const std::string &reason,
+                       const std::string &to_others) {
   std::shared_ptr<Mailbox> mailbox;
   {
     const std::lock_guard<std::mutex> lock(mailbox_mutex_);
     mailbox = mailbox_;
     mail_listener_ = {};
   }
-  if (mailbox) mailbox->close(reason, in_order);
-  if (in_order) forget_mail(own_info_);
+  if (mailbox) mailbox->close(status, reason, to_others);
 }
 
 }  // namespace nlc

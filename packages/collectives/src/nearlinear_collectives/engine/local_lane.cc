@@ -29,16 +29,24 @@ class LocalLane : public Lane {
     in_this_process_ = peer.pid == ::getpid();
     segment_ = &box.segment(static_cast<int>(local));
     mine_ = &box.own().lanes[local];
-    if (in_this_process_ && has_left()) return;  // its memory is closed
+    if (in_this_process_) {
+      if (has_left()) return;  // its memory is closed
+      whole_ = map_mail_here(peer, topology.ranks_here());
+      mail_ = reinterpret_cast<Mail *>(whole_->base());
+      theirs_ = &mail_->lanes[topology.local];
+      return;
+    }
     try {
-      mapping_ = map_mail(peer, topology.ranks_here());
+      const Fd fd = open_memory_of(peer.pid, peer.mail_fd);
+      start_ = map_memory(fd.get(), kLargestPage, true);
+      lane_ = map_memory(fd.get(), sizeof(MailLane), true, Mail::lane_offset(topology.local));
     } catch (const Failure &failure) {
       if (failure.status != NLC_PEER_DIED) throw;
       if (!has_left()) died();
       return;
     }
-    mail_ = reinterpret_cast<Mail *>(mapping_->base());
-    theirs_ = &mail_->lanes[topology.local];
+    mail_ = reinterpret_cast<Mail *>(start_.base());
+    theirs_ = reinterpret_cast<MailLane *>(lane_.base());
   }
 
   bool is_local() const override { return true; }
@@ -73,7 +81,10 @@ class LocalLane : public Lane {
  private:
   bool has_left() {
     const bool left = segment_->closed.load(std::memory_order_acquire);
-    if (left)
+    // Not in order if a rank died, and a collective noticed it.
+    if (left && segment_->failed.load(std::memory_order_acquire) == NLC_PEER_DIED)
+      end = LaneEnd{NLC_PEER_DIED, segment_->reason, false};
+    else if (left)
       end = LaneEnd{NLC_PEER_DIED, box_.roster().rank_text(rank) + " has left the group", true};
     return left;
   }
@@ -195,7 +206,8 @@ class LocalLane : public Lane {
     return moved;
   }
 
-  std::shared_ptr<Mapping> mapping_;
+  std::shared_ptr<Mapping> whole_;  // of the other rank's Mail, in this process
+  Mapping start_, lane_;            // parts of it, in another one
   const Segment *segment_;
   Mail *mail_ = nullptr;
   MailLane *mine_, *theirs_ = nullptr;

@@ -19,6 +19,7 @@ namespace {
 constexpr std::chrono::microseconds kHeadStart{300};
 constexpr int kDozes = 30;  // without work, before that thread has to be woken
 constexpr std::chrono::milliseconds kLook{2};
+constexpr std::chrono::milliseconds kFarewell{500};
 constexpr int kSleepMs = 20;
 
 std::string count_text(uint64_t bytes, int dtype) {
@@ -35,11 +36,8 @@ std::unordered_map<uint64_t, std::weak_ptr<Mapping>> &mails() {
 
 }  // namespace
 
-std::shared_ptr<Mapping> map_mail(const PeerInfo &peer, int ranks_here) {
+std::shared_ptr<Mapping> map_mail_here(const PeerInfo &peer, int ranks_here) {
   const size_t bytes = Mail::bytes(ranks_here);
-  if (peer.pid != ::getpid())
-    return std::make_shared<Mapping>(
-        map_memory(open_memory_of(peer.pid, peer.mail_fd).get(), bytes, true));
   const std::lock_guard<std::mutex> lock(mails_mutex);
   std::weak_ptr<Mapping> &known = mails()[peer.nonce];
   std::shared_ptr<Mapping> mail = known.lock();
@@ -72,7 +70,7 @@ void Lane::died() {
 
 Mailbox::Mailbox(MailSettings settings)
     : settings_(std::move(settings)),
-      own_(map_mail(roster().peer(rank()), roster().topology.ranks_here())),
+      own_(map_mail_here(roster().peer(rank()), roster().topology.ranks_here())),
       party_{settings_.interface, rank(), roster().topology.size, settings_.key},
       slots_(settings_.own_core),
       stream_bytes_(stream_threshold(roster().topology.ranks_here())),
@@ -255,6 +253,7 @@ void Mailbox::close_lane(Lane &lane) {
 
 void Mailbox::fail_all(nlc_status status, const std::string &text, const std::string &to_others) {
   if (closed_.empty()) closed_ = text;
+  if (!failure_ && !to_others.empty()) failure_ = LaneEnd{status, to_others, false};
   for (const auto &lane : lanes_)
     if (lane && !lane->closed) {
       lane->end = LaneEnd{status, to_others, false};
@@ -380,12 +379,31 @@ bool Mailbox::greet_guests() {
     });
     if (done && guest->fd) {
       tcp::set_liveness(guest->fd.get());
-      lane_to(guest->hello().member).adopt(std::move(guest->fd));
+      Lane &lane = lane_to(guest->hello().member);
+      if (failure_ && !lane.closed) {
+        lane.end = failure_;
+        lane.closed = true;
+      }
+      lane.adopt(std::move(guest->fd));
       moved = true;
     }
     guest = done ? guests_.erase(guest) : std::next(guest);
   }
   return moved;
+}
+
+// A rank that is about to wait for this one would only find that it is gone, and not why.
+void Mailbox::tell_latecomers(std::unique_lock<std::mutex> &lock) {
+  if (!failure_ || !settings_.listener.fd) return;
+  const Clock::time_point until = Clock::now() + kFarewell;
+  while (Clock::now() < until) {
+    greet_guests();
+    std::vector<pollfd> waits{{settings_.listener.fd.get(), POLLIN, 0}};
+    for (const tcp::Guest &guest : guests_) waits.push_back({guest.fd.get(), POLLIN, 0});
+    lock.unlock();
+    ::poll(waits.data(), waits.size(), kSleepMs);
+    lock.lock();
+  }
 }
 
 void Mailbox::ring_own() {
@@ -498,9 +516,14 @@ void Mailbox::serve() {
   changed_.notify_all();
 }
 
-void Mailbox::close(const std::string &reason, bool in_order) {
+std::optional<LaneEnd> Mailbox::death() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return failure_ && failure_->status == NLC_PEER_DIED ? failure_ : std::nullopt;
+}
+
+void Mailbox::close(nlc_status status, const std::string &reason, const std::string &to_others) {
   std::unique_lock<std::mutex> lock(mutex_);
-  fail_all(NLC_ABORTED, reason, in_order ? "" : roster().rank_text(rank()) + ": " + reason);
+  fail_all(status, reason, to_others);
   deliver(lock);
   server_.notify_one();
   ring_own();
@@ -509,6 +532,11 @@ void Mailbox::close(const std::string &reason, bool in_order) {
   ++waiting_;
   changed_.wait(lock, [this] { return driver_ == std::thread::id() && !serving_; });
   --waiting_;
+  try {
+    tell_latecomers(lock);
+  } catch (const std::exception &) {
+    // Best effort: they notice the closed port.
+  }
 }
 
 }  // namespace nlc

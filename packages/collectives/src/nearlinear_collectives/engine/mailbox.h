@@ -52,9 +52,12 @@ class Mailbox : public std::enable_shared_from_this<Mailbox> {
   TransferPtr post(const nlc_call &call, int64_t timeout_ms, nlc_done done, void *context);
   // Make progress until the transfer has ended, or for timeout_ms (0: without a limit).
   nlc_status drive(const Transfer &transfer, int64_t timeout_ms);
-  // End all transfers with this reason, and refuse others. Other ranks' transfers with this one
-  // fail, unless it leaves in order. Returns after the callbacks, unless it is called by one.
-  void close(const std::string &reason, bool in_order);
+  // End all transfers with this reason, and refuse others. `to_others` is told to ranks that have
+  // transfers with this one; "": it leaves in order. Returns after the callbacks, unless it is
+  // called by one.
+  void close(nlc_status status, const std::string &reason, const std::string &to_others);
+  // The death that has ended all transfers, if any.
+  std::optional<LaneEnd> death();
 
   // --- for the lanes, with the mutex held --------------------------------------------------------
   const MailSettings &settings() const { return settings_; }
@@ -94,6 +97,7 @@ class Mailbox : public std::enable_shared_from_this<Mailbox> {
   void finish(const TransferPtr &transfer, nlc_status status, const std::string &text);
   void fail_all(nlc_status status, const std::string &text, const std::string &to_others);
   void deliver(std::unique_lock<std::mutex> &lock);
+  void tell_latecomers(std::unique_lock<std::mutex> &lock);
   void ring_own();
   void sleep(std::unique_lock<std::mutex> &lock, uint32_t seen, int ms);
   void drive_until(std::unique_lock<std::mutex> &lock, const Transfer *transfer,
@@ -119,7 +123,8 @@ class Mailbox : public std::enable_shared_from_this<Mailbox> {
   int any_rank_ = 0;  // receives from any rank
   Clock::time_point last_look_{};
   CoreSpread core_spread_;
-  std::string closed_;  // reason why nothing can be posted any more
+  std::string closed_;              // reason why nothing can be posted any more
+  std::optional<LaneEnd> failure_;  // of which all ranks are told that connect
 
   std::condition_variable changed_, server_;
   std::thread::id driver_{};  // thread that drives, if any
@@ -129,8 +134,8 @@ class Mailbox : public std::enable_shared_from_this<Mailbox> {
   const int pid_ = ::getpid();
 };
 
-// Map the Mail of a rank of this node. Throws NLC_PEER_DIED if its process is gone.
-std::shared_ptr<Mapping> map_mail(const PeerInfo &peer, int ranks_here);
+// Map the Mail of a rank of this process.
+std::shared_ptr<Mapping> map_mail_here(const PeerInfo &peer, int ranks_here);
 // Forget the Mail of a rank of this process, whose descriptor is about to be closed.
 void forget_mail(const PeerInfo &own);
 

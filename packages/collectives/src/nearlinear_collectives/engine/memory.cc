@@ -22,7 +22,7 @@ Fd make_memory(const char *name, size_t bytes) {
   return fd;
 }
 
-Mapping map_memory(int fd, size_t bytes, bool writable) {
+Mapping map_memory(int fd, size_t bytes, bool writable, size_t offset) {
   // Reserve slightly more than needed and keep the part that starts on a huge page.
   const size_t reserve = bytes + kHugePage;
   void *room =
@@ -31,7 +31,8 @@ Mapping map_memory(int fd, size_t bytes, bool writable) {
   char *start = static_cast<char *>(room);
   char *base = start + (kHugePage - reinterpret_cast<uintptr_t>(start) % kHugePage) % kHugePage;
   const int protection = writable ? PROT_READ | PROT_WRITE : PROT_READ;
-  if (mmap(base, bytes, protection, MAP_SHARED | MAP_FIXED, fd, 0) == MAP_FAILED) {
+  if (mmap(base, bytes, protection, MAP_SHARED | MAP_FIXED, fd, static_cast<off_t>(offset)) ==
+      MAP_FAILED) {
     const Failure failure =
         system_failure(format("cannot map %s of shared memory", bytes_text(bytes).c_str()));
     munmap(room, reserve);

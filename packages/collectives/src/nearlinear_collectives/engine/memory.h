@@ -33,8 +33,8 @@ class Mapping {
 
 Fd make_memory(const char *name, size_t bytes);
 
-// Map a shared memory from its start at a multiple of 2 MiB, and request huge pages.
-Mapping map_memory(int fd, size_t bytes, bool writable);
+// Map a shared memory from `offset`, at a multiple of 2 MiB, and request huge pages.
+Mapping map_memory(int fd, size_t bytes, bool writable, size_t offset = 0);
 
 // Open the memory or pipe `fd` of another process of this user on this node. Throws NLC_PEER_DIED
 // if the process is gone.

@@ -1,6 +1,8 @@
 #include "trace.h"
 
 #include <algorithm>
+#include <fstream>
+#include <map>
 #include <mutex>
 
 #include "base.h"
@@ -23,6 +25,9 @@ struct Recorder {
   std::mutex mutex;
   Entry entries[kEntries];
   uint64_t next = 0;
+  std::map<std::string, std::vector<int64_t>> members;  // of groups, as global ranks
+  int64_t global_rank = 0;
+  bool written = false;
 };
 
 Recorder &recorder() {
@@ -38,6 +43,33 @@ void finish(uint64_t index, const char *state, const std::string &detail) {
   entry.ended = Clock::now();
   entry.state = state;
   entry.detail = detail;
+}
+
+std::string members_json(const Recorder &log) {
+  std::string text;
+  for (const auto &[group, ranks] : log.members) {
+    text += (text.empty() ? "" : ", ") + json_text(group) + ": [";
+    for (size_t i = 0; i < ranks.size(); ++i)
+      text += format(i ? ", %lld" : "%lld", static_cast<long long>(ranks[i]));
+    text += "]";
+  }
+  return "{" + text + "}";
+}
+
+// Best effort: it must not hide the failure that it explains.
+void write_once() {
+  const std::string start = setting("TRACE");
+  if (start.empty()) return;
+  std::string path, head;
+  {
+    Recorder &log = recorder();
+    const std::lock_guard<std::mutex> lock(log.mutex);
+    if (std::exchange(log.written, true)) return;
+    const auto rank = static_cast<long long>(log.global_rank);
+    path = format("%s%lld", start.c_str(), rank);
+    head = format("{\"rank\": %lld, \"groups\": ", rank) + members_json(log);
+  }
+  std::ofstream(path) << head << ", \"operations\": " << trace_json() << "}\n";
 }
 
 double us(Clock::time_point from, Clock::time_point to) {
@@ -93,7 +125,18 @@ Trace::Trace(const std::string &group, const CallSignature &call) {
 }
 
 void Trace::done(const char *path) { finish(index_, "done", path); }
-void Trace::failed(const std::string &why) { finish(index_, "failed", why); }
+void Trace::failed(const std::string &why) {
+  finish(index_, "failed", why);
+  write_once();
+}
+
+void remember_members(const std::string &group, const std::vector<int64_t> &global_ranks,
+                      int rank) {
+  Recorder &log = recorder();
+  const std::lock_guard<std::mutex> lock(log.mutex);
+  log.members[group] = global_ranks;
+  log.global_rank = global_ranks[static_cast<size_t>(rank)];
+}
 
 std::string trace_json() {
   Recorder &log = recorder();
@@ -105,14 +148,16 @@ std::string trace_json() {
     const bool running = entry.state[0] == 'r';
     text += format(
         "%s{\"group\": %s, \"sequence\": %llu, \"operation\": \"%s\", \"count\": %llu, "
-        "\"bytes\": %llu, \"dtype\": \"%s\", \"reduce\": \"%s\", \"state\": \"%s\", "
-        "\"detail\": %s, \"microseconds\": %.1f, \"microseconds_ago\": %.1f}",
+        "\"bytes\": %llu, \"dtype\": \"%s\", \"reduce\": \"%s\", \"root\": %d, "
+        "\"state\": \"%s\", \"detail\": %s, \"microseconds\": %.1f, \"microseconds_ago\": %.1f}",
         text.size() > 1 ? ", " : "", json_text(entry.group).c_str(),
         static_cast<unsigned long long>(entry.call.sequence), kind_name(entry.call.kind),
         static_cast<unsigned long long>(entry.call.count),
         static_cast<unsigned long long>(entry.call.count * element_bytes(entry.call.dtype)),
         dtype_name(entry.call.dtype),
-        reduces(entry.call.kind) ? reduce_name(entry.call.reduce) : "", entry.state,
+        reduces(entry.call.kind) ? reduce_name(entry.call.reduce) : "",
+        has_root(entry.call.kind) || is_message(entry.call.kind) ? entry.call.root : -1,
+        entry.state,
         json_text(entry.detail).c_str(), us(entry.begun, running ? now : entry.ended),
         us(entry.begun, now));
   }

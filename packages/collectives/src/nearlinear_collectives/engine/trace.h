@@ -2,6 +2,7 @@
 #pragma once
 
 #include <string>
+#include <vector>
 
 #include "segment.h"
 
@@ -12,6 +13,8 @@ class Trace {
  public:
   Trace(const std::string &group, const CallSignature &call);
   void done(const char *path);
+  // The first failure of a process also writes the recorder to a file, if
+  // NEARLINEAR_COLLECTIVES_TRACE is set: its value is the start of the path, the rank its end.
   void failed(const std::string &why);
 
  private:
@@ -19,6 +22,8 @@ class Trace {
 };
 
 std::string trace_json();
+// Note the members of a group, of which this process is `rank`, for that file.
+void remember_members(const std::string &group, const std::vector<int64_t> &global_ranks, int rank);
 
 // Properties of an nlc_kind.
 const char *kind_name(int kind);

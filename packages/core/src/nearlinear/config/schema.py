@@ -208,7 +208,9 @@ def coerce(value: typing.Any, kind: typing.Any, key: str, text_limit: int = MAX_
                 return coerce(value, option, key, text_limit)
             except ConfigError as error:
                 refusals.append(error)
-        raise refusals[-1]
+        first, *others = map(str, refusals)
+        prefix = f"{key} = {shown(value)}: "
+        raise ConfigError("; ".join([first, *(each.removeprefix(prefix) for each in others)]))
     if origin is typing.Literal:
         if value in options and type(value) in {type(o) for o in options}:
             return value
