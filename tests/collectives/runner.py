@@ -241,22 +241,15 @@ class Call:
         if self.n == 1:  # a rank cannot send to itself
             return Issued([source], [], None)
         messages = {"group": self.group, "tag": self.index}
-        works = Works(
-            [dist.isend(source, after, **messages), dist.irecv(output, before, **messages)]
-        )
-        return self.in_flight([output], [source], works)
+        if self.step.kind == "ring_batch":
+            receive = dist.P2POp(dist.irecv, output, before, **messages)
+            send = dist.P2POp(dist.isend, source, after, **messages)
+            works = dist.batch_isend_irecv([receive, send])
+        else:
+            works = [dist.isend(source, after, **messages), dist.irecv(output, before, **messages)]
+        return self.in_flight([output], [source], Works(works))
 
-    def ring_batch(self) -> Issued:
-        source, output = self.filled(self.own()), self.empty(self.count)
-        after, before = self.members[(self.me + 1) % self.n], self.members[self.me - 1]
-        if self.n == 1:
-            return Issued([source], [], None)
-        messages = {"group": self.group, "tag": self.index}
-        pair = [
-            dist.P2POp(dist.irecv, output, before, **messages),
-            dist.P2POp(dist.isend, source, after, **messages),
-        ]
-        return self.in_flight([output], [source], Works(dist.batch_isend_irecv(pair)))
+    ring_batch = ring
 
     def from_any(self) -> Issued:
         """Receive at the root in the order of arrival."""

@@ -324,7 +324,7 @@ def messages_of_every_layout(rank):
     """Send strided, pooled and empty tensors, and objects, to the other rank."""
     other, wrong = 1 - rank, []
     backend = dist.group.WORLD._get_backend(torch.device("cpu"))
-    for count in (0, 3, 1024, 1025, 300_000):  # 4 KiB travel with the envelope
+    for count in (0, 3, 1025, 8192, 8193, 300_000):  # 32 KiB travel with the envelope
         for dtype in (torch.float32, torch.complex64, torch.float8_e4m3fn, torch.bool):
             for source in ("contiguous", "strided", "pooled"):
                 room = torch.zeros(2 * count).to(dtype)

@@ -173,7 +173,7 @@ def test_every_dtype_and_reduction_gives_exact_results(pool, kind, ranks):
         "all_to_all_uneven",
         "gather",
         "ring",
-    ],  # fmt: skip
+    ],
 )
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5, 8])
 def test_sizes_around_powers_of_two_give_exact_results(pool, ranks, kind):

@@ -26,8 +26,8 @@ pytestmark = [
     pytest.mark.skipif(unavailable_reason() is not None, reason=str(unavailable_reason())),
 ]
 
-# Program of every rank: random calls, equal on all ranks, until one fails. Arguments: seed, number
-# of kinds of calls, secrets.
+# Program of every rank: random calls, equal on all ranks, until one fails.
+# Arguments: seed, how many kinds of calls to draw from, secrets.
 COLLECTIVES, KINDS = 6, 7
 PROGRAM = f"""
 import json, os, random, sys, time

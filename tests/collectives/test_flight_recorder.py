@@ -1,4 +1,4 @@
-"""Files of failed ranks: what the flight recorder says, and torch's analyzer on the same files."""
+"""Reports of the flight recorder on files of failed ranks; torch's analyzer on the same files."""
 
 import json
 import os
@@ -80,7 +80,7 @@ def test_rank_behind_the_others_is_named():
 
 
 def test_torch_reads_the_files(pool, tmp_path, capsys):
-    """Its analyzer finds the same operation incomplete."""
+    """Run torch's analyzer, and its list of entries, to the end."""
     analyzer = pytest.importorskip("torch.distributed.flight_recorder.fr_trace")
     explained(pool, tmp_path, capsys, "other call")
     analyzer.main([str(tmp_path / "torch"), "--prefix", "trace_"])

@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <cstring>
 #include <new>
-#include <unordered_map>
 
 #include "copy.h"
 #include "mailbox.h"
@@ -16,18 +15,9 @@
 namespace nlc {
 namespace {
 
-// Segments of this process by nonce: ranks that are threads share one mapping. A second mapping
-// would also hide every race from a thread sanitizer.
-std::mutex own_segments_mutex;
-std::unordered_map<uint64_t, std::weak_ptr<Mapping>> &own_segments() {
-  static auto *segments = new std::unordered_map<uint64_t, std::weak_ptr<Mapping>>();
+MappingsHere &own_segments() {
+  static auto *segments = new MappingsHere();
   return *segments;
-}
-
-std::shared_ptr<Mapping> own_segment(uint64_t nonce) {
-  const std::lock_guard<std::mutex> lock(own_segments_mutex);
-  const auto found = own_segments().find(nonce);
-  return found == own_segments().end() ? nullptr : found->second.lock();
 }
 
 constexpr int64_t kHeadStart = 300;  // milliseconds
@@ -58,10 +48,7 @@ Group::Group(const nlc_options &options, unsigned char *peer_info)
   own_mapping_ = std::make_shared<Mapping>(map_memory(segment_fd_.get(), sizeof(Segment), true));
   own_ = new (own_mapping_->base()) Segment;
   own_->nonce.store(own_info_.nonce, std::memory_order_release);
-  {
-    const std::lock_guard<std::mutex> lock(own_segments_mutex);
-    own_segments()[own_info_.nonce] = own_mapping_;
-  }
+  own_segments().get(own_info_.nonce, [this] { return own_mapping_; });
   if (options.size > 1) {
     const std::string transport = setting("TRANSPORT");
     net_ = make_transport(transport.empty() ? "tcp" : transport);
@@ -76,8 +63,7 @@ Group::Group(const nlc_options &options, unsigned char *peer_info)
 
 Group::~Group() {
   leave();
-  const std::lock_guard<std::mutex> lock(own_segments_mutex);
-  own_segments().erase(own_info_.nonce);
+  own_segments().forget(own_info_.nonce);
 }
 
 void Group::connect(const unsigned char *peer_infos, int64_t timeout_ms) {
@@ -97,7 +83,7 @@ void Group::connect(const unsigned char *peer_infos, int64_t timeout_ms) {
     const PeerInfo &peer = roster_.peer(rank);
     Neighbour neighbour;
     neighbour.rank = rank;
-    neighbour.mapping = peer.pid == getpid() ? own_segment(peer.nonce) : nullptr;
+    neighbour.mapping = peer.pid == getpid() ? own_segments().find(peer.nonce) : nullptr;
     if (!neighbour.mapping) {
       try {
         const Fd fd = open_memory_of(peer.pid, peer.segment_fd);

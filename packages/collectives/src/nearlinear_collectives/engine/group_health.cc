@@ -22,11 +22,9 @@ void Group::check_peers(int awaited) {
       fail(NLC_PEER_DIED, roster_.rank_text(awaited) + " has left the group");
   }
   for (const int dead : liveness_->dead()) {
-    const std::vector<int> &neighbours = roster_.topology.neighbours();
-    const auto found = std::find(neighbours.begin(), neighbours.end(), dead);
-    const int local = static_cast<int>(found - neighbours.begin());
+    const Segment &other = *neighbour(roster_.topology.local_of(dead)).segment;
     // A rank that closed the group and exited is an error only for ranks that wait for it.
-    if (!neighbour(local).segment->closed.load(std::memory_order_acquire))
+    if (!other.closed.load(std::memory_order_acquire))
       fail(NLC_PEER_DIED, roster_.rank_text(dead) + " died");
   }
   if (now >= deadline_) time_out(awaited);
@@ -122,12 +120,11 @@ std::string Group::call_text(const CallSignature &call) const {
   if (call.kind == NLC_BARRIER) return text;
   const bool per_rank = call.kind == NLC_ALL_GATHER || call.kind == NLC_REDUCE_SCATTER ||
                         call.kind == NLC_GATHER || call.kind == NLC_SCATTER;
-  text += format(" of %s%s (%llu x %s", bytes_text(call.count * element_bytes(call.dtype)).c_str(),
+  text += format(" of %s%s (%s", bytes_text(call.count * element_bytes(call.dtype)).c_str(),
                  per_rank                       ? " per rank"
                  : call.kind == NLC_ALL_TO_ALL ? " sent"
                                                 : "",
-                 static_cast<unsigned long long>(call.count),
-                 dtype_name(call.dtype));
+                 count_text(call.count, call.dtype).c_str());
   if (reduces(call.kind)) text += format(", %s", reduce_name(call.reduce));
   if (call.scale != 1.0) text += format(", times %.9g", call.scale);
   if (has_root(call.kind)) text += format(", root %d", call.root);

@@ -24,10 +24,9 @@ std::shared_ptr<Mailbox> Group::mailbox() {
     MailSettings settings{roster_,
                           {},
                           {},
-                          std::move(mail_listener_),
-                          mail_interface_,
                           liveness_,
-                          key(),
+                          std::move(mail_listener_),
+                          {mail_interface_, rank(), size(), key()},
                           spin_budget_,
                           ranks_here() <= own_info_.cores};
     for (const Neighbour &neighbour : neighbours_) {

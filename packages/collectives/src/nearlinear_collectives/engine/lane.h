@@ -106,7 +106,7 @@ class Lane {
   std::deque<Reply> answers_;
 };
 
-// Throws Failure if the other rank's memory is gone.
+// The lane has ended already if the other rank's memory is gone.
 std::unique_ptr<Lane> make_local_lane(Mailbox &box, int rank);
 std::unique_ptr<Lane> make_tcp_lane(Mailbox &box, int rank);
 

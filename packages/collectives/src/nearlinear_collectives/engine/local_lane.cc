@@ -22,12 +22,10 @@ class LocalLane : public Lane {
  public:
   LocalLane(Mailbox &box, int rank) : Lane(box, rank) {
     const Topology &topology = box.roster().topology;
-    const std::vector<int> &here = topology.neighbours();
-    const size_t local = static_cast<size_t>(std::find(here.begin(), here.end(), rank) -
-                                             here.begin());
+    const int local = topology.local_of(rank);
     const PeerInfo &peer = box.roster().peer(rank);
     in_this_process_ = peer.pid == ::getpid();
-    segment_ = &box.segment(static_cast<int>(local));
+    segment_ = &box.segment(local);
     mine_ = &box.own().lanes[local];
     if (in_this_process_) {
       if (has_left()) return;  // its memory is closed

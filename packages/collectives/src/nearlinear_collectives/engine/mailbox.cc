@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <unordered_map>
 
 #include "arena.h"
 #include "copy.h"
@@ -22,36 +21,20 @@ constexpr std::chrono::milliseconds kLook{2};
 constexpr std::chrono::milliseconds kFarewell{500};
 constexpr int kSleepMs = 20;
 
-std::string count_text(uint64_t bytes, int dtype) {
-  return format("%llu x %s", static_cast<unsigned long long>(bytes / element_bytes(dtype)),
-                dtype_name(dtype));
-}
-
-// Mails of ranks of this process, which share one mapping as their segments do (group.cc).
-std::mutex mails_mutex;
-std::unordered_map<uint64_t, std::weak_ptr<Mapping>> &mails() {
-  static auto *all = new std::unordered_map<uint64_t, std::weak_ptr<Mapping>>();
+MappingsHere &mails() {
+  static auto *all = new MappingsHere();
   return *all;
 }
 
 }  // namespace
 
 std::shared_ptr<Mapping> map_mail_here(const PeerInfo &peer, int ranks_here) {
-  const size_t bytes = Mail::bytes(ranks_here);
-  const std::lock_guard<std::mutex> lock(mails_mutex);
-  std::weak_ptr<Mapping> &known = mails()[peer.nonce];
-  std::shared_ptr<Mapping> mail = known.lock();
-  if (!mail) {
-    mail = std::make_shared<Mapping>(map_memory(peer.mail_fd, bytes, true));
-    known = mail;
-  }
-  return mail;
+  return mails().get(peer.nonce, [&] {
+    return std::make_shared<Mapping>(map_memory(peer.mail_fd, Mail::bytes(ranks_here), true));
+  });
 }
 
-void forget_mail(const PeerInfo &own) {
-  const std::lock_guard<std::mutex> lock(mails_mutex);
-  mails().erase(own.nonce);
-}
+void forget_mail(const PeerInfo &own) { mails().forget(own.nonce); }
 
 // --- lanes ---------------------------------------------------------------------------------------
 
@@ -71,7 +54,6 @@ void Lane::died() {
 Mailbox::Mailbox(MailSettings settings)
     : settings_(std::move(settings)),
       own_(map_mail_here(roster().peer(rank()), roster().topology.ranks_here())),
-      party_{settings_.interface, rank(), roster().topology.size, settings_.key},
       slots_(settings_.own_core),
       stream_bytes_(stream_threshold(roster().topology.ranks_here())),
       lanes_(roster().peers.size()) {
@@ -174,16 +156,8 @@ void Mailbox::accept(const TransferPtr &receive, Lane &lane, const Envelope &env
   }
   receive->matched = true;
   receive->number = envelope.number;
-  if (envelope.bytes != receive->bytes || envelope.dtype != receive->dtype) {
-    lane.end = LaneEnd{
-        NLC_MISMATCH,
-        format("rank %lld sends %s with tag %lld, and rank %lld expects %s",
-               roster().global(lane.rank), count_text(envelope.bytes, envelope.dtype).c_str(),
-               static_cast<long long>(envelope.tag), roster().global(rank()),
-               count_text(receive->bytes, receive->dtype).c_str()),
-        false};
-    return;
-  }
+  if (envelope.bytes != receive->bytes || envelope.dtype != receive->dtype)
+    return refuse_mismatch(*receive, lane, envelope);
   if (envelope.place == kWithIt) {
     if (envelope.bytes) std::memcpy(receive->data, data, envelope.bytes);
     receive->path = "with the envelope";
@@ -193,10 +167,8 @@ void Mailbox::accept(const TransferPtr &receive, Lane &lane, const Envelope &env
     receive->path = lane.is_local() ? "staged" : "network";
     return lane.grant(receive);
   }
-  const Topology &topology = roster().topology;
-  const auto &here = topology.neighbours();
-  const auto local = std::find(here.begin(), here.end(), lane.rank) - here.begin();
-  const std::shared_ptr<Mapping> &pool = settings_.pools[static_cast<size_t>(local)];
+  const auto local = static_cast<size_t>(roster().topology.local_of(lane.rank));
+  const std::shared_ptr<Mapping> &pool = settings_.pools[local];
   const char *from = pool ? pool->base() + envelope.place
                           : reinterpret_cast<const char *>(static_cast<intptr_t>(envelope.place));
   copy(receive->data, from, envelope.bytes, envelope.bytes >= stream_bytes_);
@@ -205,142 +177,6 @@ void Mailbox::accept(const TransferPtr &receive, Lane &lane, const Envelope &env
   if (lane.end) return;
   receive->path = "pulled";
   lane.acknowledge(receive);
-}
-
-// --- ends ----------------------------------------------------------------------------------------
-
-void Mailbox::complete(const TransferPtr &transfer) { finish(transfer, NLC_OK, ""); }
-
-void Mailbox::finish(const TransferPtr &transfer, nlc_status status, const std::string &text) {
-  if (transfer->ended) return;
-  transfer->ended = true;
-  transfer->status = status;
-  --(transfer->rank == kAnyRank ? any_rank_ : lane_to(transfer->rank).transfers);
-  if (status == NLC_OK) {
-    transfer->trace->done(transfer->path);
-  } else {
-    transfer->error = roster().failure_text(rank(), text);
-    transfer->trace->failed(text);
-  }
-  transfers_.remove(transfer);
-  ended_.push_back(transfer);
-}
-
-void Mailbox::deliver(std::unique_lock<std::mutex> &lock) {
-  if (ended_.empty()) return;
-  const std::vector<TransferPtr> due = std::move(ended_);
-  ended_.clear();
-  if (waiting_ > 0) changed_.notify_all();
-  lock.unlock();
-  for (const TransferPtr &transfer : due)
-    transfer->done(transfer->context, transfer->status, transfer->error.c_str());
-  lock.lock();
-}
-
-// End all transfers of a lane that has ended. A death ends those with other ranks too, and these
-// learn of it: they may wait for a message that depends on one of the dead rank.
-void Mailbox::close_lane(Lane &lane) {
-  const LaneEnd end = *lane.end;
-  if (end.status == NLC_PEER_DIED && !end.in_order)
-    return fail_all(end.status, end.text, end.text);
-  lane.closed = true;
-  lane.leave(end.status, told(end));
-  for (const TransferPtr &one : std::list<TransferPtr>(transfers_))
-    if (one->rank == lane.rank || (one->rank == kAnyRank && !end.in_order))
-      finish(one, end.status, text_of(*one) + ": " + end.text);
-  arrivals_.remove_if([&](const Arrival &one) { return one.lane == &lane; });
-}
-
-void Mailbox::fail_all(nlc_status status, const std::string &text, const std::string &to_others) {
-  if (closed_.empty()) closed_ = text;
-  if (!failure_ && !to_others.empty()) failure_ = LaneEnd{status, to_others, false};
-  for (const auto &lane : lanes_)
-    if (lane && !lane->closed) {
-      lane->end = LaneEnd{status, to_others, false};
-      lane->closed = true;
-      lane->leave(to_others.empty() ? NLC_OK : status, to_others);
-    }
-  for (const TransferPtr &one : std::list<TransferPtr>(transfers_))
-    finish(one, status, text_of(*one) + ": " + text);
-  arrivals_.clear();
-}
-
-std::string Mailbox::told(const LaneEnd &end) const {
-  if (end.status != NLC_TIMEOUT) return end.text;
-  return roster().rank_text(rank()) + " gave up: " + end.text;
-}
-
-// A rank of this node that died, and did not leave the group before; or -1.
-int Mailbox::first_dead() {
-  const std::vector<int> &here = roster().topology.neighbours();
-  for (const int rank : settings_.liveness->dead()) {
-    const auto local = std::find(here.begin(), here.end(), rank) - here.begin();
-    if (!segment(static_cast<int>(local)).closed.load(std::memory_order_acquire)) return rank;
-  }
-  return -1;
-}
-
-void Mailbox::check_health(Clock::time_point now) {
-  last_look_ = now;
-  if (const int dead = first_dead(); dead >= 0) {
-    const std::string text = roster().rank_text(dead) + " died";
-    return fail_all(NLC_PEER_DIED, text, text);
-  }
-  size_t others = 0, left = 0;
-  for (const auto &lane : lanes_) {
-    if (!lane) continue;
-    ++others;
-    if (is_used(*lane)) {
-      lane->look();
-      // Its last messages may have arrived in the meantime.
-      if (lane->end && lane->end->in_order) {
-        std::optional<LaneEnd> end;
-        std::swap(end, lane->end);
-        while (lane->move() && !lane->end) {
-        }
-        if (!lane->end) std::swap(end, lane->end);
-      }
-      if (lane->end) close_lane(*lane);
-    }
-    left += lane->end.has_value();
-  }
-  if (any_rank_ > 0 && left == others)
-    for (const TransferPtr &one : std::list<TransferPtr>(transfers_))
-      if (one->rank == kAnyRank)
-        finish(one, NLC_PEER_DIED, text_of(*one) + ": all other ranks have left the group");
-  for (const TransferPtr &one : std::list<TransferPtr>(transfers_)) {
-    if (one->ended || now < one->deadline) continue;
-    const std::string text = late_text(*one);
-    if (one->rank == kAnyRank) {
-      finish(one, NLC_TIMEOUT, text_of(*one) + ": " + text);
-      continue;
-    }
-    Lane &lane = lane_to(one->rank);
-    lane.end = LaneEnd{NLC_TIMEOUT, text, false};
-    close_lane(lane);
-  }
-}
-
-std::string Mailbox::text_of(const Transfer &transfer) const {
-  const std::string other =
-      transfer.rank == kAnyRank ? "any rank" : format("rank %lld", roster().global(transfer.rank));
-  return format("%s #%llu of %s (%s, tag %lld) %s %s", transfer.sends ? "send" : "receive",
-                static_cast<unsigned long long>(transfer.sequence),
-                bytes_text(transfer.bytes).c_str(),
-                count_text(transfer.bytes, transfer.dtype).c_str(),
-                static_cast<long long>(transfer.tag), transfer.sends ? "to" : "from",
-                other.c_str());
-}
-
-std::string Mailbox::late_text(const Transfer &transfer) const {
-  const double seconds = static_cast<double>(transfer.timeout_ms) / 1000;
-  if (transfer.rank == kAnyRank)
-    return format("timed out: no rank has sent a message with this tag in %.3g s", seconds);
-  const char *why = transfer.sends     ? "it has not received the message"
-                    : transfer.matched ? "it has not sent the whole message"
-                                       : "it has not sent a message with this tag";
-  return format("%s timed out: it made no progress for %.3g s; %s",
-                roster().rank_text(transfer.rank).c_str(), seconds, why);
 }
 
 // --- progress ------------------------------------------------------------------------------------
@@ -374,7 +210,7 @@ bool Mailbox::greet_guests() {
   tcp::accept_guests(settings_.listener.fd.get(), guests_);
   bool moved = false;
   for (auto guest = guests_.begin(); guest != guests_.end();) {
-    const bool done = guest->listen(party_, [](const tcp::Hello &theirs) {
+    const bool done = guest->listen(party(), [](const tcp::Hello &theirs) {
       return theirs.kind == tcp::kMail;
     });
     if (done && guest->fd) {
@@ -392,14 +228,19 @@ bool Mailbox::greet_guests() {
   return moved;
 }
 
+void Mailbox::watch_guests(std::vector<pollfd> &waits) const {
+  if (settings_.listener.fd) waits.push_back({settings_.listener.fd.get(), POLLIN, 0});
+  for (const tcp::Guest &guest : guests_) waits.push_back({guest.fd.get(), POLLIN, 0});
+}
+
 // A rank that is about to wait for this one would only find that it is gone, and not why.
 void Mailbox::tell_latecomers(std::unique_lock<std::mutex> &lock) {
   if (!failure_ || !settings_.listener.fd) return;
   const Clock::time_point until = Clock::now() + kFarewell;
   while (Clock::now() < until) {
     greet_guests();
-    std::vector<pollfd> waits{{settings_.listener.fd.get(), POLLIN, 0}};
-    for (const tcp::Guest &guest : guests_) waits.push_back({guest.fd.get(), POLLIN, 0});
+    std::vector<pollfd> waits;
+    watch_guests(waits);
     lock.unlock();
     ::poll(waits.data(), waits.size(), kSleepMs);
     lock.lock();
@@ -418,8 +259,7 @@ void Mailbox::sleep(std::unique_lock<std::mutex> &lock, uint32_t seen, int ms) {
     return lock.lock();
   }
   std::vector<pollfd> waits{{doorbell_.read_fd(), POLLIN, 0}};
-  if (settings_.listener.fd) waits.push_back({settings_.listener.fd.get(), POLLIN, 0});
-  for (const tcp::Guest &guest : guests_) waits.push_back({guest.fd.get(), POLLIN, 0});
+  watch_guests(waits);
   for (const auto &lane : lanes_)
     if (lane && is_used(*lane)) lane->watch(waits);
   // The order matters: the flag is set before the last look at the bell, and others look at the
@@ -514,11 +354,6 @@ void Mailbox::serve() {
   }
   serving_ = false;
   changed_.notify_all();
-}
-
-std::optional<LaneEnd> Mailbox::death() {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return failure_ && failure_->status == NLC_PEER_DIED ? failure_ : std::nullopt;
 }
 
 void Mailbox::close(nlc_status status, const std::string &reason, const std::string &to_others) {

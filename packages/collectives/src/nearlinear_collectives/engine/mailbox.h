@@ -36,10 +36,9 @@ struct MailSettings {
   Roster roster;
   std::vector<std::shared_ptr<Mapping>> segments;  // of the node's ranks
   std::vector<std::shared_ptr<Mapping>> pools;     // likewise; nullptr in this process
+  std::shared_ptr<Liveness> liveness;              // likewise
   tcp::Listener listener;                          // for other nodes; empty on one node
-  tcp::Interface interface;
-  std::shared_ptr<Liveness> liveness;  // of the node's ranks
-  Key key;
+  tcp::Party party;                                // of all ranks
   SpinBudget spin_budget;
   bool own_core;  // every rank of the node has a core
 };
@@ -59,12 +58,12 @@ class Mailbox : public std::enable_shared_from_this<Mailbox> {
   // The death that has ended all transfers, if any.
   std::optional<LaneEnd> death();
 
-  // --- for the lanes, with the mutex held --------------------------------------------------------
+  // --- for the lanes, with the mutex held; ends are in mailbox_health.cc -------------------------
   const MailSettings &settings() const { return settings_; }
   const Roster &roster() const { return settings_.roster; }
   int rank() const { return roster().topology.rank; }
   Mail &own() { return *reinterpret_cast<Mail *>(own_->base()); }
-  const tcp::Party &party() const { return party_; }
+  const tcp::Party &party() const { return settings_.party; }
   Segment &segment(int local) const {
     return *reinterpret_cast<Segment *>(settings_.segments[static_cast<size_t>(local)]->base());
   }
@@ -85,6 +84,7 @@ class Mailbox : public std::enable_shared_from_this<Mailbox> {
   Lane &lane_to(int rank);
   void open_all_lanes();
   void accept(const TransferPtr &receive, Lane &lane, const Envelope &envelope, const void *data);
+  void refuse_mismatch(const Transfer &receive, Lane &lane, const Envelope &envelope);
   bool progress();
   bool greet_guests();
   bool is_used(const Lane &lane) const {
@@ -97,6 +97,7 @@ class Mailbox : public std::enable_shared_from_this<Mailbox> {
   void finish(const TransferPtr &transfer, nlc_status status, const std::string &text);
   void fail_all(nlc_status status, const std::string &text, const std::string &to_others);
   void deliver(std::unique_lock<std::mutex> &lock);
+  void watch_guests(std::vector<pollfd> &waits) const;
   void tell_latecomers(std::unique_lock<std::mutex> &lock);
   void ring_own();
   void sleep(std::unique_lock<std::mutex> &lock, uint32_t seen, int ms);
@@ -108,7 +109,6 @@ class Mailbox : public std::enable_shared_from_this<Mailbox> {
 
   MailSettings settings_;
   std::shared_ptr<Mapping> own_;  // of this rank's Mail
-  tcp::Party party_;
   SlotWriter slots_;
   size_t stream_bytes_;
   Doorbell doorbell_;

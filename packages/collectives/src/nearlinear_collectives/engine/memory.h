@@ -6,7 +6,10 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
+#include <mutex>
 #include <string>
+#include <unordered_map>
 
 #include "base.h"
 
@@ -29,6 +32,33 @@ class Mapping {
  private:
   char *base_ = nullptr;
   size_t bytes_ = 0;
+};
+
+// Mappings of this process by the nonce of their rank. Ranks that are threads share them: a second
+// mapping would hide every race from a thread sanitizer.
+class MappingsHere {
+ public:
+  // Return the mapping of a nonce, made by make() if there is none.
+  template <class Make>
+  std::shared_ptr<Mapping> get(uint64_t nonce, Make make) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    std::shared_ptr<Mapping> found = known_[nonce].lock();
+    if (!found) known_[nonce] = found = make();
+    return found;
+  }
+  std::shared_ptr<Mapping> find(uint64_t nonce) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = known_.find(nonce);
+    return found == known_.end() ? nullptr : found->second.lock();
+  }
+  void forget(uint64_t nonce) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    known_.erase(nonce);
+  }
+
+ private:
+  std::mutex mutex_;
+  std::unordered_map<uint64_t, std::weak_ptr<Mapping>> known_;
 };
 
 Fd make_memory(const char *name, size_t bytes);

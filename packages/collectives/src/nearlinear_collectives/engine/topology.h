@@ -1,6 +1,7 @@
 // Placement of a group's ranks on nodes.
 #pragma once
 
+#include <algorithm>
 #include <string>
 #include <vector>
 
@@ -17,6 +18,11 @@ struct Topology {
   int local = 0;                        // index of this rank among its node's ranks
 
   const std::vector<int> &neighbours() const { return nodes[static_cast<size_t>(node)]; }
+  // Index of a rank of this node among the node's ranks.
+  int local_of(int rank) const {
+    const std::vector<int> &here = neighbours();
+    return static_cast<int>(std::find(here.begin(), here.end(), rank) - here.begin());
+  }
   int ranks_here() const { return static_cast<int>(neighbours().size()); }
   int node_count() const { return static_cast<int>(nodes.size()); }
   bool leads() const { return local == 0; }

@@ -78,6 +78,10 @@ double us(Clock::time_point from, Clock::time_point to) {
 
 }  // namespace
 
+std::string count_text(uint64_t count, int dtype) {
+  return format("%llu x %s", static_cast<unsigned long long>(count), dtype_name(dtype));
+}
+
 const char *kind_name(int kind) {
   static const char *names[] = {"?",
                                 "all_gather",

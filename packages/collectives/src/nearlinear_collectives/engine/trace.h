@@ -25,6 +25,8 @@ std::string trace_json();
 // Note the members of a group, of which this process is `rank`, for that file.
 void remember_members(const std::string &group, const std::vector<int64_t> &global_ranks, int rank);
 
+std::string count_text(uint64_t count, int dtype);  // "1000 x float32"
+
 // Properties of an nlc_kind.
 const char *kind_name(int kind);
 bool reduces(int kind);

@@ -321,24 +321,17 @@ class NearlinearBackend : public Backend {
   intrusive_ptr<Work> send(Tensors &tensors, int to, int tag) override {
     at::Tensor &tensor = single("send", tensors);
     if (needs_fallback(tensor)) return remember(fallback(tensor)->send(tensors, to, tag));
-    Staging staging;
-    void *data = staging.input(tensor);
-    return post(OpType::SEND, NLC_SEND, tensor, data, std::move(staging), to, tag);
+    return post(OpType::SEND, NLC_SEND, tensor, to, tag);
   }
   intrusive_ptr<Work> recv(Tensors &tensors, int from, int tag) override {
     at::Tensor &tensor = single("recv", tensors);
     if (needs_fallback(tensor)) return remember(fallback(tensor)->recv(tensors, from, tag));
-    Staging staging;
-    void *data = staging.output(tensor);
-    return post(OpType::RECV, NLC_RECEIVE, tensor, data, std::move(staging), from, tag);
+    return post(OpType::RECV, NLC_RECEIVE, tensor, from, tag);
   }
   intrusive_ptr<Work> recvAnysource(Tensors &tensors, int tag) override {
     at::Tensor &tensor = single("recv", tensors);
     if (needs_fallback(tensor)) return remember(fallback(tensor)->recvAnysource(tensors, tag));
-    Staging staging;
-    void *data = staging.output(tensor);
-    return post(OpType::RECVANYSOURCE, NLC_RECEIVE, tensor, data, std::move(staging), NLC_ANY_RANK,
-                tag);
+    return post(OpType::RECVANYSOURCE, NLC_RECEIVE, tensor, NLC_ANY_RANK, tag);
   }
 
   // --- operations of the fallbacks -------------------------------------------------------------
@@ -468,7 +461,7 @@ class NearlinearBackend : public Backend {
   std::optional<Reduction> reduction_for(const at::Tensor &tensor, const ReduceOp &op) {
     const at::ScalarType type = tensor.scalar_type();
     if (needs_fallback(tensor) || !engine_dtype(c10::toRealValueType(type))) return std::nullopt;
-    return engine_reduction(op, tensor.scalar_type(), getSize());
+    return engine_reduction(op, type, getSize());
   }
 
   intrusive_ptr<Work> launch(OpType type, nlc_call call, Tensors outputs, Staging staging,
@@ -484,14 +477,14 @@ class NearlinearBackend : public Backend {
     return remember(work);
   }
 
-  intrusive_ptr<Work> post(OpType type, int kind, const at::Tensor &tensor, void *data,
-                           Staging staging, int other, int tag) {
+  intrusive_ptr<Work> post(OpType type, int kind, const at::Tensor &tensor, int other, int tag) {
     nlc_call call = make_call(kind, tensor);
-    call.output = data;
-    call.root = other;
-    call.tag = tag;
+    Staging staging;
     Tensors outputs;
     if (kind == NLC_RECEIVE) outputs.push_back(tensor);
+    call.output = outputs.empty() ? staging.input(tensor) : staging.output(tensor);
+    call.root = other;
+    call.tag = tag;
     auto work =
         c10::make_intrusive<EngineWork>(getRank(), type, std::move(outputs), std::move(staging));
     work->post(engine(), call);

@@ -101,7 +101,7 @@ def plan(
             vocabulary=words,
             host_memory=cluster.gpu.is_cpu,
         )
-    except ConfigError:  # the plan says what is missing
+    except ConfigError:  # a plan that does not fit names the missing memory
         config = dataclasses.replace(config, parallel=config.parallel.widest)
     work = workload_from_config(config, cluster.world, node.gpus, words, cluster.gpu.is_cpu)
     cluster.gpu.peak(work.precision)  # raises for an unsupported precision
