@@ -157,7 +157,7 @@ def _preparing_options() -> argparse.ArgumentParser:
     add("--seed", type=int, default=0, help="seed that selects the documents held out (default: 0)")
     add("--dedup", choices=("exact",), help="drop documents whose text occurred before")
     add("--filters", default="", metavar="NAMES",
-        help="datatrove's quality filters: some of gopher,c4,fineweb")  # fmt: skip
+        help="quality rules: some of gopher,c4,fineweb")  # fmt: skip
     add(
         "--near-duplicates",
         choices=("minhash",),

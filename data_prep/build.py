@@ -8,12 +8,13 @@ bytes on every machine, with any number of workers and after any number of inter
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from data_prep import near_dedup, output, pool
 from data_prep.assign_splits import UnusableTextError, has_limit, limit_reached
-from data_prep.documents import FILTERS, datatrove_version
+from data_prep.documents import FILTERS, make_filters
 from data_prep.encoders import BACKENDS
 from data_prep.plan import PreparationPlan
 from data_prep.progress import Progress
@@ -110,7 +111,8 @@ def prepare(
     if filters or near_duplicates:
         more_settings = {"filters": list(filters), "near_duplicates": near_duplicates}
     if filters:
-        more_settings["datatrove"] = datatrove_version()
+        make_filters(filters)  # reports missing packages, and compiles before workers start
+        more_settings["spacy"] = version("spacy")  # decides where words end
     if near_duplicates:
         more_settings["minhash_version"] = near_dedup.VERSION
     if isinstance(tokenizer, str):

@@ -6,9 +6,8 @@ text, identifies exact duplicates and, together with the seed, selects the valid
 
 import sys
 from codecs import readbuffer_encode
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import xxhash
@@ -18,78 +17,42 @@ from data_prep.text_chunks import CHUNK_CHARACTERS
 from nearlinear.data.format.shards import MOST_TOKENS
 from nearlinear.errors import DataError
 
+if TYPE_CHECKING:
+    from data_prep.quality import QualityFilters
+
 TRAIN, VAL, DROPPED = 0, 1, 2
 """Destinations of a document."""
 
 LOG = np.dtype([("high", "<u8"), ("low", "<u8"), ("bytes", "<u4"), ("tokens", "<u4")])
 """Entry of a log: the two halves of the hash, UTF-8 bytes, and tokens including EOS."""
 
-FILTERS = {
-    "gopher": ("GopherRepetitionFilter", "GopherQualityFilter"),
-    "c4": ("C4QualityFilter",),
-    "fineweb": ("FineWebQualityFilter",),
-}
-"""Classes of `datatrove.pipeline.filters` by their name on the command line, in order."""
+FILTERS = ("gopher", "c4", "fineweb")
+"""Quality rules by their name on the command line."""
 
 _BATCH_CHARACTERS = 256 * 1024
 
 
-class QualityFilters:
-    """A chain of datatrove's quality filters, which judge one document at a time.
+def make_filters(names: Sequence[str]) -> "QualityFilters | None":
+    """Return quality rules in order, or None for no names; numba compiles them on first use.
 
-    A filter may change the documents it keeps: C4's removes lines. `dropped` counts the removed
-    documents by filter and reason.
+    Raises `DataError` if numba or spaCy is missing.
     """
-
-    def __init__(self, names: Sequence[str]):
-        self.dropped: Counter[str] = Counter()
-        self._filters = [
-            (name, filter_class()) for name in names for filter_class in _filter_classes(name)
-        ]
-
-    def __call__(self, texts: Iterable[str]) -> Iterator[str]:
-        """Yield the texts that pass every filter."""
-        from datatrove.data import Document
-
-        for text in texts:
-            document = Document(text.encode("utf-8", "replace").decode("utf-8"), id="")
-            for name, quality_filter in self._filters:
-                result = quality_filter.filter(document)
-                passed, reason = result if isinstance(result, tuple) else (result, "")
-                if not passed:
-                    self.dropped[f"{name}: {reason}" if reason else name] += 1
-                    break
-            else:
-                yield document.text
-
-
-def _filter_classes(name: str) -> list[type]:
-    from datatrove.pipeline import filters
-
-    return [getattr(filters, kind) for kind in FILTERS[name]]
-
-
-def datatrove_version() -> str:
-    """Return datatrove's version, which decides the documents kept by filters.
-
-    Raises `DataError` if datatrove or spaCy is missing.
-    """
+    if not names:
+        return None
     try:
-        from datatrove.utils.word_tokenizers import load_word_tokenizer
+        from data_prep.quality import QualityFilters
 
-        load_word_tokenizer("en").word_tokenize("a word")
-        return version("datatrove")
-    except (ImportError, PackageNotFoundError) as error:
+        return QualityFilters(names)
+    except ImportError as error:
         raise DataError(
-            f"filters need datatrove and spaCy ({error}): run "
-            "`pip install 'nearlinear[datatrove]' spacy`"
+            f"filters need spaCy and numba ({error}): run `pip install 'nearlinear[filters]'`"
         ) from None
 
 
 def read_documents(
     plan: PreparationPlan,
     number: int,
-    filters: QualityFilters,
+    filters: "QualityFilters | None",
     input_ends: list[int] | None = None,
 ) -> Iterator[list[str]]:
     """Yield the non-blank documents of an input split that pass the filters, in lists.
@@ -105,7 +68,7 @@ def read_documents(
                     f"the reader of source {plan.source.name!r} yields strings: yield lists"
                 )
             texts = [text for text in texts if text and not text.isspace()]
-            if plan.filters:
+            if filters is not None:
                 texts = list(filters(texts))
             count += len(texts)
             yield texts
@@ -175,7 +138,7 @@ def has_same_text(plan: PreparationPlan, number: int, count: int, digest: str) -
     limit, current, found = plan.settings["max_documents"], xxhash.xxh3_64(), 0
     # Read one document more than recorded to notice appended text, unless a limit ended the split.
     one_more = plan.settings["max_tokens"] is None and count != limit
-    texts_of_split = read_documents(plan, number, QualityFilters(plan.filters))
+    texts_of_split = read_documents(plan, number, make_filters(plan.filters))
     for texts in group_batches(texts_of_split, count + one_more):
         entries, _ = log_entries(texts)
         current.update(text_hashes(entries))

@@ -19,7 +19,7 @@ import numpy as np
 import xxhash
 
 from data_prep import documents, near_dedup, storage_paths
-from data_prep.documents import QualityFilters, group_batches, log_entries, read_documents
+from data_prep.documents import group_batches, log_entries, make_filters, read_documents
 from data_prep.encoders import Encoder
 from data_prep.plan import PreparationPlan
 from data_prep.resume import LOG_FILE, RECORD_FILE, SIGNATURES_FILE, split_folder
@@ -50,7 +50,7 @@ def process_split(
     """
     seconds: dict[str, float] = dict.fromkeys(STAGES, 0.0)
     with replace_folder(split_folder(folder, number)) as work, plan.check_unchanged(number):
-        writer, filters = SplitWriter(work, plan), QualityFilters(plan.filters)
+        writer, filters = SplitWriter(work, plan), make_filters(plan.filters)
         signatures = (
             _HashedFile(work / SIGNATURES_FILE) if plan.settings.get("near_duplicates") else None
         )
@@ -92,7 +92,7 @@ def process_split(
             "job": plan.digest,
             "split": number,
             "backend": encoder.name,
-            "dropped": dict(sorted(filters.dropped.items())),
+            "dropped": dict(sorted(filters.dropped.items())) if filters else {},
             "ends": input_ends,
             **writer.close(),
             **({} if signatures is None else {SIGNATURES_FILE: signatures.close()}),

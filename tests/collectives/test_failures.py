@@ -132,7 +132,7 @@ def test_killed_rank_is_named_by_all_survivors(pool, seed, busy):
 def test_stopped_rank_is_named_after_the_timeout(pool, seed, busy):
     moment, victim, reports = end_abruptly(pool, 1000 + seed, signal.SIGSTOP, busy)
     for report in reports:
-        check_report(report, victim, "no progress for 3 s")
+        check_report(report, victim, "timeout after 3 s: .* made no progress")
         assert report["when"] - moment < 3 + LATE
 
 
@@ -226,8 +226,8 @@ def test_messages_of_a_lost_rank_name_it(pool, operation, number):
                 check_report(report, 1, "died")
                 assert report["when"] - moment < DEATH
             else:
-                one = "rank 1 .* timed out: it made no progress for 2 s"
-                late = "timed out: no rank has sent" if operation == "any" else one
+                one = "timeout after 2 s: rank 1 .* made no progress"
+                late = "timeout after 2 s: no rank has sent" if operation == "any" else one
                 assert re.search(late, report["error"]), report
                 assert report["when"] - moment < 2 + LATE
     finally:

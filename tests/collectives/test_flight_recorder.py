@@ -58,7 +58,7 @@ def test_rank_that_made_another_call_is_named(pool, tmp_path, capsys):
 def test_open_messages_are_listed(pool, tmp_path, capsys):
     said = explained(pool, tmp_path, capsys, "message")
     assert "rank 1, group " in said and "receive #1 of 7 x float32 is failed" in said
-    assert "timed out" in said and "incomplete" not in said
+    assert "timeout after" in said and "incomplete" not in said
 
 
 def test_rank_behind_the_others_is_named():

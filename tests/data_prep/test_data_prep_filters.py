@@ -2,8 +2,7 @@
 
 import json
 import random
-import re
-from importlib.util import find_spec
+from unicodedata import category
 
 import numpy as np
 import pytest
@@ -13,36 +12,28 @@ from hypothesis import strategies as st
 import data_prep
 from data_prep import near_dedup, report
 from data_prep.__main__ import main
-from data_prep.documents import FILTERS, QualityFilters
+from data_prep.documents import FILTERS
 from data_prep.near_dedup import BANDS
 from data_prep.sources import source as splitting
 from nearlinear.data.format import Manifest, verify
 from nearlinear.errors import DataError
 
 pytest.importorskip("datatrove")
+pytest.importorskip("numba")
+pytest.importorskip("spacy")
 from loguru import logger  # noqa: E402  a dependency of datatrove
+
+from ci.benchmarks import filters  # noqa: E402
+from ci.benchmarks.filters import by_datatrove, damaged  # noqa: E402
+from data_prep import quality, words  # noqa: E402
 
 OPTIONS = {"progress": False, "val_fraction": 0.1, "backends": ("tokenizers",)}
 
 
 @pytest.fixture(autouse=True)
-def simple_word_tokenizer(monkeypatch):
-    """Replace spaCy by a simple word tokenizer if it is missing; the rules stay the same."""
+def small_splits(monkeypatch):
     logger.remove()  # may write to a stream that an earlier test closed
     monkeypatch.setattr(splitting, "SPLIT_BYTES", 12_000)
-    if find_spec("spacy"):
-        return
-    from datatrove.utils.word_tokenizers import SpaCyTokenizer
-
-    monkeypatch.setattr(SpaCyTokenizer, "__init__", lambda self, language, config=None: None)
-    monkeypatch.setattr(
-        SpaCyTokenizer, "word_tokenize", lambda self, text: re.findall(r"\w+|[^\w\s]", text)
-    )
-    monkeypatch.setattr(
-        SpaCyTokenizer,
-        "span_tokenize",
-        lambda self, text: [match.span() for match in re.finditer(r"[^.!?]+[.!?]*", text)],
-    )
 
 
 @pytest.fixture(scope="module")
@@ -78,15 +69,8 @@ def kept(folder, gpt2, read_documents):
     return sorted(gpt2.decode(ids) for side in found.values() for ids in side)
 
 
-def by_datatrove(texts, names):
-    from datatrove.data import Document
-    from datatrove.pipeline import filters
-
-    stream = iter([Document(text, id=str(number)) for number, text in enumerate(texts)])
-    for name in names:
-        for kind in FILTERS[name]:
-            stream = getattr(filters, kind)().run(stream)
-    return [document.text for document in stream]
+def by_rules(texts, names):
+    return filters.Rules(names)(texts)
 
 
 def test_filters_match_datatrove_pipeline(corpus, texts, tmp_path, gpt2, read_documents, capsys):
@@ -94,7 +78,7 @@ def test_filters_match_datatrove_pipeline(corpus, texts, tmp_path, gpt2, read_do
     assert len(source.splits()) > 4
     names = list(FILTERS)
     manifest = data_prep.prepare(source, tmp_path / "d", filters=names, workers=1, **OPTIONS)
-    expected = by_datatrove(texts, names)
+    expected = [text for why, text in by_datatrove(texts, names) if not why]
     assert kept(tmp_path / "d", gpt2, read_documents) == sorted(expected)
     filtered = manifest.statistics["filtered"]
     assert 10 < len(expected) == len(texts) - sum(filtered.values())
@@ -220,8 +204,7 @@ def test_filtered_bytes_do_not_depend_on_workers_or_interruptions(corpus, tmp_pa
             data_prep.prepare(source, tmp_path / "two", workers=1, **options)
     with pytest.raises(DataError, match=r"\(filters \['gopher'\] -> \['c4'\]\)"):
         data_prep.prepare(source, tmp_path / "two", workers=1, **{**options, "filters": ["c4"]})
-    workers = 2 if find_spec("spacy") else 1
-    assert data_prep.prepare(source, tmp_path / "two", workers=workers, **options) == one
+    assert data_prep.prepare(source, tmp_path / "two", workers=2, **options) == one
     assert one.statistics["near_duplicates"]["documents"] > 5
     with pytest.raises(DataError, match="no filter 'mine': use gopher, c4, fineweb"):
         data_prep.prepare(source, tmp_path / "x", filters=["mine"], **OPTIONS)
@@ -232,12 +215,80 @@ def test_cli_accepts_filters_and_near_duplicates(corpus, tmp_path, capsys):
                  "--filters", "gopher,fineweb", "--near-duplicates", "minhash"]  # fmt: skip
     assert main(arguments) == 0
     settings = Manifest.read(tmp_path / "d").settings
-    assert settings["filters"] == ["gopher", "fineweb"] and settings["datatrove"]
+    assert settings["filters"] == ["gopher", "fineweb"] and settings["spacy"]
 
 
 def test_filters_replace_lone_surrogates():
-    (text,) = QualityFilters([])(["a \ud800 b"])
+    (text,) = quality.QualityFilters([])(["a \ud800 b"])
     assert text == "a ? b"
+
+
+def test_decisions_equal_those_of_datatrove(texts):
+    draw = random.Random(2)
+    documents = [*texts, *(damaged(draw.choice(texts[:60]), draw) for _ in range(400))]
+    documents = [text for text in documents if text.strip()]
+    reasons = set()
+    for names in (["gopher"], ["c4"], ["fineweb"], [*FILTERS]):
+        expected = by_datatrove(documents, names)
+        assert by_rules(documents, names) == expected
+        reasons.update(why for why, _ in expected)
+    assert len(reasons) > 18, reasons
+
+
+FORMS = st.builds(
+    "".join,
+    st.tuples(
+        st.sampled_from(["", '"', "“", "("]),
+        st.one_of(
+            st.from_regex("[A-Za-z]{1,4}|[0-9]{1,5}", fullmatch=True),
+            st.sampled_from(["dont", "Im", "don't", "a.m", "US", "Dr", "xD", "D", "id", "8", "http://a.b"]),
+        ),
+        st.sampled_from(["", "-a", "-Dont", "-a-b", "'s", "’s", "n't"]),
+        st.sampled_from(["", ",", ".", ":", ";", "?", "!", '"', "”", ")", "...", ").", "%"]),
+    ),
+)  # fmt: skip
+
+
+@settings(deadline=None, max_examples=400,
+          suppress_health_check=[HealthCheck.function_scoped_fixture])  # fmt: skip
+@given(st.lists(FORMS, min_size=1, max_size=8), st.sampled_from([" ", "\n", "  ", "\u3000"]))
+def test_words_equal_those_of_spacy(word_table, chunks, space):
+    text = space.join(chunks)
+    numbers = word_table.numbers(word_table.find(text))
+    names = [*word_table._numbers]
+    tokens = word_table._split(text)
+    assert [names[number] for number in numbers] == [t.text for t in tokens if t.text.strip()]
+
+
+@pytest.fixture(scope="module")
+def word_table():
+    return words.WordTable(quality.SYMBOLS)
+
+
+def test_benchmark_of_filters_compares_decisions(tmp_path, texts, capsys, monkeypatch):
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts[:20]))
+    assert filters.main([str(path), "--rounds", "1", "--json", str(tmp_path / "out.json")]) == 0
+    assert "| gopher+c4+fineweb |" in capsys.readouterr().out
+    assert json.loads((tmp_path / "out.json").read_text())["results"][0]["documents"] == 20
+    monkeypatch.setattr(quality, "repetitions", lambda parts: (len(parts), 0))
+    assert filters.main([str(path), "--rounds", "1"]) == 1
+
+
+def test_a_full_table_of_words_begins_anew(texts, monkeypatch):
+    expected = by_rules(texts, FILTERS)
+    monkeypatch.setattr(words, "MOST_CHUNKS", 50)
+    assert by_rules(texts, FILTERS) == expected
+
+
+def test_properties_of_characters(word_table):
+    last = words._LETTERS_END
+    others = map(chr, range(last, 0x110000))
+    assert not any(each.isalpha() or category(each)[0] == "P" for each in others)
+    word_table.numbers(word_table.find("a, b4 ... . “ ß-x #"))
+    found = dict(zip(word_table._numbers, word_table._flags.values.tolist(), strict=True))
+    assert found["a"] == 1 | 2 and found["b4"] == 1 | 2 and found["#"] == 4
+    assert found["..."] == 4 and found["."] == 4 | 8 and found["“"] == 4
 
 
 def test_near_duplicate_clusters_match_breadth_first_search(tmp_path, monkeypatch):

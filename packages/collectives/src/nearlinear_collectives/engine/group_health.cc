@@ -75,8 +75,9 @@ void Group::time_out(int awaited) {
     }
   }
   const std::string who = rank >= 0 ? roster_.rank_text(rank) : "another node";
-  fail(NLC_TIMEOUT, format("%s timed out: it made no progress for %.3g s%s", who.c_str(),
-                           static_cast<double>(call_timeout_ms_) / 1000.0, where.c_str()));
+  fail(NLC_TIMEOUT, format("timeout after %.3g s: %s made no progress%s",
+                           static_cast<double>(call_timeout_ms_) / 1000.0, who.c_str(),
+                           where.c_str()));
 }
 
 // A rank whose memory cannot be opened has died, or gave up because another one did.

@@ -142,12 +142,12 @@ std::string Mailbox::text_of(const Transfer &transfer) const {
 std::string Mailbox::late_text(const Transfer &transfer) const {
   const double seconds = static_cast<double>(transfer.timeout_ms) / 1000;
   if (transfer.rank == kAnyRank)
-    return format("timed out: no rank has sent a message with this tag in %.3g s", seconds);
+    return format("timeout after %.3g s: no rank has sent a message with this tag", seconds);
   const char *why = transfer.sends     ? "it has not received the message"
                     : transfer.matched ? "it has not sent the whole message"
                                        : "it has not sent a message with this tag";
-  return format("%s timed out: it made no progress for %.3g s; %s",
-                roster().rank_text(transfer.rank).c_str(), seconds, why);
+  return format("timeout after %.3g s: %s made no progress; %s", seconds,
+                roster().rank_text(transfer.rank).c_str(), why);
 }
 
 std::optional<LaneEnd> Mailbox::death() {

@@ -1,0 +1,190 @@
+"""Speed of the quality rules beside datatrove's filters, on the documents of a JSON lines file.
+
+    python -m ci.benchmarks.filters [FILE] [--rounds N] [--json OUT]
+
+Both decide on the same documents, in turn; a difference in a decision, its reason or the text that
+is left ends the command with status 1. The first pass of a rule meets new words, the second one
+none: text in between is as fast as its share of new words allows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+from ci.benchmarks.collectives import record as bench_record
+from data_prep.sources.botocore_docs import botocore_documents
+
+MODULE = "ci.benchmarks.filters"
+RULES = (("gopher",), ("c4",), ("fineweb",), ("gopher", "c4", "fineweb"))
+DATATROVE = {
+    "gopher": ("GopherRepetitionFilter", "GopherQualityFilter"),
+    "c4": ("C4QualityFilter",),
+    "fineweb": ("FineWebQualityFilter",),
+}
+"""datatrove's classes of each rule, in order."""
+
+Decision = tuple[str | None, str | None]
+"""Reason to drop a document, or None, and the text that is left."""
+
+
+def by_datatrove(texts: Iterable[str], names: Iterable[str]) -> list[Decision]:
+    """Decide by datatrove's filters."""
+    from datatrove.data import Document
+    from datatrove.pipeline import filters
+
+    rules = [(name, getattr(filters, kind)()) for name in names for kind in DATATROVE[name]]
+    found: list[Decision] = []
+    for text in texts:
+        document, why = Document(text, id=""), None
+        for name, rule in rules:
+            result = rule.filter(document)
+            passed, reason = result if isinstance(result, tuple) else (result, "")
+            if not passed:
+                why = f"{name}: {reason}"
+                break
+        found.append((why, None if why else document.text))
+    return found
+
+
+class Rules:
+    """The rules of `data_prep.quality`, which remember words from pass to pass."""
+
+    def __init__(self, names: Iterable[str]):
+        from data_prep.quality import QualityFilters
+
+        self._filters = QualityFilters([*names])
+
+    def __call__(self, texts: Iterable[str]) -> list[Decision]:
+        found: list[Decision] = []
+        for text in texts:
+            before = self._filters.dropped.copy()
+            left = [*self._filters([text])]
+            found.append((None, left[0]) if left else (*(self._filters.dropped - before), None))
+        return found
+
+
+def measure(texts: list[str], rounds: int) -> list[dict]:
+    """Return a record for each set of rules: megabytes per second of processor time."""
+    megabytes = sum(len(text.encode("utf-8", "replace")) for text in texts) / 1e6
+    Rules(RULES[-1])(texts[:1])  # compiles the loops
+    records = []
+    for names in RULES:
+        first, again, theirs, different = [], [], [], 0
+        for _ in range(rounds):
+            rules = Rules(names)
+            rules(["A word."])  # loads spaCy's lazy parts
+            first.append(_seconds(lambda rules=rules: rules(texts))[0])
+            seconds, ours = _seconds(lambda rules=rules: rules(texts))
+            again.append(seconds)
+            seconds, expected = _seconds(lambda names=names: by_datatrove(texts, names))
+            theirs.append(seconds)
+            different = sum(a != b for a, b in zip(ours, expected, strict=True))
+        speeds = [megabytes / statistics.median(each) for each in (first, again, theirs)]
+        records.append({"rules": "+".join(names), "megabytes": megabytes, "documents": len(texts),
+                        "new_words": speeds[0], "known_words": speeds[1], "datatrove": speeds[2],
+                        "dropped": sum(left is None for _, left in expected),
+                        "different": different})  # fmt: skip
+    return records
+
+
+def _seconds(call: Callable[[], list[Decision]]) -> tuple[float, list[Decision]]:
+    begin = time.process_time()
+    found = call()
+    return time.process_time() - begin, found
+
+
+def render(records: list[dict]) -> str:
+    """Return a Markdown table of megabytes per second."""
+    lines = ["| rules | new words | known words | datatrove | dropped | different |",
+             "|:--|--:|--:|--:|--:|--:|"]  # fmt: skip
+    for each in records:
+        slower = each["datatrove"]
+        ratios = [f"{each[k]:.1f} ({each[k] / slower:.0f}x)" for k in ("new_words", "known_words")]
+        shown = [each["rules"], *ratios, f"{slower:.2f}", f"{each['dropped']:,}",
+                 str(each["different"])]  # fmt: skip
+        lines.append(f"| {' | '.join(shown)} |")
+    return "\n".join(lines)
+
+
+def damaged(text: str, draw: random.Random) -> str:
+    """Return a text with a fault that some rule looks for."""
+    lines, found = text.split("\n"), text.split(" ")
+    at, kind = draw.randrange(len(found)), draw.randrange(10)
+    if kind == 0:
+        lines[1:1] = [draw.choice(lines)] * draw.randint(1, 8)
+    elif kind == 1:
+        found[at:at] = found[at : at + draw.randint(2, 12)] * draw.randint(1, 30)
+    elif kind == 2:
+        lines = ["- " + line if draw.random() < 0.95 else line for line in lines]
+    elif kind == 3:
+        lines = [line + "..." if draw.random() < 0.4 else line for line in lines]
+    elif kind == 4:
+        return text[: draw.randint(20, 900)]
+    elif kind == 5:
+        found = [word + draw.choice("#…!.") if draw.random() < 0.2 else word for word in found]
+    elif kind == 6:
+        lines = [line[: draw.randint(5, 60)] for line in lines]
+    elif kind == 7:
+        odd = [":)", ": (", "8)", "a.m.", "10am", "can't", ";-)", "\u00a0", "\t", "\u2003", "  ",
+               "IS_ALPHA", "U.S.", "cant", "(x)", "http://a.b/c?d", "e.g.", "3,000"]  # fmt: skip
+        found = [draw.choice(odd) if draw.random() < 0.3 else word for word in found]
+    elif kind == 8:
+        phrases = ["Lorem ipsum dolor sit.", "Enable javascript now please.", "a { b } c d.",
+                   "We use cookies here now.", "See [1] and [citation needed] x.",
+                   "x" * 1200 + " a b c."]  # fmt: skip
+        lines.insert(draw.randrange(len(lines)), draw.choice(phrases))
+    else:
+        odd = "\u0085\u2028\x1c\x0b\u200b\u00adé漢😀\ufeff\n"
+        return "".join(draw.choice(odd) if draw.random() < 0.02 else each for each in text)
+    return "\n".join(lines) if kind in (0, 2, 3, 6, 8) else " ".join(found)
+
+
+def _documents(file: Path | None) -> Iterator[str]:
+    if file is None:
+        yield from botocore_documents()
+    else:
+        with file.open(encoding="utf-8") as lines:
+            yield from (json.loads(line)["text"] for line in lines)
+
+
+def main(argv: list[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {MODULE}",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("file", type=Path, nargs="?", help="JSON lines with a text per line "
+                        "(default: the documentation inside botocore)")  # fmt: skip
+    parser.add_argument("--damaged", type=int, default=0, metavar="N",
+                        help="add N copies of documents, with faults")  # fmt: skip
+    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="default: 3")
+    parser.add_argument("--json", type=Path, metavar="OUT", help="write the records")
+    options = parser.parse_args(argv)
+    if options.file and not options.file.is_file():
+        parser.error(f"no file {options.file}")
+    from loguru import logger
+
+    logger.remove()  # datatrove's messages
+    texts = [text for text in _documents(options.file) if text.strip()]
+    draw = random.Random(0)
+    texts += [damaged(draw.choice(texts), draw) for _ in range(options.damaged)]
+    records = measure(texts, options.rounds)
+    megabytes = records[0]["megabytes"]
+    print(f"{len(texts):,} documents, {megabytes:.1f} MB; MB per second of processor time\n")
+    print(render(records))
+    if options.json:
+        header = bench_record.header(MODULE, argv, "numba", "spacy", "datatrove")
+        bench_record.write(options.json, {**header, "results": records})
+    return 1 if any(each["different"] for each in records) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
