@@ -10,6 +10,7 @@ operator and the backend, which calls the operator without Python in between.
 
 from __future__ import annotations
 
+import atexit
 import os
 from pathlib import Path
 
@@ -76,6 +77,9 @@ def create_backend(options, pg_options=None):
     if operator.vector_kernel_level() < OLDEST_INSTRUCTIONS:
         raise RuntimeError("DeepSpeed's all-reduce needs a processor with AVX2")
     operator.initialize(size, options.group_rank)
+    address = f"{os.environ['MASTER_ADDR']}_{os.environ['MASTER_PORT']}"
+    memory = Path(f"/dev/shm/deepspeed_allreduce_buffer_{os.getuid()}_{address}")
+    atexit.register(Path(f"{memory}_{options.group_rank}").unlink, missing_ok=True)  # it stays
     return _compiled_backend().Backend(options.group_rank, size)
 
 
