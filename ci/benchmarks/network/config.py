@@ -6,7 +6,7 @@ import json
 import re
 from dataclasses import asdict, dataclass
 
-OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce")
+OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 CEILING = 0.955  # share of the link rate available to data after Ethernet, IP and TCP headers
 DTYPE = "float32"
 
@@ -58,6 +58,7 @@ def necessary_bytes(operation: str, nodes: int, size: int) -> int:
 
     In an all-gather every node receives ``size`` bytes (per node) from each other node, independent
     of its number of ranks. A reduce-scatter is the reverse: a node sends a partial sum to every
-    other node. An all-reduce is a reduce-scatter followed by an all-gather.
+    other node. An all-reduce is a reduce-scatter followed by an all-gather. In an all-to-all the
+    ranks of a node together send ``size`` bytes to those of each other node.
     """
     return (2 if operation == "all_reduce" else 1) * size * (nodes - 1)

@@ -126,6 +126,8 @@ def measure(
     """Measure all backends and return a record per backend. Collective."""
     ranks = dist.get_world_size()
     total, rank = size * nics.nodes, dist.get_rank()
+    if operation == "all_to_all":  # an input of each rank instead of one of all
+        total //= ranks // nics.nodes
     workload = Workload.from_size(operation, total, DTYPES[DTYPE], "sum", rank, ranks)
     necessary = necessary_bytes(operation, nics.nodes, size)
     pattern = OutOfPlace(workload)

@@ -10,8 +10,9 @@ from nearlinear.plots import GRID, INK, LINES, MARKERS, MUTED
 from .config import CEILING, show_rate
 
 LEGEND = f"""\
-per node: a node's input of all_gather, its output of reduce_scatter, or its share of all_reduce's
-buffer. size: all_gather's output, reduce_scatter's input, all_reduce's buffer.
+per node: a node's input of all_gather, its output of reduce_scatter, its share of all_reduce's
+buffer, or what its ranks send to those of another node in all_to_all. size: all_gather's output,
+reduce_scatter's input, all_reduce's buffer, a rank's input of all_to_all.
 link: bytes that must cross a node's NIC / time / rate, median (best) of the blocks; Ethernet, IP
 and TCP headers leave {100 * CEILING:.1f} % to data. sent: bytes sent by the busiest NIC according
 to its counter / bytes it must send."""
