@@ -61,7 +61,7 @@ def _prepare(options: argparse.Namespace) -> None:
         val_fraction=options.val_fraction,
         seed=options.seed,
         dedup=options.dedup,
-        filters=[name for name in options.filters.split(",") if name],
+        filters=_filters(options),
         near_duplicates=options.near_duplicates,
         max_documents=options.max_documents,
         max_tokens=options.max_tokens,
@@ -101,6 +101,20 @@ def _plan(options: argparse.Namespace) -> None:
     print("  a split is the unit of work of one worker, and of resumption")
     for unread in source.unread:
         print(f"  not read: {unread.path} ({unread.reason})")
+
+
+def _audit(options: argparse.Namespace) -> None:
+    from data_prep.audit import dropped_documents
+    from data_prep.documents import check_filters
+
+    names = _filters(options)
+    check_filters(names)
+    for dropped in dropped_documents(_source(options), names):
+        if options.json:
+            _print_json(dropped._asdict())
+        else:
+            shown = " ".join(dropped.text.split())
+            print(f"{dropped.input}:{dropped.document}  {dropped.rule}  {shown}")
 
 
 def _verify(options: argparse.Namespace) -> None:
@@ -179,6 +193,7 @@ def _bench(options: argparse.Namespace) -> None:
 _COMMANDS = {
     "prepare": _prepare,
     "plan": _plan,
+    "audit": _audit,
     "verify": _verify,
     "stats": _stats,
     "inspect": _inspect,
@@ -186,6 +201,10 @@ _COMMANDS = {
     "push": _push,
     "bench": _bench,
 }
+
+
+def _filters(options: argparse.Namespace) -> list[str]:
+    return [name for name in options.filters.split(",") if name]
 
 
 def _source(options: argparse.Namespace) -> "Source":

@@ -19,6 +19,7 @@ _EXAMPLES = """examples:
       --engine-option time=2:00:00 --engine-option partition=cpu
   nearlinear data prepare jsonl s3://crawl/2024/ --out s3://tokens/mine
   nearlinear data plan jsonl corpus/                print the input splits only
+  nearlinear data audit jsonl crawl/ --filters gopher,c4 --json > dropped.jsonl
   nearlinear data verify data/botocore              compare every byte with its checksum
   nearlinear data stats data/botocore --report report.html
   nearlinear data inspect data/botocore             lengths, and the first document
@@ -46,6 +47,8 @@ def parser() -> argparse.ArgumentParser:
         ("prepare", "write a source of text as token shards, or resume a stopped preparation",
          _preparing_options()),
         ("plan", "print the input splits of a source without preparing it", planning),
+        ("audit", "print the documents of a source that quality rules drop, each with its rule",
+         _auditing_options()),
     ):  # fmt: skip
         _add_sources(commands.add_parser(name, help=about, description=about), options)
     for name, about in (
@@ -156,8 +159,7 @@ def _preparing_options() -> argparse.ArgumentParser:
         help="share of the documents held out for validation (default: 0.01)")  # fmt: skip
     add("--seed", type=int, default=0, help="seed that selects the documents held out (default: 0)")
     add("--dedup", choices=("exact",), help="drop documents whose text occurred before")
-    add("--filters", default="", metavar="NAMES",
-        help="quality rules: some of gopher,c4,fineweb")  # fmt: skip
+    _add_filters(group)
     add(
         "--near-duplicates",
         choices=("minhash",),
@@ -178,6 +180,18 @@ def _preparing_options() -> argparse.ArgumentParser:
         "or resume from finished splits of cluster jobs")  # fmt: skip
     _add_common(group)
     return options
+
+
+def _auditing_options() -> argparse.ArgumentParser:
+    options = argparse.ArgumentParser(add_help=False)
+    _add_filters(options)
+    _add_common(options)
+    return options
+
+
+def _add_filters(options: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+    options.add_argument("--filters", default="", metavar="NAMES",
+                         help="quality rules: some of gopher,c4,fineweb")  # fmt: skip
 
 
 def _add_export(command: argparse.ArgumentParser) -> None:

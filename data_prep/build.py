@@ -14,7 +14,7 @@ from typing import Any
 
 from data_prep import near_dedup, output, pool
 from data_prep.assign_splits import UnusableTextError, has_limit, limit_reached
-from data_prep.documents import FILTERS, make_filters
+from data_prep.documents import check_filters, make_filters
 from data_prep.encoders import BACKENDS
 from data_prep.plan import PreparationPlan
 from data_prep.progress import Progress
@@ -105,8 +105,7 @@ def prepare(
         raise DataError(f"dedup is {dedup!r}: give 'exact', or leave it out")
     if near_duplicates not in (None, "minhash"):
         raise DataError(f"near_duplicates is {near_duplicates!r}: give 'minhash', or leave it out")
-    for name in set(filters) - set(FILTERS):
-        raise DataError(f"no filter {name!r}: use {', '.join(FILTERS)}")
+    check_filters(filters)
     more_settings: dict[str, Any] = {}
     if filters or near_duplicates:
         more_settings = {"filters": list(filters), "near_duplicates": near_duplicates}

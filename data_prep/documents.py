@@ -32,6 +32,13 @@ FILTERS = ("gopher", "c4", "fineweb")
 _BATCH_CHARACTERS = 256 * 1024
 
 
+def check_filters(names: Sequence[str]) -> None:
+    """Raise `DataError` for a name that is not one of `FILTERS`."""
+    for name in names:
+        if name not in FILTERS:
+            raise DataError(f"no filter {name!r}: use {', '.join(FILTERS)}")
+
+
 def make_filters(names: Sequence[str]) -> "QualityFilters | None":
     """Return quality rules in order, or None for no names; numba compiles them on first use.
 
@@ -47,6 +54,11 @@ def make_filters(names: Sequence[str]) -> "QualityFilters | None":
         raise DataError(
             f"filters need spaCy and numba ({error}): run `pip install 'nearlinear[filters]'`"
         ) from None
+
+
+def is_blank(text: str) -> bool:
+    """Return True for text without any character that is not whitespace."""
+    return not text or text.isspace()
 
 
 def read_documents(
@@ -67,7 +79,7 @@ def read_documents(
                 raise TypeError(
                     f"the reader of source {plan.source.name!r} yields strings: yield lists"
                 )
-            texts = [text for text in texts if text and not text.isspace()]
+            texts = [text for text in texts if not is_blank(text)]
             if filters is not None:
                 texts = list(filters(texts))
             count += len(texts)

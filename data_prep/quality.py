@@ -231,13 +231,19 @@ class QualityFilters:
     def __call__(self, texts: Iterable[str]) -> Iterator[str]:
         """Yield the texts that pass every rule."""
         for text in texts:
-            if not text.isascii():
-                text = text.encode("utf-8", "replace").decode("utf-8")
-            self._judge.begin()
-            for name, rule in self._rules:
-                reason, text = rule(self._judge, text)
-                if reason:
-                    self.dropped[f"{name}: {reason}"] += 1
-                    break
+            reason, text = self.judge(text)
+            if reason:
+                self.dropped[reason] += 1
             else:
                 yield text
+
+    def judge(self, text: str) -> tuple[str | None, str]:
+        """Return the rule that drops a text, or None, and the text without removed lines."""
+        if not text.isascii():
+            text = text.encode("utf-8", "replace").decode("utf-8")
+        self._judge.begin()
+        for name, rule in self._rules:
+            reason, text = rule(self._judge, text)
+            if reason:
+                return f"{name}: {reason}", text
+        return None, text

@@ -62,12 +62,8 @@ class Rules:
         self._filters = QualityFilters([*names])
 
     def __call__(self, texts: Iterable[str]) -> list[Decision]:
-        found: list[Decision] = []
-        for text in texts:
-            before = self._filters.dropped.copy()
-            left = [*self._filters([text])]
-            found.append((None, left[0]) if left else (*(self._filters.dropped - before), None))
-        return found
+        decisions = map(self._filters.judge, texts)
+        return [(why, None if why else left) for why, left in decisions]
 
 
 def measure(texts: list[str], rounds: int) -> list[dict]:

@@ -2,6 +2,7 @@
 
 import json
 import random
+from collections import Counter
 from unicodedata import category
 
 import numpy as np
@@ -216,6 +217,28 @@ def test_cli_accepts_filters_and_near_duplicates(corpus, tmp_path, capsys):
     assert main(arguments) == 0
     settings = Manifest.read(tmp_path / "d").settings
     assert settings["filters"] == ["gopher", "fineweb"] and settings["spacy"]
+
+
+def test_audit_lists_what_a_preparation_drops(corpus, texts, tmp_path, capsys):
+    names = ["--filters", "gopher,c4"]
+    with corpus.open("a") as lines:
+        lines.write(json.dumps({"text": "  \n"}) + "\n")
+    assert main(["audit", "jsonl", str(corpus), *names, "--json"]) == 0
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    expected = filters.by_datatrove(texts, ["gopher", "c4"])
+    assert {each["document"]: each["rule"] for each in found} == {
+        **{number: why for number, (why, _) in enumerate(expected, 1) if why},
+        len(texts) + 1: "blank",
+    }
+    assert all(texts[each["document"] - 1].startswith(each["text"]) for each in found[:-1])
+    assert main(["prepare", "jsonl", str(corpus), "--out", str(tmp_path / "d"), "--workers", "1",
+                 *names]) == 0  # fmt: skip
+    counted = Manifest.read(tmp_path / "d").statistics["filtered"]
+    assert Counter(each["rule"] for each in found[:-1]) == counted
+    capsys.readouterr()
+    assert main(["audit", "jsonl", str(corpus), *names]) == 0
+    assert f"{corpus}:{found[0]['document']}  {found[0]['rule']}" in capsys.readouterr().out
+    assert main(["audit", "jsonl", str(corpus), "--filters", "mine"]) == 2
 
 
 def test_filters_replace_lone_surrogates():
