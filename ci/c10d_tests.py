@@ -29,7 +29,7 @@ REPLACED = (
     ('BACKEND = os.environ["BACKEND"]', "BACKEND = _CHOSEN"),
     ("if not check(dist.Backend(BACKEND)):", "if not check(BACKEND):"),
 )
-"""Lines of the source that read the backend's name, and what stands there instead."""
+"""Lines of the source that read the backend's name, and their replacements."""
 TEST_TIMEOUT = 90
 """Seconds of a test."""
 OUTCOMES = ("passed", "failed", "skipped")

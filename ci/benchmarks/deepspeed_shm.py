@@ -71,7 +71,7 @@ def create_backend(options, pg_options=None):
         raise RuntimeError("deepspeed_shm needs all ranks on one machine")
     os.environ["LOCAL_SIZE"] = str(size)
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    # Both parts of the address name the memory, which ranks of another run must not find.
+    # The address and the port name the memory, which ranks of another run must not find.
     os.environ.setdefault("MASTER_PORT", str(os.getppid()))
     operator = ShareMemCommBuilder().load(verbose=False)
     if operator.vector_kernel_level() < OLDEST_INSTRUCTIONS:
@@ -79,7 +79,7 @@ def create_backend(options, pg_options=None):
     operator.initialize(size, options.group_rank)
     address = f"{os.environ['MASTER_ADDR']}_{os.environ['MASTER_PORT']}"
     memory = Path(f"/dev/shm/deepspeed_allreduce_buffer_{os.getuid()}_{address}")
-    atexit.register(Path(f"{memory}_{options.group_rank}").unlink, missing_ok=True)  # it stays
+    atexit.register(Path(f"{memory}_{options.group_rank}").unlink, missing_ok=True)  # DeepSpeed leaves it
     return _compiled_backend().Backend(options.group_rank, size)
 
 
