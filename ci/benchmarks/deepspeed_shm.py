@@ -79,7 +79,8 @@ def create_backend(options, pg_options=None):
     operator.initialize(size, options.group_rank)
     address = f"{os.environ['MASTER_ADDR']}_{os.environ['MASTER_PORT']}"
     memory = Path(f"/dev/shm/deepspeed_allreduce_buffer_{os.getuid()}_{address}")
-    atexit.register(Path(f"{memory}_{options.group_rank}").unlink, missing_ok=True)  # DeepSpeed leaves it
+    # DeepSpeed leaves it behind.
+    atexit.register(Path(f"{memory}_{options.group_rank}").unlink, missing_ok=True)
     return _compiled_backend().Backend(options.group_rank, size)
 
 
