@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -20,6 +21,7 @@ import unittest
 from pathlib import Path
 
 from ci.benchmarks.collectives import record as bench_record
+from ci.command_line import make_parser
 
 MODULE = "ci.c10d_tests"
 ROOT = Path(__file__).resolve().parents[1]
@@ -85,12 +87,7 @@ def load_tests(backend: str) -> type[unittest.TestCase]:
     class Tests(module.TestDistBackend, module.DistributedTest._DistTestBase):
         def setUp(self):
             super().setUp()
-            self._fork_processes()
-
-        def _fork_processes(self):
-            import torch
-
-            self._start_processes(torch.multiprocessing.get_context("fork").Process)
+            self._start_processes(multiprocessing.get_context("fork").Process)
 
     return Tests
 
@@ -235,12 +232,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=f"python -m {MODULE}",
-        description=__doc__,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser(MODULE, __doc__, EXAMPLES)
     add = parser.add_argument
     add("--backends", nargs="+", choices=BACKENDS, default=BACKENDS, metavar="NAME",
         help="nearlinear, gloo (default: both)")  # fmt: skip

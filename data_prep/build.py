@@ -110,7 +110,7 @@ def prepare(
     if filters or near_duplicates:
         more_settings = {"filters": list(filters), "near_duplicates": near_duplicates}
     if filters:
-        make_filters(filters)  # reports missing packages, and compiles before workers start
+        make_filters(filters)  # reports missing packages
         more_settings["spacy"] = version("spacy")  # decides where words end
     if near_duplicates:
         more_settings["minhash_version"] = near_dedup.VERSION

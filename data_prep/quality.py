@@ -8,6 +8,7 @@ Sources: Rae et al. 2021 (Gopher, appendix A), Raffel et al. 2020 (C4, section 2
 """
 
 import re
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -39,9 +40,9 @@ SENTENCE_ENDS = _characters(
 """Characters that end a sentence in some script (Unicode's Sentence_Terminal)."""
 
 SYMBOLS = SENTENCE_ENDS | _characters(
-    "0-8 b-c d-2f 3a-40 5b-60 7b-9f ab b4 bb 2013-2014 2019 201c-201e 2026 2236 2501 25ba 3001 "
+    "0-8 b-1f 21-2f 3a-40 5b-60 7b-9f ab b4 bb 2013-2014 2019 201c-201e 2026 2236 2501 25ba 3001 "
     "3008-300b 300c-300d 3010-3011 ff05 ff08-ff09 ff0c ff11 ff1a-ff1b ff5e"
-) - {" "}  # fmt: skip
+)
 """Punctuation and control characters, of which a word cannot consist."""
 
 FREQUENT_N_GRAMS = np.array([0.20, 0.18, 0.16])
@@ -216,6 +217,16 @@ RULES: dict[str, tuple[Rule, ...]] = {
 """Rules by their name on the command line, in order."""
 
 
+_own = threading.local()
+
+
+def _judge_of_this_thread() -> Judge:
+    """Return the tables of this thread, so that words are split once for all input splits."""
+    if not hasattr(_own, "judge"):
+        _own.judge = Judge()
+    return _own.judge
+
+
 class QualityFilters:
     """Rules in order, which judge one document at a time.
 
@@ -223,10 +234,16 @@ class QualityFilters:
     documents by rule and reason.
     """
 
-    def __init__(self, names: Sequence[str]):
+    def __init__(self, names: Sequence[str], judge: Judge | None = None):
+        """Create the rules.
+
+        Args:
+            names: Keys of `RULES`.
+            judge: Tables of words; those of this thread by default, which all rules share.
+        """
         self.dropped: Counter[str] = Counter()
         self._rules = [(name, rule) for name in names for rule in RULES[name]]
-        self._judge = Judge()
+        self._judge = judge or _judge_of_this_thread()
 
     def __call__(self, texts: Iterable[str]) -> Iterator[str]:
         """Yield the texts that pass every rule."""

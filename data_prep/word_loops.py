@@ -42,24 +42,18 @@ def _mixed(value):
 
 
 @_compiled
-def split_chunks(codes, spaces, keys, places, begins, ends, gaps, chunks):
-    """Find the chunks of a document and look them up.
+def split_chunks(codes, spaces, begins, ends, gaps, hashes):
+    """Find the chunks of a document, and return their number.
 
     Args:
         codes: Code points, uint32 [characters].
         spaces: `SPACES`.
-        keys: Hashes of the table's chunks, or `EMPTY`, uint64 [places].
-        places: Number of each chunk of the table, int32 [places].
         begins, ends: Receive the extent of each chunk, int64 [characters].
         gaps: Receives the kind of whitespace before a chunk: 0 for a single space or none, 1 for
             other whitespace, 2 if it contains a line feed; uint8 [characters].
-        chunks: Receives the number of each chunk, -1 if the table lacks it, int32 [characters].
-
-    Returns:
-        The number of chunks, and how many of them the table lacks.
+        hashes: Receives the hash of each chunk, uint64 [characters].
     """
-    mask = np.uint64(len(keys) - 1)
-    count, unknown, at, length = 0, 0, 0, len(codes)
+    count, at, length = 0, 0, len(codes)
     while at < length:
         gap_begin, gap = at, 0
         while at < length and codes[at] < len(spaces) and spaces[codes[at]]:
@@ -75,48 +69,50 @@ def split_chunks(codes, spaces, keys, places, begins, ends, gaps, chunks):
         while at < length and not (codes[at] < len(spaces) and spaces[codes[at]]):
             key = (key ^ np.uint64(codes[at])) * _FACTOR
             at += 1
-        ends[count] = at
-        key = _mixed(key)
-        place = key & mask
-        while keys[place] != EMPTY and keys[place] != key:
-            place = (place + np.uint64(1)) & mask
-        chunks[count] = places[place] if keys[place] == key else -1
-        unknown += chunks[count] < 0
+        ends[count], hashes[count] = at, _mixed(key)
         count += 1
-    return count, unknown
+    return count
 
 
 @_compiled
-def insert_chunks(codes, extents, number, keys, places):
-    """Insert chunks of a text into the table, numbered from ``number``.
-
-    Args:
-        codes: Code points of the text, uint32 [characters].
-        extents: Begin and end of each chunk, int64 [chunks, 2].
-        keys, places: As of `split_chunks`.
-    """
-    for chunk in range(len(extents)):
-        key = _START
-        for code in codes[extents[chunk, 0] : extents[chunk, 1]]:
-            key = (key ^ np.uint64(code)) * _FACTOR
-        _insert(keys, places, _mixed(key), number + chunk)
-
-
-@_compiled
-def _insert(keys, places, key, number):
+def _place_of(key, keys):
+    """Return the place of a key in a table, or the unused one that it would take."""
     mask = np.uint64(len(keys) - 1)
     place = key & mask
-    while keys[place] != EMPTY:
+    while keys[place] != EMPTY and keys[place] != key:
         place = (place + np.uint64(1)) & mask
-    keys[place], places[place] = key, number
+    return place
 
 
 @_compiled
-def rehash(keys, places, new_keys, new_places):
-    """Insert all chunks of a table into a larger one."""
-    for place in range(len(keys)):
-        if keys[place] != EMPTY:
-            _insert(new_keys, new_places, keys[place], places[place])
+def look_up(hashes, keys, numbers, found):
+    """Look up chunks, and return how many of them the table lacks.
+
+    Args:
+        hashes: Hash of each chunk, uint64 [chunks].
+        keys: Hashes of the table's chunks, or `EMPTY`, uint64 [places].
+        numbers: Number of each chunk of the table, int32 [places].
+        found: Receives the number of each chunk, -1 if the table lacks it, int32 [chunks].
+    """
+    unknown = 0
+    for at in range(len(hashes)):
+        place = _place_of(hashes[at], keys)
+        found[at] = numbers[place] if keys[place] != EMPTY else -1
+        unknown += found[at] < 0
+    return unknown
+
+
+@_compiled
+def insert(hashes, new_numbers, keys, numbers):
+    """Insert chunks that the table lacks.
+
+    Args:
+        hashes, keys, numbers: As of `look_up`.
+        new_numbers: Number of each chunk, int32 [chunks].
+    """
+    for at in range(len(hashes)):
+        place = _place_of(hashes[at], keys)
+        keys[place], numbers[place] = hashes[at], new_numbers[at]
 
 
 @_compiled

@@ -62,7 +62,7 @@ class WordTable:
 
     def clear(self) -> None:
         """Forget all chunks."""
-        self._keys, self._places = np.zeros(1 << 14, np.uint64), np.zeros(1 << 14, np.int32)
+        self._make_table(1 << 14)
         self._numbers: dict[str, int] = {}  # of words
         self._new: list[str] = []
         self._chunks = 0
@@ -71,6 +71,9 @@ class WordTable:
         self._lengths, self._flags = _Column(np.int32), _Column(np.uint8)
         self._hashes, self._powers = _Column(np.uint64), _Column(np.uint64)
         self._stops = _Column(np.int64)
+
+    def _make_table(self, places: int) -> None:
+        self._keys, self._values = np.zeros(places, np.uint64), np.zeros(places, np.int32)
 
     def limit(self) -> None:
         """Forget all chunks, and with them the numbers of words, if there are too many."""
@@ -81,15 +84,13 @@ class WordTable:
         """Split a text; spaCy splits its unknown chunks."""
         codes = np.frombuffer(text.encode("utf-32-le"), np.uint32)
         self._reserve(len(codes) // 2 + 2)
-        scratch = (self._begins, self._ends, self._gaps, self._found)
-        table = (self._keys, self._places)
-        count, unknown = loops.split_chunks(codes, loops.SPACES, *table, *scratch)
-        found = self._found[:count]
-        if unknown:
-            self._learn(text, codes, np.flatnonzero(found < 0))
-            table = (self._keys, self._places)
-            loops.split_chunks(codes, loops.SPACES, *table, *scratch)
-        return Chunks(found.copy(), self._gaps[:count].copy())
+        scratch = (self._begins, self._ends, self._gaps, self._hashed)
+        count = loops.split_chunks(codes, loops.SPACES, *scratch)
+        hashes, found = self._hashed[:count], np.empty(count, np.int32)
+        if loops.look_up(hashes, self._keys, self._values, found):
+            self._learn(text, np.flatnonzero(found < 0))
+            loops.look_up(hashes, self._keys, self._values, found)
+        return Chunks(found, self._gaps[:count].copy())
 
     def count(self, found: Chunks) -> int:
         """Return the number of words."""
@@ -118,7 +119,7 @@ class WordTable:
 
     @property
     def joined_hashes(self) -> tuple[np.ndarray, np.ndarray]:
-        """Hash and power of each word, as of `word_loops.repeated_characters`."""
+        """Hash and power of each word, as of `word_loops.repeated_n_grams`."""
         return self._hashes.values, self._powers.values
 
     def _reserve(self, chunks: int) -> None:
@@ -126,22 +127,23 @@ class WordTable:
             self._capacity = 2 * chunks
             self._begins, self._ends = (np.empty(self._capacity, np.int64) for _ in range(2))
             self._gaps = np.empty(self._capacity, np.uint8)
-            self._found = np.empty(self._capacity, np.int32)
+            self._hashed = np.empty(self._capacity, np.uint64)
 
-    def _learn(self, text: str, codes: np.ndarray, where: np.ndarray) -> None:
+    def _learn(self, text: str, where: np.ndarray) -> None:
         """Add chunks of a text to the table.
 
         Args:
-            text, codes: The text and its code points.
-            where: Places of the chunks among those that were found, int64 [chunks].
+            text: The text.
+            where: Places of the chunks among those of the text, int64 [chunks].
         """
         begins, ends = self._begins[where].tolist(), self._ends[where].tolist()
-        new = {text[begin:end]: begin for begin, end in zip(begins, ends, strict=True)}
+        extents = zip(begins, ends, where.tolist(), strict=True)
+        new = {text[begin:end]: place for begin, end, place in extents}
         while 2 * (self._chunks + len(new)) > len(self._keys):
-            keys, places = np.zeros(4 * len(self._keys), np.uint64), self._places
-            self._places = np.zeros(len(keys), np.int32)
-            loops.rehash(self._keys, places, keys, self._places)
-            self._keys = keys
+            used = self._keys != loops.EMPTY
+            old = self._keys[used], self._values[used]
+            self._make_table(4 * len(self._keys))
+            loops.insert(*old, self._keys, self._values)
         entries, firsts = [], []
         for chunk in new:
             entries += self._simple_words(chunk) or self._words(chunk)
@@ -149,8 +151,8 @@ class WordTable:
         self._describe()
         self._entries.extend(entries)
         self._firsts.extend(firsts)
-        extents = np.array([(begin, begin + len(chunk)) for chunk, begin in new.items()])
-        loops.insert_chunks(codes, extents, self._chunks, self._keys, self._places)
+        numbers = np.arange(self._chunks, self._chunks + len(new), dtype=np.int32)
+        loops.insert(self._hashed[[*new.values()]], numbers, self._keys, self._values)
         self._chunks += len(new)
 
     def _simple_words(self, chunk: str) -> list[int]:

@@ -4,7 +4,7 @@
         --backends nearlinear deepspeed_shm --sizes 64K:32M:4
 
 DeepSpeed uses it for tensor-parallel inference on CPUs. It has a single group, of all ranks of the
-machine, and nothing but the sum of floating-point tensors. The first import compiles DeepSpeed's
+machine, and nothing but the sum of floating-point tensors. The first group compiles DeepSpeed's
 operator and the backend, which calls the operator without Python in between.
 """
 

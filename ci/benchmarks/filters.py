@@ -9,16 +9,18 @@ none: text in between is as fast as its share of new words allows.
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 
 from ci.benchmarks.collectives import record as bench_record
+from ci.command_line import make_parser
+from data_prep.quality import Judge, QualityFilters
 from data_prep.sources.botocore_docs import botocore_documents
 
 MODULE = "ci.benchmarks.filters"
@@ -53,33 +55,28 @@ def by_datatrove(texts: Iterable[str], names: Iterable[str]) -> list[Decision]:
     return found
 
 
-class Rules:
-    """The rules of `data_prep.quality`, which remember words from pass to pass."""
-
-    def __init__(self, names: Iterable[str]):
-        from data_prep.quality import QualityFilters
-
-        self._filters = QualityFilters([*names])
-
-    def __call__(self, texts: Iterable[str]) -> list[Decision]:
-        decisions = map(self._filters.judge, texts)
-        return [(why, None if why else left) for why, left in decisions]
+def by_rules(
+    texts: Iterable[str], names: Iterable[str], judge: Judge | None = None
+) -> list[Decision]:
+    """Decide by `data_prep.quality`."""
+    decisions = map(QualityFilters([*names], judge).judge, texts)
+    return [(why, None if why else left) for why, left in decisions]
 
 
 def measure(texts: list[str], rounds: int) -> list[dict]:
     """Return a record for each set of rules: megabytes per second of processor time."""
     megabytes = sum(len(text.encode("utf-8", "replace")) for text in texts) / 1e6
-    Rules(RULES[-1])(texts[:1])  # compiles the loops
+    by_rules(texts[:1], RULES[-1])  # compiles the loops
     records = []
     for names in RULES:
         first, again, theirs, different = [], [], [], 0
         for _ in range(rounds):
-            rules = Rules(names)
-            rules(["A word."])  # loads spaCy's lazy parts
-            first.append(_seconds(lambda rules=rules: rules(texts))[0])
-            seconds, ours = _seconds(lambda rules=rules: rules(texts))
+            judge = Judge()
+            by_rules(["A word."], names, judge)  # loads spaCy's lazy parts
+            first.append(_seconds(partial(by_rules, texts, names, judge))[0])
+            seconds, ours = _seconds(partial(by_rules, texts, names, judge))
             again.append(seconds)
-            seconds, expected = _seconds(lambda names=names: by_datatrove(texts, names))
+            seconds, expected = _seconds(partial(by_datatrove, texts, names))
             theirs.append(seconds)
             different = sum(a != b for a, b in zip(ours, expected, strict=True))
         speeds = [megabytes / statistics.median(each) for each in (first, again, theirs)]
@@ -152,11 +149,7 @@ def _documents(file: Path | None) -> Iterator[str]:
 
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
-    parser = argparse.ArgumentParser(
-        prog=f"python -m {MODULE}",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser(MODULE, __doc__)
     parser.add_argument("file", type=Path, nargs="?", help="JSON lines with a text per line "
                         "(default: the documentation inside botocore)")  # fmt: skip
     parser.add_argument("--damaged", type=int, default=0, metavar="N",

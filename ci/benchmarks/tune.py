@@ -20,6 +20,7 @@ from pathlib import Path
 
 from ci.benchmarks.collectives import record as bench_record
 from ci.benchmarks.compare.report import markdown
+from ci.command_line import make_parser
 from ci.emulation.cluster import Cluster, RankFailed, as_completed, exit_status
 from nearlinear.planner.calibrate.settings import TOP
 
@@ -167,12 +168,7 @@ def _run(options: argparse.Namespace, argv: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=f"python -m {MODULE}",
-        description=__doc__,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser(MODULE, __doc__, EXAMPLES)
     add = parser.add_argument
     add("--only", type=int, nargs="*", metavar="N", help="numbers of situations (default: all)")
     add("--settings", type=int, default=12, metavar="N", help="of each sweep (default: 12)")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
+
+from ci.command_line import make_parser
 
 from . import carry, report, runner
 
@@ -24,11 +25,8 @@ REHEARSALS = runner.ROOT / "artifacts" / "gpu-rehearsal"
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m ci.gpu",
-        description="Run every check that one GPU allows, from a bare checkout, offline.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = make_parser(
+        "ci.gpu", "Run every check that one GPU allows, from a bare checkout, offline.", EXAMPLES
     )
     parser.add_argument("--list", action="store_true", help="list the stages and exit")
     parser.add_argument("--rehearse", action="store_true", help="run on the CPU with tiny shapes")

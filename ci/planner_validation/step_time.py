@@ -30,6 +30,7 @@ from pathlib import Path
 
 from ci.benchmarks.collectives import record as bench_record
 from ci.benchmarks.compare.run import WorkerGroup
+from ci.command_line import make_parser
 from ci.emulation.cluster import Cluster, RankFailed, exit_status
 from ci.planner_validation.cases import (
     QUICK_SETUPS,
@@ -279,11 +280,7 @@ def save(path: Path, rows: list[PredictionRow], tunings: list[dict], loads: list
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=f"python -m {MODULE}",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser(MODULE, __doc__)
     add = parser.add_argument
     add("--quick", action="store_true", help="one cluster, main layouts")
     add("--steps", type=int, default=4, metavar="K", help="timed steps of each layout (default: 4)")

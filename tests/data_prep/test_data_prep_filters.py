@@ -25,7 +25,7 @@ pytest.importorskip("spacy")
 from loguru import logger  # noqa: E402  a dependency of datatrove
 
 from ci.benchmarks import filters  # noqa: E402
-from ci.benchmarks.filters import by_datatrove, damaged  # noqa: E402
+from ci.benchmarks.filters import by_datatrove, by_rules, damaged  # noqa: E402
 from data_prep import quality, words  # noqa: E402
 
 OPTIONS = {"progress": False, "val_fraction": 0.1, "backends": ("tokenizers",)}
@@ -68,10 +68,6 @@ def corpus(tmp_path, texts):
 def kept(folder, gpt2, read_documents):
     found = read_documents(folder)
     return sorted(gpt2.decode(ids) for side in found.values() for ids in side)
-
-
-def by_rules(texts, names):
-    return filters.Rules(names)(texts)
 
 
 def test_filters_match_datatrove_pipeline(corpus, texts, tmp_path, gpt2, read_documents, capsys):

@@ -11,6 +11,8 @@ import math
 import re
 from pathlib import Path
 
+from ci.command_line import make_parser
+
 MODULE = "ci.benchmarks.collectives"
 SHARDING = ("all_gather", "reduce_scatter", "all_reduce")  # in all patterns; the default
 OPERATIONS = (*SHARDING, "all_to_all", "gather", "scatter", "reduce", "send", "ring")
@@ -139,11 +141,8 @@ def format_size(size: int) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=f"python -m {MODULE}",
-        description="Measure torch.distributed backends on CPU tensors side by side.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = make_parser(
+        MODULE, "Measure torch.distributed backends on CPU tensors side by side.", EXAMPLES
     )
     workload = parser.add_argument_group("workload").add_argument
     workload("--backends", nargs="+", default=["nearlinear", "gloo"], metavar="[LABEL=]NAME",

@@ -11,6 +11,7 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 from ci.benchmarks.collectives import record as bench_record
+from ci.command_line import make_parser
 from ci.emulation.cluster import exit_status
 
 from . import report
@@ -143,11 +144,8 @@ def add_common_options(parser: argparse.ArgumentParser, default: str) -> None:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=f"python -m {MODULE}",
-        description="Train one model with several libraries in turn, on an emulated cluster.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = make_parser(
+        MODULE, "Train one model with several libraries in turn, on an emulated cluster.", EXAMPLES
     )
     add_common_options(parser, "marked below")
     add = parser.add_argument

@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from ci.benchmarks.collectives import record as bench_record
+from ci.command_line import make_parser
 from ci.emulation.cluster import exit_status
 
 from . import report, traffic
@@ -65,14 +66,10 @@ def run_configs(steps: int) -> list[CompareConfig]:
 
 
 def contestants(config: CompareConfig) -> Iterator[str]:
-    """Yield the systems of a run: those that its ranks allow, without hopeless transfers."""
+    """Yield the systems that differ on a run's cluster, without hopeless transfers."""
     for name in (*OURS, *OTHERS):
-        groups = name.startswith("hybrid") or name == "mics"
-        if (
-            not (groups and config.shard == config.world)
-            and not (name == "hpz" and config.ranks_per_node == 1)
-            and transfer_seconds(config, name) <= LONGEST_TRANSFER
-        ):
+        differs = SYSTEMS[name].differs(config)
+        if differs and transfer_seconds(config, name) <= LONGEST_TRANSFER:
             yield name
 
 
@@ -186,12 +183,7 @@ def _settings(config: CompareConfig) -> CompareConfig:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=f"python -m {MODULE}",
-        description=__doc__,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser(MODULE, __doc__, EXAMPLES)
     add = parser.add_argument
     add("--runs", type=int, nargs="*", metavar="N", help="numbers of runs, from 0 (default: all)")
     add("--steps", type=int, default=3, metavar="K", help="timed steps of each system (default: 3)")

@@ -14,6 +14,7 @@ import sys
 from dataclasses import asdict, replace
 
 from ci.benchmarks.collectives import record as bench_record
+from ci.command_line import make_parser
 from ci.emulation.cluster import exit_status
 
 from . import report
@@ -119,11 +120,8 @@ def render(runs: list[dict]) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=f"python -m {MODULE}",
-        description="Run comparisons on several clusters and print each system's efficiency.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = make_parser(
+        MODULE, "Run comparisons on several clusters and print each system's efficiency.", EXAMPLES
     )
     add_common_options(parser, " ".join(DEFAULT_SYSTEMS))
     add = parser.add_argument

@@ -27,20 +27,32 @@ class System:
     """Pinned requirement that may need an environment of its own."""
     traffic: Callable[[CompareConfig], traffic.Traffic] | None = None
     """Collectives of a step; None without communication."""
+    differs: Callable[[CompareConfig], bool] = lambda config: True
+    """Whether the cluster lets the system differ from a simpler one."""
+
+
+def _several_groups(config: CompareConfig) -> bool:
+    return config.shard < config.world
+
+
+def _several_ranks_per_node(config: CompareConfig) -> bool:
+    return config.ranks_per_node > 1
 
 
 def _nearlinear(title: str, counts=traffic.all_once, backend: str = "gloo", **options) -> System:
     return System("nearlinear", title, options, backend, traffic=counts)
 
 
-def _zero(title: str, counts=traffic.zero3, backend: str = "gloo", **options) -> System:
+def _zero(
+    title: str, counts=traffic.zero3, backend: str = "gloo", differs=System.differs, **options
+) -> System:
     """Describe one of DeepSpeed's ZeRO stages."""
     requires = "deepspeed==0.19.8"
-    return System("zero3", title, options, backend, requires=requires, traffic=counts)
+    return System("zero3", title, options, backend, True, requires, counts, differs)
 
 
-def _fsdp(title: str, counts=traffic.full_shard, **options) -> System:
-    return System("fsdp", title, options, traffic=counts)
+def _fsdp(title: str, counts=traffic.full_shard, differs=System.differs, **options) -> System:
+    return System("fsdp", title, options, traffic=counts, differs=differs)
 
 
 def _on_both(
@@ -95,8 +107,14 @@ SYSTEMS = {
         {},
         requires="deepspeed==0.19.6",
         traffic=traffic.mics,
+        differs=_several_groups,
     ),
-    "hpz": _zero("DeepSpeed ZeRO-3, hpZ (gloo)", traffic.zero3_node_copies, node_copies=True),
+    "hpz": _zero(
+        "DeepSpeed ZeRO-3, hpZ (gloo)",
+        traffic.zero3_default,
+        differs=_several_ranks_per_node,
+        node_copies=True,
+    ),
     **_on_both("fsdp1", _fsdp, "FSDP1, full shard", kind="fsdp1"),
     **_on_both(
         "fsdp1_once",
@@ -108,7 +126,9 @@ SYSTEMS = {
     ),
     **_on_both("fsdp2", _fsdp, "FSDP2, full shard", kind="full"),
     **_on_both("fsdp2_ahead", _fsdp, "FSDP2, full shard, prefetch", kind="full", prefetch=True),
-    **_on_both("hybrid", _fsdp, "FSDP2, hybrid", traffic.hybrid, kind="hybrid"),
+    **_on_both(
+        "hybrid", _fsdp, "FSDP2, hybrid", traffic.hybrid, differs=_several_groups, kind="hybrid"
+    ),
     **_on_both(
         "fsdp2_once",
         _fsdp,
@@ -131,6 +151,7 @@ SYSTEMS = {
         _fsdp,
         "FSDP2, hybrid, kept, one reduction",
         traffic.all_once,
+        differs=_several_groups,
         kind="hybrid",
         **ONCE,
     ),

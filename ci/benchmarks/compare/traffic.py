@@ -50,14 +50,9 @@ def zero3(config: CompareConfig) -> Traffic:
 
 
 def zero3_default(config: CompareConfig) -> Traffic:
-    """ZeRO-3 with its default thresholds: every unit kept from forward to backward."""
+    """ZeRO-3 with its default thresholds, or with copies per node: one gather per micro-batch."""
     a = config.accumulation
     return Traffic(config.world, (a,) * (1 + config.layers), a, 0)
-
-
-def zero3_node_copies(config: CompareConfig) -> Traffic:
-    """ZeRO-3 whose backward passes gather from a copy per node (hpZ)."""
-    return zero3_default(config)
 
 
 def hybrid(config: CompareConfig) -> Traffic:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from ci.benchmarks.collectives import record as bench_record
 from ci.benchmarks.collectives.options import parse_sizes
+from ci.command_line import make_parser
 
 from . import contenders, measure, table
 
@@ -83,11 +84,10 @@ def main(argv: list[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     names = [*contenders.OWN, *contenders.LIBRARIES]
-    parser = argparse.ArgumentParser(
-        prog="python -m ci.benchmarks.mpi",
-        description="Measure the engine's collectives and three MPI libraries on this machine.",
-        epilog=EXAMPLES.format(names=", ".join(names)),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = make_parser(
+        "ci.benchmarks.mpi",
+        "Measure the engine's collectives and three MPI libraries on this machine.",
+        EXAMPLES.format(names=", ".join(names)),
     )
     add = parser.add_argument
     add("--contenders", nargs="+", choices=names, default=names, metavar="NAME")

@@ -17,6 +17,7 @@ from typing import IO
 from ci.benchmarks.collectives import backends
 from ci.benchmarks.collectives import record as bench_record
 from ci.benchmarks.collectives.options import parse_sizes
+from ci.command_line import make_parser
 from ci.emulation.cluster import Cluster, RankFailed, as_completed, exit_status
 
 from . import report
@@ -147,11 +148,8 @@ def _config(options) -> NetworkConfig:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=f"python -m {MODULE}",
-        description="Measure the link utilization of collectives between emulated nodes.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = make_parser(
+        MODULE, "Measure the link utilization of collectives between emulated nodes.", EXAMPLES
     )
     add = parser.add_argument
     add("--nodes", type=int, default=4, metavar="N", help="(default: 4)")
