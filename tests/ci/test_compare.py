@@ -146,21 +146,39 @@ def test_race_compares_the_fastest_systems_within_each_budget(tmp_path):
     assert "accumulation" in (tmp_path / "race.svg").read_text()
 
 
-def test_race_continues_its_file(tmp_path, monkeypatch, capsys):
+def test_race_runs_heats_and_a_final_of_the_fastest_and_continues_its_file(
+    tmp_path, monkeypatch, capsys
+):
     ran = []
+    one, two = race.run_configs(steps=3)[:2]
+    slowest = one.systems[-1]
 
     def run_comparison(config):
         ran.append(config)
-        measured = {"peak_bytes": 2**26, "cpu_seconds": 1.0}
-        return [record(name, 0, 1.0) | measured for name in config.systems]
+        measured = {"peak_bytes": 2**26} if config.memory else {}
+        return [
+            record(name, 0, 2.0 if name == slowest else 1.0) | measured | {"cpu_seconds": 1.0}
+            for name in config.systems
+        ]
 
     monkeypatch.setattr(race, "run_comparison", run_comparison)
     monkeypatch.setattr(race, "exit_status", lambda command, _: command())  # starts no cluster
-    file = str(tmp_path / "race.json")
-    assert race.main(["--json", file, "--runs", "0"]) == 0
-    assert race.main(["--json", file, "--runs", "0", "1"]) == 0
-    assert ran == race.run_configs(steps=3)[:2]
-    assert len(json.loads((tmp_path / "race.json").read_text())["runs"]) == 2
+    file = tmp_path / "race.json"
+    assert race.main(["--json", str(file), "--runs", "0"]) == 0
+    *heats, final = ran
+    assert all(len(heat.systems) <= race.IN_A_HEAT + 1 and heat.steps == 1 for heat in heats)
+    assert sorted(name for heat in heats for name in heat.systems[1:]) == sorted(one.systems[1:])
+    assert final.steps == 3 and slowest not in final.systems and final.systems[0] == "compute"
+    assert race.main(["--json", str(file), "--runs", "0", "1"]) == 0
+    runs = json.loads(file.read_text())["runs"]
+    assert [CompareConfig.from_fields(run["config"]) for run in runs] == [one, two]
+    for system, timed_in_heat in ((slowest, True), (final.systems[1], False)):
+        timed = {r.get("heat", False) for r in runs[0]["results"]
+                 if r["system"] == system and r["timed"]}  # fmt: skip
+        assert timed == {timed_in_heat}
+    assert slowest not in {
+        name for cell in race.cells(runs[:1]) for name in (cell.ours, cell.other)
+    }
 
 
 def test_minimum_bytes_equal_a_manual_count():

@@ -1,9 +1,13 @@
 """The fastest system at every memory budget, over clusters, link rates, accumulation and models.
 
-Every run is one comparison of all systems, in turn, at several settings each. A system is within a
-budget if its measured peak of allocated tensors is; budgets are multiples of P, the size of the
-float32 parameters. So one run gives a cell for each budget. The nine runs are an orthogonal array:
-every pair of a cluster, a rate and an accumulation occurs once.
+Every run compares all systems at several settings each. A system is within a budget if its measured
+peak of allocated tensors is; budgets are multiples of P, the size of the float32 parameters. So one
+run gives a cell for each budget. The nine runs are an orthogonal array: every pair of a cluster, a
+rate and an accumulation occurs once.
+
+All systems together need more memory than a small machine has. So a run has heats and a final: each
+heat measures some of the systems, once; the final has the fastest of the heats within every budget,
+ours and others, in turn. Ratios are those of the final.
 """
 
 from __future__ import annotations
@@ -31,6 +35,10 @@ from .systems import SYSTEMS
 MODULE = "ci.benchmarks.compare.race"
 BUDGETS = (3.0, 4.25, 5.0, 6.0)
 """Peaks of allocated tensors in sizes of the float32 parameters."""
+IN_A_HEAT = 18
+"""Most systems that are held in memory at a time."""
+FINALISTS = 2
+"""Systems of each side that a budget sends to the final."""
 LONGEST_TRANSFER = 30.0
 """Seconds of transfer alone in a step beyond which a system is left out of a run."""
 CLUSTERS = ({"nodes": 4}, {"nodes": 2, "ranks_per_node": 2}, {"nodes": 3, "shard": 3})
@@ -63,6 +71,40 @@ def run_configs(steps: int) -> list[CompareConfig]:
             config = replace(base, steps=steps, **cluster, **model)
             configs.append(replace(config, systems=("compute", *contestants(config))).validate())
     return configs
+
+
+def heats_and_final(config: CompareConfig) -> list[dict]:
+    """Run all systems of ``config`` in heats and the fastest in a final; return all records.
+
+    The records of heats are marked ``heat``, and untimed where a final follows.
+    """
+    compute, *names = config.systems
+    parts = math.ceil(len(names) / IN_A_HEAT)
+    records = []
+    for part in range(parts):
+        heat = replace(config, systems=(compute, *names[part::parts]), steps=1)
+        records += run_comparison(heat)
+    finalists = choose_finalists(config, records)
+    print(f"# final: {', '.join(finalists)}", flush=True)
+    for record in records:
+        record["heat"] = True
+        record["timed"] = record["timed"] and record["system"] not in finalists
+    return records + run_comparison(replace(config, systems=tuple(finalists), memory=False))
+
+
+def choose_finalists(config: CompareConfig, records: list[dict]) -> list[str]:
+    """Return the computation and the fastest systems of the heats within each budget.
+
+    Each budget sends `FINALISTS` systems of each side, on every backend and on gloo.
+    """
+    seconds, peaks = report.step_medians(records), report.peaks_in_parameters(config, records)
+    chosen = {config.systems[0]}
+    for names in (OURS, OTHERS):
+        for backends in (names, [name for name in names if "_nl" not in name]):
+            for budget in BUDGETS:
+                fitting = [name for name in backends if peaks.get(name, math.inf) <= budget]
+                chosen.update(sorted(fitting, key=seconds.__getitem__)[:FINALISTS])
+    return [name for name in config.systems if name in chosen]
 
 
 def contestants(config: CompareConfig) -> Iterator[str]:
@@ -99,10 +141,8 @@ def cells(runs: list[dict], gloo_only: bool = False) -> list[Cell]:
     """Return the cells of all runs, of systems on every backend or on gloo only."""
     found = []
     for number, run in enumerate(runs):
-        config, seconds = (
-            CompareConfig.from_fields(run["config"]),
-            report.step_medians(run["results"]),
-        )
+        config = CompareConfig.from_fields(run["config"])
+        seconds = report.step_medians([r for r in run["results"] if not r.get("heat")])
         peaks = report.peaks_in_parameters(config, run["results"])
         for budget in BUDGETS:
             fitting = [name for name in seconds if peaks.get(name, math.inf) <= budget]
@@ -126,10 +166,8 @@ def render(runs: list[dict]) -> str:
         found = cells(runs, gloo_only)
         for cell in found:
             run = runs[cell.run]
-            config, seconds = (
-                CompareConfig.from_fields(run["config"]),
-                report.step_medians(run["results"]),
-            )
+            config = CompareConfig.from_fields(run["config"])
+            seconds = report.step_medians(run["results"])
             shown = [report.title(config), f"{cell.budget:g} P"]
             for name in (cell.ours, cell.other):
                 shown += [SYSTEMS[name].title, f"{seconds[name]:.2f}"] if name else ["none", ""]
@@ -166,7 +204,7 @@ def _race(options, argv: list[str]) -> int:
         print(f"# {report.describe(config)}", flush=True)
         left_out = [name for name in (*OURS, *OTHERS) if name not in config.systems]
         print(f"# left out: {', '.join(left_out) or 'none'}", flush=True)
-        results = run_comparison(config)
+        results = heats_and_final(config)
         record["runs"].append({"config": asdict(config), "results": results})
         bench_record.write(options.json, record)
         print(f"\n{report.render(config, results)}\n", flush=True)
