@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ examples:
   nearlinear train run.toml --nproc 4                  4 ranks on this machine
   nearlinear train run.toml --set optimizer.lr=1e-3 --set parallel.hybrid_shard_degree=2
   nearlinear train --set data.path=data/botocore       no config file: all defaults
+  nearlinear train run.toml --nproc 4 --set elastic.replicas=2    2 replicas that may be lost
   nearlinear train run.toml --print-config             every key, its value and its meaning
   torchrun --nnodes 32 --nproc-per-node 8 -m nearlinear.cli train run.toml
 """
@@ -117,10 +119,25 @@ def _train(options: argparse.Namespace, arguments: list[str]) -> int:
         print(schema.to_toml(config), end="")
         return 0
 
+    from ..errors import ConfigError
+    from ..launch import local
+    from ..launch.replicas import run_replicas
     from ..train import preflight
 
     def check(world: int, ranks_per_node: int) -> None:
         preflight.check_run(config, world, ranks_per_node)
+
+    replicas = config.elastic.replicas
+    if replicas and "NEARLINEAR_REPLICA" not in os.environ and not local.is_launched_rank():
+        ranks = config.run.nproc or replicas
+        if ranks % replicas:
+            raise ConfigError(
+                f"run.nproc = {ranks} is not a multiple of elastic.replicas = {replicas}: give "
+                "every replica equally many ranks"
+            )
+        check(ranks // replicas, ranks // replicas)
+        limit = config.elastic.max_restarts
+        return run_replicas(arguments, replicas, ranks // replicas, limit)
 
     return run_on_ranks(options, arguments, config, check, lambda: _fit(config))
 
@@ -130,10 +147,10 @@ def _fit(config: TrainConfig) -> int:
     from ..distributed import runtime
     from ..train.trainer import Trainer
 
-    result = Trainer(_with_degree(config), verified=True).fit()
-    rank = runtime.current().rank
+    trainer = Trainer(_with_degree(config), verified=True)
+    result = trainer.fit()
     runtime.shutdown()
-    if rank == 0:
+    if trainer.rank == 0 and trainer.writes:
         _print_result(config, result)
     return 0
 

@@ -382,6 +382,46 @@ class RunConfig:
 
 
 @dataclass(frozen=True)
+class ElasticConfig:
+    """Replicas that may be lost while the others train on, see docs/elastic.md."""
+
+    replicas: int = 0
+    """replicas of the job, each started by itself on an equal part of the ranks; a lost rank ends
+    its replica only; 0 = off, one job of all ranks"""
+    mode: Literal["exact", "rescale"] = "exact"
+    """without a replica: compute its batches on the others, with the same bits as if it had not
+    been lost (exact), or leave its batches out (rescale)"""
+    min_replicas: int = 1
+    """end the run when fewer replicas are left"""
+    silence_seconds: float = 10.0
+    """seconds without a sign of life after which a replica is lost; a process that the kernel has
+    ended is noticed at once"""
+    form_seconds: float = 300.0
+    """seconds to wait for all replicas at the start; then a majority begins without the others"""
+    peers: list[str] = field(default_factory=list)
+    """host:port of the first rank of each replica; empty = ports from elastic.port on, on this
+    machine"""
+    port: int = 29700
+    """port of the first rank of the first replica, and of every host in peers without a port"""
+    max_restarts: int = 100
+    """starts of lost replicas by nearlinear train on one machine before it gives up"""
+
+    def __post_init__(self) -> None:
+        if self.replicas < 0 or self.replicas == 1:
+            raise ConfigError(
+                f"elastic.replicas = {self.replicas}: give at least 2, or 0 for a job that ends "
+                "with its first lost rank"
+            )
+        if not 1 <= self.min_replicas <= max(1, self.replicas):
+            raise ConfigError(
+                f"elastic.min_replicas = {self.min_replicas} is not between 1 and elastic.replicas "
+                f"= {self.replicas}"
+            )
+        if self.silence_seconds <= 0 or self.form_seconds < 0:
+            raise ConfigError("elastic.silence_seconds and form_seconds must be positive")
+
+
+@dataclass(frozen=True)
 class PlanConfig:
     """The cluster of ``nearlinear plan``; no effect on training."""
 
@@ -412,6 +452,7 @@ class TrainConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     train: LoopConfig = field(default_factory=LoopConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    elastic: ElasticConfig = field(default_factory=ElasticConfig)
     run: RunConfig = field(default_factory=RunConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
 

@@ -12,6 +12,7 @@ another order is rejected, because the run would repeat some samples and skip ot
 
 from __future__ import annotations
 
+import copy
 import functools
 import hashlib
 from collections.abc import Iterator
@@ -262,6 +263,14 @@ class Loader:
         if self.transform is None:
             return batch
         return self.transform(batch, [key(self.seed, "noise", base, w) for w in windows.tolist()])
+
+    def last_step_of(self, data_rank: int) -> list[dict[str, torch.Tensor]]:
+        """Return the micro-batches of the last step that are those of another data rank."""
+        assert self._last_step is not None
+        other = copy.copy(self)
+        other.data_rank = data_rank
+        windows, _ = other._share(self._last_step)
+        return [self._batch(self._last_step, each) for each in windows]
 
     def _rank_windows(self, base: int) -> np.ndarray:
         """Return this rank's windows of the step at sample `base` without block shuffling."""

@@ -3,7 +3,7 @@
 Two transports, both without pickle:
 
 - Collectives, for calls that all ranks make at the same point: `all_gather_ints`,
-  `all_gather_json`, and `raise_on_all_ranks`.
+  `all_gather_json`, `broadcast_json`, and `raise_on_all_ranks`.
 - The TCP store of the job, for background threads, which must not use collectives, and for waits
   that have to end when a peer dies: `StoreChannel` and `StoreBarrier`.
 """
@@ -50,6 +50,17 @@ def all_gather_json(value: Any) -> list[Any]:
     gathered = torch.empty(dist.get_world_size() * longest, dtype=torch.uint8, device=device)
     all_gather(gathered, mine)
     return [json.loads(part.numpy().tobytes()) for part in gathered.cpu().split(longest)]
+
+
+def broadcast_json(value: Any) -> Any:
+    """Return the JSON-serializable ``value`` of rank 0 on every rank. A collective call."""
+    device = runtime.collective_device()
+    text = json.dumps(value).encode() if dist.get_rank() == 0 else b""
+    size = torch.tensor([len(text)], device=device)
+    dist.broadcast(size, 0)
+    data = torch.frombuffer(bytearray(text.ljust(int(size))), dtype=torch.uint8).to(device)
+    dist.broadcast(data, 0)
+    return json.loads(data.cpu().numpy().tobytes())
 
 
 @contextlib.contextmanager

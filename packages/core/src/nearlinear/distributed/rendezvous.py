@@ -8,12 +8,16 @@ JSON. Nothing of nearlinear unpickles bytes that arrive through it.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import functools
 import ipaddress
 import itertools
 import logging
 import os
 import socket
+import struct
+from collections.abc import Iterator
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -22,6 +26,8 @@ from ..config.parallel import whole_number
 
 log = logging.getLogger(__name__)
 _groups = itertools.count()  # of this process
+
+_SIOCGIFADDR = 0x8915  # linux/sockios.h
 
 LOOPBACK = "127.0.0.1"
 JOIN_TIMEOUT = timedelta(minutes=30)
@@ -82,6 +88,36 @@ def loopback_variables() -> dict[str, str]:
     """
     names = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
     return dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), names[0]) if names else {}
+
+
+@contextlib.contextmanager
+def interface_to(host: str, port: int) -> Iterator[None]:
+    """Make gloo and nearlinear-collectives listen on the interface that leads to ``host``.
+
+    For groups that this block creates. They would otherwise use that of the job's own ranks.
+    """
+    name = "GLOO_SOCKET_IFNAME"
+    before = os.environ.get(name)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, port))  # sends nothing
+        own = probe.getsockname()[0]
+    found = [each for _, each in socket.if_nameindex() if _address_of(each) == own]
+    if found:
+        os.environ[name] = found[0]
+    try:
+        yield
+    finally:
+        os.environ.pop(name, None)
+        if before is not None:
+            os.environ[name] = before
+
+
+def _address_of(interface: str) -> str:
+    """Return the IPv4 address of an interface, or an empty string."""
+    request = struct.pack("256s", interface[:15].encode())
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
+        return socket.inet_ntoa(fcntl.ioctl(probe, _SIOCGIFADDR, request)[20:24])
+    return ""
 
 
 def launched_by_agent() -> bool:

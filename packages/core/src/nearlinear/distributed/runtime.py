@@ -92,6 +92,10 @@ class Runtime:
     _groups: dict[str, dist.ProcessGroup] = field(default_factory=dict)
     comm_threads: CommThreadSet | None = None
     """Communication threads, once a model uses them."""
+    replica: int = 0
+    """Index of this job among the replicas that are coupled jobs, see `nearlinear.elastic`."""
+    replicas: int = 1
+    """Number of those replicas."""
     compat: object | None = None
     """State of another library's interface on this rank, see `nearlinear.compat`."""
 
@@ -275,8 +279,14 @@ def data_place() -> tuple[int, int]:
     """
     if not is_initialized() and not (dist.is_initialized() and dist.get_world_size() > 1):
         return 0, 1
+    now, ranks = current(), current().mesh.data_ranks
+    return now.replica * ranks + now.mesh.data_rank(now.rank), now.replicas * ranks
+
+
+def place_replica(replica: int, replicas: int) -> None:
+    """Make this job the ``replica``-th of ``replicas`` coupled jobs, which read different data."""
     now = current()
-    return now.mesh.data_rank(now.rank), now.mesh.data_ranks
+    now.replica, now.replicas = replica, replicas
 
 
 def first_of_node() -> bool:

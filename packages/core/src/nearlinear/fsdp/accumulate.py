@@ -203,7 +203,8 @@ class AccumulationStep:
         self._agree_on_targets(number)
         if number == 0:
             raise DataError("nl.accumulate got no micro-batches: is the data exhausted?")
-        if self.targets <= 0 and (self._measurement is None or by_rule):
+        known = self._measurement is None or by_rule
+        if self.targets <= 0 and known and self.runtime.replicas == 1:
             raise _no_targets()
 
         def loop() -> Generator[Any, None, None]:
@@ -418,8 +419,13 @@ class AccumulationStep:
         expected = self.targets or 1.0
         summary = self._agree_on_targets(self.position + 1, *self._measurement.summary())
         self._measurement.conclude(*summary)
-        if self.targets <= 0:
+        if self.targets <= 0 and self.runtime.replicas == 1:
             raise _no_targets()
+        if self.targets != expected and self.runtime.replicas > 1:
+            raise NearlinearError(
+                "elastic.replicas: the number of targets must be known before a step, and this "
+                f"model's loss had {self.targets:g} where {expected:g} were expected"
+            )
         if self.targets != expected:
             parameters = map(optimizer_parameter, self.model.parameters())
             gradients = [local_tensor(p.grad) for p in parameters if p.grad is not None]

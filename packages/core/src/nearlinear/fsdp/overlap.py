@@ -50,7 +50,7 @@ def can_overlap(runtime: Runtime, model: nn.Module, policy: MixedPrecisionPolicy
     """Return whether ``model``'s units can communicate on threads: on the CPU, in one dtype."""
     if (
         runtime.device.type != "cpu"
-        or runtime.mesh.sharing * runtime.mesh.replicate == 1
+        or runtime.mesh.sharing * runtime.mesh.replicate * runtime.replicas == 1
         or not _torch.supports_custom_collectives()
     ):
         return False

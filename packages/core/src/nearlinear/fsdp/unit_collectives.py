@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -119,6 +119,8 @@ class GradientReduction:
     last: bool = True
     """True if the current micro-batch synchronizes replicas; with slices each one may."""
     units: list[UnitReduceScatter] = field(default_factory=list)
+    replica_sum: Callable[[UnitReduceScatter, torch.Tensor], None] | None = None
+    """Adds a unit's gradients to those of replicas that are jobs of their own, in place."""
     inflight: deque[tuple[CommWork, int]] = field(default_factory=deque)
     """Submitted reductions in order, with their elements."""
 
@@ -271,6 +273,8 @@ class UnitReduceScatter(_ReduceScatter):
             self.slice_grads.append(self.slices.reduce_scatter(shards, self.replica_op))
         elif self.common.replicas is not None:
             dist.all_reduce(total, op=self.replica_op, group=self.common.replicas)
+        if self.common.replica_sum is not None:
+            self.common.replica_sum(self, total)
 
     def stash_grads(self) -> None:
         """Take the gradients away: they are partial sums, whose reduction may be in flight."""

@@ -135,7 +135,10 @@ def run_ranks(
 
     threads = max(1, (os.cpu_count() or 1) // ranks.num_ranks)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
-    with tempfile.TemporaryDirectory(prefix="nearlinear-ranks-") as folder, _Signals() as signals:
+    with (
+        tempfile.TemporaryDirectory(prefix="nearlinear-ranks-") as folder,
+        CountedSignals() as signals,
+    ):
         fork = _can_fork()
         if fork and prepare:
             with suppress(ImportError):  # the ranks report it
@@ -300,7 +303,7 @@ class RankGroup:
                 else subprocess.Popen([*interpreter, *command], env=environment, process_group=0)
             )
 
-    def wait(self, signals: _Signals) -> dict[int, RankExit]:
+    def wait(self, signals: CountedSignals) -> dict[int, RankExit]:
         """Wait for the end of all ranks, and stop them after a failure or a signal."""
         passed_on, deadline = 0, float("inf")
         while self._running():
@@ -357,7 +360,7 @@ class RankGroup:
         return RankExit(code, message, by_peer, self._ends[rank])
 
 
-class _Signals:
+class CountedSignals:
     """Count the signals that ask the launcher to stop, instead of ending it."""
 
     def __init__(self):
@@ -368,7 +371,7 @@ class _Signals:
         """Number of SIGINTs."""
         self._previous: dict[int, object] = {}
 
-    def __enter__(self) -> _Signals:
+    def __enter__(self) -> CountedSignals:
         if threading.current_thread() is threading.main_thread():
             self._previous = {n: signal.signal(n, self._receive) for n in _STOP_SIGNALS}
         return self

@@ -51,7 +51,7 @@ def check_run(config: TrainConfig, world: int, ranks_per_node: int = 0) -> Mesh:
     mesh = Mesh.from_config(config.parallel.widest, world, ranks_per_node)
     check_model_divides(config, mesh)
     check_lora(config, mesh)
-    config.batch.micro_batches(mesh.data_ranks)
+    config.batch.micro_batches(mesh.data_ranks * max(1, config.elastic.replicas))
     data = open_dataset(config, "train")
     if config.train.eval_sequences:
         with contextlib.suppress(NoSplit):  # the trainer warns, and trains without validation

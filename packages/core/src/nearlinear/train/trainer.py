@@ -16,7 +16,7 @@ import logging
 import math
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,6 +56,7 @@ from .callbacks.rank_monitor import RankTiming, WatchdogCallback, peak_memory
 from .callbacks.trackers import TRACKERS
 from .checkpoint_manager import CheckpointManager, StopSignal
 from .data import build_loader, check_document_mask, write_data_state
+from .elastic_steps import ElasticSteps
 from .evaluate import generate, held_out_loss
 from .lora import add_adapters
 from .metrics import Reporter
@@ -70,6 +71,9 @@ STARTUP_PATIENCE = 12.0
 """Multiple of ``train.rank_timeout`` for each part of the set-up: large checkpoints take long."""
 
 HOOKS = tuple(name for name in vars(Callback) if not name.startswith("_"))
+
+NO_TARGETS = "none of its sequences has a target"
+"""Reason to skip a step."""
 
 HOST_NAME_BYTES = 64
 """Longer host names are cut."""
@@ -131,6 +135,8 @@ class Trainer:
         self.rank: int = now.rank
         self.device: torch.device = now.device
         seed_generators(config.parallel.random_seed + self.rank)  # dropout
+        self.elastic: ElasticSteps | None = ElasticSteps(self) if config.elastic.replicas else None
+        self.world: int = self.mesh.world * max(1, config.elastic.replicas)
 
         preflight.check_lora(config, self.mesh)
         timeout, setting = config.train.rank_timeout, "train.rank_timeout"
@@ -186,10 +192,14 @@ class Trainer:
             if config.checkpoint_folder:
                 others = {"loader": self.loader, "bad_steps": self.bad_steps}
                 self.checkpoints = CheckpointManager(config, self.model, self.optimizer, **others)
-            resumed = self.checkpoints.resume() if self.checkpoints else 0
-            if config.model.init_from and not resumed:
+            joining = self.elastic is not None and self.elastic.joining
+            resumed = self.checkpoints.resume() if self.checkpoints and not joining else 0
+            if config.model.init_from and not resumed and not joining:
                 import_hf(model_folder(config.model.init_from), self.model)
             self.first_step: int = resumed or (data_state["step"] if data_state else 0)
+            if self.elastic:
+                watch.at("meeting the other replicas", math.inf)
+                self.first_step = self.elastic.start(self.first_step)
             self.done: int = self.first_step
             self.stop_signal: StopSignal = StopSignal()
             self.stopping: bool = False
@@ -199,17 +209,11 @@ class Trainer:
             precision = config.parallel.precision
             self.peak_tflops: float = config.run.peak_tflops or peak_tflops(self.device, precision)
             self.memory: MemoryReport | None = None  # measured in the first update
-            self.reporter: Reporter = Reporter(
-                config.run.folder,
-                config.train.steps,
-                active=self.rank == 0,
-                tensorboard=config.run.tensorboard,
-                first_step=self.first_step,
-            )
+            self.reporter: Reporter = self.open_reporter()
 
             # callbacks
             emergency = None
-            if self.checkpoints and config.checkpoint.emergency:
+            if self.checkpoints and config.checkpoint.emergency and not self.elastic:
                 emergency = EmergencyCheckpoint(self.checkpoints)
             on_fault = emergency.save if emergency else None
             sentinel = None
@@ -244,6 +248,8 @@ class Trainer:
                 self._introduce(last)
                 return self._run(last)
         except BaseException as error:
+            if self.elastic:
+                self.elastic.job.abandon()
             if self.checkpoints:
                 self.checkpoints.abandon(error)
             raise
@@ -265,7 +271,12 @@ class Trainer:
             self.reporter.print(f"sample: {sample!r}")
         if self.checkpoints:
             self.watch.at(f"the end of the run, writing checkpoint {self.checkpoints.saved}")
-            self.checkpoints.finish()
+            if self.elastic:
+                self.elastic.finish(self.checkpoints)
+            else:
+                self.checkpoints.finish()
+        if self.elastic:
+            self.elastic.job.close()
         guessing = math.log(self.dataset.manifest.vocab_size)
         return TrainResult(self.done, metrics["loss"], eval_loss, guessing, sample)
 
@@ -283,8 +294,8 @@ class Trainer:
         if due or self.done % self.config.run.log_every == 0:
             self.reporter.log_step(metrics)
         self._write_data_state()
-        if self.checkpoints and self.checkpoints.is_due(self.done, last):
-            self._save(self.checkpoints)
+        if self.checkpoints and self.checkpoints.is_due(self.done, last) and self.writes:
+            self.save(self.checkpoints)
         if self._replayed is not None and self.done >= self._replayed.step:
             self.reporter.print(
                 f"the replay found no difference up to step {self.done}: a bit was flipped, and "
@@ -321,7 +332,8 @@ class Trainer:
         """Run one optimizer step and return the job's metrics, equal on every rank.
 
         Besides the collectives of the model and of the gradient norm, a step has one all-reduce: of
-        the loss, the number of targets, the flags, and the per-rank metrics of callbacks.
+        the loss, the number of targets, the flags, and the per-rank metrics of callbacks. Elastic
+        replicas then agree on the step, and compute it again after a loss, see `elastic_steps`.
         """
         config, updates = self.config, self.done - self._skipped_steps()
         logged = (self.done + 1) % config.run.log_every == 0
@@ -333,37 +345,15 @@ class Trainer:
         micro_batches = next(self.loader)
         self._call("on_data_loaded", step)
 
-        # loss times targets, targets, stop signal, checkpoint failed, checkpoint interval elapsed
-        totals = torch.zeros(5, dtype=torch.float64, device=self.device)
-        try:
-            batches = accumulate(self.model, micro_batches, two_hop=config.train.two_hop)
-            for index, batch in enumerate(batches, 1):
-                self._call("on_micro_batch", step, index)
-                if isinstance(self.model, Pipelined):
-                    loss = self.model.step(batch)
-                else:
-                    loss = self.model(**batch).loss  # FSDP moves the batch to the device
-                    loss.backward()
-                if targets := count_targets(self.model, batch):  # else the loss is not a number
-                    totals[0] += loss.detach().double() * targets
-                totals[1] += targets
-        except NoTargets:  # on all ranks: conversations may have sequences without an answer
-            step.skip_reason = "none of its sequences has a target"
-        self._call("on_backward_end", step)
-        limit = config.optimizer.clip or math.inf
-        grad_norm = 0.0 if step.skip_reason else clip_grad_norm_(self.model, limit)
-
-        # flags of one rank reach all ranks, so that all act on them after the same step
-        flags = self.checkpoints.flags() if self.checkpoints else (False, False)
-        totals[2:] = totals.new_tensor([self.stop_signal.number > 0, *flags])
-        sums, step.by_rank = sum_and_gather(totals, self._rank_metrics(step))
+        compute = self._compute_gradients if self.elastic is None else self.elastic.compute
+        sums = compute(step, micro_batches)
         self.stopping = sums[2] > 0
         if self.checkpoints:
             if sums[3]:
                 self.checkpoints.finish()  # raises on all ranks
             self.checkpoints.interval_elapsed = sums[4] > 0
 
-        step.loss, step.grad_norm = sums[0] / sums[1] if sums[1] else math.nan, grad_norm
+        step.loss = sums[0] / sums[1] if sums[1] else math.nan
         if self.scaler and self.scaler.overflow:  # no rank has gradients
             step.overflow, step.grad_norm = True, math.inf
         self._call("on_gradients_ready", step)
@@ -374,9 +364,59 @@ class Trainer:
             self.optimizer.step()  # changes nothing without gradients
             self.optimizer.zero_grad()
             self.done += 1
+        if self.elastic:
+            self.elastic.settle()
         metrics = self._metrics(step, lr, time.perf_counter() - start)
         self._call("on_step_end", step, metrics)
         return metrics
+
+    def _compute_gradients(self, step: TrainStep, micro_batches: list[Any]) -> list[float]:
+        """Compute the gradients of ``step`` and their norm.
+
+        Returns the sums over all ranks of: loss times targets, targets, `flags`.
+        """
+        totals = torch.zeros(2, dtype=torch.float64, device=self.device)
+        try:
+            batches = accumulate(self.model, micro_batches, two_hop=self.config.train.two_hop)
+            self.run_micro_batches(step, batches, totals)
+        except NoTargets:  # on all ranks: conversations may have sequences without an answer
+            step.skip_reason = NO_TARGETS
+        self.measure_gradients(step)
+        return self.sum_over_ranks(step, torch.cat([totals, totals.new_tensor(self.flags())]))
+
+    def run_micro_batches(
+        self, step: TrainStep, batches: Iterable[Any], totals: torch.Tensor
+    ) -> None:
+        """Run forward and backward of ``batches``; add loss times targets, and targets, up."""
+        for index, batch in enumerate(batches, 1):
+            self._call("on_micro_batch", step, index)
+            if isinstance(self.model, Pipelined):
+                loss = self.model.step(batch)
+            else:
+                loss = self.model(**batch).loss  # FSDP moves the batch to the device
+                loss.backward()
+            if targets := count_targets(self.model, batch):  # else the loss is not a number
+                totals[0] += loss.detach().double() * targets
+            totals[1] += targets
+
+    def measure_gradients(self, step: TrainStep) -> None:
+        """Clip the gradients of ``step``, and note their norm."""
+        self._call("on_backward_end", step)
+        limit = self.config.optimizer.clip or math.inf
+        step.grad_norm = 0.0 if step.skip_reason else clip_grad_norm_(self.model, limit)
+
+    def flags(self) -> list[float]:
+        """Return this rank's flags: stop signal, checkpoint failed, checkpoint interval elapsed.
+
+        They reach all ranks, so that all act on them after the same step.
+        """
+        flags = self.checkpoints.flags() if self.checkpoints else (False, False)
+        return [float(self.stop_signal.number > 0), *map(float, flags)]
+
+    def sum_over_ranks(self, step: TrainStep, totals: torch.Tensor) -> list[float]:
+        """Return the sums of ``totals``, and gather the per-rank metrics of ``step``."""
+        sums, step.by_rank = sum_and_gather(totals, self._rank_metrics(step))
+        return sums
 
     def _call(self, hook: str, *arguments: Any) -> None:
         """Call ``hook`` of every callback that overrides it, in order."""
@@ -398,7 +438,7 @@ class Trainer:
 
     def _metrics(self, step: TrainStep, lr: float, seconds: float) -> dict[str, Any]:
         tokens_per_s = self.tokens_per_step / seconds
-        tflops = tokens_per_s * self.flops_per_token / self.mesh.world / 1e12
+        tflops = tokens_per_s * self.flops_per_token / self.world / 1e12
         metrics = {
             "step": step.number,
             "loss": step.loss,
@@ -414,6 +454,8 @@ class Trainer:
             metrics["skipped"] = self._skipped_steps()
         if self.scaler:
             metrics["loss_scale"] = self.scaler.loss_scale
+        if self.elastic:
+            metrics["replicas"] = len(self.elastic.job.members)
         if self.config.data.sources:
             metrics["epochs"] = self.loader.epochs  # per source of the mixture
         # four decimals keep the JSON line of a thousand ranks short
@@ -464,7 +506,9 @@ class Trainer:
         assert self.checkpoints is not None  # the signal is caught with checkpoints only
         self.reporter.log_step(metrics)
         self._write_data_state()
-        self._save(self.checkpoints)
+        if self.elastic and not (self.elastic.all_stop and self.writes):
+            raise self.elastic.interrupted()
+        self.save(self.checkpoints)
         folder = self.checkpoints.finish()
         number = self.stop_signal.number or signal.SIGTERM  # which another rank received
         error = Interrupted(
@@ -474,7 +518,23 @@ class Trainer:
         error.exit_code = 128 + number
         raise error
 
-    def _save(self, checkpoints: CheckpointManager) -> None:
+    @property
+    def writes(self) -> bool:
+        """True unless another replica writes the metrics and checkpoints."""
+        return self.elastic is None or self.elastic.job.writes
+
+    def open_reporter(self) -> Reporter:
+        """Return the reporter, active on the first rank of the replica that writes."""
+        return Reporter(
+            self.config.run.folder,
+            self.config.train.steps,
+            active=self.rank == 0 and self.writes,
+            tensorboard=self.config.run.tensorboard,
+            first_step=self.done,
+        )
+
+    def save(self, checkpoints: CheckpointManager) -> None:
+        """Save the finished steps. A collective call."""
         self.watch.at(f"saving the checkpoint of step {self.done}")
         self._call("on_checkpoint", self.done)
         checkpoints.save(self.done)

@@ -1,0 +1,91 @@
+"""Start the replicas of an elastic job on one machine, and start lost ones again.
+
+Each replica is a process of its own, ``nearlinear train`` with NEARLINEAR_REPLICA set, which starts
+the ranks of the replica. On several machines a launcher of the cluster does the same.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+from .local import SHUTDOWN_TIMEOUT, CountedSignals
+
+RESTART_DELAY = 1.0
+"""Seconds between the end of a replica and its next start."""
+POLL = 0.05
+
+
+def run_replicas(arguments: list[str], replicas: int, nproc: int, max_restarts: int) -> int:
+    """Run ``nearlinear`` with ``arguments`` as ``replicas`` replicas; return the exit code.
+
+    Args:
+        arguments: Arguments of the command line.
+        replicas: Number of replicas.
+        nproc: Ranks of each.
+        max_restarts: Starts of lost replicas before the job is given up.
+    """
+    command = [sys.executable, "-m", "nearlinear.cli", *arguments, "--nproc", str(nproc)]
+    command += ["--launched-by", str(os.getpid())]
+
+    def start(replica: int) -> subprocess.Popen:
+        environment = {**os.environ, "NEARLINEAR_REPLICA": str(replica)}
+        return subprocess.Popen(command, env=environment, process_group=0)
+
+    with CountedSignals() as signals:
+        running = {replica: start(replica) for replica in range(replicas)}
+        try:
+            return _supervise(running, start, signals, max_restarts)
+        finally:
+            for process in running.values():
+                if process.poll() is None:
+                    process.kill()
+                    process.wait()
+
+
+def _supervise(running, start, signals: CountedSignals, restarts_left: int) -> int:
+    """Wait for the replicas in ``running``; see `run_replicas`."""
+    due: dict[int, float] = {}
+    codes: dict[int, int] = {}
+    deadline, passed_on = float("inf"), 0
+    while running:
+        if signals.count > passed_on:
+            passed_on = signals.count
+            number = signal.SIGKILL if signals.interrupts > 1 else signal.SIGTERM
+            for process in running.values():
+                process.send_signal(number)
+            deadline = min(deadline, time.monotonic() + SHUTDOWN_TIMEOUT)
+        if time.monotonic() > deadline:
+            return 128 + (signals.first or signal.SIGTERM)
+        for replica, process in list(running.items()):
+            code = process.poll()
+            if code is None:
+                continue
+            del running[replica]
+            codes[replica] = code
+            if code and not signals.count and 0 not in codes.values():
+                if code == 2:  # a mistake of the user, which another start repeats
+                    return code
+                if not running:
+                    print("error: no replica is left; the next start resumes from the newest "
+                          "checkpoint", file=sys.stderr)  # fmt: skip
+                    return 1
+                due[replica] = time.monotonic() + RESTART_DELAY
+        for replica in [r for r, at in due.items() if time.monotonic() >= at]:
+            del due[replica]
+            if not running or 0 in codes.values() or signals.count:
+                continue
+            if not restarts_left:
+                print(f"replica {replica} is not started again: elastic.max_restarts is reached",
+                      file=sys.stderr)  # fmt: skip
+                continue
+            restarts_left -= 1
+            print(f"starting replica {replica} again", file=sys.stderr, flush=True)
+            running[replica] = start(replica)
+        time.sleep(POLL)
+    if signals.first:
+        return 128 + signals.first
+    return 0 if 0 in codes.values() else 1

@@ -1,0 +1,135 @@
+"""Steps of a trainer whose replica is one of several that may be lost, see `nearlinear.elastic`."""
+
+from __future__ import annotations
+
+import signal
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..distributed import runtime
+from ..elastic.job import ElasticJob
+from ..elastic.membership import Decision
+from ..errors import CheckpointError, Interrupted
+from .callbacks import TrainStep
+from .checkpoint_manager import CheckpointManager
+
+if TYPE_CHECKING:
+    from .trainer import Trainer
+
+FLAGS = 3
+"""Numbers of `Trainer.flags`."""
+
+
+class ElasticSteps:
+    """The steps of ``trainer``, agreed with the other replicas."""
+
+    def __init__(self, trainer: Trainer):
+        self.trainer = trainer
+        self.job: ElasticJob = ElasticJob(trainer.config)
+        self.all_stop: bool = False
+        """True if all replicas have received a signal to stop, and not only this one."""
+        self._decision: Decision | None = None
+
+    @property
+    def joining(self) -> bool:
+        """True if this replica receives the state of a running job."""
+        return self.job.joining
+
+    def start(self, step: int) -> int:
+        """Meet the other replicas after ``step`` of a checkpoint; return the last done step."""
+        trainer = self.trainer
+        others = {"loader": trainer.loader, "bad_steps": trainer.bad_steps}
+        return self.job.start(step, trainer.model, trainer.optimizer, others)
+
+    def compute(self, step: TrainStep, micro_batches: list[Any]) -> list[float]:
+        """Compute the gradients of ``step`` until the replicas agree that they are complete.
+
+        The update follows, and then `settle`. Returns the sums over all replicas as
+        `Trainer._compute_gradients` does; the flag to stop is that of this replica.
+        """
+        while True:
+            payload, failures = self._attempt(step, micro_batches)
+            decision = self.job.decide(step.number, failures, payload)
+            if decision.committed:
+                break
+            self.trainer.watch.at(f"step {step.number} again, after the loss of a replica")
+            self._go_on(decision, step.number)
+            self.trainer.optimizer.zero_grad()
+        self._decision = decision
+        payloads = list(decision.payloads.values())
+        rows = {int(replica): row for each in payloads for replica, row in each["rows"].items()}
+        loss, targets = (sum(rows[replica][i] for replica in sorted(rows)) for i in (0, 1))
+        if not targets and not step.skip_reason:
+            step.skip_reason = "none of its sequences has a target"
+        stop, failed, elapsed = ([each["flags"][i] for each in payloads] for i in range(FLAGS))
+        own = payload["flags"]
+        if any(failed) and not own[1]:
+            raise CheckpointError("the replica that writes the checkpoints failed: see its message")
+        self.all_stop = all(stop)
+        return [loss, targets, own[0], own[1], float(sum(elapsed))]
+
+    def _attempt(self, step: TrainStep, micro_batches: list[Any]) -> tuple[dict[str, Any], float]:
+        """Compute the gradients of the replicas that this one hosts.
+
+        Returns the payload of this replica's vote, and on how many of its ranks a sum failed.
+        """
+        trainer, job = self.trainer, self.job
+        job.begin_step()
+        rows = torch.zeros(job.config.replicas, 2, dtype=torch.float64, device=trainer.device)
+        now = runtime.current()
+        for replica in job.hosted:
+            given = micro_batches
+            if replica != job.replica:
+                rank = replica * now.mesh.data_ranks + now.mesh.data_rank(now.rank)
+                given = trainer.loader.last_step_of(rank)
+            batches = job.accumulate(step.number, replica, given)
+            trainer.run_micro_batches(step, batches, rows[replica])
+        trainer.measure_gradients(step)
+        stop, failed, elapsed = trainer.flags()
+        own = [stop, failed, elapsed if job.writes else 0.0, float(bool(job.sum.failed))]
+        sums = trainer.sum_over_ranks(step, torch.cat([rows.new_tensor(own), rows.view(-1)]))
+        table = torch.tensor(sums[len(own) :]).view(-1, 2).tolist()
+        hosted = {str(replica): table[replica] for replica in job.hosted}
+        return {"flags": sums[:FLAGS], "rows": hosted}, sums[FLAGS]
+
+    def settle(self) -> None:
+        """Go on with the replicas that were agreed on, after the update of the step."""
+        assert self._decision is not None
+        self._go_on(self._decision, self.trainer.done)
+
+    def finish(self, checkpoints: CheckpointManager) -> None:
+        """Write the last checkpoint; another replica does if the one that writes is lost."""
+        trainer, job, step = self.trainer, self.job, self.trainer.done
+        job.admit(False)
+        while True:
+            if job.writes:
+                trainer.save(checkpoints)
+                checkpoints.finish()
+            writer, step = job.members[0], step + 1
+            decision = job.decide(step, 0.0, None)
+            self._go_on(decision, step)
+            if job.members[0] == writer:
+                return
+
+    def interrupted(self) -> Interrupted:
+        """Return the error of a replica that a signal stops, and that saves nothing itself."""
+        trainer = self.trainer
+        number = trainer.stop_signal.number or signal.SIGTERM  # which another rank received
+        rest = "all replicas stop" if self.all_stop else "the other replicas go on"
+        error = Interrupted(
+            f"{signal.Signals(number).name}: replica {self.job.replica} stopped after step "
+            f"{trainer.done}; {rest}"
+        )
+        error.exit_code = 128 + number
+        return error
+
+    def _go_on(self, decision: Decision, step: int) -> None:
+        """Settle ``decision``, and take over the metrics if the replica that wrote them is lost."""
+        trainer, wrote = self.trainer, self.job.writes
+        self.job.settle(decision, step)
+        if self.job.writes and not wrote:
+            trainer.reporter.close()
+            trainer.reporter = trainer.open_reporter()
+        for event in self.job.take_events():
+            trainer.reporter.print(event)
