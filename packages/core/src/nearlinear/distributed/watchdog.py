@@ -48,6 +48,7 @@ def watch_ranks(
     on_fault: Callable[[Fault, bool], str] | None = None,
     *,
     setting: str = "timeout",
+    silence: float = HEARTBEAT_TIMEOUT,
 ) -> Watchdog:
     """Watch the ranks of this job while a ``with`` block runs. A collective call.
 
@@ -73,20 +74,28 @@ def watch_ranks(
             ``consistent`` is True if this rank is not inside of a `Watchdog.changing` block and
             will not enter one, so that its state may be saved.
         setting: Name of the setting that holds ``timeout``, for error messages.
+        silence: Seconds without a sign of life of a process until it counts as dead.
     """
-    return Watchdog(timeout, on_fault, setting)
+    return Watchdog(timeout, on_fault, setting, silence)
 
 
 class Watchdog:
     """Context manager returned by `watch_ranks`."""
 
-    def __init__(self, timeout: float, on_fault: Callable[[Fault, bool], str] | None, setting: str):
+    def __init__(
+        self,
+        timeout: float,
+        on_fault: Callable[[Fault, bool], str] | None,
+        setting: str,
+        silence: float,
+    ):
         self.operation: Operation = Operation()
         self.fault: Fault | None = None
         """The fault that ends the run."""
         self.outcome: str = ""
         """Text returned by ``on_fault``."""
         self._timeout, self._on_fault, self._setting = timeout, on_fault, setting
+        self._silence = silence
         self._interval = min(HEARTBEAT_INTERVAL, timeout / 8)
         self._changing, self._inconsistent = threading.Lock(), False
         self._handled, self._exiting, self._wake = (threading.Event() for _ in range(3))
@@ -333,8 +342,8 @@ class Watchdog:
         return self._channel.report(found) if found else None
 
     def _heartbeat_timeout(self, collective_failed: bool) -> float:
-        limit = HEARTBEAT_TIMEOUT_AFTER_FAILURE if collective_failed else HEARTBEAT_TIMEOUT
-        return min(limit, self._timeout)
+        limit = HEARTBEAT_TIMEOUT_AFTER_FAILURE if collective_failed else self._silence
+        return min(limit, self._silence, self._timeout)
 
     def _handle(self) -> None:
         """Call ``on_fault`` once no state update is running."""

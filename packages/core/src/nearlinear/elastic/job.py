@@ -12,10 +12,12 @@ import hashlib
 import logging
 import os
 import threading
+import time
 import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -104,7 +106,10 @@ class ElasticJob:
             self._receive, self._lose,
         )  # fmt: skip
         self._membership = Membership(
-            self.peers, self.config.min_replicas, self.config.form_seconds
+            self.peers,
+            self.config.min_replicas,
+            self.config.form_seconds,
+            Path(config.run.folder) / "elastic",
         )
         self.peers.start()
         self.joining = self._membership.finds_running_job()
@@ -166,9 +171,7 @@ class ElasticJob:
 
         Random generators begin at a state that depends on the step, the replica and the rank only.
         """
-        text = f"{self.seed}/{step}/{replica}/{self.rank}"
-        digest = hashlib.blake2b(text.encode(), digest_size=7).digest()
-        seed_generators(int.from_bytes(digest, "big"))
+        self._seed(step, replica)
         state = model_state(self._model)
         self.sum.computing = replica
         for batch in accumulate(self._model, micro_batches):
@@ -180,6 +183,11 @@ class ElasticJob:
             self._add_complete_gradients()
         if replica != self.hosted[-1]:
             self._model.zero_grad(set_to_none=True)
+
+    def _seed(self, step: int, replica: int) -> None:
+        text = f"{self.seed}/{step}/{replica}/{self.rank}"
+        digest = hashlib.blake2b(text.encode(), digest_size=7).digest()
+        seed_generators(int.from_bytes(digest, "big"))
 
     def _add_complete_gradients(self) -> None:
         """Add the gradients of the parameters, in buckets."""
@@ -218,6 +226,7 @@ class ElasticJob:
     def settle(self, decision: Decision, step: int) -> None:
         """Go on with the replicas of ``decision`` on ``step``, after its update if it has one."""
         following = step + decision.committed
+        self._seed(step, -1)  # so that checkpoints hold the same state, whoever writes them
         while decision.group:
             if decision.group == LOST_GROUP:  # whose other members are ahead
                 self.sum.fail("another replica is lost")
@@ -272,11 +281,14 @@ class ElasticJob:
         if decision.joined and group is not None:
             joining = [now.index(index) for index, _ in decision.joined]
             others = {name: each.state_dict() for name, each in self._others.items()}
+            begin = time.monotonic()
             try:
-                told = copy_state(group, joining, self._model, self._optimizer, others)
+                told, size = copy_state(group, joining, self._model, self._optimizer, others)
             except Exception as error:
                 self.sum.fail(f"the state was not copied: {error}".partition("\n")[0])
                 return
+            seconds = time.monotonic() - begin
+            self.events.append(f"copied {size / 2**20:.1f} MiB per rank in {seconds:.2f} s")
             if position in joining:
                 for name, each in self._others.items():
                     each.load_state_dict(told[name])

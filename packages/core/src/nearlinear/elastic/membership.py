@@ -8,15 +8,19 @@ votes for the next step that its step was committed.
 
 A step that is computed again gives the same bits, so that members need not know what a lost one has
 done. Only a majority may go on, so that two groups never write one run folder. Members that are
-lost for sure do not count for it.
+lost for sure do not count for it. Of two halves, the first that marks the run folder may.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
+import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from ..errors import RankFailure
@@ -71,10 +75,12 @@ class Membership:
         peers: Its connections.
         minimum: Fewest replicas that go on.
         form_seconds: Seconds to wait for all replicas before a majority begins without the others.
+        folder: Folder that all replicas share, for the decision between two halves.
     """
 
-    def __init__(self, peers: Peers, minimum: int, form_seconds: float):
+    def __init__(self, peers: Peers, minimum: int, form_seconds: float, folder: Path):
         self.peers, self.minimum, self.form_seconds = peers, minimum, form_seconds
+        self.folder = folder
         self.own: Member = (peers.replica, peers.incarnation)
         self.view: tuple[Member, ...] = ()
         self.admits: bool = True
@@ -222,8 +228,8 @@ class Membership:
         live = tuple(m for m in self.view if not reasons[m][0])
         possible = [m for m in self.view if not reasons[m][1]]  # silent ones may go on elsewhere
         majority = 2 * len(live) > len(possible)
-        half = 2 * len(live) == len(possible) and possible[0] in live
-        if not (majority or half):
+        half = 2 * len(live) == len(possible)
+        if not (majority or (half and self._claim(live))):
             silent = ", ".join(str(m[0]) for m in possible if m not in live)
             raise RankFailure(
                 f"this replica cannot reach replicas {silent} of {len(self.view)}, which may be "
@@ -235,6 +241,18 @@ class Membership:
                 f"{len(live)} replicas are left, and elastic.min_replicas = {self.minimum} ({gone})"
             )
         return live
+
+    def _claim(self, live: tuple[Member, ...]) -> bool:
+        """Return True if ``live`` is the half of the view that goes on: the first one to ask."""
+        view = hashlib.sha256(json.dumps(self.view).encode()).hexdigest()[:16]
+        claim, own = self.folder / f"half-{view}", json.dumps(live)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        draft = claim.with_suffix(f".{self.own[1].partition('@')[0]}")
+        draft.write_text(own)
+        with contextlib.suppress(FileExistsError):
+            os.link(draft, claim)  # atomic, also on network file systems
+        draft.unlink()
+        return claim.read_text() == own
 
     def _key(self, step: int, live: tuple[Member, ...]) -> str:
         base = json.dumps([step, live])

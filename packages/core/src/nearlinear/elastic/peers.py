@@ -83,6 +83,7 @@ class Peers:
         self._on_message, self._on_loss = on_message, on_loss
         self._peers = {i: Peer() for i in range(len(self.addresses)) if i != replica}
         self._outgoing: dict[int, socket.socket] = {}
+        self._incoming: set[socket.socket] = set()
         self._sending = {i: threading.Lock() for i in self._peers}
         self._beat = min(0.5, silence / 8)
         self._closed = threading.Event()
@@ -151,8 +152,9 @@ class Peers:
         """Close all connections, so that the others know at once that this replica is lost."""
         self._closed.set()
         with contextlib.suppress(OSError):
-            self._server.close()
-        for connection in list(self._outgoing.values()):
+            self._server.shutdown(socket.SHUT_RDWR)  # ends a waiting accept
+        self._server.close()
+        for connection in [*self._outgoing.values(), *self._incoming]:
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
             connection.close()
@@ -185,6 +187,7 @@ class Peers:
                 connection, _ = self._server.accept()
             except OSError:
                 return
+            self._incoming.add(connection)
             threading.Thread(
                 target=self._read, args=(connection,), name="replicas", daemon=True
             ).start()
@@ -209,6 +212,7 @@ class Peers:
                 self.changed.notify_all()
             while (line := lines.readline(LONGEST_LINE)).endswith(b"\n"):
                 self._handle(peer, member, json.loads(line))
+        self._incoming.discard(connection)
         if peer is not None and not self._closed.is_set():
             with self.changed:
                 peer.reading = False

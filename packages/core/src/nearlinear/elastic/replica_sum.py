@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +29,8 @@ log = logging.getLogger(__name__)
 
 SLICE = timedelta(seconds=0.2)
 """Time between looks at an abort while an operation of gloo is waited for."""
+CHUNK = 1 << 20
+"""Elements that are sent and added at a time."""
 GROUP_TIMEOUT = timedelta(minutes=30)
 """Longest wait of a replica for another one that lives; losses are noticed elsewhere."""
 
@@ -65,19 +68,27 @@ class ReplicaGroup:
         input: torch.Tensor,
         received: Sequence[int] = (),
         sent: Sequence[int] = (),
-    ) -> None:
-        """Send each member its part of ``input`` (E,); sizes as in ``all_to_all_single``."""
-        if self.size == 1:
-            output.copy_(input)
-        else:
-            self._wait(self._group.alltoall_base(output, input, list(received), list(sent)))
+    ) -> Callable[[], None]:
+        """Send each member its part of ``input`` (E,); sizes as in ``all_to_all_single``.
 
-    def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> None:
-        """Gather ``input`` (E,) of every member into ``output`` (size * E,)."""
+        Returns a function that waits for the end.
+        """
         if self.size == 1:
             output.copy_(input)
-        else:
-            self._wait(self._group._allgather_base(output, input))
+            return lambda: None
+        work = self._group.alltoall_base(output, input, list(received), list(sent))
+        return lambda: self._wait(work)
+
+    def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> Callable[[], None]:
+        """Gather ``input`` (E,) of every member into ``output`` (size * E,).
+
+        Returns a function that waits for the end.
+        """
+        if self.size == 1:
+            output.copy_(input)
+            return lambda: None
+        work = self._group._allgather_base(output, input)
+        return lambda: self._wait(work)
 
     def abort(self) -> None:
         """Make operations in progress, and all later ones, raise RuntimeError."""
@@ -89,15 +100,12 @@ class ReplicaGroup:
         if not self._polls:
             work.wait()
             return
-        while True:
+        while not work.is_completed():
             if self._aborted.is_set():
                 raise RuntimeError("the process group was aborted")
-            try:
+            with suppress(RuntimeError):  # also raised if it is only late
                 work.wait(SLICE)
-                return
-            except RuntimeError:
-                if work.is_completed():
-                    raise
+        work.wait()
 
 
 class ReplicaSum:
@@ -203,6 +211,18 @@ class ReplicaSum:
             except Exception as error:
                 self.fail(str(error).partition("\n")[0])
 
+    def gather_rows(self, rows: torch.Tensor) -> None:
+        """Fill the rows (replicas, N) of replicas that other members compute, in place."""
+        if self.failed or self.group is None:
+            return
+        try:
+            table = rows.new_empty(self.group.size, rows.numel())
+            self.group.all_gather(table.view(-1), rows.view(-1))()
+            for of_member, replicas in zip(table.view(-1, *rows.shape), self._hosts, strict=True):
+                rows[replicas] = of_member[replicas]
+        except Exception as error:
+            self.fail(str(error).partition("\n")[0])
+
     def exchange_targets(self) -> None:
         """Learn the targets of all replicas, once in a step, after the last one has begun."""
         if self._weights is not None or self.failed:
@@ -212,7 +232,7 @@ class ReplicaSum:
         for replica, count in self.targets.items():
             own[replica] = count
         table = own.new_empty(self.group.size * self.replicas)
-        self.group.all_gather(table, own)
+        self.group.all_gather(table, own)()
         counts = table.view(self.group.size, -1).sum(0).tolist()
         present = sorted(replica for replicas in self._hosts for replica in replicas)
         self.total_targets = sum(counts)
@@ -222,40 +242,69 @@ class ReplicaSum:
             self._weights = {r: counts[r] / self.total_targets for r in present}
 
     def _sum(self, parts: dict[int, torch.Tensor], result: torch.Tensor) -> None:
-        """Put the weighted mean of ``parts`` of all members into ``result``."""
-        group, own = self.group, self.own
-        assert group is not None
+        """Put the weighted mean of ``parts`` of all members into ``result``.
+
+        Chunk by chunk, so that one chunk is on its way while another one is added.
+        """
         self.exchange_targets()
         for replica, weight in (self._weights or {}).items():
             if replica in parts:
                 parts[replica].mul_(weight)
-        flat = result.view(-1)
-        length = -(-flat.numel() // group.size)
-        whole = flat.numel() == length * group.size
-        if whole and len(own) == 1:
-            sent = flat
+        own = [parts[replica].view(-1).split(CHUNK) for replica in self.own]
+        chunks = result.view(-1).split(CHUNK)
+        arriving: list[tuple[torch.Tensor, Callable[[], None]]] = []
+        ends: list[Callable[[], None]] = []
+        for number in range(len(chunks) + 1):
+            if number < len(chunks):
+                arriving.append(self._send([rows[number] for rows in own]))
+            if number:
+                ends.append(self._add_and_gather(*arriving.pop(0), chunks[number - 1]))
+        for end in ends:
+            end()
+
+    def _send(self, rows: Sequence[torch.Tensor]) -> tuple[torch.Tensor, Callable[[], None]]:
+        """Send the parts of a chunk (E,), a row for each own replica, to those that add them.
+
+        Returns the parts that arrive, (replicas, part), and a function that waits for them.
+        """
+        group = self.group
+        assert group is not None
+        size = rows[0].numel()
+        length = -(-size // group.size)
+        if size == length * group.size and len(rows) == 1:
+            sent = rows[0]
         else:
-            rows = flat.new_zeros(len(own), length * group.size)
-            for row, replica in zip(rows, own, strict=True):
-                row[: flat.numel()].copy_(parts[replica].view(-1))
-            sent = rows.view(len(own), group.size, length).transpose(0, 1).contiguous().view(-1)
+            padded = rows[0].new_zeros(len(rows), length * group.size)
+            padded[:, :size] = torch.stack(list(rows))
+            sent = padded.view(len(rows), group.size, length).transpose(0, 1).reshape(-1)
+        received = sent.new_empty(sum(map(len, self._hosts)), length)
+        of_members = [len(replicas) * length for replicas in self._hosts]
+        parts = [len(rows) * length] * group.size
+        return received, group.all_to_all(received.view(-1), sent, of_members, parts)
+
+    def _add_and_gather(
+        self, received: torch.Tensor, arrived: Callable[[], None], result: torch.Tensor
+    ) -> Callable[[], None]:
+        """Add the parts in the order of their replicas, and gather the sums into ``result``.
+
+        Returns a function that waits for the end.
+        """
+        group = self.group
+        assert group is not None
+        arrived()
         order = [replica for replicas in self._hosts for replica in replicas]
-        received = flat.new_empty(len(order), length)
-        group.all_to_all(
-            received.view(-1),
-            sent,
-            [len(replicas) * length for replicas in self._hosts],
-            [len(own) * length] * group.size,
-        )
-        by_replica = {replica: received[place] for place, replica in enumerate(order)}
-        total, *others = (by_replica[replica] for replica in sorted(order))
+        total, *others = (received[order.index(replica)] for replica in sorted(order))
         for other in others:
             total += other
         if not self._weights:
             total *= 1.0 / len(order)
-        if whole:
-            group.all_gather(flat, total)
-        else:
-            gathered = flat.new_empty(length * group.size)
-            group.all_gather(gathered, total)
-            flat.copy_(gathered[: flat.numel()])
+        if result.numel() == total.numel() * group.size:
+            return group.all_gather(result, total)
+        gathered = total.new_empty(total.numel() * group.size)
+        gather = group.all_gather(gathered, total)
+
+        def end() -> None:
+            gather()
+            result.copy_(gathered[: result.numel()])
+
+        return end

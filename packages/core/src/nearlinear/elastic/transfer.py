@@ -29,7 +29,7 @@ def copy_state(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     other: dict[str, Any],
-) -> dict[str, Any]:
+) -> tuple[dict[str, Any], int]:
     """Copy the state from the members of ``group`` that hold it to those that join.
 
     Args:
@@ -40,7 +40,7 @@ def copy_state(
         other: JSON values to copy; ignored on a joining rank.
 
     Returns:
-        ``other`` of a holder.
+        ``other`` of a holder, and the bytes that a joining rank has received.
     """
     receives = group.position in joining
     holders = [m for m in range(group.size) if m not in joining]
@@ -49,11 +49,11 @@ def copy_state(
         told = {"other": other, "optimizer": _describe(model, optimizer)}
         text = json.dumps(told).encode()
     sizes = torch.zeros(group.size, dtype=torch.int64)
-    group.all_gather(sizes, torch.tensor([len(text)]))
+    group.all_gather(sizes, torch.tensor([len(text)]))()
     size = int(sizes[holders[0]])
     everyone = torch.zeros(group.size * size, dtype=torch.uint8)
     own = torch.frombuffer(bytearray(text.ljust(size)[:size]), dtype=torch.uint8)
-    group.all_gather(everyone, own)
+    group.all_gather(everyone, own)()
     told = json.loads(bytes(everyone.view(group.size, -1)[holders[0]].tolist()))
     if receives:
         _allocate(model, optimizer, told["optimizer"])
@@ -61,7 +61,7 @@ def copy_state(
     for first in range(0, len(pieces), len(holders)):
         in_turn = dict(zip(holders, pieces[first : first + len(holders)], strict=False))
         _send_pieces(group, joining, in_turn)
-    return told["other"]
+    return told["other"], sum(part.numel() for piece in pieces for part in piece)
 
 
 def _send_pieces(
@@ -80,7 +80,7 @@ def _send_pieces(
     else:
         data = torch.empty(0, dtype=torch.uint8)
     arrived = torch.empty(sum(received), dtype=torch.uint8)
-    group.all_to_all(arrived, data, received, sent)
+    group.all_to_all(arrived, data, received, sent)()
     start = 0
     for holder in sorted(pieces) if group.position in joining else ():
         for part in pieces[holder]:
@@ -107,8 +107,8 @@ def _state_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterat
     """Yield this rank's part of every tensor of the state, contiguous, in the order of names."""
     for name, value in sorted(model_tensors(model).items()):
         yield _contiguous(name, local_tensor(value.tensor))
-    names = updated_names(model)
-    for parameter in sorted(optimizer.state, key=lambda p: names[p]):
+    names: dict[Any, str] = dict(updated_names(model))
+    for parameter in sorted(optimizer.state, key=names.__getitem__):
         for key, value in sorted(optimizer.state[parameter].items()):
             yield _contiguous(f"{names[parameter]}/{key}", local_tensor(value))
 
@@ -124,7 +124,8 @@ def _describe(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, d
 
     Raises CheckpointError for state that is not a tensor.
     """
-    names, found = updated_names(model), {}
+    names: dict[Any, str] = dict(updated_names(model))
+    found = {}
     for parameter, state in optimizer.state.items():
         of_parameter = found[names[parameter]] = {}
         for key, value in state.items():

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..distributed import runtime
+from ..distributed.heartbeat import Fault
 from ..elastic.job import ElasticJob
 from ..elastic.membership import Decision
 from ..errors import CheckpointError, Interrupted
@@ -58,8 +59,7 @@ class ElasticSteps:
             self.trainer.optimizer.zero_grad()
         self._decision = decision
         payloads = list(decision.payloads.values())
-        rows = {int(replica): row for each in payloads for replica, row in each["rows"].items()}
-        loss, targets = (sum(rows[replica][i] for replica in sorted(rows)) for i in (0, 1))
+        loss, targets = (sum(row[i] for row in payloads[0]["rows"]) for i in (0, 1))
         if not targets and not step.skip_reason:
             step.skip_reason = "none of its sequences has a target"
         stop, failed, elapsed = ([each["flags"][i] for each in payloads] for i in range(FLAGS))
@@ -85,13 +85,13 @@ class ElasticSteps:
                 given = trainer.loader.last_step_of(rank)
             batches = job.accumulate(step.number, replica, given)
             trainer.run_micro_batches(step, batches, rows[replica])
+        job.sum.gather_rows(rows)
         trainer.measure_gradients(step)
         stop, failed, elapsed = trainer.flags()
         own = [stop, failed, elapsed if job.writes else 0.0, float(bool(job.sum.failed))]
         sums = trainer.sum_over_ranks(step, torch.cat([rows.new_tensor(own), rows.view(-1)]))
-        table = torch.tensor(sums[len(own) :]).view(-1, 2).tolist()
-        hosted = {str(replica): table[replica] for replica in job.hosted}
-        return {"flags": sums[:FLAGS], "rows": hosted}, sums[FLAGS]
+        both = iter(sums[len(own) :])
+        return {"flags": sums[:FLAGS], "rows": list(zip(both, both, strict=True))}, sums[FLAGS]
 
     def settle(self) -> None:
         """Go on with the replicas that were agreed on, after the update of the step."""
@@ -111,6 +111,11 @@ class ElasticSteps:
             self._go_on(decision, step)
             if job.members[0] == writer:
                 return
+
+    def leave(self, fault: Fault, consistent: bool) -> str:
+        """Tell the other replicas that this one ends with ``fault``; the watchdog's handler."""
+        self.job.abandon()
+        return "the other replicas go on without this one"
 
     def interrupted(self) -> Interrupted:
         """Return the error of a replica that a signal stops, and that saves nothing itself."""

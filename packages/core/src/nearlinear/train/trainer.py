@@ -37,7 +37,7 @@ from ..data.mixture import Mixture
 from ..data.source import NoSplit
 from ..distributed import runtime
 from ..distributed.mesh import Mesh
-from ..distributed.watchdog import Watchdog, watch_ranks
+from ..distributed.watchdog import HEARTBEAT_TIMEOUT, Watchdog, watch_ranks
 from ..errors import ConfigError, Interrupted
 from ..fsdp.accumulate import NoTargets, accumulate
 from ..fsdp.clip_grad import clip_grad_norm_
@@ -215,12 +215,14 @@ class Trainer:
             emergency = None
             if self.checkpoints and config.checkpoint.emergency and not self.elastic:
                 emergency = EmergencyCheckpoint(self.checkpoints)
-            on_fault = emergency.save if emergency else None
+            on_fault, silence = emergency.save if emergency else None, HEARTBEAT_TIMEOUT
+            if self.elastic:
+                on_fault, silence = self.elastic.leave, config.elastic.silence_seconds
             sentinel = None
             if config.train.divergence_every and self.mesh.world > 1:
                 every = config.train.divergence_every
                 sentinel = DivergenceSentinel(self.model, self.optimizer, every)
-            self.watch: Watchdog = watch_ranks(timeout, on_fault, setting=setting)
+            self.watch: Watchdog = watch_ranks(timeout, on_fault, setting=setting, silence=silence)
             self.callbacks: tuple[Callback, ...] = (
                 WatchdogCallback(self.watch, self.model, blocks, self.first_step + 1),
                 *((emergency,) if emergency else ()),
