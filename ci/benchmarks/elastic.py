@@ -35,7 +35,8 @@ TOLERANCE = 1e-3
 
 def config_of(options, data: str, folder: Path, number: int) -> dict[str, Any]:
     """Return the config of one run, in a folder of its own."""
-    base = run_config(data, folder / str(number), options.layout, options.backend, options.steps)
+    parallel = {"communication_backend": options.backend}
+    base = run_config(data, folder / str(number), parallel, options.steps)
     (folder / str(number)).mkdir(exist_ok=True)
     return {
         **base,

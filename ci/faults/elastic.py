@@ -2,6 +2,7 @@
 
     python -m ci.faults.elastic --trials 100 --seed 1
     python -m ci.faults.elastic --layout 4x1 --only kill,link --trials 10
+    python -m ci.faults.elastic --layout 2x2 --parallel tensor_parallel_degree=2 --trials 4
 
 Every node of an emulated cluster is a replica. A trial kills or stops one rank, or cuts the link of
 a node, waits until the other replicas have gone on, starts the lost replica again, and waits until
@@ -41,7 +42,8 @@ MODULE = "ci.faults.elastic"
 EXAMPLES = f"""\
 examples:
   python -m {MODULE} --trials 100 --seed 1
-  python -m {MODULE} --layout 4x1 --only kill --trials 10 --backend gloo"""
+  python -m {MODULE} --layout 4x1 --only kill --trials 10 --backend nearlinear
+  python -m {MODULE} --layout 2x2 --parallel tensor_parallel_degree=2 --trials 4"""
 KINDS = ("kill", "stop", "link", "two")
 """kill: SIGKILL of a rank. stop: SIGSTOP, and SIGCONT when the others have gone on. link: the
 node's link goes down, and up when they have gone on. two: two replicas of three or more are killed
@@ -151,8 +153,8 @@ def train(rank: int, config: dict[str, Any]) -> None:
     runtime.shutdown()
 
 
-def run_config(data: str, folder: Path, layout: str, backend: str, stop_after: int) -> dict:
-    """Return the config of a run with dropout."""
+def run_config(data: str, folder: Path, parallel: dict[str, Any], stop_after: int) -> dict:
+    """Return the config of a run with dropout, and with ``parallel`` inside of a replica."""
     return {
         "model": {
             "preset": "gpt2-tiny",
@@ -160,7 +162,7 @@ def run_config(data: str, folder: Path, layout: str, backend: str, stop_after: i
         },
         "data": {"path": data, "sequence_length": 32},
         "batch": {"micro_batch_size": 2, "accumulation": 3},
-        "parallel": {"communication_backend": backend},
+        "parallel": parallel,
         "train": {"steps": 100_000, "stop_after": stop_after, "eval_sequences": 4,
                   "eval_every": 10, "sample_tokens": 0, "rank_timeout": 60.0},
         "checkpoint": {"folder": str(folder / "checkpoints"), "every": 25},
@@ -257,12 +259,16 @@ def run_layout(
 ) -> tuple[list[Trial], list[str]]:
     """Run the trials of one layout; return them, and the differences to the undisturbed run."""
     rng = random.Random(f"{options.seed} {layout}")
+    parallel = {"communication_backend": options.backend}
+    for setting in options.parallel:
+        key, _, value = setting.partition("=")
+        parallel[key] = json.loads(value)
     replicas, ranks = LAYOUTS[layout]
     folder.mkdir()
     trials: list[Trial] = []
     cluster = None if unavailable_reason() else Cluster(replicas, options.rate).__enter__()
     try:
-        config = run_config(data, folder, layout, options.backend, 0)
+        config = run_config(data, folder, parallel, 0)
         job = Job(config, layout, cluster, folder / "log")
         job.wait_until(lambda row: row["step"] >= 3)
         turns = [kinds[i % len(kinds)] for i in range(options.trials)]
@@ -290,7 +296,7 @@ def run_layout(
         disturbed = {row["step"]: row for row in job.rows()}
         reference = folder / "undisturbed"
         reference.mkdir()
-        config = run_config(data, reference, layout, options.backend, last)
+        config = run_config(data, reference, parallel, last)
         straight = Job(config, layout, cluster, folder / "undisturbed.log")
         for running in straight.running.values():
             running.wait_for_all(3600)
@@ -335,6 +341,8 @@ def main(argv: list[str] | None = None) -> int:
     add("--only", default=",".join(KINDS), help=f"kinds, separated by commas: {','.join(KINDS)}")
     add("--layout", default=",".join(LAYOUTS), help=f"layouts: {','.join(LAYOUTS)}")
     add("--backend", default="gloo", help="gloo (default) or nearlinear")
+    add("--parallel", nargs="*", default=[], metavar="KEY=JSON",
+        help="keys of [parallel] inside of a replica, such as tensor_parallel_degree=2")  # fmt: skip
     add("--rate", default=None, help="limit of each link, such as 1gbit (default: none)")
     add("--data", help="token shards (default: botocore's documentation)")
     options = parser.parse_args(argv)

@@ -174,6 +174,8 @@ def falling(step):
         ({"tokens_per_s": lambda s: 1000 - 300 * (s > 35)}, ["speed"]),
         ({"tokens_per_s": lambda s: 1000 - 100 * (s > 35)}, []),
         ({"tokens_per_s": lambda s: 1000 - 900 * (s == 40)}, []),  # a single step
+        ({"replicas": lambda s: 3 if s > 30 else 4}, ["replicas"]),
+        ({"replicas": lambda s: 3 if 20 < s < 30 else 4}, []),  # it has joined again
     ],
 )
 def test_alarm_kinds(changes, expected):
@@ -189,6 +191,8 @@ def test_alarm_messages():
         w.text for w in find_alarms(history(40, tokens_per_s=lambda s: 1000 - 300 * (s > 35)))
     )
     assert text == "throughput has dropped to 700 tokens/s, from 1000 (30% less)"
+    (text,) = (w.text for w in find_alarms(history(40, replicas=lambda s: 4 - 2 * (s > 30))))
+    assert text == "2 of 4 replicas are missing since step 30: the others compute their batches"
 
 
 def test_silence_alarm():

@@ -28,7 +28,7 @@ from .. import _torch
 from ..config.train import TrainConfig
 from ..distributed import rendezvous, runtime
 from ..distributed.consensus import StoreChannel, broadcast_json
-from ..errors import ConfigError, NearlinearError
+from ..errors import ConfigError, RankFailure
 from ..fsdp.accumulate import accumulate
 from ..fsdp.model_state import local_tensor, model_state
 from ..spmd import seed_generators
@@ -142,7 +142,7 @@ class ElasticJob:
             return step
         self._install(decision, decision.step)
         if self._failures():
-            raise NearlinearError(
+            raise RankFailure(
                 f"this replica could not join the others: {self.sum.failed or 'on another rank'}"
             )
         self.joining = False

@@ -17,6 +17,8 @@ from .local import SHUTDOWN_TIMEOUT, CountedSignals
 RESTART_DELAY = 1.0
 """Seconds between the end of a replica and its next start."""
 POLL = 0.05
+USER_ERROR = 2
+"""Exit code of a replica whose settings or data cannot be used."""
 
 
 def run_replicas(arguments: list[str], replicas: int, nproc: int, max_restarts: int) -> int:
@@ -67,13 +69,10 @@ def _supervise(running, start, signals: CountedSignals, restarts_left: int) -> i
             del running[replica]
             codes[replica] = code
             if code and not signals.count and 0 not in codes.values():
-                if code == 2:  # a mistake of the user, which another start repeats
-                    return code
                 if not running:
-                    print("error: no replica is left; the next start resumes from the newest "
-                          "checkpoint", file=sys.stderr)  # fmt: skip
-                    return 1
-                due[replica] = time.monotonic() + RESTART_DELAY
+                    return _give_up(codes)
+                if code != USER_ERROR:  # which another start repeats
+                    due[replica] = time.monotonic() + RESTART_DELAY
         for replica in [r for r, at in due.items() if time.monotonic() >= at]:
             del due[replica]
             if not running or 0 in codes.values() or signals.count:
@@ -89,3 +88,12 @@ def _supervise(running, start, signals: CountedSignals, restarts_left: int) -> i
     if signals.first:
         return 128 + signals.first
     return 0 if 0 in codes.values() else 1
+
+
+def _give_up(codes: dict[int, int]) -> int:
+    """Return the exit code of a job whose last replica has failed."""
+    if set(codes.values()) == {USER_ERROR}:
+        return USER_ERROR
+    print("error: no replica is left; the next start resumes from the newest checkpoint",
+          file=sys.stderr)  # fmt: skip
+    return 1

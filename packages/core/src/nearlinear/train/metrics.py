@@ -38,6 +38,7 @@ METRIC_FORMATS = {
     "mem_gib": ".2f",
     "loss_scale": ".4g",
     "skipped": ".0f",
+    "replicas": "d",
     "eval_loss": ".4f",
 }
 """Format of each metric in a text line, in this order."""

@@ -346,6 +346,7 @@ def find_alarms(history: History, silence: float = 0.0) -> list[RunAlarm]:
     found = (
         ("loss", _check_loss(history)),
         ("speed", _check_throughput(history)),
+        ("replicas", _check_replicas(history)),
         ("silence", _check_silence(history, silence)),
     )
     return [RunAlarm(kind, text) for kind, text in found if text]
@@ -376,6 +377,19 @@ def _check_throughput(history: History) -> str:
         return ""
     less = 1 - now / typical
     return f"throughput has dropped to {now:.4g} tokens/s, from {typical:.4g} ({less:.0%} less)"
+
+
+def _check_replicas(history: History) -> str:
+    """Describe the replicas of an elastic run that are missing."""
+    counts = [count for count in history["replicas"] if not math.isnan(count)]
+    if not counts or counts[-1] == max(counts):
+        return ""
+    steps = [step for step, n in zip(history["step"], history["replicas"], strict=True)
+             if n == max(counts)]  # fmt: skip
+    return (
+        f"{max(counts) - counts[-1]:.0f} of {max(counts):.0f} replicas are missing since step "
+        f"{steps[-1]:.0f}: the others compute their batches"
+    )
 
 
 def _check_silence(history: History, silence: float) -> str:

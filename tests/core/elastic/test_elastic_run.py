@@ -1,0 +1,104 @@
+"""``nearlinear train`` with replicas: the losses of one job, and a lost replica is started again."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import nearlinear as nl
+from nearlinear.config import schema, train
+from nearlinear.errors import ConfigError
+
+
+def train_plainly(rank: int, config: dict) -> None:
+    nl.Trainer(config).fit()
+
+
+def rows_of(folder: Path) -> list[dict]:
+    path = folder / "metrics.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("}")]
+
+
+@pytest.mark.slow
+def test_losses_equal_those_of_one_job_though_a_replica_is_lost(small_run, tmp_path):
+    """Steps without dropout; one of four ranks is killed."""
+    small_run["model"]["overrides"] |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0)
+    small_run["train"] |= {"steps": 40, "eval_every": 0, "sample_tokens": 0}
+    plain = tmp_path / "plain"
+    one_job = small_run | {"run": small_run["run"] | {"folder": str(plain)},
+                           "parallel": {"hybrid_shard_degree": 2}}  # fmt: skip
+    nl.spmd.run(train_plainly, 4, args=(one_job,))
+
+    port = 20000 + os.getpid() % 9000
+    config = small_run | {"elastic": {"replicas": 2, "silence_seconds": 5.0, "port": port},
+                          "checkpoint": {"folder": "auto"}}  # fmt: skip
+    file = tmp_path / "run.toml"
+    file.write_text(schema.to_toml(train.load(config)))
+    command = [sys.executable, "-m", "nearlinear.cli", "train", str(file), "--nproc", "4"]
+    job = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    folder = Path(config["run"]["folder"])
+    try:
+        deadline = time.monotonic() + 120
+        while len(rows_of(folder)) < 3:
+            assert job.poll() is None and time.monotonic() < deadline, job.communicate()
+            time.sleep(0.02)
+        first = children(job.pid)[0]
+        os.kill(children(first)[1], signal.SIGKILL)
+        output, errors = job.communicate(timeout=180)
+    finally:
+        job.kill()
+    assert job.returncode == 0, output + errors
+    assert "starting replica 0 again" in errors
+    assert "replica 0 is lost in step" in output and "done: 40 steps" in output
+    rows = rows_of(folder)
+    assert [row["step"] for row in rows] == list(range(1, 41))
+    assert min(row["replicas"] for row in rows) == 1
+    for row, other in zip(rows, rows_of(plain), strict=True):
+        assert row["batch_id"] == other["batch_id"]
+        assert row["loss"] == pytest.approx(other["loss"], rel=1e-4)
+    assert (folder / "checkpoints" / "step-00000040").is_dir()
+
+
+def children(pid: int) -> list[int]:
+    return [int(text) for text in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"replicas": 1}, "at least 2"),
+        ({"replicas": 2, "min_replicas": 3}, "min_replicas = 3 is not between 1"),
+        ({"replicas": 2, "silence_seconds": 0.0}, "must be positive"),
+    ],
+)
+def test_settings_are_checked(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        train.load({"elastic": settings})
+
+
+def refusal(rank: int, config: dict) -> str:
+    try:
+        nl.Trainer(config)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ({"parallel": {"fp16": True}}, "elastic.replicas = 2 and parallel.fp16 cannot"),
+        ({"train": {"two_hop": False}}, "train.two_hop = false cannot be combined"),
+        ({}, "NEARLINEAR_REPLICA is '': set it to the index of the replica, 0 to 1"),
+    ],
+)
+def test_unsupported_jobs_are_refused(small_run, table, message):
+    config = small_run | {"elastic": {"replicas": 2}} | table
+    (told,) = nl.spmd.run(refusal, 1, args=(config,))
+    assert message in told
