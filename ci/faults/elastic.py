@@ -302,7 +302,8 @@ def run_layout(
             running.wait_for_all(3600)
             running.join()
         different = [
-            f"step {row['step']}: {key} {disturbed[row['step']].get(key)} instead of {row[key]}"
+            f"step {row['step']}: {key} {disturbed.get(row['step'], {}).get(key)} instead of "
+            f"{row[key]}"
             for row in straight.rows()
             for key in ("loss", "grad_norm", "batch_id", "eval_loss")
             if key in row and disturbed.get(row["step"], {}).get(key) != row[key]
@@ -342,7 +343,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--layout", default=",".join(LAYOUTS), help=f"layouts: {','.join(LAYOUTS)}")
     add("--backend", default="gloo", help="gloo (default) or nearlinear")
     add("--parallel", nargs="*", default=[], metavar="KEY=JSON",
-        help="keys of [parallel] inside of a replica, such as tensor_parallel_degree=2")  # fmt: skip
+        help="keys of [parallel] of a replica, such as tensor_parallel_degree=2")  # fmt: skip
     add("--rate", default=None, help="limit of each link, such as 1gbit (default: none)")
     add("--data", help="token shards (default: botocore's documentation)")
     options = parser.parse_args(argv)

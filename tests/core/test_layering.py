@@ -25,7 +25,7 @@ LAYERS = {
         "transforms",
     ),
     "state": ("checkpoint", "data", "memory"),
-    "training": ("integrations", "train"),
+    "training": ("elastic", "integrations", "train"),
     "interfaces": (
         "cli",
         "compat",

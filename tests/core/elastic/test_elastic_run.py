@@ -1,4 +1,4 @@
-"""``nearlinear train`` with replicas: the losses of one job, and a lost replica is started again."""
+"""``nearlinear train`` with replicas: the losses of one job, and new starts of a lost replica."""
 
 import json
 import os

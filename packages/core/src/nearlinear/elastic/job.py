@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import nn
 
 from .. import _torch
-from ..config.train import TrainConfig
+from ..config.train import ElasticConfig, TrainConfig
 from ..distributed import rendezvous, runtime
 from ..distributed.consensus import StoreChannel, broadcast_json
 from ..errors import ConfigError, RankFailure
@@ -73,12 +73,12 @@ class ElasticJob:
 
     def __init__(self, config: TrainConfig):
         check_elastic(config)
-        self.config = config.elastic
-        self.seed = config.parallel.random_seed
-        self.replica = own_replica(self.config.replicas)
-        self.rank = dist.get_rank()
+        self.config: ElasticConfig = config.elastic
+        self.seed: int = config.parallel.random_seed
+        self.replica: int = own_replica(self.config.replicas)
+        self.rank: int = dist.get_rank()
         runtime.place_replica(self.replica, self.config.replicas)
-        self.sum = ReplicaSum(self.config.replicas, self._note_failure)
+        self.sum: ReplicaSum = ReplicaSum(self.config.replicas, self._note_failure)
         self.members: tuple[Member, ...] = ()
         self.events: list[str] = []
         """What has happened since the last call of `take_events`, a line each."""
@@ -101,7 +101,7 @@ class ElasticJob:
         self._store = rendezvous.serve_store(host, 0, all_local=local)
         run = hashlib.sha256(os.path.abspath(config.run.folder).encode()).hexdigest()[:16]
         incarnation = f"{uuid.uuid4().hex[:12]}@{host}:{self._store.port}"
-        self.peers = Peers(
+        self.peers: Peers = Peers(
             self.replica, addresses, run, incarnation, self.config.silence_seconds,
             self._receive, self._lose,
         )  # fmt: skip

@@ -79,8 +79,10 @@ class Membership:
     """
 
     def __init__(self, peers: Peers, minimum: int, form_seconds: float, folder: Path):
-        self.peers, self.minimum, self.form_seconds = peers, minimum, form_seconds
-        self.folder = folder
+        self.peers: Peers = peers
+        self.minimum: int = minimum
+        self.form_seconds: float = form_seconds
+        self.folder: Path = folder
         self.own: Member = (peers.replica, peers.incarnation)
         self.view: tuple[Member, ...] = ()
         self.admits: bool = True
@@ -124,6 +126,11 @@ class Membership:
                 ):
                     return False
                 self._raise_if_fenced()
+                if waited > self.form_seconds:
+                    raise RankFailure(
+                        f"{len(found) + 1} of {total} replicas have started within "
+                        f"{self.form_seconds:g} s, too few to begin: start the others first"
+                    )
                 self.peers.changed.wait(POLL)
 
     def _may_begin(self, count: int) -> bool:

@@ -70,15 +70,18 @@ class Peers:
         on_message: Callable[[Member, Mapping[str, Any]], None],
         on_loss: Callable[[Member, str], None],
     ):
-        self.replica, self.addresses, self.silence = replica, list(addresses), silence
-        self.run, self.incarnation = run, incarnation
+        self.replica: int = replica
+        self.addresses: list[tuple[str, int]] = list(addresses)
+        self.silence: float = silence
+        self.run: str = run
+        self.incarnation: str = incarnation
         self.status: dict[str, Any] = {}
         """Sent with every heartbeat."""
         self.fenced: str = ""
         """Reason why this process must not go on: it was cut off, and others may have."""
         self.excluded: set[Member] = set()
         """Members without which the others have gone on. They are told so if they come back."""
-        self.changed = threading.Condition()
+        self.changed: threading.Condition = threading.Condition()
         """Notified after every message and loss."""
         self._on_message, self._on_loss = on_message, on_loss
         self._peers = {i: Peer() for i in range(len(self.addresses)) if i != replica}

@@ -46,7 +46,8 @@ class ReplicaGroup:
     """
 
     def __init__(self, backend: str, store: dist.Store, position: int, size: int):
-        self.position, self.size = position, size
+        self.position: int = position
+        self.size: int = size
         self._aborted = threading.Event()
         self._polls = backend != HOST_MEMORY_BACKEND
         self._group: Any = None
@@ -117,7 +118,7 @@ class ReplicaSum:
     """
 
     def __init__(self, replicas: int, on_failure: Callable[[str], None]):
-        self.replicas = replicas
+        self.replicas: int = replicas
         self.failed: str = "no group"
         """Why the sums of the step are incomplete, or an empty string."""
         self.targets: dict[int, float] = {}

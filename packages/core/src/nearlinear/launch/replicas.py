@@ -16,6 +16,8 @@ from .local import SHUTDOWN_TIMEOUT, CountedSignals
 
 RESTART_DELAY = 1.0
 """Seconds between the end of a replica and its next start."""
+END_GRACE = 20.0
+"""Seconds in which all replicas end after the first one has, the figures of the run included."""
 POLL = 0.05
 USER_ERROR = 2
 """Exit code of a replica whose settings or data cannot be used."""
@@ -54,6 +56,8 @@ def _supervise(running, start, signals: CountedSignals, restarts_left: int) -> i
     codes: dict[int, int] = {}
     deadline, passed_on = float("inf"), 0
     while running:
+        if 0 in codes.values() and deadline == float("inf"):
+            deadline = time.monotonic() + END_GRACE  # a replica that starts now has no work
         if signals.count > passed_on:
             passed_on = signals.count
             number = signal.SIGKILL if signals.interrupts > 1 else signal.SIGTERM
@@ -61,7 +65,7 @@ def _supervise(running, start, signals: CountedSignals, restarts_left: int) -> i
                 process.send_signal(number)
             deadline = min(deadline, time.monotonic() + SHUTDOWN_TIMEOUT)
         if time.monotonic() > deadline:
-            return 128 + (signals.first or signal.SIGTERM)
+            break
         for replica, process in list(running.items()):
             code = process.poll()
             if code is None:

@@ -26,7 +26,7 @@ class ElasticSteps:
     """The steps of ``trainer``, agreed with the other replicas."""
 
     def __init__(self, trainer: Trainer):
-        self.trainer = trainer
+        self.trainer: Trainer = trainer
         self.job: ElasticJob = ElasticJob(trainer.config)
         self.all_stop: bool = False
         """True if all replicas have received a signal to stop, and not only this one."""
@@ -136,5 +136,9 @@ class ElasticSteps:
         if self.job.writes and not wrote:
             trainer.reporter.close()
             trainer.reporter = trainer.open_reporter()
+            if trainer.last_row.get("step", 0) > trainer.reporter.last_step():
+                trainer.reporter.log_step(
+                    trainer.last_row
+                )  # which the lost replica has not written
         for event in self.job.take_events():
             trainer.reporter.print(event)

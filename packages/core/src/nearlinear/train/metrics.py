@@ -38,7 +38,6 @@ METRIC_FORMATS = {
     "mem_gib": ".2f",
     "loss_scale": ".4g",
     "skipped": ".0f",
-    "replicas": "d",
     "eval_loss": ".4f",
 }
 """Format of each metric in a text line, in this order."""
@@ -163,6 +162,13 @@ class Reporter(Degradable):
                 self._events.close()
         self._jsonl = self._events = None
         self._open_outputs(step, tensorboard)
+
+    def last_step(self) -> int:
+        """Return the last step in ``metrics.jsonl``, or 0."""
+        if not self.active:
+            return sys.maxsize
+        rows = (self.folder / METRICS_FILE).read_text(encoding="utf-8").splitlines()
+        return json.loads(rows[-1])["step"] if rows else 0
 
     def _open_outputs(self, first_step: int, tensorboard: bool) -> None:
         """Open the files of metrics, which then hold the steps up to ``first_step`` only."""

@@ -210,6 +210,7 @@ class Trainer:
             self.peak_tflops: float = config.run.peak_tflops or peak_tflops(self.device, precision)
             self.memory: MemoryReport | None = None  # measured in the first update
             self.reporter: Reporter = self.open_reporter()
+            self.last_row: dict[str, Any] = {}  # the metrics that were reported last
 
             # callbacks
             emergency = None
@@ -294,6 +295,7 @@ class Trainer:
             self.watch.at(f"the evaluation after step {self.done}")
             metrics["eval_loss"] = self.evaluate()
         if due or self.done % self.config.run.log_every == 0:
+            self.last_row = metrics
             self.reporter.log_step(metrics)
         self._write_data_state()
         if self.checkpoints and self.checkpoints.is_due(self.done, last) and self.writes:

@@ -65,7 +65,7 @@ class History:
 
     def clear(self) -> None:
         """Forget all steps."""
-        self._columns = {name: array("d") for name in (*METRIC_FORMATS, "time")}
+        self._columns = {name: array("d") for name in (*METRIC_FORMATS, "time", "replicas")}
         self.ranks: deque[tuple[float, dict[str, Any]]] = deque(maxlen=RECENT_REPORTS)
         self.epochs: dict[str, float] = {}
         """Epochs read of each source of a mixture, from the newest row; empty = no mixture."""
