@@ -76,7 +76,7 @@ def step_seconds(rows: list[dict]) -> list[float]:
 
 
 def measure_join(options, config: dict[str, Any], cluster: Cluster) -> str:
-    """Kill a replica and start it again; return what the run reports of the copy."""
+    """Kill a replica and start it again; return the run's report of the copy."""
     folder = Path(config["run"]["folder"]).parent
     config = {**config, "train": {**config["train"], "stop_after": 0}}
     job = Job(config, options.layout, cluster, folder / "log")

@@ -106,7 +106,7 @@ class Job:
         self.running[replica] = RankProcesses(self.ranks, config, self.log, train, place)
 
     def end(self, replica: int) -> None:
-        """Kill what is left of a replica."""
+        """Kill the remaining ranks of a replica."""
         for process in self.running.pop(replica).processes:
             process.kill()
             process.join()

@@ -3,5 +3,5 @@
 `peers` connects the first ranks of all replicas and notices losses. `membership` makes them agree,
 after every step, whether its update is applied and which replicas go on. `replica_sum` adds the
 gradients of all replicas in a fixed order, whoever computed them. `transfer` copies the state to a
-replica that joins. `job` is what the trainer calls.
+replica that joins. `job` is the interface of the trainer.
 """

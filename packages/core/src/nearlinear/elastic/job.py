@@ -81,7 +81,7 @@ class ElasticJob:
         self.sum: ReplicaSum = ReplicaSum(self.config.replicas, self._note_failure)
         self.members: tuple[Member, ...] = ()
         self.events: list[str] = []
-        """What has happened since the last call of `take_events`, a line each."""
+        """Events since the last call of `take_events`, a line each."""
         self._backend = dist.get_backend()
         self._group_name = ""
         self._channel = StoreChannel(_torch.job_store(), "elastic")
@@ -226,7 +226,7 @@ class ElasticJob:
     def settle(self, decision: Decision, step: int) -> None:
         """Go on with the replicas of ``decision`` on ``step``, after its update if it has one."""
         following = step + decision.committed
-        self._seed(step, -1)  # so that checkpoints hold the same state, whoever writes them
+        self._seed(step, -1)  # checkpoints hold the same state on every replica
         while decision.group:
             if decision.group == LOST_GROUP:  # whose other members are ahead
                 self.sum.fail("another replica is lost")

@@ -1,4 +1,4 @@
-"""Agreement of the first ranks of all replicas, after every step, on the step and on who goes on.
+"""Agreement of the first ranks of all replicas, after every step, on the step and its members.
 
 Each sends a vote to the others: whether it holds the complete gradients of the step, and which
 members it still reaches. Votes count if they name the same members. If all of these hold the
@@ -47,7 +47,7 @@ class Decision:
     group: str
     """Unique name of the process groups of these members; empty if the present ones stay."""
     joined: tuple[Member, ...] = ()
-    """Those of ``members`` that receive the state first."""
+    """Members that receive the state first."""
     payloads: dict[int, Any] = field(default_factory=dict)
     """Payload of the vote of each replica for a committed step."""
     step: int = 0

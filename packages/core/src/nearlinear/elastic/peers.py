@@ -32,7 +32,7 @@ Member = tuple[int, str]
 
 @dataclass
 class Peer:
-    """What is known of the first rank of another replica, of its newest incarnation."""
+    """Knowledge about the newest incarnation of another replica's first rank."""
 
     incarnation: str = ""
     status: dict[str, Any] = field(default_factory=dict)
@@ -243,7 +243,7 @@ class Peers:
 
     def _lose(self, peer: Peer, member: Member, reason: str, certain: bool) -> None:
         with self.changed:
-            # what a process learns after it was suspended itself is not certain
+            # news that arrive after this process was suspended may be old
             certain = certain and time.monotonic() - peer.heard < self.silence
             if peer.lost:
                 peer.certain = peer.certain or certain

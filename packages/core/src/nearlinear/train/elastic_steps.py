@@ -137,8 +137,6 @@ class ElasticSteps:
             trainer.reporter.close()
             trainer.reporter = trainer.open_reporter()
             if trainer.last_row.get("step", 0) > trainer.reporter.last_step():
-                trainer.reporter.log_step(
-                    trainer.last_row
-                )  # which the lost replica has not written
+                trainer.reporter.log_step(trainer.last_row)  # the lost replica has not written it
         for event in self.job.take_events():
             trainer.reporter.print(event)
