@@ -79,6 +79,13 @@ def test_fastest_within_a_budget_of_memory():
     assert found == [None, "fsdp2", "ours", "ours_once"]
 
 
+def test_ratio_to_a_system_of_a_heat_spans_all_rounds():
+    one = comparison(fsdp2=[6.0], ours=[4.0, 3.0, 5.0])
+    for record in one.records:
+        record["heat"] = record["system"] == "fsdp2"
+    assert one.speed_up("fsdp2", "ours") == (1.5, 6.0 / 5.0, 2.0)
+
+
 def test_missing_systems_and_rounds_are_named():
     one = comparison(fsdp2=[5.0, 6.0], ours=[4.0])
     with pytest.raises(KeyError, match="mics was not measured"):
