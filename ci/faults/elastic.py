@@ -25,6 +25,7 @@ import statistics
 import sys
 import tempfile
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,7 +71,6 @@ class Trial:
     """Seconds of the step with the fault beyond the median of others."""
     join: float = math.nan
     """Seconds of the step before which the replica joined, beyond the median of others."""
-    steps_between: int = 0
     problem: str = ""
 
 
@@ -251,7 +251,6 @@ def measure(job: Job, trial: Trial) -> None:
                       if trial.step < step <= changes[0][1]["step"] + 1) - usual  # fmt: skip
     _, last = changes[-1]
     trial.join = max(seconds.get(last["step"] + k, 0.0) for k in (-1, 0)) - usual
-    trial.steps_between = last["step"] - changes[0][1]["step"]
 
 
 def run_layout(
@@ -266,8 +265,8 @@ def run_layout(
     replicas, ranks = LAYOUTS[layout]
     folder.mkdir()
     trials: list[Trial] = []
-    cluster = None if unavailable_reason() else Cluster(replicas, options.rate).__enter__()
-    try:
+    emulated = nullcontext() if unavailable_reason() else Cluster(replicas, options.rate)
+    with emulated as cluster:
         config = run_config(data, folder, parallel, 0)
         job = Job(config, layout, cluster, folder / "log")
         job.wait_until(lambda row: row["step"] >= 3)
@@ -313,9 +312,6 @@ def run_layout(
         different += map(str, compare_checkpoints(*folders))
         print(f"{layout}: compared {last} steps, {len(different)} differences")
         return trials, different
-    finally:
-        if cluster is not None:
-            cluster.close()
 
 
 def format_table(trials: list[Trial]) -> str:

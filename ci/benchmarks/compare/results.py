@@ -71,18 +71,15 @@ class Comparison:
         any two rounds.
         """
         slow, fast = self._seconds_by_step(baseline), self._seconds_by_step(system)
+        median = statistics.median(slow.values()) / statistics.median(fast.values())
         if self._in_heat(baseline) or self._in_heat(system):
-            return Spread(
-                statistics.median(slow.values()) / statistics.median(fast.values()),
-                min(slow.values()) / max(fast.values()),
-                max(slow.values()) / min(fast.values()),
-            )
+            low, high = min(slow.values()), max(slow.values())
+            return Spread(median, low / max(fast.values()), high / min(fast.values()))
         if slow.keys() != fast.keys():
             raise ValueError(
                 f"{self.name}: {baseline} and {system} were measured in different rounds"
             )
         ratios = [slow[step] / fast[step] for step in slow]
-        median = statistics.median(slow.values()) / statistics.median(fast.values())
         return Spread(median, min(ratios), max(ratios))
 
     def efficiency(self, system: str, compute: str = "compute") -> Spread:

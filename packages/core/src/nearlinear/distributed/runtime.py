@@ -271,8 +271,10 @@ def process_group(axis: str) -> dist.ProcessGroup:
     return current().group(axis)
 
 
-def data_place() -> tuple[int, int]:
+def data_place(replica: int | None = None) -> tuple[int, int]:
     """Return (data rank, number of data ranks) of this rank: its slice of every batch.
+
+    With ``replica``, return those of the same rank in another of the coupled jobs.
 
     Returns (0, 1) in a single process before `init`. Among several ranks it raises NearlinearError
     before `init`, since all ranks would read the same data.
@@ -280,7 +282,8 @@ def data_place() -> tuple[int, int]:
     if not is_initialized() and not (dist.is_initialized() and dist.get_world_size() > 1):
         return 0, 1
     now, ranks = current(), current().mesh.data_ranks
-    return now.replica * ranks + now.mesh.data_rank(now.rank), now.replicas * ranks
+    replica = now.replica if replica is None else replica
+    return replica * ranks + now.mesh.data_rank(now.rank), now.replicas * ranks
 
 
 def place_replica(replica: int, replicas: int) -> None:

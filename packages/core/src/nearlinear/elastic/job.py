@@ -282,14 +282,11 @@ class ElasticJob:
             joining = [now.index(index) for index, _ in decision.joined]
             others = {name: each.state_dict() for name, each in self._others.items()}
             begin = time.monotonic()
-            try:
+            with self.sum.failing("the state was not copied: "):
                 told, size = copy_state(group, joining, self._model, self._optimizer, others)
-            except Exception as error:
-                self.sum.fail(f"the state was not copied: {error}".partition("\n")[0])
-                return
-            seconds = time.monotonic() - begin
-            self.events.append(f"copied {size / 2**20:.1f} MiB per rank in {seconds:.2f} s")
-            if position in joining:
+                seconds = time.monotonic() - begin
+                self.events.append(f"copied {size / 2**20:.1f} MiB per rank in {seconds:.2f} s")
+            if position in joining and not self.sum.failed:
                 for name, each in self._others.items():
                     each.load_state_dict(told[name])
 

@@ -102,11 +102,6 @@ class Peers:
         ):
             threading.Thread(target=target, args=arguments, name="replicas", daemon=True).start()
 
-    def member(self, replica: int) -> Member:
-        """Return the newest incarnation of ``replica`` as a member."""
-        own = replica == self.replica
-        return replica, self.incarnation if own else self._peers[replica].incarnation
-
     def connected(self) -> dict[Member, dict[str, Any]]:
         """Return the latest status of every other member that can be reached both ways."""
         with self.changed:

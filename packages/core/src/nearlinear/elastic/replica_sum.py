@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -123,8 +123,6 @@ class ReplicaSum:
         """Why the sums of the step are incomplete, or an empty string."""
         self.targets: dict[int, float] = {}
         """Target tokens of the step by replica, of those that this member computes."""
-        self.total_targets: float = 0.0
-        """Target tokens of the step on all replicas, known after the first sum."""
         self.computing: int = 0
         """The replica whose gradients are being computed."""
         self.group: ReplicaGroup | None = None
@@ -164,7 +162,7 @@ class ReplicaSum:
         if made and isinstance(made[0], ReplicaGroup):
             self.group = made[0]
         else:
-            self.fail(f"no process group: {made[0] if made else ''}".partition("\n")[0])
+            self.fail(f"no process group: {made[0] if made else ''}")
         return not self.failed
 
     @property
@@ -174,17 +172,25 @@ class ReplicaSum:
 
     def begin_step(self) -> None:
         """Forget the sums of the last step, or of a failed attempt."""
-        self.targets, self.total_targets, self._weights = {}, 0.0, None
+        self.targets, self._weights = {}, None
         self._held.clear()
 
     def fail(self, reason: str) -> None:
         """Give the step up: sums in progress and later ones do nothing."""
         if self.failed:
             return
-        self.failed = reason
+        self.failed = reason.partition("\n")[0]
         if self.group is not None:
             self.group.abort()
-        self._on_failure(reason)
+        self._on_failure(self.failed)
+
+    @contextmanager
+    def failing(self, what: str = "") -> Iterator[None]:
+        """Give the step up, instead of raising, if the block raises an error after ``what``."""
+        try:
+            yield
+        except Exception as error:  # of a lost peer, in the backend's own type
+            self.fail(f"{what}{error}")
 
     def add(self, key: Any, gradients: torch.Tensor) -> None:
         """Take the ``gradients`` (E,) of one unit and replica; the last replica's become the mean.
@@ -199,32 +205,26 @@ class ReplicaSum:
             self._held.setdefault(key, {})[self.computing] = gradients
             return
         held = self._held.pop(key, {})
-        try:
+        with self.failing():
             self._sum({**held, self.computing: gradients}, gradients)
-        except Exception as error:  # of a lost peer, in the backend's own type
-            self.fail(str(error).partition("\n")[0])
 
     def end_replica(self) -> None:
         """End the computation of a replica: if it was the last one, all targets are known."""
         if self.computing == self.own[-1]:
-            try:
-                self.exchange_targets()
-            except Exception as error:
-                self.fail(str(error).partition("\n")[0])
+            with self.failing():
+                self._exchange_targets()
 
     def gather_rows(self, rows: torch.Tensor) -> None:
         """Fill the rows (replicas, N) of replicas that other members compute, in place."""
         if self.failed or self.group is None:
             return
-        try:
-            table = rows.new_empty(self.group.size, rows.numel())
+        with self.failing():
+            table = rows.new_empty(self.group.size, *rows.shape)
             self.group.all_gather(table.view(-1), rows.view(-1))()
-            for of_member, replicas in zip(table.view(-1, *rows.shape), self._hosts, strict=True):
+            for of_member, replicas in zip(table, self._hosts, strict=True):
                 rows[replicas] = of_member[replicas]
-        except Exception as error:
-            self.fail(str(error).partition("\n")[0])
 
-    def exchange_targets(self) -> None:
+    def _exchange_targets(self) -> None:
         """Learn the targets of all replicas, once in a step, after the last one has begun."""
         if self._weights is not None or self.failed:
             return
@@ -236,18 +236,17 @@ class ReplicaSum:
         self.group.all_gather(table, own)()
         counts = table.view(self.group.size, -1).sum(0).tolist()
         present = sorted(replica for replicas in self._hosts for replica in replicas)
-        self.total_targets = sum(counts)
         if len({counts[replica] for replica in present}) == 1:
             self._weights = {}
         else:
-            self._weights = {r: counts[r] / self.total_targets for r in present}
+            self._weights = {r: counts[r] / sum(counts) for r in present}
 
     def _sum(self, parts: dict[int, torch.Tensor], result: torch.Tensor) -> None:
         """Put the weighted mean of ``parts`` of all members into ``result``.
 
         Chunk by chunk, so that one chunk is on its way while another one is added.
         """
-        self.exchange_targets()
+        self._exchange_targets()
         for replica, weight in (self._weights or {}).items():
             if replica in parts:
                 parts[replica].mul_(weight)

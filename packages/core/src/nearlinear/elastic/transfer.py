@@ -9,12 +9,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..checkpoint.state import model_tensors, updated_names
+from ..checkpoint.index_schema import TensorEntry
+from ..checkpoint.state import (
+    allocate_optimizer_state,
+    optimizer_tensors,
+    prefixed_model_tensors,
+)
 from ..errors import CheckpointError
 from ..fsdp.model_state import local_tensor
 from .replica_sum import ReplicaGroup
@@ -46,7 +52,11 @@ def copy_state(
     holders = [m for m in range(group.size) if m not in joining]
     text = b""
     if not receives:
-        told = {"other": other, "optimizer": _describe(model, optimizer)}
+        states = {
+            name: [str(value.tensor.dtype).removeprefix("torch."), value.shape]
+            for name, value in optimizer_tensors(optimizer, model)
+        }
+        told = {"other": other, "optimizer": states}
         text = json.dumps(told).encode()
     sizes = torch.zeros(group.size, dtype=torch.int64)
     group.all_gather(sizes, torch.tensor([len(text)]))()
@@ -56,7 +66,9 @@ def copy_state(
     group.all_gather(everyone, own)()
     told = json.loads(bytes(everyone.view(group.size, -1)[holders[0]].tolist()))
     if receives:
-        _allocate(model, optimizer, told["optimizer"])
+        states = told["optimizer"].items()
+        entries = {name: TensorEntry(dtype, tuple(shape), {}) for name, (dtype, shape) in states}
+        allocate_optimizer_state(optimizer, model, entries)
     pieces = list(_pieces(_state_tensors(model, optimizer)))
     for first in range(0, len(pieces), len(holders)):
         in_turn = dict(zip(holders, pieces[first : first + len(holders)], strict=False))
@@ -69,16 +81,13 @@ def _send_pieces(
 ) -> None:
     """Send the piece of every holder in ``pieces`` to all joining ranks."""
     lengths = {holder: sum(part.numel() for part in parts) for holder, parts in pieces.items()}
-    sent = [0] * group.size
-    received = [0] * group.size
+    sent, received = [0] * group.size, [0] * group.size
+    data = torch.empty(0, dtype=torch.uint8)
     if group.position in joining:
         received = [lengths.get(member, 0) for member in range(group.size)]
-        data = torch.empty(0, dtype=torch.uint8)
     elif group.position in pieces:
         sent = [lengths[group.position] if m in joining else 0 for m in range(group.size)]
         data = torch.cat(pieces[group.position]).repeat(len(joining))
-    else:
-        data = torch.empty(0, dtype=torch.uint8)
     arrived = torch.empty(sum(received), dtype=torch.uint8)
     group.all_to_all(arrived, data, received, sent)()
     start = 0
@@ -105,52 +114,11 @@ def _pieces(tensors: Iterator[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 
 def _state_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     """Yield this rank's part of every tensor of the state, contiguous, in the order of names."""
-    for name, value in sorted(model_tensors(model).items()):
-        yield _contiguous(name, local_tensor(value.tensor))
-    names: dict[Any, str] = dict(updated_names(model))
-    for parameter in sorted(optimizer.state, key=names.__getitem__):
-        for key, value in sorted(optimizer.state[parameter].items()):
-            yield _contiguous(f"{names[parameter]}/{key}", local_tensor(value))
-
-
-def _contiguous(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    if not tensor.is_contiguous():
-        raise CheckpointError(f"{name} is not contiguous and cannot be copied to other replicas")
-    return tensor
-
-
-def _describe(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
-    """Return dtype and shape of each optimizer state by parameter and key; None: the parameter's.
-
-    Raises CheckpointError for state that is not a tensor.
-    """
-    names: dict[Any, str] = dict(updated_names(model))
-    found = {}
-    for parameter, state in optimizer.state.items():
-        of_parameter = found[names[parameter]] = {}
-        for key, value in state.items():
-            if not isinstance(value, torch.Tensor):
-                raise CheckpointError(
-                    f"{type(optimizer).__name__} keeps {key} as a {type(value).__name__}; only "
-                    "tensors can be copied to other replicas"
-                )
-            shape = None if value.shape == parameter.shape else list(value.shape)
-            of_parameter[key] = [str(value.dtype).removeprefix("torch."), shape]
-    return found
-
-
-def _allocate(
-    model: nn.Module, optimizer: torch.optim.Optimizer, described: dict[str, dict[str, Any]]
-) -> None:
-    """Give ``optimizer`` the state tensors of `_describe`, with any values."""
-    parameters = {name: parameter for parameter, name in updated_names(model).items()}
-    optimizer.state.clear()
-    for name, of_parameter in described.items():
-        parameter = parameters[name]
-        for key, (dtype, shape) in of_parameter.items():
-            kind = getattr(torch, dtype)
-            if shape is None:
-                value = torch.zeros_like(parameter.data, dtype=kind)
-            else:
-                value = torch.zeros(shape, dtype=kind)
-            optimizer.state[parameter][key] = value
+    found = [*prefixed_model_tensors(model), *optimizer_tensors(optimizer, model)]
+    for name, value in sorted(found, key=itemgetter(0)):
+        tensor = local_tensor(value.tensor)
+        if not tensor.is_contiguous():
+            raise CheckpointError(
+                f"{name} is not contiguous and cannot be copied to other replicas"
+            )
+        yield tensor

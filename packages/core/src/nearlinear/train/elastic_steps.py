@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,8 +10,8 @@ from ..distributed import runtime
 from ..distributed.heartbeat import Fault
 from ..elastic.job import ElasticJob
 from ..elastic.membership import Decision
-from ..errors import CheckpointError, Interrupted
-from .callbacks import TrainStep
+from ..errors import CheckpointError
+from .callbacks import NO_TARGETS, TrainStep
 from .checkpoint_manager import CheckpointManager
 
 if TYPE_CHECKING:
@@ -61,7 +60,7 @@ class ElasticSteps:
         payloads = list(decision.payloads.values())
         loss, targets = (sum(row[i] for row in payloads[0]["rows"]) for i in (0, 1))
         if not targets and not step.skip_reason:
-            step.skip_reason = "none of its sequences has a target"
+            step.skip_reason = NO_TARGETS
         stop, failed, elapsed = ([each["flags"][i] for each in payloads] for i in range(FLAGS))
         own = payload["flags"]
         if any(failed) and not own[1]:
@@ -77,12 +76,10 @@ class ElasticSteps:
         trainer, job = self.trainer, self.job
         job.begin_step()
         rows = torch.zeros(job.config.replicas, 2, dtype=torch.float64, device=trainer.device)
-        now = runtime.current()
         for replica in job.hosted:
             given = micro_batches
             if replica != job.replica:
-                rank = replica * now.mesh.data_ranks + now.mesh.data_rank(now.rank)
-                given = trainer.loader.last_step_of(rank)
+                given = trainer.loader.last_step_of(runtime.data_place(replica)[0])
             batches = job.accumulate(step.number, replica, given)
             trainer.run_micro_batches(step, batches, rows[replica])
         job.sum.gather_rows(rows)
@@ -117,17 +114,11 @@ class ElasticSteps:
         self.job.abandon()
         return "the other replicas go on without this one"
 
-    def interrupted(self) -> Interrupted:
-        """Return the error of a replica that a signal stops, and that saves nothing itself."""
-        trainer = self.trainer
-        number = trainer.stop_signal.number or signal.SIGTERM  # which another rank received
+    @property
+    def outcome_of_stop(self) -> str:
+        """Outcome of a signal that stops this replica, which saves nothing itself."""
         rest = "all replicas stop" if self.all_stop else "the other replicas go on"
-        error = Interrupted(
-            f"{signal.Signals(number).name}: replica {self.job.replica} stopped after step "
-            f"{trainer.done}; {rest}"
-        )
-        error.exit_code = 128 + number
-        return error
+        return f"replica {self.job.replica} stopped after step {self.trainer.done}; {rest}"
 
     def _go_on(self, decision: Decision, step: int) -> None:
         """Settle ``decision``, and take over the metrics if the replica that wrote them is lost."""
@@ -136,7 +127,6 @@ class ElasticSteps:
         if self.job.writes and not wrote:
             trainer.reporter.close()
             trainer.reporter = trainer.open_reporter()
-            if trainer.last_row.get("step", 0) > trainer.reporter.last_step():
-                trainer.reporter.log_step(trainer.last_row)  # the lost replica has not written it
+            trainer.reporter.log_if_missing(trainer.last_row)
         for event in self.job.take_events():
             trainer.reporter.print(event)

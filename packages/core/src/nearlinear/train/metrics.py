@@ -163,12 +163,13 @@ class Reporter(Degradable):
         self._jsonl = self._events = None
         self._open_outputs(step, tensorboard)
 
-    def last_step(self) -> int:
-        """Return the last step in ``metrics.jsonl``, or 0."""
-        if not self.active:
-            return sys.maxsize
+    def log_if_missing(self, metrics: dict[str, Any]) -> None:
+        """Write the metrics of the last step, unless ``metrics.jsonl`` has them; {}: of no step."""
+        if not self.active or not metrics:
+            return
         rows = (self.folder / METRICS_FILE).read_text(encoding="utf-8").splitlines()
-        return json.loads(rows[-1])["step"] if rows else 0
+        if not rows or json.loads(rows[-1])["step"] < metrics["step"]:
+            self.log_step(metrics)
 
     def _open_outputs(self, first_step: int, tensorboard: bool) -> None:
         """Open the files of metrics, which then hold the steps up to ``first_step`` only."""

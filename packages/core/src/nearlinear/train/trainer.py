@@ -48,7 +48,7 @@ from ..memory import MemoryReport, memory_report
 from ..pipeline_parallel.api import Pipelined
 from ..spmd import seed_generators
 from . import preflight
-from .callbacks import Callback, TrainStep
+from .callbacks import NO_TARGETS, Callback, TrainStep
 from .callbacks.bad_steps import BadStepDetector
 from .callbacks.divergence import DivergenceSentinel, ReplicasDiverged
 from .callbacks.emergency_checkpoint import EmergencyCheckpoint
@@ -71,9 +71,6 @@ STARTUP_PATIENCE = 12.0
 """Multiple of ``train.rank_timeout`` for each part of the set-up: large checkpoints take long."""
 
 HOOKS = tuple(name for name in vars(Callback) if not name.startswith("_"))
-
-NO_TARGETS = "none of its sequences has a target"
-"""Reason to skip a step."""
 
 HOST_NAME_BYTES = 64
 """Longer host names are cut."""
@@ -136,7 +133,7 @@ class Trainer:
         self.device: torch.device = now.device
         seed_generators(config.parallel.random_seed + self.rank)  # dropout
         self.elastic: ElasticSteps | None = ElasticSteps(self) if config.elastic.replicas else None
-        self.world: int = self.mesh.world * max(1, config.elastic.replicas)
+        self.world: int = self.mesh.world * now.replicas
 
         preflight.check_lora(config, self.mesh)
         timeout, setting = config.train.rank_timeout, "train.rank_timeout"
@@ -506,19 +503,21 @@ class Trainer:
         return tokenizer.decode(prompt + generate(self.model, prompt, tokens, context))
 
     def _stop_early(self, metrics: dict[str, Any]) -> None:
-        """Save the finished steps and raise Interrupted."""
+        """Save the finished steps, unless other replicas go on, and raise Interrupted."""
         assert self.checkpoints is not None  # the signal is caught with checkpoints only
         self.reporter.log_step(metrics)
         self._write_data_state()
         if self.elastic and not (self.elastic.all_stop and self.writes):
-            raise self.elastic.interrupted()
-        self.save(self.checkpoints)
-        folder = self.checkpoints.finish()
+            outcome = self.elastic.outcome_of_stop
+        else:
+            self.save(self.checkpoints)
+            folder = self.checkpoints.finish()
+            outcome = (
+                f"stopped after step {self.done} and saved it in {folder}; run the same command "
+                "again to resume"
+            )
         number = self.stop_signal.number or signal.SIGTERM  # which another rank received
-        error = Interrupted(
-            f"{signal.Signals(number).name}: stopped after step {self.done} and saved it in "
-            f"{folder}; run the same command again to resume"
-        )
+        error = Interrupted(f"{signal.Signals(number).name}: {outcome}")
         error.exit_code = 128 + number
         raise error
 

@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     from ..trainer import Trainer
 
 
+NO_TARGETS = "none of its sequences has a target"
+"""Reason to skip a step."""
+
+
 @dataclass
 class TrainStep:
     """State of an optimizer step in progress, as callbacks see it."""
