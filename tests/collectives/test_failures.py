@@ -20,7 +20,7 @@ import torch.distributed as dist
 from tests.collectives import worker
 from tests.collectives.programs import COLLECTIVES, KINDS, Program, Step
 from tests.collectives.ranks import BACKEND
-from tests.collectives.runner import Runner
+from tests.collectives.runner import Runner, all_gather_single
 
 SOAK = int(os.environ.get("NEARLINEAR_SOAK", "1"))
 DEATH = 5.0  # seconds from a death to the error of every survivor, on a loaded machine
@@ -230,6 +230,37 @@ def test_messages_of_a_lost_rank_name_it(pool, operation, number):
                 late = "timeout after 2 s: no rank has sent" if operation == "any" else one
                 assert re.search(late, report["error"]), report
                 assert report["when"] - moment < 2 + LATE
+    finally:
+        case.close(replace=True)
+
+
+def go_on_after_a_lost_message(rank):
+    """Rank 1 learns of rank 2's death in a message and makes another call than rank 0."""
+    dist.barrier()
+    worker.announce("joined")
+    try:
+        if rank == 2:
+            time.sleep(60)
+        elif rank == 1:
+            dist.recv(torch.empty(1), 2)
+        else:
+            all_gather_single(torch.empty(9), torch.ones(3))
+    except RuntimeError as error:
+        return aftermath(error)
+
+
+def test_a_death_is_named_and_not_the_other_call_it_led_to(pool):
+    case = pool.start(go_on_after_a_lost_message, ranks=3)
+    try:
+        case.heard("joined")
+        time.sleep(0.2)
+        case.kill(0, signal.SIGSTOP)
+        case.kill(2)
+        assert case.collect(10, ranks=(1,)), case.stacks()
+        case.kill(0, signal.SIGCONT)
+        assert case.collect(10, ranks=(0,)), case.stacks()
+        for rank in (0, 1):
+            check_report(case.outcomes[rank].value, 2, "died")
     finally:
         case.close(replace=True)
 

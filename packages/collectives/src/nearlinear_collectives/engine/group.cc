@@ -367,12 +367,10 @@ void Group::compare_with(const CallSignature &theirs, int rank) {
       (theirs.count == mine.count || mine.kind == NLC_ALL_TO_ALL) && theirs.dtype == mine.dtype &&
       theirs.reduce == mine.reduce && theirs.root == mine.root && theirs.scale == mine.scale)
     return;
-  fail(NLC_MISMATCH,
-       format("ranks called different operations: rank %lld called %s, rank %lld called %s",
-              roster_.global(this->rank()),
-              call_text(mine).c_str(),
-              roster_.global(rank),
-              call_text(theirs).c_str()));
+  fail_mismatch(
+      format("ranks called different operations: rank %lld called %s, rank %lld called %s",
+             roster_.global(this->rank()), call_text(mine).c_str(), roster_.global(rank),
+             call_text(theirs).c_str()));
 }
 
 void Group::compare_sizes(int sender, uint64_t sent, uint64_t expected, int receiver) {
@@ -381,10 +379,10 @@ void Group::compare_sizes(int sender, uint64_t sent, uint64_t expected, int rece
     return roster_.global(rank);
   };
   const size_t element = element_bytes(current_.dtype);
-  fail(NLC_MISMATCH, format("rank %lld sends %llu elements to rank %lld, which expects %llu",
-                            global(sender), static_cast<unsigned long long>(sent / element),
-                            global(receiver < 0 ? rank() : receiver),
-                            static_cast<unsigned long long>(expected / element)));
+  fail_mismatch(format("rank %lld sends %llu elements to rank %lld, which expects %llu",
+                       global(sender), static_cast<unsigned long long>(sent / element),
+                       global(receiver < 0 ? rank() : receiver),
+                       static_cast<unsigned long long>(expected / element)));
 }
 
 std::string Group::describe() const {

@@ -5,6 +5,7 @@
 #include <atomic>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -23,6 +24,7 @@
 namespace nlc {
 
 class Mailbox;
+struct LaneEnd;
 
 struct Neighbour {
   int rank = 0;
@@ -113,6 +115,9 @@ class Group {
   void check_peers(int awaited);  // slow path of every wait; throws if waiting is futile
   [[noreturn]] void fail(nlc_status status, const std::string &reason);
   [[noreturn]] void fail_with(nlc_status status, const std::string &text);
+  [[noreturn]] void fail_mismatch(const std::string &difference);
+  void fail_if_any_died();
+  std::optional<LaneEnd> death_in_messages();
   [[noreturn]] void time_out(int awaited);
   [[noreturn]] void fail_forming(int rank, const Failure &failure);
   void tell_nodes(int awaited);

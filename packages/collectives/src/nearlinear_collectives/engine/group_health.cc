@@ -3,6 +3,7 @@
 #include <cstring>
 
 #include "group.h"
+#include "mailbox.h"
 #include "reduce.h"
 #include "trace.h"
 
@@ -21,15 +22,26 @@ void Group::check_peers(int awaited) {
     if (neighbour(i).rank == awaited && other.closed.load(std::memory_order_acquire))
       fail(NLC_PEER_DIED, roster_.rank_text(awaited) + " has left the group");
   }
+  fail_if_any_died();
+  if (now >= deadline_) time_out(awaited);
+  if (net_ && now + std::chrono::milliseconds(call_timeout_ms_ / 2) >= deadline_)
+    tell_nodes(awaited >= 0 ? roster_.topology.node : net_->awaited());
+}
+
+void Group::fail_if_any_died() {
   for (const int dead : liveness_->dead()) {
     const Segment &other = *neighbour(roster_.topology.local_of(dead)).segment;
     // A rank that closed the group and exited is an error only for ranks that wait for it.
     if (!other.closed.load(std::memory_order_acquire))
       fail(NLC_PEER_DIED, roster_.rank_text(dead) + " died");
   }
-  if (now >= deadline_) time_out(awaited);
-  if (net_ && now + std::chrono::milliseconds(call_timeout_ms_ / 2) >= deadline_)
-    tell_nodes(awaited >= 0 ? roster_.topology.node : net_->awaited());
+}
+
+// Ranks that learned of a death in a message may have gone on to other calls: it is the cause.
+void Group::fail_mismatch(const std::string &difference) {
+  fail_if_any_died();
+  if (const auto death = death_in_messages()) fail(death->status, death->text);
+  fail(NLC_MISMATCH, difference);
 }
 
 void Group::tell_nodes(int awaited) {

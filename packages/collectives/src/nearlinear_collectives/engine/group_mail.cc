@@ -41,19 +41,23 @@ std::shared_ptr<Mailbox> Group::mailbox() {
 // A death that was noticed in a message ends the collectives of the other ranks too, and the other
 // way round: they may wait for this rank, which leaves because of it.
 void Group::leave() {
-  std::shared_ptr<Mailbox> mailbox;
-  {
-    const std::lock_guard<std::mutex> lock(mailbox_mutex_);
-    mailbox = mailbox_;
-  }
-  if (mailbox && failure_status_ == NLC_OK)
-    if (const auto death = mailbox->death()) publish_failure(death->status, death->text);
+  if (failure_status_ == NLC_OK)
+    if (const auto death = death_in_messages()) publish_failure(death->status, death->text);
   own_->closed.store(1, std::memory_order_release);
   if (failure_status_ == NLC_PEER_DIED)
     close_mail(failure_status_, failure_text_, failure_text_);
   else
     close_mail(NLC_ABORTED, "the group is being closed", "");
   forget_mail(own_info_);
+}
+
+std::optional<LaneEnd> Group::death_in_messages() {
+  std::shared_ptr<Mailbox> mailbox;
+  {
+    const std::lock_guard<std::mutex> lock(mailbox_mutex_);
+    mailbox = mailbox_;
+  }
+  return mailbox ? mailbox->death() : std::nullopt;
 }
 
 void Group::close_mail(nlc_status status, const std::string &reason,
