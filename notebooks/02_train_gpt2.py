@@ -25,6 +25,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path.cwd().parent))  # data_prep, when Jupyter was started in this folder
 
 import matplotlib.pyplot as plt
+import psutil
 import torch
 import torch.distributed as dist
 from transformers import GPT2Config, GPT2LMHeadModel, logging
@@ -417,6 +418,79 @@ if scale != "cluster":
     assert held_out < guessing - 2.5
 
 # %% [markdown]
+# ## A rank dies
+#
+# The more machines, the more often one fails. With `elastic.replicas`, the loss of a rank does not
+# end the run. Each replica of the shard group then is a job of its own, and all of them agree after
+# every step. If a rank dies, its replica ends. The other replica computes the batches of both until
+# the lost one is started again and has copied the state.
+#
+# The run below is trained twice, on two replicas of two ranks. The second time, one of the four
+# processes is killed after a few steps.
+
+# %%
+elastic_steps = {"ci": 30, "laptop": 60, "cluster": 0}[scale]
+
+
+def train_replicas(name, kill_after=0):
+    """Train on two replicas, kill a rank after step `kill_after`, and return the metrics."""
+    settings = {
+        "elastic.replicas": 2,
+        "train.steps": elastic_steps,
+        "train.sample_tokens": 0,
+        "run.log_every": 1,
+        "run.folder": work / name,
+    }
+    command = [sys.executable, "-m", "nearlinear.cli", "train", str(path), "--nproc", "4"]
+    command += [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+    pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(command, **pipe) as job:
+        for line in job.stdout:
+            step = re.match(r"step=(\d+) ", line)
+            if step and int(step[1]) == kill_after:
+                replica, *_ = psutil.Process(job.pid).children()
+                victim = replica.children()[1]
+                victim.kill()
+                print(f"killed a rank of replica 0 after step {kill_after}")
+            if not step and "replica" in line:
+                print(line, end="")
+    assert job.returncode == 0, "The training run failed."
+    return plots.read_metrics(work / name)
+
+
+if scale != "cluster":
+    undisturbed = train_replicas("undisturbed")
+    disturbed = train_replicas("disturbed", kill_after=5)
+
+# %% [markdown]
+# Are the results the same? The gradients of all replicas are added in a fixed order, and dropout
+# depends on the replica and not on the process that computes it. Therefore the losses are equal to
+# the last bit, not only similar.
+
+# %%
+if scale != "cluster":
+    losses, others = ([row["loss"] for row in rows] for rows in (undisturbed, disturbed))
+    ax = plots.loss_curve(disturbed, vocabulary=manifest.vocab_size)
+    ax.plot(
+        range(1, len(losses) + 1),
+        losses,
+        "o",
+        color=plots.LINES[2],
+        fillstyle="none",
+        label="undisturbed",
+    )
+    missing = [row["step"] for row in disturbed if row["replicas"] == 1]
+    ax.axvspan(missing[0] - 0.5, missing[-1] + 0.5, color="0.9", label="one replica")
+    ax.legend()
+    plots.show(
+        alt=f"The losses of both runs are equal in all {len(losses)} steps, also in the steps "
+        f"{missing[0]} to {missing[-1]}, which one replica computed alone."
+    )
+    print(f"one replica computed steps {missing[0]} to {missing[-1]} alone; equal losses: ", end="")
+    print(sum(a == b for a, b in zip(losses, others, strict=True)), "of", len(losses))
+    assert losses == others
+
+# %% [markdown]
 # ## The same run on 32 machines
 #
 # The table `[job]` of a config selects where the run executes. Here it requests 32 `p4d.24xlarge`
@@ -609,6 +683,7 @@ for definition in definitions:
 #   those of one process, up to rounding.
 # - With two-hop synchronization, replicas communicate once per step instead of once per
 #   micro-batch.
+# - With `elastic.replicas`, a run goes on without a lost rank, and its losses keep their bits.
 # - The same file and the same command train on a laptop and on 32 nodes. `nearlinear launch`
 #   translates its `[job]` for SageMaker, Slurm or Kubernetes, and validates it before it is sent.
 #
@@ -623,5 +698,6 @@ for definition in definitions:
 # 4. A 13-billion-parameter model on 8 nodes: which degree does the rule give, and how many
 #    replicas? Check with `nl.Mesh.from_config`.
 # 5. Print the run as a batch script for Slurm: `--place slurm`. Which fault must you fix first?
-# 6. Run this notebook with `scale = "laptop"` and `--set parallel.hybrid_shard_degree=4`. Do the
+# 6. Set `elastic.mode` to `"rescale"` in `train_replicas`. Which losses change, and why?
+# 7. Run this notebook with `scale = "laptop"` and `--set parallel.hybrid_shard_degree=4`. Do the
 #    losses change? Should they?

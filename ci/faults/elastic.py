@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import json
+import logging
 import math
 import os
 import random
@@ -30,10 +31,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ci.command_line import make_parser
 from ci.emulation.cluster import Cluster, unavailable_reason
 from nearlinear.checkpoint import save
 from nearlinear.checkpoint.verify import compare_checkpoints
+from nearlinear.distributed import runtime
+from nearlinear.errors import Interrupted, NearlinearError
+from nearlinear.fsdp.model_state import local_tensor
+from nearlinear.train.callbacks import Callback, TrainStep
+from nearlinear.train.trainer import Trainer
 
 from .__main__ import prepare_data
 from .places import Place
@@ -45,10 +53,12 @@ examples:
   python -m {MODULE} --trials 100 --seed 1
   python -m {MODULE} --layout 4x1 --only kill --trials 10 --backend nearlinear
   python -m {MODULE} --layout 2x2 --parallel tensor_parallel_degree=2 --trials 4"""
-KINDS = ("kill", "stop", "link", "two")
+KINDS = ("kill", "stop", "link", "two", "flip")
 """kill: SIGKILL of a rank. stop: SIGSTOP, and SIGCONT when the others have gone on. link: the
 node's link goes down, and up when they have gone on. two: two replicas of three or more are killed
-within a second, the second one during the recovery."""
+within a second, the second one during the recovery. flip: a bit of a weight of one replica of three
+or more changes, and fingerprints of every step are compared."""
+NEED_MAJORITY = ("two", "flip")
 LAYOUTS = {"4x1": (4, 1), "2x2": (2, 2)}
 """Replicas and ranks of each."""
 SILENCE = 3.0
@@ -133,28 +143,54 @@ class Job:
         return False
 
 
+class BitFlips(Callback):
+    """Flip a bit of a weight in the step after SIGUSR2."""
+
+    def __init__(self):
+        self.due = False
+        signal.signal(signal.SIGUSR2, self._signalled)
+
+    def _signalled(self, number: int, frame: object) -> None:
+        self.due = True
+
+    def on_setup(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+
+    def on_step_begin(self, step: TrainStep) -> None:
+        if self.due:
+            self.due = False
+            weights = next(p for p in self.trainer.model.parameters() if p.numel())
+            local_tensor(weights.data).view(-1)[:1].view(torch.int32).bitwise_xor_(1 << 12)
+
+
 def train(rank: int, config: dict[str, Any]) -> None:
     """Train as one rank of a replica."""
-    import logging
-
-    from nearlinear.distributed import runtime
-    from nearlinear.errors import NearlinearError
-    from nearlinear.train.trainer import Trainer
-
     faulthandler.register(signal.SIGUSR1)  # kill -USR1 writes the stacks to the log
     replica = config.pop("replica")
     os.environ["NEARLINEAR_REPLICA"] = str(replica)
     logging.basicConfig(level=logging.WARNING, format=f"%(asctime)s [{replica}.{rank}] %(message)s")
     try:
-        Trainer(config).fit()
+        Trainer(config, callbacks=[BitFlips()]).fit()
     except NearlinearError as error:
         print(f"[{replica}.{rank}] {error.word}: {error}", flush=True)
+        if isinstance(error, Interrupted):
+            runtime.shutdown()  # rank 0 serves the store, which others may still read
         os._exit(error.exit_code)
     runtime.shutdown()
 
 
-def run_config(data: str, folder: Path, parallel: dict[str, Any], stop_after: int) -> dict:
-    """Return the config of a run with dropout, and with ``parallel`` inside of a replica."""
+def run_config(
+    data: str, folder: Path, parallel: dict[str, Any], stop_after: int, every: int = 100
+) -> dict:
+    """Return the config of a run with dropout, and with ``parallel`` inside of a replica.
+
+    Args:
+        data: Folder of the token shards.
+        folder: Folder of the run.
+        parallel: Table ``[parallel]``.
+        stop_after: Last step; 0 to go on until the run is stopped.
+        every: Steps between comparisons of the replicas' states.
+    """
     return {
         "model": {
             "preset": "gpt2-tiny",
@@ -164,7 +200,8 @@ def run_config(data: str, folder: Path, parallel: dict[str, Any], stop_after: in
         "batch": {"micro_batch_size": 2, "accumulation": 3},
         "parallel": parallel,
         "train": {"steps": 100_000, "stop_after": stop_after, "eval_sequences": 4,
-                  "eval_every": 10, "sample_tokens": 0, "rank_timeout": 60.0},
+                  "eval_every": 10, "sample_tokens": 0, "rank_timeout": 60.0,
+                  "divergence_every": every},
         "checkpoint": {"folder": str(folder / "checkpoints"), "every": 25},
         "elastic": {"silence_seconds": SILENCE, "form_seconds": 60.0},
         "run": {"folder": str(folder / "run"), "tensorboard": False, "memory_report": False,
@@ -178,6 +215,9 @@ def inject(job: Job, trial: Trial, rng: random.Random) -> list[int]:
     assert process.pid is not None
     if trial.kind == "stop":
         os.kill(process.pid, signal.SIGSTOP)
+        return [trial.replica]
+    if trial.kind == "flip":
+        os.kill(process.pid, signal.SIGUSR2)
         return [trial.replica]
     if trial.kind == "link":
         assert job.cluster is not None
@@ -267,7 +307,7 @@ def run_layout(
     trials: list[Trial] = []
     emulated = nullcontext() if unavailable_reason() else Cluster(replicas, options.rate)
     with emulated as cluster:
-        config = run_config(data, folder, parallel, 0)
+        config = run_config(data, folder, parallel, 0, 1 if "flip" in kinds else 100)
         job = Job(config, layout, cluster, folder / "log")
         job.wait_until(lambda row: row["step"] >= 3)
         turns = [kinds[i % len(kinds)] for i in range(options.trials)]
@@ -352,7 +392,8 @@ def main(argv: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="elastic-") as folder:
         data = options.data or prepare_data(Path(folder) / "tokens")
         for layout in options.layout.split(","):
-            possible = [kind for kind in kinds if kind != "two" or LAYOUTS[layout][0] > 2]
+            majority = LAYOUTS[layout][0] > 2
+            possible = [kind for kind in kinds if majority or kind not in NEED_MAJORITY]
             found = run_layout(layout, possible, options, data, Path(folder) / layout)
             trials += found[0]
             different += found[1]

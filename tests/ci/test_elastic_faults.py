@@ -10,8 +10,9 @@ pytestmark = pytest.mark.slow
 
 
 def test_bits_are_those_of_an_undisturbed_run(capfd):
-    code = elastic.main("--trials 1 --layout 2x2 --only stop".split())
+    code = elastic.main("--trials 2 --layout 4x1 --only stop,flip".split())
     output = capfd.readouterr().out
     assert code == 0, output
-    assert re.search(r"2x2: compared \d+ steps, 0 differences", output)
-    assert re.search(r"\| 2x2 \| stop \| 1 \| 1 \|", output)
+    assert re.search(r"4x1: compared \d+ steps, 0 differences", output)
+    for kind in ("stop", "flip"):
+        assert re.search(rf"\| 4x1 \| {kind} \| 1 \| 1 \|", output)

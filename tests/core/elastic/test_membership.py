@@ -103,6 +103,19 @@ def test_complete_steps_are_committed_with_the_payloads_of_all(job):
             assert each.payloads == {0: "of 0", 1: "of 1", 2: "of 2"}
 
 
+def test_a_faulty_replica_is_excluded_by_all_and_the_step_computed_again(job):
+    job.form()
+    for membership in job.ranks.values():
+        membership.find_faulty = lambda payloads: [r for r in payloads if r == 1]
+    decided = job.decide(1)
+    for each in decided.values():
+        assert not each.committed and each.faulty == (1,) and replicas(each) == [0, 2]
+        assert Decision.from_json(each.to_json()) == each and set(each.payloads) == {0, 1, 2}
+    job.lose(1)
+    for each in job.decide(1).values():
+        assert each.committed and set(each.payloads) == {0, 2}
+
+
 def test_step_of_a_lost_replica_is_computed_again_by_the_others(job):
     job.form()
     job.decide(1)

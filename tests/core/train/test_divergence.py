@@ -3,6 +3,7 @@
 import functools
 import itertools
 import json
+import math
 import random
 from pathlib import Path
 
@@ -18,7 +19,9 @@ from nearlinear.train.callbacks import Callback, divergence
 from nearlinear.train.callbacks.divergence import (
     ReplicasDiverged,
     combine,
+    describe_different,
     find_different,
+    find_diverged_replicas,
     groups_of_copies,
     groups_of_replicas,
     hash_tensor,
@@ -64,6 +67,32 @@ def test_any_flipped_bit_and_any_exchange_changes_the_hash(dtype):
             changed = tensor.clone()
             changed.view(torch.uint8)[[one, other]] = changed.view(torch.uint8)[[other, one]]
             assert int(hash_tensor(changed)) != known
+
+
+def told(norm: float, *states: int) -> dict:
+    return {"norm": norm, "fingerprints": list(states)}
+
+
+@pytest.mark.parametrize(
+    ("payloads", "faulty", "words"),
+    [
+        ({0: told(1.0, 5, 6), 2: told(1.0, 5, 6)}, [], ""),
+        ({0: told(1.0), 1: told(1.0 + 1e-13), 2: told(1.0)}, [], ""),
+        ({0: told(math.nan), 1: told(math.nan)}, [], ""),
+        ({0: told(1.0, 5, 6), 1: told(1.0), 2: told(1.0, 5, 6)}, [], ""),  # not compared by all
+        ({0: None, 1: None}, [], ""),
+        ({0: told(1, 5, 6), 2: told(2, 5, 7), 3: told(3, 5, 6)}, [2],
+         "replica 2 (rank 1 of it) held another state than the others before this step"),
+        ({0: told(1.0, 5), 1: told(1.0, 6)}, [0, 1],
+         "one of replicas 0, 1 held another state than the others before this step"),
+        ({0: told(1.0), 1: told(1.1), 2: told(1.0)}, [1],
+         "replica 1 computed another gradient norm than the others"),
+    ],
+)  # fmt: skip
+def test_elastic_replicas_that_differ_from_the_majority_are_found(payloads, faulty, words):
+    assert find_diverged_replicas(payloads) == faulty
+    if faulty:
+        assert describe_different(payloads, faulty) == words
 
 
 def test_one_mantissa_bit_on_one_of_four_ranks_is_found_in_every_trial():

@@ -505,6 +505,12 @@ class TrainConfig:
             )
 
     def _check_replay(self) -> None:
+        if self.elastic.replicas:
+            raise ConfigError(
+                f"elastic.replicas = {self.elastic.replicas} and train.on_divergence = "
+                '"replay": replicas of an elastic job go on without a faulty one, which copies '
+                'their state when it is started again; use train.on_divergence = "stop"'
+            )
         for key, value, reason in (
             ("checkpoint.folder", self.checkpoint_folder, "steps are replayed from a checkpoint"),
             ("train.divergence_every", self.train.divergence_every, "replicas are not compared"),

@@ -14,7 +14,7 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -69,9 +69,13 @@ class ElasticJob:
 
     Made after `runtime.init`, before anything else: `joining` says whether the other replicas are
     training already, so that this one receives their state instead of loading a checkpoint.
+
+    Args:
+        config: Config of the run.
+        find_faulty: See `Membership`.
     """
 
-    def __init__(self, config: TrainConfig):
+    def __init__(self, config: TrainConfig, find_faulty: Callable[[Mapping[int, Any]], list[int]]):
         check_elastic(config)
         self.config: ElasticConfig = config.elastic
         self.seed: int = config.parallel.random_seed
@@ -90,11 +94,13 @@ class ElasticJob:
         self._ended = threading.Event()
         self.joining: bool = False
         if self.rank == 0:
-            self._connect(config)
+            self._connect(config, find_faulty)
         self.joining = broadcast_json(self.joining)
         threading.Thread(target=self._watch_failures, name="replica failures", daemon=True).start()
 
-    def _connect(self, config: TrainConfig) -> None:
+    def _connect(
+        self, config: TrainConfig, find_faulty: Callable[[Mapping[int, Any]], list[int]]
+    ) -> None:
         addresses = peer_addresses(self.config.peers, self.config.replicas, self.config.port)
         host = addresses[self.replica][0]
         local = all(rendezvous.is_loopback(name) for name, _ in addresses)
@@ -110,6 +116,7 @@ class ElasticJob:
             self.config.min_replicas,
             self.config.form_seconds,
             Path(config.run.folder) / "elastic",
+            find_faulty,
         )
         self.peers.start()
         self.joining = self._membership.finds_running_job()

@@ -6,6 +6,9 @@ gradients, the step is committed: everyone applies its update. Otherwise the mem
 compute it again. A member that is behind, because the lost one had sent it nothing, learns from the
 votes for the next step that its step was committed.
 
+Payloads of the votes hold fingerprints of the training state. Members whose state differs from that
+of the majority are excluded, and the others compute the step again.
+
 A step that is computed again gives the same bits, so that members need not know what a lost one has
 done. Only a majority may go on, so that two groups never write one run folder. Members that are
 lost for sure do not count for it. Of two halves, the first that marks the run folder may.
@@ -18,7 +21,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -49,9 +52,11 @@ class Decision:
     joined: tuple[Member, ...] = ()
     """Members that receive the state first."""
     payloads: dict[int, Any] = field(default_factory=dict)
-    """Payload of the vote of each replica for a committed step."""
+    """Payload of the vote of each replica for a complete step."""
     step: int = 0
     """The last committed step, for a replica that joins."""
+    faulty: tuple[int, ...] = ()
+    """Replicas that are excluded, because their state differs; ``payloads`` has that of all."""
 
     def to_json(self) -> dict[str, Any]:
         return {**self.__dict__, "payloads": {str(k): v for k, v in self.payloads.items()}}
@@ -65,6 +70,7 @@ class Decision:
             tuple((index, name) for index, name in read["joined"]),
             {int(key): value for key, value in read["payloads"].items()},
             read["step"],
+            tuple(read["faulty"]),
         )
 
 
@@ -76,13 +82,22 @@ class Membership:
         minimum: Fewest replicas that go on.
         form_seconds: Seconds to wait for all replicas before a majority begins without the others.
         folder: Folder that all replicas share, for the decision between two halves.
+        find_faulty: Returns the replicas that are excluded because of the payloads of a step.
     """
 
-    def __init__(self, peers: Peers, minimum: int, form_seconds: float, folder: Path):
+    def __init__(
+        self,
+        peers: Peers,
+        minimum: int,
+        form_seconds: float,
+        folder: Path,
+        find_faulty: Callable[[Mapping[int, Any]], list[int]] = lambda payloads: [],
+    ):
         self.peers: Peers = peers
         self.minimum: int = minimum
         self.form_seconds: float = form_seconds
         self.folder: Path = folder
+        self.find_faulty: Callable[[Mapping[int, Any]], list[int]] = find_faulty
         self.own: Member = (peers.replica, peers.incarnation)
         self.view: tuple[Member, ...] = ()
         self.admits: bool = True
@@ -274,17 +289,20 @@ class Membership:
         by_replica = {self.own[0]: own} | {
             member[0]: vote for member, vote in zip(others, votes, strict=True)
         }
-        committed = all(vote["complete"] for vote in by_replica.values())
+        payloads = {index: by_replica[index]["payload"] for index in sorted(by_replica)}
+        complete = all(vote["complete"] for vote in by_replica.values())
+        faulty = self.find_faulty(payloads) if complete else []
+        committed = complete and not faulty
         joined: tuple[Member, ...] = ()
         if committed:
             offered = [{tuple(each) for each in vote["joining"]} for vote in by_replica.values()]
             joined = tuple(sorted(set.intersection(*offered)))
         changed = not committed or joined or live != self.view
-        members = (*live, *joined)
-        payloads = {index: by_replica[index]["payload"] for index in sorted(by_replica)}
+        members = (*(member for member in live if member[0] not in faulty), *joined)
         decision = Decision(
-            committed, members, key if changed else "", joined, payloads if committed else {}, step
-        )
+            committed, members, key if changed else "", joined, payloads if complete else {}, step,
+            tuple(faulty),
+        )  # fmt: skip
         base = json.dumps([step, live])
         self._attempts[base] = self._attempts.get(base, 0) + 1
         self._install(decision, step)

@@ -7,11 +7,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..distributed import runtime
+from ..distributed.consensus import all_gather_json
 from ..distributed.heartbeat import Fault
 from ..elastic.job import ElasticJob
 from ..elastic.membership import Decision
 from ..errors import CheckpointError
 from .callbacks import NO_TARGETS, TrainStep
+from .callbacks.divergence import (
+    ReplicasDiverged,
+    describe_different,
+    find_diverged_replicas,
+    fingerprints,
+)
 from .checkpoint_manager import CheckpointManager
 
 if TYPE_CHECKING:
@@ -26,7 +33,7 @@ class ElasticSteps:
 
     def __init__(self, trainer: Trainer):
         self.trainer: Trainer = trainer
-        self.job: ElasticJob = ElasticJob(trainer.config)
+        self.job: ElasticJob = ElasticJob(trainer.config, find_diverged_replicas)
         self.all_stop: bool = False
         """True if all replicas have received a signal to stop, and not only this one."""
         self._decision: Decision | None = None
@@ -53,6 +60,8 @@ class ElasticSteps:
             decision = self.job.decide(step.number, failures, payload)
             if decision.committed:
                 break
+            if decision.faulty:
+                self._exclude(decision, step.number)
             self.trainer.watch.at(f"step {step.number} again, after the loss of a replica")
             self._go_on(decision, step.number)
             self.trainer.optimizer.zero_grad()
@@ -88,7 +97,31 @@ class ElasticSteps:
         own = [stop, failed, elapsed if job.writes else 0.0, float(bool(job.sum.failed))]
         sums = trainer.sum_over_ranks(step, torch.cat([rows.new_tensor(own), rows.view(-1)]))
         both = iter(sums[len(own) :])
-        return {"flags": sums[:FLAGS], "rows": list(zip(both, both, strict=True))}, sums[FLAGS]
+        payload = {
+            "flags": sums[:FLAGS],
+            "rows": list(zip(both, both, strict=True)),
+            "norm": step.grad_norm,
+            "fingerprints": fingerprints(step),
+        }
+        return payload, sums[FLAGS]
+
+    def _exclude(self, decision: Decision, step: int) -> None:
+        """Raise ReplicasDiverged if this replica is excluded, and note it otherwise."""
+        finding = f"step {step}: {describe_different(decision.payloads, decision.faulty)}"
+        if not decision.members:
+            remedy = (
+                "There is no majority: all replicas end. The next start resumes from the newest "
+                "checkpoint, written by the replica that was a member for longest"
+            )
+            raise ReplicasDiverged(finding, step, decision.faulty, remedy)
+        if self.job.replica in decision.faulty:
+            hosts = ", ".join(dict.fromkeys(all_gather_json(runtime.host())))
+            remedy = (
+                "The others go on without this replica. Started again, it copies their state. "
+                f"If it happens again, test the memory and the accelerators of {hosts}"
+            )
+            raise ReplicasDiverged(finding, step, decision.faulty, remedy)
+        self.job.events.append(finding)
 
     def settle(self) -> None:
         """Go on with the replicas that were agreed on, after the update of the step."""
@@ -124,6 +157,8 @@ class ElasticSteps:
         """Settle ``decision``, and take over the metrics if the replica that wrote them is lost."""
         trainer, wrote = self.trainer, self.job.writes
         self.job.settle(decision, step)
+        if decision.joined and trainer.sentinel:
+            trainer.sentinel.due = True
         if self.job.writes and not wrote:
             trainer.reporter.close()
             trainer.reporter = trainer.open_reporter()

@@ -216,16 +216,16 @@ class Trainer:
             on_fault, silence = emergency.save if emergency else None, HEARTBEAT_TIMEOUT
             if self.elastic:
                 on_fault, silence = self.elastic.leave, config.elastic.silence_seconds
-            sentinel = None
-            if config.train.divergence_every and self.mesh.world > 1:
-                every = config.train.divergence_every
-                sentinel = DivergenceSentinel(self.model, self.optimizer, every)
+            self.sentinel: DivergenceSentinel | None = None
+            if config.train.divergence_every and self.world > 1:
+                every = config.train.divergence_every, config.checkpoint.every
+                self.sentinel = DivergenceSentinel(self.model, self.optimizer, *every)
             self.watch: Watchdog = watch_ranks(timeout, on_fault, setting=setting, silence=silence)
             self.callbacks: tuple[Callback, ...] = (
                 WatchdogCallback(self.watch, self.model, blocks, self.first_step + 1),
                 *((emergency,) if emergency else ()),
                 RankTiming(blocks, self.device),
-                *((sentinel,) if sentinel else ()),
+                *((self.sentinel,) if self.sentinel else ()),
                 *(TRACKERS[name]() for name in dict.fromkeys(config.run.trackers)),
                 *callbacks,
                 self.bad_steps,  # last, to count the steps that others skip

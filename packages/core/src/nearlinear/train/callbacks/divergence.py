@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -81,18 +82,29 @@ class ReplicasDiverged(NearlinearError):
 class DivergenceSentinel(Callback):
     """Compare fingerprints of the state between ranks, and stop the run on all of them."""
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, every: int):
+    due: bool
+    """True if the next step compares, whatever its number: the first one, or after a join."""
+
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, every: int, saves: int = 0
+    ):
         """
         Args:
             model: The sharded model.
             optimizer: Its optimizer.
             every: Steps between comparisons.
+            saves: Steps between checkpoints. Elastic replicas, of which one writes them, compare
+                before the update of such a step. 0: no such comparison.
         """
         now = runtime.current()
-        self.model, self.optimizer, self.every = model, optimizer, every
+        self.model: nn.Module = model
+        self.optimizer: torch.optim.Optimizer = optimizer
+        self.every: int = every
         self._replicas = groups_of_replicas(now.mesh)
         self._copies = groups_of_copies(now.mesh)
         self._has_replicas = now.mesh.replicate > 1
+        self._elastic = self.due = now.replicas > 1
+        self._saves = saves if self._elastic else 0
         self._whole_optimizer = not shards_optimizer_state(now)
         self._last = (math.nan, math.nan)
         self._collecting = False
@@ -102,7 +114,10 @@ class DivergenceSentinel(Callback):
             unit.register_forward_pre_hook(self._hash_gathered(number))
 
     def on_step_begin(self, step: TrainStep) -> None:
-        self._collecting = step.number % self.every == 0
+        number = step.number
+        saves = self._saves > 0 and number % self._saves == 0
+        self._collecting = self.due or saves or number % self.every == 0
+        self.due = False
         self._gathered = {}
 
     def on_rewind(self, number: int) -> None:
@@ -114,7 +129,7 @@ class DivergenceSentinel(Callback):
             self._collecting = False
             gathered = combine(self._gathered[number] for number in sorted(self._gathered))
             values |= _halves("_gathered", gathered)
-            if self._has_replicas:
+            if self._has_replicas or self._elastic:
                 values |= _halves("_state", self.fingerprint())
         return values
 
@@ -150,7 +165,8 @@ class DivergenceSentinel(Callback):
 
     def fingerprint(self, optimizer: bool = True) -> int:
         """Return the fingerprint of this rank's shards of the parameters and optimizer state."""
-        return combine(hash_tensor(tensor) for _, tensor in self._tensors(optimizer))
+        tensors = sorted(self._tensors(optimizer), key=lambda pair: pair[0])
+        return combine(hash_tensor(tensor) for _, tensor in tensors)
 
     def _exchange(self) -> list[int]:
         """Return the fingerprints of all ranks. A collective call."""
@@ -255,6 +271,42 @@ def find_different(values: Sequence[Hashable], groups: Mapping[Hashable, list[in
         majority = 2 * number > len(ranks)
         faulty += [rank for rank in ranks if not majority or values[rank] != common]
     return sorted(faulty)
+
+
+def fingerprints(step: TrainStep) -> list[int]:
+    """Return the fingerprints of the state of all ranks of this job; empty if not due."""
+    return _joined("_state", step.by_rank) if "_state_high" in step.by_rank else []
+
+
+def find_diverged_replicas(payloads: Mapping[int, Any]) -> list[int]:
+    """Return the elastic replicas that differ from the majority; all of them without a majority.
+
+    Args:
+        payloads: For each replica, the gradient norm ``norm`` and the ``fingerprints`` of a step.
+    """
+    if not all(payloads.values()):
+        return []
+    replicas = list(payloads)
+    everyone: dict[Hashable, list[int]] = {0: list(range(len(payloads)))}
+    states = [tuple(each["fingerprints"]) for each in payloads.values()]
+    norms = _merge_close([each["norm"] for each in payloads.values()], everyone)
+    faulty = find_different(states, everyone) if all(states) else []
+    faulty = faulty or find_different(norms, everyone)
+    return [replicas[position] for position in faulty]
+
+
+def describe_different(payloads: Mapping[int, Any], faulty: Sequence[int]) -> str:
+    """Return the difference between the ``faulty`` replicas and the others in words."""
+    good = next((each for replica, each in payloads.items() if replica not in faulty), None)
+    who = "one of replicas" if good is None else "replica" if len(faulty) == 1 else "replicas"
+    text = f"{who} {', '.join(map(str, faulty))}"
+    if len({tuple(each["fingerprints"]) for each in payloads.values()}) == 1:
+        return f"{text} computed another gradient norm than the others"
+    if good is not None and len(faulty) == 1:
+        both = zip(payloads[faulty[0]]["fingerprints"], good["fingerprints"], strict=True)
+        ranks = [str(rank) for rank, (mine, theirs) in enumerate(both) if mine != theirs]
+        text += f" (rank {', '.join(ranks)} of it)"
+    return f"{text} held another state than the others before this step"
 
 
 def combine(hashes: Iterable[torch.Tensor]) -> int:
