@@ -191,6 +191,10 @@ class ElasticJob:
         if replica != self.hosted[-1]:
             self._model.zero_grad(set_to_none=True)
 
+    def seed_after(self, step: int) -> None:
+        """Seed the random generators after ``step``: checkpoints of any replica are the same."""
+        self._seed(step, -1)
+
     def _seed(self, step: int, replica: int) -> None:
         text = f"{self.seed}/{step}/{replica}/{self.rank}"
         digest = hashlib.blake2b(text.encode(), digest_size=7).digest()
@@ -233,7 +237,6 @@ class ElasticJob:
     def settle(self, decision: Decision, step: int) -> None:
         """Go on with the replicas of ``decision`` on ``step``, after its update if it has one."""
         following = step + decision.committed
-        self._seed(step, -1)  # checkpoints hold the same state on every replica
         while decision.group:
             if decision.group == LOST_GROUP:  # whose other members are ahead
                 self.sum.fail("another replica is lost")

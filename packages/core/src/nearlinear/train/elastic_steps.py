@@ -157,6 +157,7 @@ class ElasticSteps:
         """Settle ``decision``, and take over the metrics if the replica that wrote them is lost."""
         trainer, wrote = self.trainer, self.job.writes
         self.job.settle(decision, step)
+        self.job.seed_after(trainer.done)
         if decision.joined and trainer.sentinel:
             trainer.sentinel.due = True
         if self.job.writes and not wrote:
