@@ -391,9 +391,9 @@ if scale == "cluster":
     layout = nl.Mesh.from_config(config, ranks, ranks_per_node=8)
     assert (layout.nodes, layout.shard, layout.replicate) == (32, 128, 2)
 else:
-    command = [sys.executable, "-m", "nearlinear.cli", "train", str(path), "--nproc", str(ranks)]
+    train = [sys.executable, "-m", "nearlinear.cli", "train", str(path), "--nproc", str(ranks)]
     pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    with subprocess.Popen(command, **pipe) as job:
+    with subprocess.Popen(train, **pipe) as job:
         for line in job.stdout:
             print(line, end="")
     assert job.returncode == 0, "The training run failed; its message is above."
@@ -428,23 +428,19 @@ if scale != "cluster":
 # The run below is trained twice, on two replicas of two ranks. The second time, one of the four
 # processes is killed after a few steps.
 
+
 # %%
-elastic_steps = {"ci": 30, "laptop": 60, "cluster": 0}[scale]
-
-
 def train_replicas(name, kill_after=0):
     """Train on two replicas, kill a rank after step `kill_after`, and return the metrics."""
     settings = {
         "elastic.replicas": 2,
-        "train.steps": elastic_steps,
+        "train.steps": 30 if scale == "ci" else 60,
         "train.sample_tokens": 0,
         "run.log_every": 1,
         "run.folder": work / name,
     }
-    command = [sys.executable, "-m", "nearlinear.cli", "train", str(path), "--nproc", "4"]
-    command += [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
-    pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    with subprocess.Popen(command, **pipe) as job:
+    words = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+    with subprocess.Popen([*train, *words], **pipe) as job:
         for line in job.stdout:
             step = re.match(r"step=(\d+) ", line)
             if step and int(step[1]) == kill_after:

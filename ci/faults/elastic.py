@@ -58,6 +58,8 @@ KINDS = ("kill", "stop", "link", "two", "flip")
 node's link goes down, and up when they have gone on. two: two replicas of three or more are killed
 within a second, the second one during the recovery. flip: a bit of a weight of one replica of three
 or more changes, and fingerprints of every step are compared."""
+SIGNALS = {"stop": signal.SIGSTOP, "flip": signal.SIGUSR2}
+"""Kinds that consist of a signal to a rank."""
 NEED_MAJORITY = ("two", "flip")
 LAYOUTS = {"4x1": (4, 1), "2x2": (2, 2)}
 """Replicas and ranks of each."""
@@ -213,11 +215,8 @@ def inject(job: Job, trial: Trial, rng: random.Random) -> list[int]:
     """Inject the fault of ``trial``; return the lost replicas, as far as they are known."""
     process = job.running[trial.replica].processes[trial.rank]
     assert process.pid is not None
-    if trial.kind == "stop":
-        os.kill(process.pid, signal.SIGSTOP)
-        return [trial.replica]
-    if trial.kind == "flip":
-        os.kill(process.pid, signal.SIGUSR2)
+    if trial.kind in SIGNALS:
+        os.kill(process.pid, SIGNALS[trial.kind])
         return [trial.replica]
     if trial.kind == "link":
         assert job.cluster is not None

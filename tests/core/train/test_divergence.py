@@ -87,6 +87,8 @@ def told(norm: float, *states: int) -> dict:
          "one of replicas 0, 1 held another state than the others before this step"),
         ({0: told(1.0), 1: told(1.1), 2: told(1.0)}, [1],
          "replica 1 computed another gradient norm than the others"),
+        ({0: told(1.0, 5), 1: told(1.1), 2: told(1.0, 5)}, [1],
+         "replica 1 computed another gradient norm than the others"),
     ],
 )  # fmt: skip
 def test_elastic_replicas_that_differ_from_the_majority_are_found(payloads, faulty, words):

@@ -14,7 +14,7 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -32,7 +32,7 @@ from ..errors import ConfigError, RankFailure
 from ..fsdp.accumulate import accumulate
 from ..fsdp.model_state import local_tensor, model_state
 from ..spmd import seed_generators
-from .membership import LOST_GROUP, Decision, Membership
+from .membership import LOST_GROUP, Decision, FindFaulty, Membership
 from .peers import Member, Peers
 from .replica_sum import ReplicaGroup, ReplicaSum
 from .transfer import copy_state
@@ -75,7 +75,7 @@ class ElasticJob:
         find_faulty: See `Membership`.
     """
 
-    def __init__(self, config: TrainConfig, find_faulty: Callable[[Mapping[int, Any]], list[int]]):
+    def __init__(self, config: TrainConfig, find_faulty: FindFaulty):
         check_elastic(config)
         self.config: ElasticConfig = config.elastic
         self.seed: int = config.parallel.random_seed
@@ -98,9 +98,7 @@ class ElasticJob:
         self.joining = broadcast_json(self.joining)
         threading.Thread(target=self._watch_failures, name="replica failures", daemon=True).start()
 
-    def _connect(
-        self, config: TrainConfig, find_faulty: Callable[[Mapping[int, Any]], list[int]]
-    ) -> None:
+    def _connect(self, config: TrainConfig, find_faulty: FindFaulty) -> None:
         addresses = peer_addresses(self.config.peers, self.config.replicas, self.config.port)
         host = addresses[self.replica][0]
         local = all(rendezvous.is_loopback(name) for name, _ in addresses)

@@ -35,6 +35,9 @@ POLL = 0.1
 LOST_GROUP = "lost"
 """Name of the process groups of a decision that was taken without this member's vote."""
 
+FindFaulty = Callable[[Mapping[int, Any]], list[int]]
+"""Returns the replicas to exclude because of the payloads of all in a complete step."""
+
 FRESH, JOINING, ACTIVE = "fresh", "joining", "active"
 """Status of a replica: before any view, ready to join a running job, and a member of one."""
 
@@ -82,7 +85,7 @@ class Membership:
         minimum: Fewest replicas that go on.
         form_seconds: Seconds to wait for all replicas before a majority begins without the others.
         folder: Folder that all replicas share, for the decision between two halves.
-        find_faulty: Returns the replicas that are excluded because of the payloads of a step.
+        find_faulty: Called for each complete step.
     """
 
     def __init__(
@@ -91,13 +94,13 @@ class Membership:
         minimum: int,
         form_seconds: float,
         folder: Path,
-        find_faulty: Callable[[Mapping[int, Any]], list[int]] = lambda payloads: [],
+        find_faulty: FindFaulty = lambda payloads: [],
     ):
         self.peers: Peers = peers
         self.minimum: int = minimum
         self.form_seconds: float = form_seconds
         self.folder: Path = folder
-        self.find_faulty: Callable[[Mapping[int, Any]], list[int]] = find_faulty
+        self.find_faulty: FindFaulty = find_faulty
         self.own: Member = (peers.replica, peers.incarnation)
         self.view: tuple[Member, ...] = ()
         self.admits: bool = True

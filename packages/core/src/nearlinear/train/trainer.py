@@ -218,8 +218,12 @@ class Trainer:
                 on_fault, silence = self.elastic.leave, config.elastic.silence_seconds
             self.sentinel: DivergenceSentinel | None = None
             if config.train.divergence_every and self.world > 1:
-                every = config.train.divergence_every, config.checkpoint.every
-                self.sentinel = DivergenceSentinel(self.model, self.optimizer, *every)
+                self.sentinel = DivergenceSentinel(
+                    self.model,
+                    self.optimizer,
+                    config.train.divergence_every,
+                    config.checkpoint.every,
+                )
             self.watch: Watchdog = watch_ranks(timeout, on_fault, setting=setting, silence=silence)
             self.callbacks: tuple[Callback, ...] = (
                 WatchdogCallback(self.watch, self.model, blocks, self.first_step + 1),

@@ -300,7 +300,8 @@ def describe_different(payloads: Mapping[int, Any], faulty: Sequence[int]) -> st
     good = next((each for replica, each in payloads.items() if replica not in faulty), None)
     who = "one of replicas" if good is None else "replica" if len(faulty) == 1 else "replicas"
     text = f"{who} {', '.join(map(str, faulty))}"
-    if len({tuple(each["fingerprints"]) for each in payloads.values()}) == 1:
+    states = [each["fingerprints"] for each in payloads.values()]
+    if not all(states) or all(state == states[0] for state in states):
         return f"{text} computed another gradient norm than the others"
     if good is not None and len(faulty) == 1:
         both = zip(payloads[faulty[0]]["fingerprints"], good["fingerprints"], strict=True)
