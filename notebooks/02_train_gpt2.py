@@ -434,7 +434,7 @@ def train_replicas(name, kill_after=0):
     """Train on two replicas, kill a rank after step `kill_after`, and return the metrics."""
     settings = {
         "elastic.replicas": 2,
-        "train.steps": 30 if scale == "ci" else 60,
+        "train.steps": 16 if scale == "ci" else 60,
         "train.sample_tokens": 0,
         "run.log_every": 1,
         "run.folder": work / name,

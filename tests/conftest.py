@@ -1,11 +1,12 @@
-"""Settings of the test suite: offline model hubs, one core per process, no hypothesis deadline,
-slow tests first, cheap garbage collection, the end of each test's job, and a skip reason for GPU
+"""Settings of the test suite: offline model hubs, one core per process, Ctrl-C, no hypothesis
+deadline, slow tests first, cheap garbage collection, the end of each test's job, and a skip reason for GPU
 tests.
 """
 
 import gc
 import itertools
 import os
+import signal
 import sys
 
 import hypothesis
@@ -16,6 +17,10 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Set before torch is imported. Models are tiny: threads of one operation would mostly spin while
 # waiting for each other, on cores that concurrent tests use.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# A shell starts commands in the background with Ctrl-C ignored, and tests send it to processes.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 hypothesis.settings.register_profile("any machine", deadline=None)  # no test asserts on time
 hypothesis.settings.load_profile("any machine")

@@ -29,7 +29,7 @@ def rows_of(folder: Path) -> list[dict]:
 def test_losses_equal_those_of_one_job_though_a_replica_is_lost(small_run, tmp_path):
     """Steps without dropout; one of four ranks is killed."""
     small_run["model"]["overrides"] |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0)
-    small_run["train"] |= {"steps": 16, "eval_every": 0, "sample_tokens": 0}
+    small_run["train"] |= {"steps": 10, "eval_every": 0, "sample_tokens": 0}
     plain = tmp_path / "plain"
     one_job = small_run | {"run": small_run["run"] | {"folder": str(plain)},
                            "parallel": {"hybrid_shard_degree": 2}}  # fmt: skip
@@ -55,14 +55,14 @@ def test_losses_equal_those_of_one_job_though_a_replica_is_lost(small_run, tmp_p
         job.kill()
     assert job.returncode == 0, output + errors
     assert "starting replica 0 again" in errors
-    assert "replica 0 is lost in step" in output and "done: 16 steps" in output
+    assert "replica 0 is lost in step" in output and "done: 10 steps" in output
     rows = rows_of(folder)
-    assert [row["step"] for row in rows] == list(range(1, 17))
+    assert [row["step"] for row in rows] == list(range(1, 11))
     assert min(row["replicas"] for row in rows) == 1
     for row, other in zip(rows, rows_of(plain), strict=True):
         assert row["batch_id"] == other["batch_id"]
         assert row["loss"] == pytest.approx(other["loss"], rel=1e-4)
-    assert (folder / "checkpoints" / "step-00000016").is_dir()
+    assert (folder / "checkpoints" / "step-00000010").is_dir()
 
 
 def children(pid: int) -> list[int]:
