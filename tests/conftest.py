@@ -1,6 +1,6 @@
 """Settings of the test suite: offline model hubs, one core per process, Ctrl-C, no hypothesis
-deadline, slow tests first, cheap garbage collection, the end of each test's job, and a skip reason for GPU
-tests.
+deadline, slow tests first, cheap garbage collection, the end of each test's job, and a skip reason
+for GPU tests.
 """
 
 import gc
