@@ -1,0 +1,375 @@
+"""Useful steps of a run in which a rank is killed again and again, by the way of going on.
+
+Every node of an emulated cluster is a replica with one rank. At equal intervals a rank is killed,
+and whatever ended is started again at once. The ways: replicas that may be lost (elastic), one job
+that starts again from its newest checkpoint (restart), torchft's replicas on gloo (torchft, needs
+``pip install torchft==0.2.0``), and one job without faults (undisturbed). Windows of all ways
+alternate. Started ranks are forked from a process that has imported everything, so that a start
+costs a second; on a real cluster, scheduling and imports cost a restarted job much more.
+
+A step of torchft without the lost replica has fewer samples, and counts by its share. Steps that a
+restarted job repeats count once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from ci.command_line import make_parser
+from ci.emulation.cluster import Cluster, exit_status
+from ci.faults.__main__ import prepare_data
+from ci.faults.elastic import Job
+from ci.faults.kinds import train as train_plainly
+from ci.faults.places import Place
+from ci.faults.ranks import RankProcesses
+
+from .elastic import TOLERANCE, config_of
+
+MODULE = "ci.benchmarks.goodput"
+EXAMPLES = f"""\
+examples:
+  python -m {MODULE} --minutes 5 --rounds 6 --json goodput.json
+  python -m {MODULE} --ways elastic,restart --checkpoint-every 10"""
+LIGHTHOUSE_PORT = 29510
+MODEL = {"n_layer": 4, "n_embd": 128, "n_head": 4}
+POLL = 0.05
+"""Seconds between two looks at the ranks."""
+
+
+class Elastic:
+    """Replicas of ours, of which any may be lost."""
+
+    faults = True
+
+    def __init__(self, config: dict[str, Any], folder: Path, cluster: Cluster, nodes: int):
+        self.nodes, self.metrics = nodes, Path(config["run"]["folder"]) / "metrics.jsonl"
+        self.job = Job(config, f"{nodes}x1", cluster, folder / "log")
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return the rows of the finished steps."""
+        return read_rows(self.metrics)
+
+    def ranks(self, node: int) -> RankProcesses:
+        return self.job.running[node]
+
+    def kill(self, node: int) -> None:
+        self.ranks(node).kill(0)
+
+    def repair(self) -> None:
+        """Start again what has ended."""
+        for node in range(self.nodes):
+            if not self.ranks(node).running:
+                self.job.end(node)
+                self.job.start(node)
+
+    def end(self) -> None:
+        for node in list(self.job.running):
+            self.job.end(node)
+
+
+class Restart:
+    """One job of ours, started again from its newest checkpoint."""
+
+    faults = True
+
+    def __init__(self, config: dict[str, Any], folder: Path, cluster: Cluster, nodes: int):
+        self.config = {key: value for key, value in config.items() if key != "elastic"}
+        self.config["parallel"] = {**config["parallel"], "hybrid_shard_degree": 1}
+        self.nodes, self.log, self.cluster = nodes, folder / "log", cluster
+        self.metrics = Path(config["run"]["folder"]) / "metrics.jsonl"
+        self._start()
+
+    def _start(self) -> None:
+        holders = tuple(self.cluster.holder(node) for node in range(self.nodes))
+        place = Place("nodes", nodes=holders, address=self.cluster.address(0))
+        self.running = RankProcesses(self.nodes, self.config, self.log, train_plainly, place)
+
+    def rows(self) -> list[dict[str, Any]]:
+        return read_rows(self.metrics)
+
+    def kill(self, node: int) -> None:
+        self.running.kill(node)
+
+    def repair(self) -> None:
+        """Kill the rest of the job once a rank has ended, as launchers do, and start it again."""
+        if not all(process.is_alive() for process in self.running.processes):
+            self.end()
+            self._start()
+
+    def end(self) -> None:
+        for process in self.running.processes:
+            process.kill()
+            process.join()
+
+
+class Undisturbed(Restart):
+    """One job of ours without faults."""
+
+    faults = False
+
+
+class Torchft:
+    """Replicas of torchft over gloo, whose manager adds up the gradients.
+
+    Its DistributedDataParallel failed in an assertion in the survivors of a killed replica.
+    """
+
+    faults = True
+
+    def __init__(self, config: dict[str, Any], folder: Path, cluster: Cluster, nodes: int):
+        self.config, self.folder, self.cluster, self.nodes = config, folder, cluster, nodes
+        self.lighthouse = self._start(0, serve_lighthouse)
+        self.running = {node: self._start(node, train_with_torchft) for node in range(nodes)}
+
+    def _start(self, node: int, work) -> RankProcesses:
+        place = Place("replica", nodes=(self.cluster.holder(node),))
+        rows = self.folder / f"torchft-{node}.jsonl"
+        more = {"replica": node, "replicas": self.nodes, "rows": str(rows),
+                "address": self.cluster.address(node),
+                "lighthouse": f"http://{self.cluster.address(0)}:{LIGHTHOUSE_PORT}"}  # fmt: skip
+        return RankProcesses(1, {**self.config, **more}, self.folder / "log", work, place)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return one row of every committed step, in order."""
+        found = {}
+        for node in range(self.nodes):
+            found |= {row["step"]: row for row in read_rows(self.folder / f"torchft-{node}.jsonl")}
+        return [found[step] for step in sorted(found)]
+
+    def kill(self, node: int) -> None:
+        self.running[node].kill(0)
+
+    def repair(self) -> None:
+        for node, ranks in self.running.items():
+            if not ranks.running:
+                ranks.join()
+                self.running[node] = self._start(node, train_with_torchft)
+
+    def end(self) -> None:
+        for ranks in [*self.running.values(), self.lighthouse]:
+            for process in ranks.processes:
+                process.kill()
+                process.join()
+
+
+WAYS = {"undisturbed": Undisturbed, "elastic": Elastic, "restart": Restart, "torchft": Torchft}
+
+
+def serve_lighthouse(rank: int, config: dict[str, Any]) -> None:
+    """Serve torchft's lighthouse with the timeouts of its examples, until killed."""
+    from torchft.coordination import LighthouseServer
+
+    server = LighthouseServer(
+        bind=f"[::]:{LIGHTHOUSE_PORT}", min_replicas=1, join_timeout_ms=10_000, quorum_tick_ms=100
+    )
+    while server:
+        time.sleep(60)
+
+
+def train_with_torchft(rank: int, config: dict[str, Any]) -> None:
+    """Train the model of ``config`` as a replica of torchft until killed; report each step."""
+    import torch
+    import torch.distributed as dist
+    from torchft import Manager, Optimizer, ProcessGroupGloo
+
+    from nearlinear.config.train import load
+    from nearlinear.data import TokenDataset
+    from nearlinear.train.model import build_model
+
+    of_torchft = ("replica", "replicas", "rows", "address", "lighthouse", "elastic")
+    asked = load({key: value for key, value in config.items() if key not in of_torchft})
+    data = TokenDataset(asked.data.path, sequence_length=asked.data.sequence_length)
+    torch.manual_seed(0)
+    on_meta = build_model(asked.model, data.manifest.vocab_size)
+    model = type(on_meta)(on_meta.config).train()
+    inner = torch.optim.AdamW(model.parameters(), lr=asked.optimizer.lr)
+
+    def install(state: dict[str, Any]) -> None:
+        model.load_state_dict(state["model"])
+        inner.load_state_dict(state["optimizer"])
+
+    store = dist.TCPStore(config["address"], 0, is_master=True, wait_for_workers=False)
+    manager = Manager(
+        ProcessGroupGloo(timeout=timedelta(seconds=10)),
+        install,
+        lambda: {"model": model.state_dict(), "optimizer": inner.state_dict()},
+        min_replica_size=1,
+        timeout=timedelta(seconds=10),
+        rank=0,
+        world_size=1,
+        store_addr=config["address"],
+        store_port=store.port,
+        hostname=config["address"],
+        lighthouse_addr=config["lighthouse"],
+        replica_id=f"replica-{config['replica']}",
+    )
+    optimizer = Optimizer(manager, inner)
+    count, rows = asked.batch.micro_batch_size, Path(config["rows"])
+    number = 0
+    while True:
+        optimizer.zero_grad()
+        for _ in range(asked.batch.accumulation):
+            first = (number * config["replicas"] + config["replica"]) * count
+            picked = [(first + index) % len(data) for index in range(count)]
+            ids = torch.as_tensor(data.windows(picked))
+            (model(input_ids=ids, labels=ids).loss / asked.batch.accumulation).backward()
+            number += 1
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        flat = torch.cat([gradient.view(-1) for gradient in gradients])
+        manager.allreduce(flat).wait()
+        parts = flat.split([gradient.numel() for gradient in gradients])
+        torch._foreach_copy_([gradient.view(-1) for gradient in gradients], list(parts))
+        before = manager.current_step()
+        optimizer.step()
+        if manager.current_step() > before:
+            row = {"step": manager.current_step(), "time": time.time(),
+                   "replicas": manager.num_participants()}  # fmt: skip
+            with open(rows, "a") as file:
+                file.write(json.dumps(row) + "\n")
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """Return the complete lines of a file of JSON lines that is being written."""
+    with suppress(FileNotFoundError):
+        return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+    return []
+
+
+def measure(
+    way: str, options: argparse.Namespace, config: dict[str, Any], folder: Path, seed: str,
+    cluster: Cluster,
+) -> dict[str, Any]:  # fmt: skip
+    """Train for a window with faults; return the useful steps, and the losses by step."""
+    rng, nodes = random.Random(seed), options.nodes
+    running = WAYS[way](config, folder, cluster, nodes)
+    try:
+        deadline = time.monotonic() + 180
+        while len(running.rows()) < 3:
+            if time.monotonic() > deadline:
+                raise SystemExit(f"{way} did not start:\n{(folder / 'log').read_text()[-3000:]}")
+            time.sleep(POLL)
+        first, begin = running.rows()[-1]["step"], time.monotonic()
+        kills = 0
+        while (elapsed := time.monotonic() - begin) < 60 * options.minutes:
+            if running.faults and elapsed > options.every * (kills + 0.5):
+                running.kill(rng.randrange(nodes))
+                kills += 1
+            running.repair()
+            time.sleep(POLL)
+        rows = running.rows()
+    finally:
+        running.end()
+    steps = useful_steps(rows, first, nodes, partial=way == "torchft")
+    losses = {row["step"]: row["loss"] for row in rows if "loss" in row}
+    print(f"{way:12}{steps:8.1f} useful steps, {kills} faults", flush=True)
+    return {"way": way, "steps": steps, "seconds": elapsed, "kills": kills, "losses": losses}
+
+
+def useful_steps(
+    rows: list[dict[str, Any]], first: int, nodes: int, partial: bool = False
+) -> float:
+    """Return the steps of ``rows`` after ``first`` that were not lost again.
+
+    Args:
+        rows: Rows of the finished steps, in the order of time.
+        first: Steps up to this one do not count.
+        nodes: Replicas of a whole step.
+        partial: True if a step with fewer replicas has fewer samples, and counts by its share.
+    """
+    if not partial:
+        return max(0, rows[-1]["step"] - first)
+    return sum(row["replicas"] / nodes for row in rows if row["step"] > first)
+
+
+def format_table(windows: list[dict[str, Any]], minutes: float) -> str:
+    """Return a Markdown table of the useful steps per minute by way."""
+    rates: dict[str, list[float]] = {}
+    for window in windows:
+        rates.setdefault(window["way"], []).append(60 * window["steps"] / window["seconds"])
+    whole = statistics.median(rates.get("undisturbed", [float("nan")]))
+    lines = [
+        f"| way | windows of {minutes:g} min | faults | useful steps per minute, median (range) "
+        "| of the undisturbed run |",
+        "| :-- | --: | --: | --: | --: |",
+    ]
+    for way, found in rates.items():
+        kills = sum(window["kills"] for window in windows if window["way"] == way)
+        middle = statistics.median(found)
+        lines.append(
+            f"| {way} | {len(found)} | {kills} | {middle:.1f} ({min(found):.1f} to "
+            f"{max(found):.1f}) | {middle / whole:.0%} |"
+        )
+    return "\n".join(lines)
+
+
+def largest_difference(windows: list[dict[str, Any]]) -> float:
+    """Return the largest relative difference of losses at equal steps of different windows."""
+    seen: dict[int, float] = {}
+    differences = [0.0]
+    for window in windows:
+        for step, loss in window["losses"].items():
+            expected = seen.setdefault(step, loss)
+            differences.append(abs(loss - expected) / expected)
+    return max(differences)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = make_parser(MODULE, __doc__, EXAMPLES)
+    add = parser.add_argument
+    add("--minutes", type=float, default=5.0, help="length of a window (default: 5)")
+    add("--rounds", type=int, default=6, help="windows of each way (default: 6)")
+    add("--every", type=float, default=60.0, help="seconds between faults (default: 60)")
+    add("--ways", default=",".join(WAYS), help=f"ways, separated by commas: {','.join(WAYS)}")
+    add("--nodes", type=int, default=4, choices=(4,), help="replicas of one rank (default: 4)")
+    add("--rate", default="1gbit", help="limit of each link (default: 1gbit)")
+    add("--backend", default="gloo", help="backend of ours: gloo (default) or nearlinear")
+    add("--checkpoint-every", type=int, default=5, help="steps between checkpoints (default: 5)")
+    add("--seed", type=int, default=0, help="seed of the killed ranks")
+    add("--json", type=Path, help="also write the windows to this file")
+    options = parser.parse_args(argv)
+    if unknown := set(options.ways.split(",")) - set(WAYS):
+        parser.error(f"--ways {unknown.pop()}: allowed are {', '.join(WAYS)}")
+    options.steps = 0  # until the window ends
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    return exit_status(lambda: _measure(options))
+
+
+def _measure(options: argparse.Namespace) -> int:
+    windows = []
+    with tempfile.TemporaryDirectory(prefix="goodput-") as name:
+        folder = Path(name)
+        data = prepare_data(folder / "tokens")
+        with Cluster(options.nodes, options.rate) as cluster:
+            for number in range(options.rounds):
+                for way in options.ways.split(","):
+                    own = folder / str(len(windows))
+                    config = config_of(options, data, folder, len(windows)) | {
+                        "model": {"preset": "gpt2-tiny", "overrides": MODEL},
+                        "data": {"path": data, "sequence_length": 64},
+                        "checkpoint": {"folder": str(own / "checkpoints"),
+                                       "every": options.checkpoint_every},
+                    }  # fmt: skip
+                    seed = f"{options.seed} {number}"
+                    windows.append(measure(way, options, config, own, seed, cluster))
+    print(format_table(windows, options.minutes))
+    different = largest_difference(windows)
+    print(f"losses of ours differ by at most {different:.1e} at equal steps")
+    if options.json:
+        told = [{key: value for key, value in each.items() if key != "losses"} for each in windows]
+        options.json.write_text(json.dumps({"windows": told, "different": different}, indent=1))
+    return int(different > 10 * TOLERANCE)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
