@@ -53,12 +53,12 @@ class Elastic:
     faults = True
 
     def __init__(self, config: dict[str, Any], folder: Path, cluster: Cluster, nodes: int):
-        self.nodes, self.metrics = nodes, Path(config["run"]["folder"]) / "metrics.jsonl"
+        self.nodes = nodes
         self.job = Job(config, f"{nodes}x1", cluster, folder / "log")
 
     def rows(self) -> list[dict[str, Any]]:
         """Return the rows of the finished steps."""
-        return read_rows(self.metrics)
+        return self.job.rows()
 
     def ranks(self, node: int) -> RankProcesses:
         return self.job.running[node]
