@@ -48,19 +48,26 @@ def config_of(options, data: str, folder: Path, number: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def start_plainly(
+    config: dict[str, Any], layout: str, cluster: Cluster, folder: Path
+) -> RankProcesses:
+    """Start all ranks of ``layout`` as one job without ``elastic``, with a log in ``folder``."""
+    replicas, ranks = LAYOUTS[layout]
+    holders = tuple(cluster.holder(rank // ranks) for rank in range(replicas * ranks))
+    place = Place("nodes", nodes=holders, address=cluster.address(0))
+    plain = {key: value for key, value in config.items() if key != "elastic"}
+    plain["parallel"] = {**config["parallel"], "hybrid_shard_degree": ranks}
+    return RankProcesses(replicas * ranks, plain, folder / "log", train_plainly, place)
+
+
 def run_once(options, config: dict[str, Any], cluster: Cluster, elastic: bool) -> list[dict]:
     """Train; return the rows of the metrics."""
-    replicas, ranks = LAYOUTS[options.layout]
     folder = Path(config["run"]["folder"]).parent
     if elastic:
         job = Job(config, options.layout, cluster, folder / "log")
         running = list(job.running.values())
     else:
-        holders = tuple(cluster.holder(r // ranks) for r in range(replicas * ranks))
-        place = Place("nodes", nodes=holders, address=cluster.address(0))
-        plain = {key: value for key, value in config.items() if key != "elastic"}
-        plain["parallel"] = {**config["parallel"], "hybrid_shard_degree": ranks}
-        running = [RankProcesses(replicas * ranks, plain, folder / "log", train_plainly, place)]
+        running = [start_plainly(config, options.layout, cluster, folder)]
     for each in running:
         each.wait_for_all(1800)
         each.join()

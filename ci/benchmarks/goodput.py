@@ -21,26 +21,28 @@ import statistics
 import sys
 import tempfile
 import time
-from contextlib import suppress
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ci.command_line import make_parser
 from ci.emulation.cluster import Cluster, exit_status
 from ci.faults.__main__ import prepare_data
-from ci.faults.elastic import Job
-from ci.faults.kinds import train as train_plainly
+from ci.faults.elastic import LAYOUTS, Job, read_rows
 from ci.faults.places import Place
 from ci.faults.ranks import RankProcesses
 
-from .elastic import TOLERANCE, config_of
+from .elastic import TOLERANCE, config_of, start_plainly
 
 MODULE = "ci.benchmarks.goodput"
 EXAMPLES = f"""\
 examples:
   python -m {MODULE} --minutes 5 --rounds 6 --json goodput.json
   python -m {MODULE} --ways elastic,restart --checkpoint-every 10"""
+LAYOUT = "4x1"
+NODES, _ = LAYOUTS[LAYOUT]
 LIGHTHOUSE_PORT = 29510
 MODEL = {"n_layer": 4, "n_embd": 128, "n_head": 4}
 POLL = 0.05
@@ -50,73 +52,52 @@ POLL = 0.05
 class Elastic:
     """Replicas of ours, of which any may be lost."""
 
-    faults = True
-
-    def __init__(self, config: dict[str, Any], folder: Path, cluster: Cluster, nodes: int):
-        self.nodes = nodes
-        self.job = Job(config, f"{nodes}x1", cluster, folder / "log")
+    def __init__(self, config: dict[str, Any], folder: Path, cluster: Cluster):
+        self.job = Job(config, LAYOUT, cluster, folder / "log")
 
     def rows(self) -> list[dict[str, Any]]:
         """Return the rows of the finished steps."""
         return self.job.rows()
 
-    def ranks(self, node: int) -> RankProcesses:
-        return self.job.running[node]
-
     def kill(self, node: int) -> None:
-        self.ranks(node).kill(0)
+        """Kill the rank on ``node``."""
+        self.job.running[node].kill(0)
 
     def repair(self) -> None:
-        """Start again what has ended."""
-        for node in range(self.nodes):
-            if not self.ranks(node).running:
+        """Start lost replicas again."""
+        for node in range(NODES):
+            if not self.job.running[node].running:
                 self.job.end(node)
                 self.job.start(node)
 
     def end(self) -> None:
-        for node in list(self.job.running):
+        """Kill all ranks."""
+        for node in range(NODES):
             self.job.end(node)
 
 
 class Restart:
     """One job of ours, started again from its newest checkpoint."""
 
-    faults = True
-
-    def __init__(self, config: dict[str, Any], folder: Path, cluster: Cluster, nodes: int):
-        self.config = {key: value for key, value in config.items() if key != "elastic"}
-        self.config["parallel"] = {**config["parallel"], "hybrid_shard_degree": 1}
-        self.nodes, self.log, self.cluster = nodes, folder / "log", cluster
+    def __init__(self, config: dict[str, Any], folder: Path, cluster: Cluster):
         self.metrics = Path(config["run"]["folder"]) / "metrics.jsonl"
-        self._start()
-
-    def _start(self) -> None:
-        holders = tuple(self.cluster.holder(node) for node in range(self.nodes))
-        place = Place("nodes", nodes=holders, address=self.cluster.address(0))
-        self.running = RankProcesses(self.nodes, self.config, self.log, train_plainly, place)
+        self._start = partial(start_plainly, config, LAYOUT, cluster, folder)
+        self.ranks = self._start()
 
     def rows(self) -> list[dict[str, Any]]:
         return read_rows(self.metrics)
 
     def kill(self, node: int) -> None:
-        self.running.kill(node)
+        self.ranks.kill(node)
 
     def repair(self) -> None:
         """Kill the rest of the job once a rank has ended, as launchers do, and start it again."""
-        if not all(process.is_alive() for process in self.running.processes):
-            self.end()
-            self._start()
+        if not all(process.is_alive() for process in self.ranks.processes):
+            self.ranks.end()
+            self.ranks = self._start()
 
     def end(self) -> None:
-        for process in self.running.processes:
-            process.kill()
-            process.join()
-
-
-class Undisturbed(Restart):
-    """One job of ours without faults."""
-
-    faults = False
+        self.ranks.end()
 
 
 class Torchft:
@@ -125,45 +106,43 @@ class Torchft:
     Its DistributedDataParallel failed in an assertion in the survivors of a killed replica.
     """
 
-    faults = True
-
-    def __init__(self, config: dict[str, Any], folder: Path, cluster: Cluster, nodes: int):
-        self.config, self.folder, self.cluster, self.nodes = config, folder, cluster, nodes
+    def __init__(self, config: dict[str, Any], folder: Path, cluster: Cluster):
+        self.config, self.folder, self.cluster = config, folder, cluster
         self.lighthouse = self._start(0, serve_lighthouse)
-        self.running = {node: self._start(node, train_with_torchft) for node in range(nodes)}
+        self.running = [self._start(node, train_with_torchft) for node in range(NODES)]
 
-    def _start(self, node: int, work) -> RankProcesses:
+    def _start(self, node: int, work: Callable) -> RankProcesses:
         place = Place("replica", nodes=(self.cluster.holder(node),))
-        rows = self.folder / f"torchft-{node}.jsonl"
-        more = {"replica": node, "replicas": self.nodes, "rows": str(rows),
+        told = {"run": self.config, "replica": node, "rows": str(self._rows_of(node)),
                 "address": self.cluster.address(node),
                 "lighthouse": f"http://{self.cluster.address(0)}:{LIGHTHOUSE_PORT}"}  # fmt: skip
-        return RankProcesses(1, {**self.config, **more}, self.folder / "log", work, place)
+        return RankProcesses(1, told, self.folder / "log", work, place)
+
+    def _rows_of(self, node: int) -> Path:
+        return self.folder / f"torchft-{node}.jsonl"
 
     def rows(self) -> list[dict[str, Any]]:
         """Return one row of every committed step, in order."""
-        found = {}
-        for node in range(self.nodes):
-            found |= {row["step"]: row for row in read_rows(self.folder / f"torchft-{node}.jsonl")}
-        return [found[step] for step in sorted(found)]
+        rows = [row for node in range(NODES) for row in read_rows(self._rows_of(node))]
+        of_steps = {row["step"]: row for row in rows}
+        return [of_steps[step] for step in sorted(of_steps)]
 
     def kill(self, node: int) -> None:
         self.running[node].kill(0)
 
     def repair(self) -> None:
-        for node, ranks in self.running.items():
+        """Start lost replicas again."""
+        for node, ranks in enumerate(self.running):
             if not ranks.running:
-                ranks.join()
+                ranks.end()
                 self.running[node] = self._start(node, train_with_torchft)
 
     def end(self) -> None:
-        for ranks in [*self.running.values(), self.lighthouse]:
-            for process in ranks.processes:
-                process.kill()
-                process.join()
+        for ranks in [*self.running, self.lighthouse]:
+            ranks.end()
 
 
-WAYS = {"undisturbed": Undisturbed, "elastic": Elastic, "restart": Restart, "torchft": Torchft}
+WAYS = {"undisturbed": Restart, "elastic": Elastic, "restart": Restart, "torchft": Torchft}
 
 
 def serve_lighthouse(rank: int, config: dict[str, Any]) -> None:
@@ -187,8 +166,7 @@ def train_with_torchft(rank: int, config: dict[str, Any]) -> None:
     from nearlinear.data import TokenDataset
     from nearlinear.train.model import build_model
 
-    of_torchft = ("replica", "replicas", "rows", "address", "lighthouse", "elastic")
-    asked = load({key: value for key, value in config.items() if key not in of_torchft})
+    asked = load(config["run"])
     data = TokenDataset(asked.data.path, sequence_length=asked.data.sequence_length)
     torch.manual_seed(0)
     on_meta = build_model(asked.model, data.manifest.vocab_size)
@@ -220,7 +198,7 @@ def train_with_torchft(rank: int, config: dict[str, Any]) -> None:
     while True:
         optimizer.zero_grad()
         for _ in range(asked.batch.accumulation):
-            first = (number * config["replicas"] + config["replica"]) * count
+            first = (number * NODES + config["replica"]) * count
             picked = [(first + index) % len(data) for index in range(count)]
             ids = torch.as_tensor(data.windows(picked))
             (model(input_ids=ids, labels=ids).loss / asked.batch.accumulation).backward()
@@ -239,20 +217,13 @@ def train_with_torchft(rank: int, config: dict[str, Any]) -> None:
                 file.write(json.dumps(row) + "\n")
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Return the complete lines of a file of JSON lines that is being written."""
-    with suppress(FileNotFoundError):
-        return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
-    return []
-
-
 def measure(
     way: str, options: argparse.Namespace, config: dict[str, Any], folder: Path, seed: str,
     cluster: Cluster,
 ) -> dict[str, Any]:  # fmt: skip
     """Train for a window with faults; return the useful steps, and the losses by step."""
-    rng, nodes = random.Random(seed), options.nodes
-    running = WAYS[way](config, folder, cluster, nodes)
+    rng = random.Random(seed)
+    running = WAYS[way](config, folder, cluster)
     try:
         deadline = time.monotonic() + 180
         while len(running.rows()) < 3:
@@ -262,34 +233,31 @@ def measure(
         first, begin = running.rows()[-1]["step"], time.monotonic()
         kills = 0
         while (elapsed := time.monotonic() - begin) < 60 * options.minutes:
-            if running.faults and elapsed > options.every * (kills + 0.5):
-                running.kill(rng.randrange(nodes))
+            if way != "undisturbed" and elapsed > options.every * (kills + 0.5):
+                running.kill(rng.randrange(NODES))
                 kills += 1
             running.repair()
             time.sleep(POLL)
         rows = running.rows()
     finally:
         running.end()
-    steps = useful_steps(rows, first, nodes, partial=way == "torchft")
+    steps = useful_steps(rows, first, shares=way == "torchft")
     losses = {row["step"]: row["loss"] for row in rows if "loss" in row}
     print(f"{way:12}{steps:8.1f} useful steps, {kills} faults", flush=True)
     return {"way": way, "steps": steps, "seconds": elapsed, "kills": kills, "losses": losses}
 
 
-def useful_steps(
-    rows: list[dict[str, Any]], first: int, nodes: int, partial: bool = False
-) -> float:
+def useful_steps(rows: list[dict[str, Any]], first: int, shares: bool = False) -> float:
     """Return the steps of ``rows`` after ``first`` that were not lost again.
 
     Args:
         rows: Rows of the finished steps, in the order of time.
         first: Steps up to this one do not count.
-        nodes: Replicas of a whole step.
-        partial: True if a step with fewer replicas has fewer samples, and counts by its share.
+        shares: True if a step with fewer replicas has fewer samples, and counts by its share.
     """
-    if not partial:
+    if not shares:
         return max(0, rows[-1]["step"] - first)
-    return sum(row["replicas"] / nodes for row in rows if row["step"] > first)
+    return sum(row["replicas"] / NODES for row in rows if row["step"] > first)
 
 
 def format_table(windows: list[dict[str, Any]], minutes: float) -> str:
@@ -331,7 +299,6 @@ def main(argv: list[str] | None = None) -> int:
     add("--rounds", type=int, default=6, help="windows of each way (default: 6)")
     add("--every", type=float, default=60.0, help="seconds between faults (default: 60)")
     add("--ways", default=",".join(WAYS), help=f"ways, separated by commas: {','.join(WAYS)}")
-    add("--nodes", type=int, default=4, choices=(4,), help="replicas of one rank (default: 4)")
     add("--rate", default="1gbit", help="limit of each link (default: 1gbit)")
     add("--backend", default="gloo", help="backend of ours: gloo (default) or nearlinear")
     add("--checkpoint-every", type=int, default=5, help="steps between checkpoints (default: 5)")
@@ -350,7 +317,7 @@ def _measure(options: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="goodput-") as name:
         folder = Path(name)
         data = prepare_data(folder / "tokens")
-        with Cluster(options.nodes, options.rate) as cluster:
+        with Cluster(NODES, options.rate) as cluster:
             for number in range(options.rounds):
                 for way in options.ways.split(","):
                     own = folder / str(len(windows))

@@ -119,16 +119,10 @@ class Job:
 
     def end(self, replica: int) -> None:
         """Kill the remaining ranks of a replica."""
-        for process in self.running.pop(replica).processes:
-            process.kill()
-            process.join()
+        self.running.pop(replica).end()
 
     def rows(self) -> list[dict[str, Any]]:
-        path = Path(self.config["run"]["folder"]) / "metrics.jsonl"
-        if not path.exists():
-            return []
-        lines = path.read_text().splitlines()
-        return [json.loads(line) for line in lines if line.endswith("}")]
+        return read_rows(Path(self.config["run"]["folder"]) / "metrics.jsonl")
 
     def last(self) -> dict[str, Any]:
         """Return the newest row of the metrics, or one of step 0."""
@@ -143,6 +137,12 @@ class Job:
                 return True
             time.sleep(0.05)
         return False
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """Return the complete lines of a file of JSON lines that a process may be writing."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("}")]
 
 
 class BitFlips(Callback):

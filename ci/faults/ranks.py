@@ -91,6 +91,10 @@ class RankProcesses:
         if process.is_alive():
             os.kill(process.pid, signal.SIGKILL)
 
+    def end(self) -> None:
+        """Kill the ranks that are alive, and wait for all."""
+        self.join_all_with(BaseProcess.kill)
+
     @property
     def killed(self) -> bool:
         """True if a rank ended by `kill`; valid after `join`."""

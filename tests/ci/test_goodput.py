@@ -1,4 +1,4 @@
-"""How the benchmark of goodput counts steps; its runs are measured by hand."""
+"""Counting of useful steps by the benchmark of goodput. Its runs are measured by hand."""
 
 import pytest
 
@@ -8,13 +8,13 @@ from ci.benchmarks import goodput
 def test_steps_that_a_restarted_job_repeats_count_once():
     steps = [1, 2, 3, 4, 5, 4, 5, 6]  # lost after step 5, and resumed after step 3
     rows = [{"step": step} for step in steps]
-    assert goodput.useful_steps(rows, 2, 4) == 4
-    assert goodput.useful_steps(rows[:6], 2, 4) == 2
+    assert goodput.useful_steps(rows, 2) == 4
+    assert goodput.useful_steps(rows[:6], 2) == 2
 
 
 def test_steps_with_fewer_samples_count_by_their_share():
     rows = [{"step": step, "replicas": 4 - (step == 5)} for step in range(1, 7)]
-    assert goodput.useful_steps(rows, 2, 4, partial=True) == 3.75
+    assert goodput.useful_steps(rows, 2, shares=True) == 3.75
 
 
 def test_table_compares_medians_with_the_undisturbed_run():

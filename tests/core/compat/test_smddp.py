@@ -38,7 +38,7 @@ def losses_of(model, rank, ranks):
 
 
 def leave():
-    """Leave the group that `nl.spmd.run` joined, once both ranks have joined it.
+    """Leave the job of both ranks, once both have joined it.
 
     Gloo fails in a rank that still connects to one that has already left.
     """

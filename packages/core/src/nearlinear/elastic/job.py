@@ -236,7 +236,7 @@ class ElasticJob:
         """Go on with the replicas of ``decision`` on ``step``, after its update if it has one."""
         following = step + decision.committed
         while decision.group:
-            if decision.group == LOST_GROUP:  # whose other members are ahead
+            if decision.group == LOST_GROUP:  # its other members are ahead
                 self.sum.fail("another replica is lost")
             else:
                 self._install(decision, following - 1)

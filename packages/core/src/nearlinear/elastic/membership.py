@@ -1,10 +1,10 @@
 """Agreement of the first ranks of all replicas, after every step, on the step and its members.
 
-Each sends a vote to the others: whether it holds the complete gradients of the step, and which
-members it still reaches. Votes count if they name the same members. If all of these hold the
-gradients, the step is committed: everyone applies its update. Otherwise the members that are left
-compute it again. A member that is behind, because the lost one had sent it nothing, learns from the
-votes for the next step that its step was committed.
+Each member sends a vote to the others. A vote tells if the member holds the complete gradients of
+the step, and names the members that it reaches. Votes count if they name the same members. If all
+of these hold the gradients, the step is committed: everyone applies its update. Otherwise the
+members that are left compute it again. A member that is behind, because the lost one had sent it
+nothing, learns from the votes for the next step that its step was committed.
 
 Payloads of the votes hold fingerprints of the training state. Members whose state differs from that
 of the majority are excluded, and the others compute the step again.

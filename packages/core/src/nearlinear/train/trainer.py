@@ -200,7 +200,7 @@ class Trainer:
             self.done: int = self.first_step
             self.stop_signal: StopSignal = StopSignal()
             self.stopping: bool = False
-            self._replayed: ReplicasDiverged | None = None  # its steps are being repeated
+            self._replayed: ReplicasDiverged | None = None  # error whose steps are repeated
 
             # metrics
             precision = config.parallel.precision
@@ -520,7 +520,7 @@ class Trainer:
                 f"stopped after step {self.done} and saved it in {folder}; run the same command "
                 "again to resume"
             )
-        number = self.stop_signal.number or signal.SIGTERM  # which another rank received
+        number = self.stop_signal.number or signal.SIGTERM  # received by another rank
         error = Interrupted(f"{signal.Signals(number).name}: {outcome}")
         error.exit_code = 128 + number
         raise error
@@ -606,7 +606,7 @@ def _changed_keys(folder: Path, config: TrainConfig) -> list[str]:
     """Describe the keys that differ from the config in the run ``folder``, except output keys."""
     try:
         before = dataclasses.asdict(load(folder / "config.toml"))
-    except (ConfigError, OSError):  # of an older version, or not written
+    except (ConfigError, OSError):  # an older version wrote it, or no file
         return []
     now = dataclasses.asdict(config)
     return [
