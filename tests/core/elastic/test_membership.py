@@ -116,6 +116,61 @@ def test_a_faulty_replica_is_excluded_by_all_and_the_step_computed_again(job):
         assert each.committed and set(each.payloads) == {0, 2}
 
 
+def only_one_is_faulty(payloads) -> list[int]:
+    return [replica for replica in payloads if replica == 1]
+
+
+def hold_votes(membership, sender: int, step: int) -> None:
+    """Keep the vote of ``sender`` on ``step`` with all members from ``membership``."""
+    key, receive = membership._key(step, membership.view), membership.receive
+    membership.receive = lambda member, message: (
+        None if message.get("vote") == key and member[0] == sender else receive(member, message)
+    )
+
+
+def test_replicas_meet_again_if_one_missed_the_exclusion_of_a_faulty_one(job):
+    """A vote comes after the faulty replica has ended: there are then two decisions."""
+    job.form()
+    for membership in job.ranks.values():
+        membership.find_faulty = only_one_is_faulty
+    hold_votes(job.ranks[0], sender=2, step=1)
+    behind = {}
+    thread = threading.Thread(target=lambda: behind.update(job.decide(1, only=[0])))
+    thread.start()
+    excluded = job.decide(1, only=[1, 2])[2]
+    assert replicas(excluded) == [0, 2] and not job.ranks[2].missing()
+    job.lose(1)
+    wait_for(job.ranks[2].missing)
+    assert "replica 0 votes again on step 1" in job.ranks[2].missing()
+    again = job.decide(1, complete=False, only=[2])[2]
+    thread.join(10)
+    assert again.group == behind[0].group != excluded.group
+    assert not again.committed and replicas(again) == replicas(behind[0]) == [0, 2]
+    assert not job.ranks[0].missing() and not job.ranks[2].missing()
+
+
+def test_a_faulty_replica_that_ends_before_the_decision_is_found(job):
+    job.form()
+    for membership in job.ranks.values():
+        membership.find_faulty = only_one_is_faulty
+    hold_votes(job.ranks[0], sender=2, step=1)
+    hold_votes(job.ranks[2], sender=0, step=1)
+    decided = {}
+    threads = [
+        threading.Thread(target=lambda r=replica: decided.update(job.decide(1, only=[r])))
+        for replica in (0, 2)
+    ]
+    for thread in threads:
+        thread.start()
+    job.decide(1, only=[1])
+    job.lose(1)
+    for thread in threads:
+        thread.join(10)
+    for each in decided.values():
+        assert not each.committed and each.faulty == (1,) and replicas(each) == [0, 2]
+        assert set(each.payloads) == {0, 1, 2}
+
+
 def test_step_of_a_lost_replica_is_computed_again_by_the_others(job):
     job.form()
     job.decide(1)
@@ -147,13 +202,8 @@ def test_failed_sum_without_a_loss_is_repeated_in_a_new_group(job):
 def test_replica_whose_peers_have_committed_follows_them(job):
     job.form()
     job.decide(1)
-    slow, fast = job.ranks[1], [0, 2]
-    key = slow._key(2, slow.view)
-    # the vote of replica 1 arrives, and that of replica 2 does not reach it
-    slow_receive = slow.receive
-    slow.receive = lambda member, message: (
-        None if message.get("vote") == key and member[0] == 2 else slow_receive(member, message)
-    )
+    fast = [0, 2]
+    hold_votes(job.ranks[1], sender=2, step=2)
     results = {}
     thread = threading.Thread(target=lambda: results.update(job.decide(2, only=[1])))
     thread.start()

@@ -18,7 +18,7 @@ def sum_on(hosts, gradients, targets, backend="gloo") -> list[list[torch.Tensor]
         failures = []
         each = ReplicaSum(len(gradients), failures.append)
         connect = lambda: ReplicaGroup(backend, store, position, len(hosts))  # noqa: E731
-        assert each.install(connect, position, hosts), failures
+        assert each.install(connect, str, position, hosts), failures
         each.begin_step()
         own = [[unit.clone() for unit in gradients[replica]] for replica in each.own]
         for replica, units in zip(each.own, own, strict=True):
@@ -79,7 +79,7 @@ def test_failure_does_not_raise_and_ends_the_sums_of_the_step():
     connect = lambda: ReplicaGroup("gloo", store, 0, 2)  # noqa: E731
     waiting = threading.Timer(0.5, lambda: each.fail("replica 1 is lost"))
     waiting.start()
-    assert not each.install(connect, 0, [[0], [1]])
+    assert not each.install(connect, str, 0, [[0], [1]])
     gradient = torch.ones(4)
     each.computing = 0
     each.add("unit", gradient)

@@ -283,7 +283,10 @@ class ElasticJob:
         self._group_name = decision.group
         hosts = assign_replicas(self.config.replicas, now, self.config.mode)
         position = now.index(self.replica)
-        if not self.sum.install(lambda: self._make_group(position, len(now)), position, hosts):
+        missing = self._membership.missing if self._membership is not None else lambda: ""
+        if not self.sum.install(
+            lambda: self._make_group(position, len(now)), missing, position, hosts
+        ):
             return
         group = self.sum.group
         if decision.joined and group is not None:

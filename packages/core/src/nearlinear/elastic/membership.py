@@ -109,6 +109,8 @@ class Membership:
         self._newest: dict[Member, dict[str, Any]] = {}
         self._attempts: dict[str, int] = {}
         self._previous: dict[str, Any] = {}
+        self._group = ""
+        self._group_step = 0
         self._welcome: dict[str, Any] | None = None
         self._since = time.monotonic()
         peers.status = {"is": FRESH, "step": 0}
@@ -225,8 +227,10 @@ class Membership:
                 vote = {
                     "vote": key,
                     "step": step,
+                    "group": self._group,
                     "complete": complete,
                     "payload": payload,
+                    "of_lost": self._payloads_of_lost(step, live),
                     "joining": self._joining(live),
                     "previous": self._previous,
                 }
@@ -239,6 +243,30 @@ class Membership:
             told = {**decision.to_json(), "step": step}
             self.peers.send(member[0], {"welcome": told})
         return decision
+
+    def missing(self) -> str:
+        """Return why the latest decision's process groups cannot form, or an empty string.
+
+        A member of them is lost, or voted anew before it had the votes for that decision.
+        """
+        with self.peers.changed:
+            for member in self.view:
+                if reason := self.peers.lost(member)[0]:
+                    return f"replica {member[0]}: {reason}"
+                newest = self._newest.get(member)
+                if newest and newest["step"] == self._group_step:
+                    if self._group not in (newest["vote"], newest["group"]):
+                        return f"replica {member[0]} votes again on step {self._group_step}"
+        return ""
+
+    def _payloads_of_lost(self, step: int, live: tuple[Member, ...]) -> dict[str, Any]:
+        """Return the payloads of members that voted on the complete ``step`` and are lost."""
+        lost = [member for member in self.view if member not in live]
+        votes = {str(member[0]): self._newest.get(member, {}) for member in lost}
+        return {
+            replica: vote["payload"] for replica, vote in votes.items()
+            if vote.get("step") == step and vote["complete"]
+        }  # fmt: skip
 
     def _joining(self, live: tuple[Member, ...]) -> list[Member]:
         """Return the replicas that are ready to join."""
@@ -294,7 +322,14 @@ class Membership:
         }
         payloads = {index: by_replica[index]["payload"] for index in sorted(by_replica)}
         complete = all(vote["complete"] for vote in by_replica.values())
-        faulty = self.find_faulty(payloads) if complete else []
+        if complete:
+            of_lost = (each for vote in by_replica.values() for each in vote["of_lost"].items())
+            compared = {int(replica): of_it for replica, of_it in of_lost} | payloads
+            compared = dict(sorted(compared.items()))
+            faulty = self.find_faulty(compared)
+            payloads = compared if faulty else payloads
+        else:
+            faulty, payloads = [], {}
         committed = complete and not faulty
         joined: tuple[Member, ...] = ()
         if committed:
@@ -303,7 +338,7 @@ class Membership:
         changed = not committed or joined or live != self.view
         members = (*(member for member in live if member[0] not in faulty), *joined)
         decision = Decision(
-            committed, members, key if changed else "", joined, payloads if complete else {}, step,
+            committed, members, key if changed else "", joined, payloads, step,
             tuple(faulty),
         )  # fmt: skip
         base = json.dumps([step, live])
@@ -328,6 +363,8 @@ class Membership:
         """Make the members of ``decision`` the view."""
         self.peers.excluded.update(set(self.view) - set(decision.members))
         self.view = decision.members
+        if decision.group:
+            self._group, self._group_step = decision.group, step
         if decision.committed:
             self._attempts.clear()
             self._previous = {**decision.to_json(), "step": step}

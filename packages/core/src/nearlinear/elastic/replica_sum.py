@@ -133,9 +133,19 @@ class ReplicaSum:
         self._weights: dict[int, float] | None = None
 
     def install(
-        self, connect: Callable[[], ReplicaGroup], position: int, hosts: Sequence[Sequence[int]]
+        self,
+        connect: Callable[[], ReplicaGroup],
+        missing: Callable[[], str],
+        position: int,
+        hosts: Sequence[Sequence[int]],
     ) -> bool:
         """Connect a new group, whose member m computes the replicas ``hosts[m]``.
+
+        Args:
+            connect: Returns the group, once all members have called it.
+            missing: Returns why a member will not come, or an empty string. Asked all the time.
+            position: Index of the own member.
+            hosts: Replicas that each member computes.
 
         Returns:
             False if that failed, because a member was lost meanwhile.
@@ -159,6 +169,8 @@ class ReplicaSum:
         thread.start()
         while thread.is_alive() and not self.failed:
             thread.join(0.02)
+            if reason := missing():
+                self.fail(reason)
         if made and isinstance(made[0], ReplicaGroup):
             self.group = made[0]
         else:
