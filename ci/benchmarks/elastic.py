@@ -49,7 +49,7 @@ def config_of(options, data: str, folder: Path, number: int) -> dict[str, Any]:
 
 
 def start_plainly(
-    config: dict[str, Any], layout: str, cluster: Cluster, folder: Path
+    config: dict[str, Any], layout: str, cluster: Cluster, folder: Path, fresh: bool = False
 ) -> RankProcesses:
     """Start all ranks of ``layout`` as one job without ``elastic``, with a log in ``folder``."""
     replicas, ranks = LAYOUTS[layout]
@@ -57,7 +57,7 @@ def start_plainly(
     place = Place("nodes", nodes=holders, address=cluster.address(0))
     plain = {key: value for key, value in config.items() if key != "elastic"}
     plain["parallel"] = {**config["parallel"], "hybrid_shard_degree": ranks}
-    return RankProcesses(replicas * ranks, plain, folder / "log", train_plainly, place)
+    return RankProcesses(replicas * ranks, plain, folder / "log", train_plainly, place, fresh)
 
 
 def run_once(options, config: dict[str, Any], cluster: Cluster, elastic: bool) -> list[dict]:

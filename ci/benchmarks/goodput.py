@@ -4,8 +4,8 @@ Every node of an emulated cluster is a replica with one rank. At equal intervals
 and whatever ended is started again at once. The ways: replicas that may be lost (elastic), one job
 that starts again from its newest checkpoint (restart), torchft's replicas on gloo (torchft, needs
 ``pip install torchft==0.2.0``), and one job without faults (undisturbed). Windows of all ways
-alternate. Started ranks are forked from a process that has imported everything, so that a start
-costs a second; on a real cluster, scheduling and imports cost a restarted job much more.
+alternate. Ranks are started as launchers do: each is a new Python that imports everything. With
+``--forked`` a start costs a second.
 
 A step of torchft without the lost replica has fewer samples, and counts by its share. Steps that a
 restarted job repeats count once.
@@ -52,8 +52,8 @@ POLL = 0.05
 class Elastic:
     """Replicas of ours, of which any may be lost."""
 
-    def __init__(self, config: dict[str, Any], folder: Path, cluster: Cluster):
-        self.job = Job(config, LAYOUT, cluster, folder / "log")
+    def __init__(self, config: dict[str, Any], folder: Path, cluster: Cluster, fresh: bool):
+        self.job = Job(config, LAYOUT, cluster, folder / "log", fresh)
 
     def rows(self) -> list[dict[str, Any]]:
         """Return the rows of the finished steps."""
@@ -79,9 +79,9 @@ class Elastic:
 class Restart:
     """One job of ours, started again from its newest checkpoint."""
 
-    def __init__(self, config: dict[str, Any], folder: Path, cluster: Cluster):
+    def __init__(self, config: dict[str, Any], folder: Path, cluster: Cluster, fresh: bool):
         self.metrics = Path(config["run"]["folder"]) / "metrics.jsonl"
-        self._start = partial(start_plainly, config, LAYOUT, cluster, folder)
+        self._start = partial(start_plainly, config, LAYOUT, cluster, folder, fresh)
         self.ranks = self._start()
 
     def rows(self) -> list[dict[str, Any]]:
@@ -106,8 +106,8 @@ class Torchft:
     Its DistributedDataParallel failed in an assertion in the survivors of a killed replica.
     """
 
-    def __init__(self, config: dict[str, Any], folder: Path, cluster: Cluster):
-        self.config, self.folder, self.cluster = config, folder, cluster
+    def __init__(self, config: dict[str, Any], folder: Path, cluster: Cluster, fresh: bool):
+        self.config, self.folder, self.cluster, self.fresh = config, folder, cluster, fresh
         self.lighthouse = self._start(0, serve_lighthouse)
         self.running = [self._start(node, train_with_torchft) for node in range(NODES)]
 
@@ -116,7 +116,7 @@ class Torchft:
         told = {"run": self.config, "replica": node, "rows": str(self._rows_of(node)),
                 "address": self.cluster.address(node),
                 "lighthouse": f"http://{self.cluster.address(0)}:{LIGHTHOUSE_PORT}"}  # fmt: skip
-        return RankProcesses(1, told, self.folder / "log", work, place)
+        return RankProcesses(1, told, self.folder / "log", work, place, self.fresh)
 
     def _rows_of(self, node: int) -> Path:
         return self.folder / f"torchft-{node}.jsonl"
@@ -223,7 +223,7 @@ def measure(
 ) -> dict[str, Any]:  # fmt: skip
     """Train for a window with faults; return the useful steps, and the losses by step."""
     rng = random.Random(seed)
-    running = WAYS[way](config, folder, cluster)
+    running = WAYS[way](config, folder, cluster, not options.forked)
     try:
         deadline = time.monotonic() + 180
         while len(running.rows()) < 3:
@@ -301,6 +301,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--ways", default=",".join(WAYS), help=f"ways, separated by commas: {','.join(WAYS)}")
     add("--rate", default="1gbit", help="limit of each link (default: 1gbit)")
     add("--backend", default="gloo", help="backend of ours: gloo (default) or nearlinear")
+    add("--forked", action="store_true", help="fork ranks from a process with all imports")
     add("--checkpoint-every", type=int, default=5, help="steps between checkpoints (default: 5)")
     add("--seed", type=int, default=0, help="seed of the killed ranks")
     add("--json", type=Path, help="also write the windows to this file")

@@ -3,14 +3,17 @@
     python -m ci.benchmarks.reader --lengths 512 2048
     python -m ci.benchmarks.reader --start             time to first batch of ten billion tokens
 
-The same tokens are stored as token shards and as an Arrow dataset. Readers run in turn, one round
-each, so that other load affects all of them equally. Rates are per CPU second. Batches are checked
-against the stored tokens before anything is timed.
+The same tokens are stored as token shards, as one file, as an Arrow dataset and as chunks of
+litdata (``pip install litdata``). Libraries that are not installed are left out. Readers run in
+turn, one round each, so that other load affects all of them equally. Rates are per CPU second.
+Batches are checked against the stored tokens before anything is timed.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import importlib.util
 import itertools
 import json
 import statistics
@@ -77,7 +80,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def measure(folder: Path, length: int, options) -> list[Result]:
     """Measure every reader at one sequence length."""
-    iterators = {name: make(folder, length, options.batch) for name, make in READERS.items()}
+    installed = [name for name in READERS if not missing(name)]
+    iterators = {name: READERS[name](folder, length, options.batch) for name in installed}
     for name, batches in iterators.items():
         sample = list(itertools.islice(batches, 20))
         check_batches(folder, length, sample, packed="best fit" in name)
@@ -89,6 +93,12 @@ def measure(folder: Path, length: int, options) -> list[Result]:
     medians = {name: statistics.median(each) for name, each in rates.items()}
     first = next(iter(medians.values()))
     return [Result(length, name, each, each / first) for name, each in medians.items()]
+
+
+def missing(reader: str) -> bool:
+    """Return True if the library of ``reader`` is not installed."""
+    library = {"litdata": "litdata", "Grain over the same windows": "grain"}.get(reader)
+    return library is not None and importlib.util.find_spec(library) is None
 
 
 def rate(batches: Iterator[dict], seconds: float) -> float:
@@ -105,11 +115,12 @@ def format_result(result: Result) -> str:
 
 
 def write_data(folder: Path, tokens: int, lengths: list[int]) -> None:
-    """Write random tokens as shards in ``folder``/shards, and as Arrow rows of each length."""
+    """Write random tokens to ``folder``: as shards, one file, and Arrow rows of each length."""
     from datasets import Dataset
 
     ids = np.random.default_rng(0).integers(0, VOCABULARY - 1, tokens, dtype=np.uint16)
     ids[DOCUMENT_TOKENS - 1 :: DOCUMENT_TOKENS] = VOCABULARY - 1
+    ids.tofile(folder / "tokens.bin")
     writer = ShardWriter(
         folder / "shards", "train", vocab_size=VOCABULARY, eos_id=VOCABULARY - 1,
         shard_tokens=tokens // 8,
@@ -166,8 +177,63 @@ def grain(folder: Path, length: int, batch: int) -> Iterator[dict]:
         yield {name: torch.from_numpy(array) for name, array in found.items()}
 
 
+class _Windows(torch.utils.data.Dataset):
+    """Windows of a memory-mapped file of tokens."""
+
+    def __init__(self, path: Path, length: int):
+        self.tokens, self.length = np.memmap(path, np.uint16, "r"), length
+
+    def __len__(self) -> int:
+        return len(self.tokens) // self.length
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        window = self.tokens[index * self.length : (index + 1) * self.length]
+        ids = torch.from_numpy(window.astype(np.int64))
+        return {"input_ids": ids, "labels": ids}
+
+
+def memory_map(folder: Path, length: int, batch: int) -> Iterator[dict]:
+    """Read a file of all tokens through torch's DataLoader, shuffled."""
+    while True:
+        yield from torch.utils.data.DataLoader(
+            _Windows(folder / "tokens.bin", length), batch, shuffle=True, drop_last=True
+        )
+
+
+def litdata(folder: Path, length: int, batch: int) -> Iterator[dict]:
+    """Read chunks of litdata, shuffled. It has no labels, and keeps the dtype int32 of its file."""
+    from litdata import StreamingDataLoader, StreamingDataset, optimize
+    from litdata.streaming.item_loader import TokensLoader
+
+    chunks = folder / "litdata"
+    if not chunks.exists():
+        count = (folder / "tokens.bin").stat().st_size // 2
+        starts = range(0, count, LITDATA_ITEM)
+        optimize(
+            functools.partial(_litdata_item, folder / "tokens.bin"), list(starts), str(chunks),
+            chunk_size=4 * LITDATA_ITEM, item_loader=TokensLoader(), num_workers=1,
+        )  # fmt: skip
+    rows = StreamingDataset(
+        str(chunks), item_loader=TokensLoader(block_size=length), shuffle=True, drop_last=True
+    )
+    while True:
+        for ids in StreamingDataLoader(rows, batch_size=batch, num_workers=0):
+            yield {"input_ids": ids}
+
+
+LITDATA_ITEM = 2**20
+"""Tokens of an item that litdata writes: a multiple of the lengths, as windows begin in chunks."""
+
+
+def _litdata_item(path: Path, start: int) -> Iterator[torch.Tensor]:
+    ids = np.fromfile(path, np.uint16, LITDATA_ITEM, offset=2 * start)
+    yield torch.from_numpy(ids.astype(np.int32))
+
+
 READERS: dict[str, Callable[..., Iterator[dict]]] = {
+    "memory map, DataLoader": memory_map,
     "arrow, DataLoader": arrow,
+    "litdata": litdata,
     "Grain over the same windows": grain,
     "nearlinear": nearlinear,
     "nearlinear, documents masked": lambda *a: nearlinear(*a, document_mask=True),
@@ -184,8 +250,8 @@ def check_batches(folder: Path, length: int, batches: list[dict], packed: bool) 
     expected = dataset(folder, length, **options)
     known = {row.tobytes() for row in expected.windows(np.arange(len(expected)))}
     rows = np.concatenate([found["input_ids"].numpy() for found in batches])
-    assert rows.dtype == np.int64 and rows.shape[1] == length
-    seen = {row.tobytes() for row in rows}
+    assert rows.dtype in (np.int64, np.int32) and rows.shape[1] == length
+    seen = {row.tobytes() for row in rows.astype(np.int64)}
     assert len(seen) == len(rows) and seen <= known
 
 

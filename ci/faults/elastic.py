@@ -94,11 +94,15 @@ class Job:
         layout: Key of `LAYOUTS`.
         cluster: The nodes, or None to run on this machine.
         log: File for the output of all ranks.
+        fresh: See `RankProcesses`.
     """
 
-    def __init__(self, config: dict[str, Any], layout: str, cluster: Cluster | None, log: Path):
+    def __init__(
+        self, config: dict[str, Any], layout: str, cluster: Cluster | None, log: Path,
+        fresh: bool = False,
+    ):  # fmt: skip
         self.replicas, self.ranks = LAYOUTS[layout]
-        self.config, self.cluster, self.log = config, cluster, log
+        self.config, self.cluster, self.log, self.fresh = config, cluster, log, fresh
         self.running: dict[int, RankProcesses] = {}
         self.port = random.Random().randrange(20000, 30000)
         for replica in range(self.replicas):
@@ -115,7 +119,9 @@ class Job:
         peers = [f"{host}:{port}" for host, port in zip(hosts, ports, strict=True)]
         elastic = {**self.config["elastic"], "replicas": self.replicas, "peers": peers}
         config = {**self.config, "elastic": elastic, "replica": replica}
-        self.running[replica] = RankProcesses(self.ranks, config, self.log, train, place)
+        self.running[replica] = RankProcesses(
+            self.ranks, config, self.log, train, place, self.fresh
+        )
 
     def end(self, replica: int) -> None:
         """Kill the remaining ranks of a replica."""

@@ -1,4 +1,4 @@
-"""Ranks of a run, forked from a server with preloaded imports, so that they start in a second."""
+"""Ranks of a run: forked from a server that has imported everything, or started as by launchers."""
 
 from __future__ import annotations
 
@@ -30,6 +30,8 @@ class RankProcesses:
         log: File to which the output of all ranks is appended.
         work: Importable function ``work(rank, config)``; `train` by default.
         place: Surroundings of the ranks.
+        fresh: Start Python anew for each rank, which imports everything, as launchers do. Forked
+            ranks start in a second.
     """
 
     def __init__(
@@ -39,8 +41,9 @@ class RankProcesses:
         log: Path,
         work: Callable | None = None,
         place: Place = HERE,
+        fresh: bool = False,
     ):
-        context = multiprocessing.get_context("forkserver")
+        context = multiprocessing.get_context("spawn" if fresh else "forkserver")
         context.set_forkserver_preload(PRELOADED)
         self.place = place
         self._store = rendezvous.serve_store(HOST, 0, all_local=True) if place.holds_store else None

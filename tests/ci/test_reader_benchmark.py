@@ -9,7 +9,8 @@ def test_all_readers_are_checked_and_compared(capsys):
     small = ["--tokens", "60000", "--lengths", "64", "--rounds", "1", "--seconds", "0.01", "--json"]
     assert reader.main(small) == 0
     rows = [json.loads(row) for row in capsys.readouterr().out.splitlines() if row[:1] == "{"]
-    assert [row["reader"] for row in rows] == list(reader.READERS)
+    installed = [name for name in reader.READERS if not reader.missing(name)]
+    assert [row["reader"] for row in rows] == installed
     assert rows[0]["ratio"] == 1 and all(row["tokens_per_s"] > 0 for row in rows)
 
 

@@ -401,8 +401,9 @@ class ElasticConfig:
     peers: list[str] = field(default_factory=list)
     """host:port of the first rank of each replica; empty = ports from elastic.port on, on this
     machine"""
-    port: int = 29700
-    """port of the first rank of the first replica, and of every host in peers without a port"""
+    port: int = 0
+    """port of the first rank of the first replica, and of every host in peers without a port; 0 =
+    free ones chosen by nearlinear train on one machine, otherwise 29700"""
     max_restarts: int = 100
     """starts of lost replicas by nearlinear train on one machine before it gives up"""
 

@@ -41,6 +41,8 @@ log = logging.getLogger(__name__)
 
 STORE_POLL = 0.2
 """Seconds between looks of a rank at the failures that its replica has noted."""
+DEFAULT_PORT = 29700
+"""Port of a replica's first rank, if none is set."""
 BUCKET = 1 << 22
 """Elements of the gradients that are added at a time where they are complete already."""
 
@@ -366,6 +368,7 @@ def own_replica(replicas: int) -> int:
 def peer_addresses(peers: list[str], replicas: int, port: int) -> list[tuple[str, int]]:
     """Return (host, port) of each replica's first rank. Raises ConfigError."""
     if not peers:
+        port = port or int(os.environ.get("NEARLINEAR_REPLICA_PORT", DEFAULT_PORT))
         return [(rendezvous.LOOPBACK, port + index) for index in range(replicas)]
     if len(peers) != replicas:
         raise ConfigError(f"elastic.peers names {len(peers)} of {replicas} replicas")
@@ -373,7 +376,7 @@ def peer_addresses(peers: list[str], replicas: int, port: int) -> list[tuple[str
     for peer in peers:
         host, colon, number = peer.rpartition(":")
         if not colon:
-            host, number = peer, str(port)
+            host, number = peer, str(port or DEFAULT_PORT)
         if not number.isdigit():
             raise ConfigError(f"elastic.peers: {peer!r} is not host or host:port")
         found.append((host, int(number)))

@@ -1,16 +1,19 @@
 """Start the replicas of an elastic job on one machine, and start lost ones again.
 
 Each replica is a process of its own, ``nearlinear train`` with NEARLINEAR_REPLICA set, which starts
-the ranks of the replica. On several machines a launcher of the cluster does the same.
+the ranks of the replica. On several machines a launcher of the cluster does the same. Free ports
+are chosen here, so that one machine can run several jobs. They are not part of the run's config.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+from contextlib import ExitStack, suppress
 
 from .local import SHUTDOWN_TIMEOUT, CountedSignals
 
@@ -19,8 +22,25 @@ RESTART_DELAY = 1.0
 END_GRACE = 20.0
 """Seconds in which all replicas end after the first one has, the figures of the run included."""
 POLL = 0.05
+PORTS = range(20000, 30000)
+"""Ports of replicas on one machine, below those that the kernel gives to connections."""
 USER_ERROR = 2
 """Exit code of a replica whose settings or data cannot be used."""
+
+
+def free_ports(count: int) -> int:
+    """Return the first of ``count`` free ports in a row; two jobs begin their search apart.
+
+    A lost replica leaves its port free until it is started again, so that the kernel must not give
+    it to a connection meanwhile.
+    """
+    start = PORTS[os.getpid() * count % (len(PORTS) - count)]
+    for first in [*range(start, PORTS[-count], count), *range(PORTS[0], start, count)]:
+        with ExitStack() as stack, suppress(OSError):
+            for port in range(first, first + count):
+                stack.enter_context(socket.create_server(("127.0.0.1", port)))
+            return first
+    raise OSError(f"no {count} free ports in a row between {PORTS[0]} and {PORTS[-1]}")
 
 
 def run_replicas(arguments: list[str], replicas: int, nproc: int, max_restarts: int) -> int:
@@ -35,8 +55,10 @@ def run_replicas(arguments: list[str], replicas: int, nproc: int, max_restarts: 
     command = [sys.executable, "-m", "nearlinear.cli", *arguments, "--nproc", str(nproc)]
     command += ["--launched-by", str(os.getpid())]
 
+    chosen = {"NEARLINEAR_REPLICA_PORT": str(free_ports(replicas))}
+
     def start(replica: int) -> subprocess.Popen:
-        environment = {**os.environ, "NEARLINEAR_REPLICA": str(replica)}
+        environment = {**chosen, **os.environ, "NEARLINEAR_REPLICA": str(replica)}
         return subprocess.Popen(command, env=environment, process_group=0)
 
     with CountedSignals() as signals:
