@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -13,7 +14,9 @@ import pytest
 
 import nearlinear as nl
 from nearlinear.config import schema, train
+from nearlinear.elastic.job import peer_addresses
 from nearlinear.errors import ConfigError
+from nearlinear.launch import replicas
 
 
 def train_plainly(rank: int, config: dict) -> None:
@@ -95,6 +98,19 @@ def children(pid: int) -> list[int]:
 def test_settings_are_checked(settings, message):
     with pytest.raises(ConfigError, match=message):
         train.load({"elastic": settings})
+
+
+def test_jobs_on_one_machine_choose_other_ports(monkeypatch):
+    first = replicas.free_ports(4)
+    with socket.create_server(("127.0.0.1", first + 2)):
+        second = replicas.free_ports(4)
+    assert set(range(first, first + 4)).isdisjoint(range(second, second + 4))
+    monkeypatch.setattr(os, "getpid", lambda: 10**6 + 1)
+    assert replicas.free_ports(4) != first
+    monkeypatch.setenv("NEARLINEAR_REPLICA_PORT", "20100")
+    assert peer_addresses([], 2, 0) == [("127.0.0.1", 20100), ("127.0.0.1", 20101)]
+    assert peer_addresses([], 2, 21000)[1] == ("127.0.0.1", 21001)
+    assert peer_addresses(["a", "b:5"], 2, 0) == [("a", 29700), ("b", 5)]
 
 
 def refusal(rank: int, config: dict) -> str:
