@@ -31,27 +31,46 @@ def rows_of(folder: Path) -> list[dict]:
 
 @pytest.mark.slow
 def test_losses_equal_those_of_one_job_though_a_replica_is_lost(small_run, tmp_path):
-    """Steps without dropout; one of four ranks is killed.
+    """Steps without dropout; one of four ranks is killed."""
+    small_run = without_dropout(small_run)
+    plain = small_run | {"run": small_run["run"] | {"folder": str(tmp_path / "plain")},
+                         "parallel": {"hybrid_shard_degree": 2}}  # fmt: skip
+    nl.spmd.run(train_plainly, 4, args=(plain,))
+    lose_a_rank_in_training(small_run, tmp_path, 4)
+    check_rows(Path(small_run["run"]["folder"]), tmp_path / "plain")
 
-    The other replica stands still until the lost one is started again: its last steps take
-    less time than the launcher needs to see the end of a rank.
+
+@pytest.mark.gpu
+def test_replicas_share_a_gpu_and_one_is_lost(small_run, tmp_path):
+    """Two replicas of a rank on one GPU, and a job of one rank with twice the micro-batches."""
+    small_run = without_dropout(small_run)
+    twice = {"batch": small_run["batch"] | {"accumulation": 4}}
+    plain = small_run | {"run": small_run["run"] | {"folder": str(tmp_path / "plain")}} | twice
+    nl.spmd.run(train_plainly, 1, args=(plain,))
+    lose_a_rank_in_training(small_run, tmp_path, 2)
+    check_rows(Path(small_run["run"]["folder"]), tmp_path / "plain")
+
+
+def without_dropout(config: dict) -> dict:
+    config["model"]["overrides"] |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0)
+    config["train"] |= {"steps": 10, "eval_every": 0, "sample_tokens": 0}
+    return config
+
+
+def lose_a_rank_in_training(config: dict, folder: Path, ranks: int) -> None:
+    """Train with two replicas, of which one loses a rank and is started again.
+
+    The other replica stands still until then: its last steps take less time than the launcher needs
+    to see the end of a rank.
     """
-    small_run["model"]["overrides"] |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0)
-    small_run["train"] |= {"steps": 10, "eval_every": 0, "sample_tokens": 0}
-    plain = tmp_path / "plain"
-    one_job = small_run | {"run": small_run["run"] | {"folder": str(plain)},
-                           "parallel": {"hybrid_shard_degree": 2}}  # fmt: skip
-    nl.spmd.run(train_plainly, 4, args=(one_job,))
-
-    config = small_run | {"elastic": {"replicas": 2, "silence_seconds": 60.0},
-                          "checkpoint": {"folder": "auto"}}  # fmt: skip
-    file = tmp_path / "run.toml"
+    config = config | {"elastic": {"replicas": 2, "silence_seconds": 60.0},
+                       "checkpoint": {"folder": "auto"}}  # fmt: skip
+    file = folder / "run.toml"
     file.write_text(schema.to_toml(train.load(config)))
-    command = [sys.executable, "-m", "nearlinear.cli", "train", str(file), "--nproc", "4"]
-    told = tmp_path / "output"
+    command = [sys.executable, "-m", "nearlinear.cli", "train", str(file), "--nproc", str(ranks)]
+    told = folder / "output"
     with told.open("w") as stream:
         job = subprocess.Popen(command, stderr=subprocess.STDOUT, stdout=stream)
-    folder = Path(config["run"]["folder"])
 
     def wait_until(reached: Callable[[], bool]) -> None:
         deadline = time.monotonic() + 120
@@ -60,11 +79,11 @@ def test_losses_equal_those_of_one_job_though_a_replica_is_lost(small_run, tmp_p
             time.sleep(0.02)
 
     try:
-        wait_until(lambda: len(rows_of(folder)) >= 3)
-        lost, other = (children(launcher) for launcher in children(job.pid)[:2])
+        wait_until(lambda: len(rows_of(Path(config["run"]["folder"]))) >= 3)
+        lost, other = (children(each) or [each] for each in children(job.pid)[:2])
         for rank in other:
             os.kill(rank, signal.SIGSTOP)
-        os.kill(lost[1], signal.SIGKILL)
+        os.kill(lost[-1], signal.SIGKILL)
         wait_until(lambda: "starting replica 0 again" in told.read_text())
         for rank in other:
             os.kill(rank, signal.SIGCONT)
@@ -74,6 +93,10 @@ def test_losses_equal_those_of_one_job_though_a_replica_is_lost(small_run, tmp_p
     output = told.read_text()
     assert job.returncode == 0, output
     assert "replica 0 is lost in step" in output and "done: 10 steps" in output
+
+
+def check_rows(folder: Path, plain: Path) -> None:
+    """Compare the metrics of a run in ``folder`` that lost a replica with those of one job."""
     rows = rows_of(folder)
     assert [row["step"] for row in rows] == list(range(1, 11))
     assert min(row["replicas"] for row in rows) == 1

@@ -129,7 +129,7 @@ def _train(options: argparse.Namespace, arguments: list[str]) -> int:
 
     replicas = config.elastic.replicas
     if replicas and "NEARLINEAR_REPLICA" not in os.environ and not local.is_launched_rank():
-        ranks = config.run.nproc or replicas
+        ranks = config.run.nproc or max(replicas, _default_ranks())
         if ranks % replicas:
             raise ConfigError(
                 f"run.nproc = {ranks} is not a multiple of elastic.replicas = {replicas}: give "

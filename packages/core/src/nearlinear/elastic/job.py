@@ -4,6 +4,9 @@ Every replica is a job of its own, with its own ranks, store and process groups:
 its replica and no other. The replicas meet after each step: their gradients are added in a fixed
 order, and their first ranks agree that the step is complete. A replica that is lost is computed by
 the others until it is started again.
+
+Replicas exchange data in host memory. Gradients on accelerators are copied there and back, after
+the last backward pass.
 """
 
 from __future__ import annotations
@@ -59,11 +62,6 @@ def check_elastic(config: TrainConfig) -> None:
     for key, is_set in refused.items():
         if is_set:
             raise ConfigError(f"elastic.replicas = {elastic.replicas} and {key} cannot be combined")
-    if torch.cuda.is_available():
-        raise ConfigError(
-            f"elastic.replicas = {elastic.replicas}: replicas are coupled in host memory only; set "
-            "it to 0 on GPUs, or CUDA_VISIBLE_DEVICES= to train on the CPU"
-        )
 
 
 class ElasticJob:
@@ -88,7 +86,8 @@ class ElasticJob:
         self.members: tuple[Member, ...] = ()
         self.events: list[str] = []
         """Events since the last call of `take_events`, a line each."""
-        self._backend = dist.get_backend()
+        self._device = runtime.collective_device()
+        self._backend = dist.get_backend() if self._device.type == "cpu" else "gloo"
         self._group_name = ""
         self._channel = StoreChannel(_torch.job_store(), "elastic")
         self._membership: Membership | None = None
@@ -201,7 +200,7 @@ class ElasticJob:
         seed_generators(int.from_bytes(digest, "big"))
 
     def _add_complete_gradients(self) -> None:
-        """Add the gradients of the parameters, in buckets."""
+        """Add the gradients of the parameters, in buckets in host memory."""
         found = [p for p in self._model.parameters() if p.grad is not None]
         gradients = [local_tensor(p.grad) for p in found if p.grad is not None]
         bucket: list[torch.Tensor] = []
@@ -210,7 +209,7 @@ class ElasticJob:
             full = sum(each.numel() for each in bucket) >= BUCKET
             other = position + 1 < len(gradients) and gradients[position + 1].dtype
             if full or other != gradient.dtype:
-                flat = torch.cat([each.reshape(-1) for each in bucket])
+                flat = torch.cat([each.reshape(-1) for each in bucket]).cpu()
                 self.sum.add(f"bucket of gradient {position}", flat)
                 if self.sum.computing == self.hosted[-1]:
                     parts = flat.split([each.numel() for each in bucket])
@@ -248,7 +247,7 @@ class ElasticJob:
 
     def _failures(self) -> float:
         """Return the number of this replica's ranks on which a sum has failed."""
-        failed = torch.tensor(float(bool(self.sum.failed)))
+        failed = torch.tensor(float(bool(self.sum.failed)), device=self._device)
         dist.all_reduce(failed)
         return failed.item()
 

@@ -231,10 +231,11 @@ class ReplicaSum:
         if self.failed or self.group is None:
             return
         with self.failing():
-            table = rows.new_empty(self.group.size, *rows.shape)
-            self.group.all_gather(table.view(-1), rows.view(-1))()
+            own = rows.cpu()
+            table = own.new_empty(self.group.size, *own.shape)
+            self.group.all_gather(table.view(-1), own.view(-1))()
             for of_member, replicas in zip(table, self._hosts, strict=True):
-                rows[replicas] = of_member[replicas]
+                rows[replicas] = of_member[replicas].to(rows.device)
 
     def _exchange_targets(self) -> None:
         """Learn the targets of all replicas, once in a step, after the last one has begun."""

@@ -87,7 +87,7 @@ def _send_pieces(
         received = [lengths.get(member, 0) for member in range(group.size)]
     elif group.position in pieces:
         sent = [lengths[group.position] if m in joining else 0 for m in range(group.size)]
-        data = torch.cat(pieces[group.position]).repeat(len(joining))
+        data = torch.cat(pieces[group.position]).cpu().repeat(len(joining))
     arrived = torch.empty(sum(received), dtype=torch.uint8)
     group.all_to_all(arrived, data, received, sent)()
     start = 0

@@ -43,6 +43,15 @@ def free_ports(count: int) -> int:
     raise OSError(f"no {count} free ports in a row between {PORTS[0]} and {PORTS[-1]}")
 
 
+def visible_devices() -> list[str]:
+    """Return the GPUs of this process, as CUDA_VISIBLE_DEVICES names them."""
+    import torch
+
+    count = torch.cuda.device_count()
+    named = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count))))
+    return named.split(",")[:count] if count else []
+
+
 def run_replicas(arguments: list[str], replicas: int, nproc: int, max_restarts: int) -> int:
     """Run ``nearlinear`` with ``arguments`` as ``replicas`` replicas; return the exit code.
 
@@ -58,7 +67,11 @@ def run_replicas(arguments: list[str], replicas: int, nproc: int, max_restarts: 
     chosen = {"NEARLINEAR_REPLICA_PORT": str(free_ports(replicas))}
 
     def start(replica: int) -> subprocess.Popen:
-        environment = {**chosen, **os.environ, "NEARLINEAR_REPLICA": str(replica)}
+        own = {"NEARLINEAR_REPLICA": str(replica)}
+        if devices := visible_devices():
+            first = replica * nproc % len(devices)
+            own["CUDA_VISIBLE_DEVICES"] = ",".join(devices[first : first + nproc])
+        environment = {**chosen, **os.environ, **own}
         return subprocess.Popen(command, env=environment, process_group=0)
 
     with CountedSignals() as signals:
