@@ -1,8 +1,8 @@
-"""Cost of elastic replicas without a failure, and the rate of the copy to one that joins.
+"""Cost of elastic replicas without a failure and without a replica, and the copy to one that joins.
 
 Every node of an emulated cluster is a replica. Runs with and without ``elastic.replicas`` alternate
 on the same ranks, model and data; the losses of all must be equal within float32's rounding. Then
-a replica is killed and started again.
+a replica is killed, and started again some steps later: the steps in between, and the copy to it.
 """
 
 from __future__ import annotations
@@ -82,23 +82,31 @@ def step_seconds(rows: list[dict]) -> list[float]:
     return [b["time"] - a["time"] for a, b in zip(rows[2:], rows[3:], strict=False)]
 
 
-def measure_join(options, config: dict[str, Any], cluster: Cluster) -> str:
-    """Kill a replica and start it again; return the run's report of the copy."""
+def measure_loss(options, config: dict[str, Any], cluster: Cluster) -> str:
+    """Kill a replica, and start it again some steps later; report these steps and the copy."""
     folder = Path(config["run"]["folder"]).parent
     config = {**config, "train": {**config["train"], "stop_after": 0}}
     job = Job(config, options.layout, cluster, folder / "log")
-    job.wait_until(lambda row: row["step"] >= 3, 300)
+    job.wait_until(lambda row: row["step"] >= options.steps, 600)
     job.end(job.replicas - 1)
     job.wait_until(lambda row: row["replicas"] < job.replicas, 300)
+    lost = job.last()["step"]
+    job.wait_until(lambda row: row["step"] >= lost + options.steps, 600)
     job.start(job.replicas - 1)
     job.wait_until(lambda row: row["replicas"] == job.replicas, 300)
+    rows = job.rows()
     for replica in list(job.running):
         job.end(replica)
+    full = statistics.median(step_seconds([row for row in rows if row["step"] < lost]))
+    without = statistics.median(
+        step_seconds([row for row in rows if lost <= row["step"] < lost + options.steps])
+    )
     found = re.findall(r"copied ([\d.]+) MiB per rank in ([\d.]+) s", (folder / "log").read_text())
     size, seconds = map(float, found[-1])
     ranks = LAYOUTS[options.layout][1]
     return (
-        f"copy to the node that joins: {size * ranks:.0f} MiB in {seconds:.2f} s, "
+        f"without a replica a step takes {without / full:.2f} times as long; copy to the node that "
+        f"joins: {size * ranks:.0f} MiB in {seconds:.2f} s, "
         f"{size * ranks * 2**20 * 8 / seconds / 1e9:.2f} Gbit/s on a link of {options.rate}"
     )
 
@@ -131,12 +139,12 @@ def _measure(options) -> int:
                 seconds[elastic] += step_seconds(rows)
                 median = statistics.median(step_seconds(rows))
                 print(f"{'elastic' if elastic else 'off':8} {median:.3f} s per step", flush=True)
-            join = measure_join(options, config_of(options, data, folder, 99), cluster)
+            loss = measure_loss(options, config_of(options, data, folder, 99), cluster)
     different = max(abs(a - b) / a for row in losses for a, b in zip(losses[0], row, strict=True))
     off, on = statistics.median(seconds[False]), statistics.median(seconds[True])
     print(
         f"{options.layout}, {options.backend}, {options.rate}: {off:.3f} s per step, elastic "
-        f"{on:.3f} s ({on / off - 1:+.1%}); losses differ by at most {different:.1e}\n{join}"
+        f"{on:.3f} s ({on / off - 1:+.1%}); losses differ by at most {different:.1e}\n{loss}"
     )
     return int(different > TOLERANCE)
 

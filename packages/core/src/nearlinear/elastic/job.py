@@ -17,7 +17,7 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -32,12 +32,12 @@ from ..config.train import ElasticConfig, TrainConfig
 from ..distributed import rendezvous, runtime
 from ..distributed.consensus import StoreChannel, broadcast_json
 from ..errors import ConfigError, RankFailure
-from ..fsdp.accumulate import accumulate
-from ..fsdp.model_state import local_tensor, model_state
+from ..fsdp.accumulate import AccumulationStep, accumulate
+from ..fsdp.model_state import local_tensor, model_state, runtime_of
 from ..spmd import seed_generators
 from .membership import LOST_GROUP, Decision, FindFaulty, Membership
 from .peers import Member, Peers
-from .replica_sum import ReplicaGroup, ReplicaSum
+from .replica_sum import WHOLE, ReplicaGroup, ReplicaSum, Work, assign_work
 from .transfer import copy_state
 
 log = logging.getLogger(__name__)
@@ -79,6 +79,8 @@ class ElasticJob:
         check_elastic(config)
         self.config: ElasticConfig = config.elastic
         self.seed: int = config.parallel.random_seed
+        self.micro_batches: int = config.batch.accumulation
+        """Micro-batches of each replica in a step."""
         self.replica: int = own_replica(self.config.replicas)
         self.rank: int = dist.get_rank()
         runtime.place_replica(self.replica, self.config.replicas)
@@ -160,8 +162,8 @@ class ElasticJob:
         return self.members[0][0] == self.replica
 
     @property
-    def hosted(self) -> list[int]:
-        """Replicas that this one computes."""
+    def work(self) -> list[Work]:
+        """What this replica computes in a step: its own micro-batches, and some of lost ones."""
         return self.sum.own
 
     def begin_step(self) -> None:
@@ -172,30 +174,42 @@ class ElasticJob:
         if state.reduction is not None:
             state.reduction.replica_sum = self.sum.add if self._overlaps else None
 
-    def accumulate(self, step: int, replica: int, micro_batches: Iterable[Any]) -> Iterator[Any]:
-        """Yield ``micro_batches`` of ``replica`` as `fsdp.accumulate` does, and add the gradients.
+    def accumulate(self, step: int, work: Work, micro_batches: list[Any]) -> Iterator[Any]:
+        """Yield those of ``micro_batches`` that are ``work``, and add the gradients.
 
-        Random generators begin at a state that depends on the step, the replica and the rank only.
+        Random generators begin every micro-batch at a state that depends on the step, the replica,
+        the micro-batch and the rank only.
+
+        Args:
+            step: The step in progress.
+            work: One of `work`.
+            micro_batches: All micro-batches of the replica.
         """
-        self._seed(step, replica)
         state = model_state(self._model)
-        self.sum.computing = replica
-        for batch in accumulate(self._model, micro_batches):
+        self.sum.computing = work
+        if work.micro_batch == WHOLE:
+            batches = accumulate(self._model, micro_batches)
+        else:
+            batches = AccumulationStep(self._model, None, True).run(
+                micro_batches, None, only=work.micro_batch
+            )
+        for number, batch in enumerate(batches, max(work.micro_batch, 0)):
             assert state.accumulation is not None
-            self.sum.targets[replica] = state.accumulation.targets
+            self.sum.targets[work.replica] = state.accumulation.targets
+            self._seed(step, work.replica, number)
             yield batch
-        self.sum.end_replica()
+        self.sum.end_work()
         if not self._overlaps:
             self._add_complete_gradients()
-        if replica != self.hosted[-1]:
+        if work != self.work[-1]:
             self._model.zero_grad(set_to_none=True)
 
     def seed_after(self, step: int) -> None:
         """Seed the random generators after ``step``: checkpoints of any replica are the same."""
-        self._seed(step, -1)
+        self._seed(step, -1, 0)
 
-    def _seed(self, step: int, replica: int) -> None:
-        text = f"{self.seed}/{step}/{replica}/{self.rank}"
+    def _seed(self, step: int, replica: int, micro_batch: int) -> None:
+        text = f"{self.seed}/{step}/{replica}/{micro_batch}/{self.rank}"
         digest = hashlib.blake2b(text.encode(), digest_size=7).digest()
         seed_generators(int.from_bytes(digest, "big"))
 
@@ -211,7 +225,7 @@ class ElasticJob:
             if full or other != gradient.dtype:
                 flat = torch.cat([each.reshape(-1) for each in bucket]).cpu()
                 self.sum.add(f"bucket of gradient {position}", flat)
-                if self.sum.computing == self.hosted[-1]:
+                if self.sum.computing == self.work[-1]:
                     parts = flat.split([each.numel() for each in bucket])
                     for each, part in zip(bucket, parts, strict=True):
                         each.copy_(part.view(each.shape))
@@ -275,6 +289,16 @@ class ElasticJob:
 
     # Parts of the above.
 
+    def _divides_replicas(self) -> bool:
+        """Return whether members may compute single micro-batches of a lost replica.
+
+        The sum of its micro-batches must not depend on who computes them. It does if the ranks of a
+        replica add up several micro-batches before they reduce them.
+        """
+        made = runtime_of(self._model)
+        alone = made.mesh.world == made.mesh.sharing
+        return alone and (made.mesh.world == 1 or made.config.gradient_reduction == "micro_batch")
+
     def _install(self, decision: Decision, step: int) -> None:
         """Create the groups of the decision's members, and copy the state to those that join."""
         before = {index for index, _ in self.members}
@@ -282,11 +306,12 @@ class ElasticJob:
         now = [index for index, _ in self.members]
         self._note_members(before, now, step)
         self._group_name = decision.group
-        hosts = assign_replicas(self.config.replicas, now, self.config.mode)
+        divided = self.micro_batches if self._divides_replicas() else 0
+        work = assign_work(self.config.replicas, now, self.config.mode, divided)
         position = now.index(self.replica)
         missing = self._membership.missing if self._membership is not None else lambda: ""
         if not self.sum.install(
-            lambda: self._make_group(position, len(now)), missing, position, hosts
+            lambda: self._make_group(position, len(now)), missing, position, work
         ):
             return
         group = self.sum.group
@@ -380,13 +405,3 @@ def peer_addresses(peers: list[str], replicas: int, port: int) -> list[tuple[str
             raise ConfigError(f"elastic.peers: {peer!r} is not host or host:port")
         found.append((host, int(number)))
     return found
-
-
-def assign_replicas(replicas: int, members: list[int], mode: str) -> list[list[int]]:
-    """Return the replicas that each of ``members`` computes: its own, and some of the lost ones."""
-    hosts = {member: [member] for member in members}
-    if mode == "exact":
-        lost = [index for index in range(replicas) if index not in hosts]
-        for position, index in enumerate(lost):
-            hosts[members[position % len(members)]].append(index)
-    return [sorted(hosts[member]) for member in members]

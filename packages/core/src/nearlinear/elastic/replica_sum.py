@@ -1,10 +1,10 @@
 """Sum of gradients over all replicas in a fixed order, independent of who computed them.
 
-A replica that is lost is computed by others, so that a member holds the gradients of one or of
-several replicas. Each member adds one part of a unit's gradients: all parts of all replicas come to
-it in an all-to-all, it adds them in the order of the replicas, and an all-gather returns the sum.
-Every element is the same chain of additions on any members, so that the bits are equal. The bytes
-are those of an all-reduce.
+A replica that is lost is computed by others: by one of them, or every micro-batch by another one,
+see `assign_work`. Each member adds one piece of a unit's gradients: this piece of all replicas and
+micro-batches comes to it in an all-to-all, it adds them in order, and an all-gather returns the
+sum. Every element is the same chain of additions on any members, so that the bits are equal.
+Without a loss the bytes are those of an all-reduce.
 
 A failure does not raise. It is kept in `failed`, later sums do nothing, and the ranks of a replica
 stay in step with each other until the replicas agree to compute the step again.
@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,36 @@ CHUNK = 1 << 20
 """Elements that are sent and added at a time."""
 GROUP_TIMEOUT = timedelta(minutes=30)
 """Longest wait of a replica for another one that lives; losses are noticed elsewhere."""
+WHOLE = -1
+
+
+class Work(NamedTuple):
+    """Micro-batches of a step that a member computes."""
+
+    replica: int
+    micro_batch: int = WHOLE
+    """Index of a single micro-batch, or `WHOLE` for all of the replica."""
+
+
+def assign_work(
+    replicas: int, members: Sequence[int], mode: str, micro_batches: int = 0
+) -> list[list[Work]]:
+    """Return what each of ``members`` computes: its own replica, and a part of the lost ones.
+
+    Args:
+        replicas: Replicas of the undisturbed job.
+        members: Replicas that are left.
+        mode: ``exact``, or ``rescale`` to leave lost replicas out.
+        micro_batches: Micro-batches of a replica that different members may compute; 0 if a lost
+            replica must be computed by one member.
+    """
+    of_members = {member: [Work(member)] for member in members}
+    if mode == "exact":
+        lost = [index for index in range(replicas) if index not in of_members]
+        parts = range(micro_batches) if micro_batches else [WHOLE]
+        for position, part in enumerate(Work(index, part) for index in lost for part in parts):
+            of_members[members[position % len(members)]].append(part)
+    return [sorted(of_members[member]) for member in members]
 
 
 class ReplicaGroup:
@@ -122,14 +152,15 @@ class ReplicaSum:
         self.failed: str = "no group"
         """Why the sums of the step are incomplete, or an empty string."""
         self.targets: dict[int, float] = {}
-        """Target tokens of the step by replica, of those that this member computes."""
-        self.computing: int = 0
-        """The replica whose gradients are being computed."""
+        """Target tokens of the step by replica, of those that this member computes a part of."""
+        self.computing: Work = Work(0)
+        """The work whose gradients are being computed."""
         self.group: ReplicaGroup | None = None
         self._on_failure = on_failure
-        self._hosts: list[list[int]] = []
+        self._work: list[list[Work]] = []
         self._position = 0
-        self._held: dict[Any, dict[int, torch.Tensor]] = {}
+        self._rows: dict[int, list[int]] = {}
+        self._held: dict[Any, list[torch.Tensor]] = {}
         self._weights: dict[int, float] | None = None
 
     def install(
@@ -137,15 +168,15 @@ class ReplicaSum:
         connect: Callable[[], ReplicaGroup],
         missing: Callable[[], str],
         position: int,
-        hosts: Sequence[Sequence[int]],
+        work: list[list[Work]],
     ) -> bool:
-        """Connect a new group, whose member m computes the replicas ``hosts[m]``.
+        """Connect a new group, whose member m computes ``work[m]``.
 
         Args:
             connect: Returns the group, once all members have called it.
             missing: Returns why a member will not come, or an empty string. Asked all the time.
             position: Index of the own member.
-            hosts: Replicas that each member computes.
+            work: As of `assign_work`.
 
         Returns:
             False if that failed, because a member was lost meanwhile.
@@ -155,7 +186,11 @@ class ReplicaSum:
         # on a thread that has the last reference: an operation with a suspended process delays the
         # end of a group
         threading.Thread(target=held.clear, name="end of a group", daemon=True).start()
-        self._hosts, self._position = [sorted(replicas) for replicas in hosts], position
+        self._work, self._position = work, position
+        every = [each for of_member in work for each in of_member]
+        self._rows = {replica: [] for replica in sorted({each.replica for each in every})}
+        for each in sorted(every):
+            self._rows[each.replica].append(every.index(each))
         self._held.clear()
         made: list[ReplicaGroup | Exception] = []
 
@@ -178,9 +213,9 @@ class ReplicaSum:
         return not self.failed
 
     @property
-    def own(self) -> list[int]:
-        """Replicas that this member computes, in order."""
-        return self._hosts[self._position]
+    def own(self) -> list[Work]:
+        """What this member computes, in order."""
+        return self._work[self._position]
 
     def begin_step(self) -> None:
         """Forget the sums of the last step, or of a failed attempt."""
@@ -205,40 +240,38 @@ class ReplicaSum:
             self.fail(f"{what}{error}")
 
     def add(self, key: Any, gradients: torch.Tensor) -> None:
-        """Take the ``gradients`` (E,) of one unit and replica; the last replica's become the mean.
+        """Take the ``gradients`` (E,) of one unit; those of the last work become the mean of all.
 
         Args:
-            key: Identifies the unit, equal for all replicas of this member.
-            gradients: Mean over the targets of replica `computing`. Kept by reference.
+            key: Identifies the unit, equal for all work of this member.
+            gradients: Part of the mean over the targets of a replica. Kept by reference.
         """
         if self.failed:
             return
-        if self.computing != self.own[-1]:
-            self._held.setdefault(key, {})[self.computing] = gradients
-            return
-        held = self._held.pop(key, {})
-        with self.failing():
-            self._sum({**held, self.computing: gradients}, gradients)
+        held = self._held.setdefault(key, [])
+        held.append(gradients)
+        if self.computing == self.own[-1]:
+            with self.failing():
+                self._sum(self._held.pop(key), gradients)
 
-    def end_replica(self) -> None:
-        """End the computation of a replica: if it was the last one, all targets are known."""
+    def end_work(self) -> None:
+        """End the computation of some work: if it was the last, all targets are known."""
         if self.computing == self.own[-1]:
             with self.failing():
                 self._exchange_targets()
 
     def gather_rows(self, rows: torch.Tensor) -> None:
-        """Fill the rows (replicas, N) of replicas that other members compute, in place."""
+        """Fill the rows (replicas, micro-batches, N) of other members, in place."""
         if self.failed or self.group is None:
             return
         with self.failing():
             own = rows.cpu()
             table = own.new_empty(self.group.size, *own.shape)
             self.group.all_gather(table.view(-1), own.view(-1))()
-            for of_member, replicas in zip(table, self._hosts, strict=True):
-                rows[replicas] = of_member[replicas].to(rows.device)
+            rows.copy_(table.sum(0))  # each number has been computed by one member
 
     def _exchange_targets(self) -> None:
-        """Learn the targets of all replicas, once in a step, after the last one has begun."""
+        """Learn the targets of all replicas, once in a step, after the last work has begun."""
         if self._weights is not None or self.failed:
             return
         assert self.group is not None
@@ -247,23 +280,19 @@ class ReplicaSum:
             own[replica] = count
         table = own.new_empty(self.group.size * self.replicas)
         self.group.all_gather(table, own)()
-        counts = table.view(self.group.size, -1).sum(0).tolist()
-        present = sorted(replica for replicas in self._hosts for replica in replicas)
-        if len({counts[replica] for replica in present}) == 1:
+        counts = table.view(self.group.size, -1).amax(0).tolist()
+        if len({counts[replica] for replica in self._rows}) == 1:
             self._weights = {}
         else:
-            self._weights = {r: counts[r] / sum(counts) for r in present}
+            self._weights = {replica: counts[replica] / sum(counts) for replica in self._rows}
 
-    def _sum(self, parts: dict[int, torch.Tensor], result: torch.Tensor) -> None:
+    def _sum(self, parts: list[torch.Tensor], result: torch.Tensor) -> None:
         """Put the weighted mean of ``parts`` of all members into ``result``.
 
         Chunk by chunk, so that one chunk is on its way while another one is added.
         """
         self._exchange_targets()
-        for replica, weight in (self._weights or {}).items():
-            if replica in parts:
-                parts[replica].mul_(weight)
-        own = [parts[replica].view(-1).split(CHUNK) for replica in self.own]
+        own = [part.view(-1).split(CHUNK) for part in parts]
         chunks = result.view(-1).split(CHUNK)
         arriving: list[tuple[torch.Tensor, Callable[[], None]]] = []
         ends: list[Callable[[], None]] = []
@@ -276,9 +305,9 @@ class ReplicaSum:
             end()
 
     def _send(self, rows: Sequence[torch.Tensor]) -> tuple[torch.Tensor, Callable[[], None]]:
-        """Send the parts of a chunk (E,), a row for each own replica, to those that add them.
+        """Send the pieces of a chunk (E,), a row for each own work, to those that add them.
 
-        Returns the parts that arrive, (replicas, part), and a function that waits for them.
+        Returns the pieces that arrive, (work, piece), and a function that waits for them.
         """
         group = self.group
         assert group is not None
@@ -290,27 +319,34 @@ class ReplicaSum:
             padded = rows[0].new_zeros(len(rows), length * group.size)
             padded[:, :size] = torch.stack(list(rows))
             sent = padded.view(len(rows), group.size, length).transpose(0, 1).reshape(-1)
-        received = sent.new_empty(sum(map(len, self._hosts)), length)
-        of_members = [len(replicas) * length for replicas in self._hosts]
+        received = sent.new_empty(sum(map(len, self._work)), length)
+        of_members = [len(of_member) * length for of_member in self._work]
         parts = [len(rows) * length] * group.size
         return received, group.all_to_all(received.view(-1), sent, of_members, parts)
 
     def _add_and_gather(
         self, received: torch.Tensor, arrived: Callable[[], None], result: torch.Tensor
     ) -> Callable[[], None]:
-        """Add the parts in the order of their replicas, and gather the sums into ``result``.
+        """Add the pieces in the order of their work, and gather the sums into ``result``.
 
         Returns a function that waits for the end.
         """
         group = self.group
         assert group is not None
         arrived()
-        order = [replica for replicas in self._hosts for replica in replicas]
-        total, *others = (received[order.index(replica)] for replica in sorted(order))
+        of_replicas = []
+        for replica, numbers in self._rows.items():
+            one, *others = (received[number] for number in numbers)
+            for other in others:
+                one += other
+            if self._weights:
+                one *= self._weights[replica]
+            of_replicas.append(one)
+        total, *others = of_replicas
         for other in others:
             total += other
         if not self._weights:
-            total *= 1.0 / len(order)
+            total *= 1.0 / len(of_replicas)
         if result.numel() == total.numel() * group.size:
             return group.all_gather(result, total)
         gathered = total.new_empty(total.numel() * group.size)

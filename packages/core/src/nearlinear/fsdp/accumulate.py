@@ -190,9 +190,18 @@ class AccumulationStep:
         self.ended: bool = False
 
     def run(
-        self, micro_batches: list[Any], weight: Callable[[Any], float] | None
+        self,
+        micro_batches: list[Any],
+        weight: Callable[[Any], float] | None,
+        only: int | None = None,
     ) -> Generator[Any, None, None]:
-        """Yield the micro-batches; see `accumulate`."""
+        """Yield the micro-batches; see `accumulate`.
+
+        Args:
+            micro_batches: Those of the step.
+            weight: As in `accumulate`.
+            only: Index of a single one to run, with its weight in the step.
+        """
         self.count_by_user, self.batches = weight, micro_batches
         self.num_micro_batches = number = len(micro_batches)
         for batch in micro_batches:
@@ -207,10 +216,15 @@ class AccumulationStep:
         if self.targets <= 0 and known and self.runtime.replicas == 1:
             raise _no_targets()
 
+        if only is not None:
+            self.batches, self.predicted = [micro_batches[only]], [self.predicted[only]]
+            self.counts = [self.counts[only]]
+            self.num_micro_batches, self._measurement = 1, None
+
         def loop() -> Generator[Any, None, None]:
             try:
                 self._open()
-                for batch in micro_batches:
+                for batch in list(self.batches):
                     self.begin_micro_batch(batch)
                     yield batch
                     self.end_micro_batch()

@@ -11,6 +11,7 @@ from ..distributed.consensus import all_gather_json
 from ..distributed.heartbeat import Fault
 from ..elastic.job import ElasticJob
 from ..elastic.membership import Decision
+from ..elastic.replica_sum import WHOLE
 from ..errors import CheckpointError
 from .callbacks import NO_TARGETS, TrainStep
 from .callbacks.divergence import (
@@ -78,19 +79,24 @@ class ElasticSteps:
         return [loss, targets, own[0], own[1], float(sum(elapsed))]
 
     def _attempt(self, step: TrainStep, micro_batches: list[Any]) -> tuple[dict[str, Any], float]:
-        """Compute the gradients of the replicas that this one hosts.
+        """Compute the gradients of this replica, and of the work of lost ones that it has.
 
         Returns the payload of this replica's vote, and on how many of its ranks a sum failed.
         """
         trainer, job = self.trainer, self.job
         job.begin_step()
-        rows = torch.zeros(job.config.replicas, 2, dtype=torch.float64, device=trainer.device)
-        for replica in job.hosted:
-            given = micro_batches
-            if replica != job.replica:
-                given = trainer.loader.last_step_of(runtime.data_place(replica)[0])
-            batches = job.accumulate(step.number, replica, given)
-            trainer.run_micro_batches(step, batches, rows[replica])
+        shape = job.config.replicas, job.micro_batches, 2
+        rows = torch.zeros(shape, dtype=torch.float64, device=trainer.device)
+        given = {job.replica: micro_batches}
+        for work in job.work:
+            its_rows = rows[work.replica]
+            if work.replica not in given:
+                place, _ = runtime.data_place(work.replica)
+                given[work.replica] = trainer.loader.last_step_of(place)
+            if work.micro_batch != WHOLE:
+                its_rows = its_rows[work.micro_batch : work.micro_batch + 1]
+            batches = job.accumulate(step.number, work, given[work.replica])
+            trainer.run_micro_batches(step, batches, its_rows)
         job.sum.gather_rows(rows)
         trainer.measure_gradients(step)
         stop, failed, elapsed = trainer.flags()

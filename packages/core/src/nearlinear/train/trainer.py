@@ -383,17 +383,20 @@ class Trainer:
         totals = torch.zeros(2, dtype=torch.float64, device=self.device)
         try:
             batches = accumulate(self.model, micro_batches, two_hop=self.config.train.two_hop)
-            self.run_micro_batches(step, batches, totals)
+            self.run_micro_batches(step, batches, totals.expand(self.config.batch.accumulation, 2))
         except NoTargets:  # on all ranks: conversations may have sequences without an answer
             step.skip_reason = NO_TARGETS
         self.measure_gradients(step)
         return self.sum_over_ranks(step, torch.cat([totals, totals.new_tensor(self.flags())]))
 
     def run_micro_batches(
-        self, step: TrainStep, batches: Iterable[Any], totals: torch.Tensor
+        self, step: TrainStep, batches: Iterable[Any], rows: torch.Tensor
     ) -> None:
-        """Run forward and backward of ``batches``; add loss times targets, and targets, up."""
-        for index, batch in enumerate(batches, 1):
+        """Run forward and backward of ``batches``.
+
+        Adds loss times targets, and targets, to the row of ``rows`` (micro-batches, 2) of each.
+        """
+        for index, (batch, row) in enumerate(zip(batches, rows, strict=True), 1):
             self._call("on_micro_batch", step, index)
             if isinstance(self.model, Pipelined):
                 loss = self.model.step(batch)
@@ -401,8 +404,8 @@ class Trainer:
                 loss = self.model(**batch).loss  # FSDP moves the batch to the device
                 loss.backward()
             if targets := count_targets(self.model, batch):  # else the loss is not a number
-                totals[0] += loss.detach().double() * targets
-            totals[1] += targets
+                row[0] += loss.detach().double() * targets
+            row[1] += targets
 
     def measure_gradients(self, step: TrainStep) -> None:
         """Clip the gradients of ``step``, and note their norm."""
