@@ -117,6 +117,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--layout", default="4x1", choices=LAYOUTS, help="replicas x ranks (default: 4x1)")
     add("--backend", default="gloo", help="gloo (default) or nearlinear")
     add("--rate", default="1gbit", help="limit of each link (default: 1gbit)")
+    add("--cores", type=float, help="processors of each node, such as 0.5 (default: shared)")
     add("--steps", type=int, default=12, help="steps of a run (default: 12)")
     add("--rounds", type=int, default=3, help="runs of each kind (default: 3)")
     options = parser.parse_args(argv)
@@ -130,7 +131,7 @@ def _measure(options) -> int:
     with tempfile.TemporaryDirectory(prefix="elastic-") as name:
         folder = Path(name)
         data = prepare_data(folder / "tokens")
-        with Cluster(LAYOUTS[options.layout][0], options.rate) as cluster:
+        with Cluster(LAYOUTS[options.layout][0], options.rate, options.cores) as cluster:
             for number in range(2 * options.rounds):
                 elastic = bool(number % 2)
                 config = config_of(options, data, folder, number)

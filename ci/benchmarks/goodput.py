@@ -300,6 +300,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--every", type=float, default=60.0, help="seconds between faults (default: 60)")
     add("--ways", default=",".join(WAYS), help=f"ways, separated by commas: {','.join(WAYS)}")
     add("--rate", default="1gbit", help="limit of each link (default: 1gbit)")
+    add("--cores", type=float, help="processors of each node, such as 0.5 (default: shared)")
     add("--backend", default="gloo", help="backend of ours: gloo (default) or nearlinear")
     add("--forked", action="store_true", help="fork ranks from a process with all imports")
     add("--checkpoint-every", type=int, default=5, help="steps between checkpoints (default: 5)")
@@ -318,7 +319,7 @@ def _measure(options: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="goodput-") as name:
         folder = Path(name)
         data = prepare_data(folder / "tokens")
-        with Cluster(NODES, options.rate) as cluster:
+        with Cluster(NODES, options.rate, options.cores) as cluster:
             for number in range(options.rounds):
                 for way in options.ways.split(","):
                     own = folder / str(len(windows))

@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
-from ci.emulation.cluster import Cluster, unavailable_reason
+from ci.emulation.cluster import Cluster, processors, unavailable_reason
 from nearlinear.distributed.process_exit import memory_cgroup
 
 _NAMESPACES = {"net": 0x40000000, "uts": 0x04000000, "ipc": 0x08000000, "mnt": 0x00020000}
@@ -49,6 +49,7 @@ class Place:
             Path(self.cgroup, "cgroup.procs").write_text(str(os.getpid()))
         if not self.nodes:
             return
+        processors.join(self.nodes[rank])
         libc = ctypes.CDLL(None, use_errno=True)
         folder = os.getcwd()
         for kind, flag in _NAMESPACES.items():

@@ -19,6 +19,7 @@ from ci.emulation.cluster import (
     as_completed,
     clean,
     namespaces,
+    processors,
     unavailable_reason,
 )
 from ci.emulation.cluster.__main__ import main
@@ -231,6 +232,30 @@ def test_ranks_of_a_node_share_its_namespaces(cluster, kind):
     found = outputs(cluster, ["readlink", f"/proc/self/ns/{kind}"], ranks_per_node=2)
     assert found[0::2] == found[1::2]
     assert len({*found, os.readlink(f"/proc/self/ns/{kind}") + "\n"}) == 4
+
+
+@needs_cluster
+@pytest.mark.skipif(not os.access(processors.ROOT, os.W_OK), reason="cgroups cannot be made")
+def test_nodes_have_their_share_of_the_processors(tmp_path):
+    """A busy rank, started or forked into its node, gets no more than a quarter of a processor."""
+    code = """
+        import os, sys, time
+        from ci.emulation.cluster import processors
+        if sys.argv[1:]:
+            processors.join(int(sys.argv[1]))
+        begin, used = time.monotonic(), time.process_time()
+        while time.monotonic() < begin + 1:
+            pass
+        print(round((time.process_time() - used) / (time.monotonic() - begin), 2))
+    """
+    with Cluster(nodes=1, cores=0.25) as cluster:
+        (folder,) = cluster._groups
+        (started,) = outputs(cluster, python(code))
+        joined = subprocess.run(
+            [*python(code), str(cluster.holder(0))], capture_output=True, text=True, check=True
+        ).stdout
+        assert float(started) < 0.4 and float(joined) < 0.4
+    assert not folder.exists()
 
 
 @needs_cluster

@@ -1,8 +1,9 @@
 """An emulated cluster on one Linux machine: nodes are namespaces, links have a rate.
 
 Each node has its own network, host name, IPC namespace, /dev/shm, /sys and /etc/hosts, and one NIC,
-``eth0``, connected to a switch. Processors, memory, process ids, the boot id and all other files
-are shared, and links have no propagation delay. See `python -m ci.emulation.cluster --help`.
+``eth0``, connected to a switch. Processors (unless each node has a share), memory, process ids, the
+boot id and all other files are shared, and links have no propagation delay. See
+`python -m ci.emulation.cluster --help`.
 """
 
 from ci.emulation.cluster.namespaces import ClusterError, clean, unavailable_reason

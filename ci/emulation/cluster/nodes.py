@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import IO
 
-from ci.emulation.cluster import namespaces
+from ci.emulation.cluster import namespaces, processors
 from ci.emulation.cluster.namespaces import ClusterError, batch, unavailable_reason
 from ci.emulation.cluster.ranks import (
     Rank,
@@ -83,13 +83,16 @@ class Cluster:
         nodes: Number of nodes, named ``node0``, ``node1`` and so on.
         rate: Limit of each NIC in each direction, in tc's notation ("200mbit", "1gbit"; "mbps"
             means megabytes), or None for no limit.
+        cores: Processors of each node, such as 0.5; None to share those of this machine.
     """
 
-    def __init__(self, nodes: int, rate: str | None = None):
+    def __init__(self, nodes: int, rate: str | None = None, cores: float | None = None):
         if not 1 <= nodes <= MAX_NODES:
             raise ValueError(f"nodes={nodes}: an emulated cluster has 1 to {MAX_NODES} nodes.")
         self.nodes = nodes
         self._rate = rate
+        self._cores = cores
+        self._groups: list[Path] = []
         self._owner = os.getpid()
         self._switch, self._names = namespaces.new_names(nodes)
         self._holders: list[subprocess.Popen] = []
@@ -150,6 +153,8 @@ class Cluster:
         self.set_rate(self._rate)
         for holder in self._holders:
             namespaces.await_node(holder)
+        if self._cores:
+            self._groups = processors.limit([each.pid for each in self._holders], self._cores)
 
     def close(self) -> None:
         """Kill every process of the cluster and remove its namespaces."""
@@ -164,6 +169,7 @@ class Cluster:
                 for holder in self._holders:
                     holder.stdout.close()
                     holder.stderr.close()
+                processors.remove(self._groups)
         finally:
             for number, handler in self._handlers.items():
                 signal.signal(number, handler)
@@ -210,10 +216,13 @@ class Cluster:
         ranks = []
         for rank in range(self.nodes * ranks_per_node):
             node = rank // ranks_per_node
+            words = command_on_node(self._holders[node].pid, command, cwd)
+            if self._groups:
+                words = processors.command(self._groups[node], words)
             variables = rank_environment(rank, ranks_per_node, self.nodes, self.address(0), port)
             started = self._starter.submit(
                 Rank,
-                command_on_node(self._holders[node].pid, command, cwd),
+                words,
                 rank=rank,
                 node=node,
                 env={**variables, **(env or {})},

@@ -1,0 +1,68 @@
+"""Processor time of emulated nodes: a cgroup with a quota for each, so that none uses another's."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+PERIOD = 20_000
+"""Microseconds in which a node may use its share."""
+ROOT = Path("/sys/fs/cgroup")
+
+
+def limit(holders: Sequence[int], cores: float) -> list[Path]:
+    """Give each node, held by a process of ``holders``, ``cores`` processors; return the cgroups.
+
+    Raises:
+        OSError: There is no cgroup of the cpu controller in which this process may make others.
+    """
+    parent, folders = group_of(os.getpid()), []
+    for stale in parent.glob("nearlinear-*-node*"):
+        if not Path("/proc", stale.name.split("-")[1]).exists():  # its owner was killed
+            stale.rmdir()
+    for number, holder in enumerate(holders):
+        folder = parent / f"nearlinear-{os.getpid()}-{holder}-node{number}"
+        folder.mkdir()
+        folders.append(folder)
+        quota = round(cores * PERIOD)
+        if (folder / "cpu.max").exists():
+            (folder / "cpu.max").write_text(f"{quota} {PERIOD}")
+        else:
+            (folder / "cpu.cfs_period_us").write_text(str(PERIOD))
+            (folder / "cpu.cfs_quota_us").write_text(str(quota))
+        (folder / "cgroup.procs").write_text(str(holder))
+    return folders
+
+
+def group_of(process: int) -> Path:
+    """Return the cgroup of the cpu controller that holds ``process``."""
+    for line in Path(f"/proc/{process}/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if "cpu" in controllers.split(","):
+            return ROOT / "cpu" / path.lstrip("/")
+        if not controllers and (ROOT / "cgroup.controllers").exists():
+            return ROOT / path.lstrip("/")
+    raise OSError("this system has no cgroup of the cpu controller")
+
+
+def join(holder: int) -> None:
+    """Move the calling process to the cgroup of the node that ``holder`` holds."""
+    folder = group_of(holder)
+    if folder.name.startswith("nearlinear-"):
+        (folder / "cgroup.procs").write_text(str(os.getpid()))
+
+
+def command(folder: Path, words: Sequence[str]) -> list[str]:
+    """Return a command that runs ``words`` in the cgroup ``folder``."""
+    return ["sh", "-c", 'echo $$ > "$0/cgroup.procs"; exec "$@"', str(folder), *words]
+
+
+def remove(folders: Sequence[Path]) -> None:
+    """Remove cgroups whose processes have been killed."""
+    deadline = time.monotonic() + 5
+    for folder in folders:
+        while (folder / "cgroup.procs").read_text() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        folder.rmdir()
