@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 
 import nearlinear as nl
 from nearlinear.distributed.collectives import count_collectives
+from nearlinear.fsdp.accumulate import AccumulationStep
+from nearlinear.fsdp.model_state import local_tensor
 from nearlinear.fsdp.targets import SHIFTED
 from tests.support import tiny
 from tests.support.processes import in_turn
@@ -524,3 +526,26 @@ def test_accumulation_refuses_batches_of_the_first_pipeline_stage():
             nl.accumulation(model, 2)
 
     nl.spmd.run(on_rank, 2)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_single_micro_batches_of_a_step_add_up_to_its_bits(kind, ranks):
+    """Elastic replicas let different members compute the micro-batches of a lost one."""
+
+    def gradients(model, batches, only=None):
+        for batch in AccumulationStep(model, None, True).run(batches, None, only):
+            model(**batch).loss.backward()
+        found = {n: local_tensor(p.grad).clone() for n, p in model.named_parameters()}
+        model.zero_grad()
+        return found
+
+    def compare(rank):
+        model = sharded(ranks, kind, layers=2, config={"gradient_reduction": "micro_batch"})
+        batches = uneven_batches(rank)
+        whole = gradients(model, batches)
+        single = [gradients(model, batches, only) for only in range(len(batches))]
+        return [name for name, gradient in whole.items()
+                if not torch.equal(gradient, sum(each[name] for each in single))]  # fmt: skip
+
+    assert nl.spmd.run(compare, ranks) == [[]] * ranks
