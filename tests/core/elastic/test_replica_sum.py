@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from nearlinear.elastic.replica_sum import WHOLE, ReplicaGroup, ReplicaSum, Work, assign_work
+from nearlinear.errors import NearlinearError
 
 MICRO_BATCHES = 3
 
@@ -78,6 +79,35 @@ def test_bits_do_not_depend_on_who_computes_a_replica(targets, sizes):
             for own in sum_on(work, gradients, targets):
                 for number in range(len(sizes)):
                     assert torch.equal(own[number], undisturbed[0][number])
+
+
+@pytest.mark.parametrize("used", [([0, 1], [0, 2]), ([0], [0])])
+def test_units_that_some_micro_batches_leave_out_are_refused(used):
+    """Members add other units of the same size, or one of them does in a part of its work."""
+    store, told, same = dist.HashStore(), [""] * 2, used[0] == used[1]
+    work = assign_work(3 if same else 2, [0, 1], "exact")
+
+    def member(position: int) -> None:
+        each = ReplicaSum(3, lambda reason: None)
+        each.install(lambda: ReplicaGroup("gloo", store, position, 2), str, position, work)
+        each.begin_step()
+        for number, own in enumerate(each.own):
+            each.computing = own
+            each.targets[own.replica] = 4.0
+            for unit in used[position] + ([7] if same and number == 0 and position == 0 else []):
+                each.add(unit, torch.ones(4))
+            each.end_work()
+        try:
+            each.gather_rows(torch.zeros(3, 1, 2, dtype=torch.float64))
+        except NearlinearError as error:
+            told[position] = str(error)
+
+    threads = [threading.Thread(target=member, args=(m,)) for m in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert all("have not used all blocks" in each for each in told)
 
 
 def test_rescaled_mean_leaves_lost_replicas_out():

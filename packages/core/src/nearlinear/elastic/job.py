@@ -171,8 +171,9 @@ class ElasticJob:
         self.sum.begin_step()
         state = model_state(self._model)
         self._overlaps = state.reduction is not None and not state.partial_gradients
-        if state.reduction is not None:
-            state.reduction.replica_sum = self.sum.add if self._overlaps else None
+        if reduction := state.reduction:
+            unit_sum = lambda unit, total: self.sum.add(reduction.units.index(unit), total)  # noqa: E731
+            reduction.replica_sum = unit_sum if self._overlaps else None
 
     def accumulate(self, step: int, work: Work, micro_batches: list[Any]) -> Iterator[Any]:
         """Yield those of ``micro_batches`` that are ``work``, and add the gradients.

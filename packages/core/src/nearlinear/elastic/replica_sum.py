@@ -12,6 +12,7 @@ stay in step with each other until the replicas agree to compute the step again.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from ..config.parallel import HOST_MEMORY_BACKEND
+from ..errors import NearlinearError
 
 log = logging.getLogger(__name__)
 
@@ -161,6 +163,7 @@ class ReplicaSum:
         self._position = 0
         self._rows: dict[int, list[int]] = {}
         self._held: dict[Any, list[torch.Tensor]] = {}
+        self._summed: list[Any] = []
         self._weights: dict[int, float] | None = None
 
     def install(
@@ -221,6 +224,7 @@ class ReplicaSum:
         """Forget the sums of the last step, or of a failed attempt."""
         self.targets, self._weights = {}, None
         self._held.clear()
+        self._summed.clear()
 
     def fail(self, reason: str) -> None:
         """Give the step up: sums in progress and later ones do nothing."""
@@ -243,7 +247,7 @@ class ReplicaSum:
         """Take the ``gradients`` (E,) of one unit; those of the last work become the mean of all.
 
         Args:
-            key: Identifies the unit, equal for all work of this member.
+            key: Identifies the unit, equal for all work of all members.
             gradients: Part of the mean over the targets of a replica. Kept by reference.
         """
         if self.failed:
@@ -251,24 +255,42 @@ class ReplicaSum:
         held = self._held.setdefault(key, [])
         held.append(gradients)
         if self.computing == self.own[-1]:
+            parts = self._held.pop(key)
+            self._summed.append((key, len(parts), gradients.numel()))
             with self.failing():
-                self._sum(self._held.pop(key), gradients)
+                self._sum(parts, gradients)
 
     def end_work(self) -> None:
         """End the computation of some work: if it was the last, all targets are known."""
         if self.computing == self.own[-1]:
+            self._summed += [(key, len(parts), 0) for key, parts in self._held.items()]
             with self.failing():
                 self._exchange_targets()
 
     def gather_rows(self, rows: torch.Tensor) -> None:
-        """Fill the rows (replicas, micro-batches, N) of other members, in place."""
+        """Fill the rows (replicas, micro-batches, N) of other members, in place.
+
+        Raises NearlinearError if members have not added the same units, each for all of their work.
+        """
         if self.failed or self.group is None:
             return
+        told = [(key, size) for key, count, size in self._summed if count == len(self.own)]
+        told += [self._position] if len(told) < len(self._summed) else []
+        digest = hashlib.blake2b(repr(told).encode(), digest_size=6).digest()
+        own = torch.cat([rows.new_tensor([int.from_bytes(digest, "big")]), rows.view(-1)]).cpu()
+        table = own.new_empty(self.group.size, own.numel())
         with self.failing():
-            own = rows.cpu()
-            table = own.new_empty(self.group.size, *own.shape)
-            self.group.all_gather(table.view(-1), own.view(-1))()
-            rows.copy_(table.sum(0))  # each number has been computed by one member
+            self.group.all_gather(table.view(-1), own)()
+        if self.failed:
+            return
+        if len(set(table[:, 0].tolist())) > 1:
+            raise NearlinearError(
+                "elastic.replicas: some micro-batches have not used all blocks of the model, so the "
+                "gradients of the replicas cannot be added. Every block must run in every "
+                "micro-batch; for models with LayerDrop or conditional blocks set elastic.replicas "
+                "to 0"
+            )
+        rows.copy_(table[:, 1:].sum(0).view(rows.shape))  # one member has computed each number
 
     def _exchange_targets(self) -> None:
         """Learn the targets of all replicas, once in a step, after the last work has begun."""
@@ -292,6 +314,8 @@ class ReplicaSum:
         Chunk by chunk, so that one chunk is on its way while another one is added.
         """
         self._exchange_targets()
+        if len(parts) != len(self.own):
+            raise ValueError("a unit was used in some micro-batches only")
         own = [part.view(-1).split(CHUNK) for part in parts]
         chunks = result.view(-1).split(CHUNK)
         arriving: list[tuple[torch.Tensor, Callable[[], None]]] = []

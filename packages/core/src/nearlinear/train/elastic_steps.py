@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,7 +13,7 @@ from ..distributed.heartbeat import Fault
 from ..elastic.job import ElasticJob
 from ..elastic.membership import Decision
 from ..elastic.replica_sum import WHOLE
-from ..errors import CheckpointError
+from ..errors import CheckpointError, RankFailure
 from .callbacks import NO_TARGETS, TrainStep
 from .callbacks.divergence import (
     ReplicasDiverged,
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
 FLAGS = 3
 """Numbers of `Trainer.flags`."""
+MOST_ATTEMPTS = 5
+"""Attempts of a step with the same replicas, none of which has been lost."""
 
 
 class ElasticSteps:
@@ -56,11 +59,19 @@ class ElasticSteps:
         The update follows, and then `settle`. Returns the sums over all replicas as
         `Trainer._compute_gradients` does; the flag to stop is that of this replica.
         """
+        attempts = Counter()
         while True:
             payload, failures = self._attempt(step, micro_batches)
+            reason = self.job.sum.failed
             decision = self.job.decide(step.number, failures, payload)
             if decision.committed:
                 break
+            attempts[decision.members] += 1
+            if attempts[decision.members] == MOST_ATTEMPTS:
+                raise RankFailure(
+                    f"step {step.number} has failed {MOST_ATTEMPTS} times although no replica was "
+                    f"lost: {reason or 'on another rank'}"
+                )
             if decision.faulty:
                 self._exclude(decision, step.number)
             self.trainer.watch.at(f"step {step.number} again, after the loss of a replica")
