@@ -285,8 +285,8 @@ class ReplicaSum:
             return
         if len(set(table[:, 0].tolist())) > 1:
             raise NearlinearError(
-                "elastic.replicas: some micro-batches have not used all blocks of the model, so the "
-                "gradients of the replicas cannot be added. Every block must run in every "
+                "elastic.replicas: some micro-batches have not used all blocks of the model, and "
+                "the gradients of the replicas cannot be added. Every block must run in every "
                 "micro-batch; for models with LayerDrop or conditional blocks set elastic.replicas "
                 "to 0"
             )
