@@ -235,7 +235,7 @@ def test_ranks_of_a_node_share_its_namespaces(cluster, kind):
 
 
 @needs_cluster
-@pytest.mark.skipif(not os.access(processors.ROOT, os.W_OK), reason="cgroups cannot be made")
+@pytest.mark.skipif(bool(processors.unavailable_reason()), reason="no cgroup can be made")
 def test_nodes_have_their_share_of_the_processors(tmp_path):
     """A busy rank, started or forked into its node, gets no more than a quarter of a processor."""
     code = """

@@ -107,6 +107,8 @@ class Cluster:
     def __enter__(self) -> Cluster:
         if reason := namespaces.unavailable_reason():
             raise ClusterError(reason)
+        if self._cores and (reason := processors.unavailable_reason()):
+            raise ClusterError(f"cores={self._cores}: {reason}")
         namespaces.clean()
         try:
             self._exit_on_signals()

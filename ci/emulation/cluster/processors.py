@@ -12,12 +12,20 @@ PERIOD = 20_000
 ROOT = Path("/sys/fs/cgroup")
 
 
-def limit(holders: Sequence[int], cores: float) -> list[Path]:
-    """Give each node, held by a process of ``holders``, ``cores`` processors; return the cgroups.
+def unavailable_reason() -> str:
+    """Return why nodes cannot have a share of the processors here, or an empty string."""
+    try:
+        folder = group_of(os.getpid()) / f"nearlinear-{os.getpid()}-trial-node"
+        folder.mkdir()
+    except OSError as error:
+        return f"a cgroup for processor time cannot be made: {error}"
+    limits = [(folder / name).exists() for name in ("cpu.max", "cpu.cfs_quota_us")]
+    folder.rmdir()
+    return "" if any(limits) else "the cpu controller is not delegated to children of this cgroup"
 
-    Raises:
-        OSError: There is no cgroup of the cpu controller in which this process may make others.
-    """
+
+def limit(holders: Sequence[int], cores: float) -> list[Path]:
+    """Give each node, held by one of ``holders``, ``cores`` processors; return the cgroups."""
     parent, folders = group_of(os.getpid()), []
     for stale in parent.glob("nearlinear-*-node*"):
         if not Path("/proc", stale.name.split("-")[1]).exists():  # its owner was killed
@@ -48,8 +56,11 @@ def group_of(process: int) -> Path:
 
 
 def join(holder: int) -> None:
-    """Move the calling process to the cgroup of the node that ``holder`` holds."""
-    folder = group_of(holder)
+    """Move the calling process to the cgroup of the node that ``holder`` holds, if it has one."""
+    try:
+        folder = group_of(holder)
+    except OSError:  # without the controller no node has a share
+        return
     if folder.name.startswith("nearlinear-"):
         (folder / "cgroup.procs").write_text(str(os.getpid()))
 
