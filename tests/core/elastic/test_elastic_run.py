@@ -32,7 +32,7 @@ def rows_of(folder: Path) -> list[dict]:
 @pytest.mark.slow
 def test_losses_equal_those_of_one_job_though_a_replica_is_lost(small_run, tmp_path):
     """Steps without dropout; one of four ranks is killed."""
-    small_run = without_dropout(small_run)
+    small_run = without_dropout(small_run, 16)
     plain = small_run | {"run": small_run["run"] | {"folder": str(tmp_path / "plain")},
                          "parallel": {"hybrid_shard_degree": 2}}  # fmt: skip
     nl.spmd.run(train_plainly, 4, args=(plain,))
@@ -43,15 +43,15 @@ def test_losses_equal_those_of_one_job_though_a_replica_is_lost(small_run, tmp_p
 @pytest.mark.gpu
 def test_replicas_share_a_gpu_and_one_is_lost(small_run, tmp_path):
     """Two replicas of a rank on one GPU, and a job of one rank with twice the micro-batches."""
-    small_run = without_dropout(small_run)
-    twice = {"batch": small_run["batch"] | {"accumulation": 4}}
-    plain = small_run | {"run": small_run["run"] | {"folder": str(tmp_path / "plain")}} | twice
+    small_run = without_dropout(small_run, 8)
+    plain = small_run | {"run": small_run["run"] | {"folder": str(tmp_path / "plain")}}
     nl.spmd.run(train_plainly, 1, args=(plain,))
     lose_a_rank_in_training(small_run, tmp_path, 2)
     check_rows(Path(small_run["run"]["folder"]), tmp_path / "plain")
 
 
-def without_dropout(config: dict) -> dict:
+def without_dropout(config: dict, sequences: int) -> dict:
+    config["batch"] = {"micro_batch_size": 2, "sequences": sequences}
     config["model"]["overrides"] |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0)
     config["train"] |= {"steps": 10, "eval_every": 0, "sample_tokens": 0}
     return config

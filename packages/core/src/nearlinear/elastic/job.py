@@ -79,8 +79,8 @@ class ElasticJob:
         check_elastic(config)
         self.config: ElasticConfig = config.elastic
         self.seed: int = config.parallel.random_seed
-        self.micro_batches: int = config.batch.accumulation
-        """Micro-batches of each replica in a step."""
+        self.micro_batches: int = 0
+        """Micro-batches of each rank in a step, set by `start`."""
         self.replica: int = own_replica(self.config.replicas)
         self.rank: int = dist.get_rank()
         runtime.place_replica(self.replica, self.config.replicas)
@@ -129,6 +129,7 @@ class ElasticJob:
         step: int,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
+        micro_batches: int,
         others: dict[str, Any],
     ) -> int:
         """Begin after ``step`` with the other replicas, or join them; return the last done step.
@@ -137,9 +138,11 @@ class ElasticJob:
             step: Step of the loaded checkpoint, equal on all replicas; 0 without one.
             model: The sharded model.
             optimizer: Its optimizer.
+            micro_batches: Micro-batches of each rank in a step.
             others: Objects with ``state_dict`` and ``load_state_dict``, copied to joining replicas.
         """
         self._model, self._optimizer, self._others = model, optimizer, others
+        self.micro_batches = micro_batches
         told = None
         if self._membership is not None:
             membership = self._membership

@@ -51,7 +51,8 @@ class ElasticSteps:
         """Meet the other replicas after ``step`` of a checkpoint; return the last done step."""
         trainer = self.trainer
         others = {"loader": trainer.loader, "bad_steps": trainer.bad_steps}
-        return self.job.start(step, trainer.model, trainer.optimizer, others)
+        micro_batches = trainer.loader.micro_batches
+        return self.job.start(step, trainer.model, trainer.optimizer, micro_batches, others)
 
     def compute(self, step: TrainStep, micro_batches: list[Any]) -> list[float]:
         """Compute the gradients of ``step`` until the replicas agree that they are complete.

@@ -383,7 +383,7 @@ class Trainer:
         totals = torch.zeros(2, dtype=torch.float64, device=self.device)
         try:
             batches = accumulate(self.model, micro_batches, two_hop=self.config.train.two_hop)
-            self.run_micro_batches(step, batches, totals.expand(self.config.batch.accumulation, 2))
+            self.run_micro_batches(step, batches, totals.expand(self.loader.micro_batches, 2))
         except NoTargets:  # on all ranks: conversations may have sequences without an answer
             step.skip_reason = NO_TARGETS
         self.measure_gradients(step)
