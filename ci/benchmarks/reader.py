@@ -4,9 +4,9 @@
     python -m ci.benchmarks.reader --start             time to first batch of ten billion tokens
 
 The same tokens are stored as token shards, as one file, as an Arrow dataset and as chunks of
-litdata (``pip install litdata``). Libraries that are not installed are left out. Readers run in
-turn, one round each, so that other load affects all of them equally. Rates are per CPU second.
-Batches are checked against the stored tokens before anything is timed.
+litdata (left out unless installed: ``pip install litdata``). Readers run in turn, one round each,
+so that other load affects all of them equally. Rates are per CPU second. Batches are checked
+against the stored tokens before anything is timed.
 """
 
 from __future__ import annotations
@@ -80,8 +80,11 @@ def main(argv: list[str] | None = None) -> int:
 
 def measure(folder: Path, length: int, options) -> list[Result]:
     """Measure every reader at one sequence length."""
-    installed = [name for name in READERS if not missing(name)]
-    iterators = {name: READERS[name](folder, length, options.batch) for name in installed}
+    iterators = {
+        name: make(folder, length, options.batch)
+        for name, make in READERS.items()
+        if name != "litdata" or importlib.util.find_spec("litdata")
+    }
     for name, batches in iterators.items():
         sample = list(itertools.islice(batches, 20))
         check_batches(folder, length, sample, packed="best fit" in name)
@@ -93,12 +96,6 @@ def measure(folder: Path, length: int, options) -> list[Result]:
     medians = {name: statistics.median(each) for name, each in rates.items()}
     first = next(iter(medians.values()))
     return [Result(length, name, each, each / first) for name, each in medians.items()]
-
-
-def missing(reader: str) -> bool:
-    """Return True if the library of ``reader`` is not installed."""
-    library = {"litdata": "litdata", "Grain over the same windows": "grain"}.get(reader)
-    return library is not None and importlib.util.find_spec(library) is None
 
 
 def rate(batches: Iterator[dict], seconds: float) -> float:

@@ -7,15 +7,19 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from nearlinear.distributed.process_exit import cgroup
+
 PERIOD = 20_000
 """Microseconds in which a node may use its share."""
-ROOT = Path("/sys/fs/cgroup")
 
 
 def unavailable_reason() -> str:
     """Return why nodes cannot have a share of the processors here, or an empty string."""
+    parent, _ = cgroup("cpu")
+    if parent is None:
+        return "this process has no cgroup of the cpu controller"
+    folder = parent / f"nearlinear-{os.getpid()}-trial-node"
     try:
-        folder = group_of(os.getpid()) / f"nearlinear-{os.getpid()}-trial-node"
         folder.mkdir()
     except OSError as error:
         return f"a cgroup for processor time cannot be made: {error}"
@@ -26,7 +30,8 @@ def unavailable_reason() -> str:
 
 def limit(holders: Sequence[int], cores: float) -> list[Path]:
     """Give each node, held by one of ``holders``, ``cores`` processors; return the cgroups."""
-    parent, folders = group_of(os.getpid()), []
+    (parent, version), folders = cgroup("cpu"), []
+    assert parent is not None
     for stale in parent.glob("nearlinear-*-node*"):
         if not Path("/proc", stale.name.split("-")[1]).exists():  # its owner was killed
             stale.rmdir()
@@ -35,7 +40,7 @@ def limit(holders: Sequence[int], cores: float) -> list[Path]:
         folder.mkdir()
         folders.append(folder)
         quota = round(cores * PERIOD)
-        if (folder / "cpu.max").exists():
+        if version == 2:
             (folder / "cpu.max").write_text(f"{quota} {PERIOD}")
         else:
             (folder / "cpu.cfs_period_us").write_text(str(PERIOD))
@@ -44,24 +49,10 @@ def limit(holders: Sequence[int], cores: float) -> list[Path]:
     return folders
 
 
-def group_of(process: int) -> Path:
-    """Return the cgroup of the cpu controller that holds ``process``."""
-    for line in Path(f"/proc/{process}/cgroup").read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        if "cpu" in controllers.split(","):
-            return ROOT / "cpu" / path.lstrip("/")
-        if not controllers and (ROOT / "cgroup.controllers").exists():
-            return ROOT / path.lstrip("/")
-    raise OSError("this system has no cgroup of the cpu controller")
-
-
 def join(holder: int) -> None:
     """Move the calling process to the cgroup of the node that ``holder`` holds, if it has one."""
-    try:
-        folder = group_of(holder)
-    except OSError:  # without the controller no node has a share
-        return
-    if folder.name.startswith("nearlinear-"):
+    parent, _ = cgroup("cpu")
+    for folder in parent.glob(f"nearlinear-*-{holder}-node*") if parent is not None else ():
         (folder / "cgroup.procs").write_text(str(os.getpid()))
 
 

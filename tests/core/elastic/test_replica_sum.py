@@ -62,7 +62,10 @@ def sum_on(of_members, gradients, targets, backend="gloo") -> list[list[torch.Te
 def test_bits_do_not_depend_on_who_computes_a_replica(targets, sizes):
     torch.manual_seed(0)
     gradients = [
-        [[torch.randn(size) * 10**r for size in sizes] for _ in range(MICRO_BATCHES)]
+        [
+            [torch.randn(size) * 10**r / MICRO_BATCHES for size in sizes]
+            for _ in range(MICRO_BATCHES)
+        ]
         for r in range(4)
     ]
     undisturbed = sum_on(assign_work(4, [0, 1, 2, 3], "exact"), gradients, targets)
@@ -72,7 +75,7 @@ def test_bits_do_not_depend_on_who_computes_a_replica(targets, sizes):
             mean = sum(of_replicas) / 4
         else:
             mean = sum(of_replicas[r] * targets[r] / sum(targets) for r in range(4))
-        torch.testing.assert_close(undisturbed[0][number].double(), mean, rtol=1e-5, atol=1e-3)
+        torch.testing.assert_close(undisturbed[0][number].double(), mean, rtol=1e-5, atol=1e-4)
     for members in ([0, 1, 2], [3, 1], [2]):
         for micro_batches in (0, MICRO_BATCHES):
             work = assign_work(4, members, "exact", micro_batches)

@@ -66,17 +66,23 @@ def end_with_parent(parent: int) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-def memory_cgroup() -> tuple[Path | None, str]:
-    """Return the folder of this process's memory cgroup, or None, and its file of kernel events."""
+def cgroup(controller: str) -> tuple[Path | None, int]:
+    """Return the folder of this process's cgroup for a controller, or None, and its version."""
     with contextlib.suppress(OSError):
         lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
         places = {line.split(":", 2)[1]: line.split(":", 2)[2].lstrip("/") for line in lines}
         for controllers, path in places.items():
-            if "memory" in controllers.split(","):  # version 1
-                return _existing(Path("/sys/fs/cgroup/memory"), path), "memory.oom_control"
+            if controller in controllers.split(","):
+                return _existing(Path("/sys/fs/cgroup", controller), path), 1
         if "" in places:
-            return _existing(Path("/sys/fs/cgroup"), places[""]), "memory.events"
-    return None, ""
+            return _existing(Path("/sys/fs/cgroup"), places[""]), 2
+    return None, 0
+
+
+def memory_cgroup() -> tuple[Path | None, str]:
+    """Return the folder of this process's memory cgroup, or None, and its file of kernel events."""
+    folder, version = cgroup("memory")
+    return folder, {1: "memory.oom_control", 2: "memory.events"}.get(version, "")
 
 
 def _existing(root: Path, path: str) -> Path | None:

@@ -341,16 +341,21 @@ def _known() -> Runtime | None:
 
 
 def _device() -> torch.device:
-    """Select this rank's accelerator, or the CPU. Ranks that are threads stay on the CPU."""
+    """Select this rank's accelerator, or the CPU. Ranks that are threads stay on the CPU.
+
+    Replicas that one launcher starts on a machine have GPUs from NEARLINEAR_FIRST_GPU on, and share
+    them if there are fewer.
+    """
     if ranks_are_threads() or not torch.cuda.is_available():
         return torch.device("cpu")
     local_rank, count = parallel.whole_number("LOCAL_RANK", 0), torch.cuda.device_count()
-    if local_rank >= count:
+    first = parallel.whole_number("NEARLINEAR_FIRST_GPU", 0) % count
+    if first + local_rank >= count:
         raise ConfigError(
             f"LOCAL_RANK = {local_rank}, but this machine has {count} visible GPUs. Start at most "
             f"{count} ranks per node, or set CUDA_VISIBLE_DEVICES= to run on the CPU."
         )
-    device = torch.device("cuda", local_rank)
+    device = torch.device("cuda", first + local_rank)
     torch.cuda.set_device(device)
     return device
 

@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import nn
 
 from .. import _torch
+from ..config.parallel import whole_number
 from ..config.train import ElasticConfig, TrainConfig
 from ..distributed import rendezvous, runtime
 from ..distributed.consensus import StoreChannel, broadcast_json
@@ -166,7 +167,7 @@ class ElasticJob:
 
     @property
     def work(self) -> list[Work]:
-        """What this replica computes in a step: its own micro-batches, and some of lost ones."""
+        """The work of this replica in a step: its own micro-batches, and some of lost replicas."""
         return self.sum.own
 
     def begin_step(self) -> None:
@@ -174,9 +175,8 @@ class ElasticJob:
         self.sum.begin_step()
         state = model_state(self._model)
         self._overlaps = state.reduction is not None and not state.partial_gradients
-        if reduction := state.reduction:
-            unit_sum = lambda unit, total: self.sum.add(reduction.units.index(unit), total)  # noqa: E731
-            reduction.replica_sum = unit_sum if self._overlaps else None
+        if state.reduction is not None:
+            state.reduction.replica_sum = self.sum.add if self._overlaps else None
 
     def accumulate(self, step: int, work: Work, micro_batches: list[Any]) -> Iterator[Any]:
         """Yield those of ``micro_batches`` that are ``work``, and add the gradients.
@@ -396,7 +396,7 @@ def own_replica(replicas: int) -> int:
 def peer_addresses(peers: list[str], replicas: int, port: int) -> list[tuple[str, int]]:
     """Return (host, port) of each replica's first rank. Raises ConfigError."""
     if not peers:
-        port = port or int(os.environ.get("NEARLINEAR_REPLICA_PORT", DEFAULT_PORT))
+        port = port or whole_number("NEARLINEAR_REPLICA_PORT", DEFAULT_PORT)
         return [(rendezvous.LOOPBACK, port + index) for index in range(replicas)]
     if len(peers) != replicas:
         raise ConfigError(f"elastic.peers names {len(peers)} of {replicas} replicas")

@@ -320,16 +320,16 @@ class Membership:
         by_replica = {self.own[0]: own} | {
             member[0]: vote for member, vote in zip(others, votes, strict=True)
         }
-        payloads = {index: by_replica[index]["payload"] for index in sorted(by_replica)}
         complete = all(vote["complete"] for vote in by_replica.values())
+        payloads, faulty = {}, []
         if complete:
-            of_lost = (each for vote in by_replica.values() for each in vote["of_lost"].items())
-            compared = {int(replica): of_it for replica, of_it in of_lost} | payloads
-            compared = dict(sorted(compared.items()))
-            faulty = self.find_faulty(compared)
-            payloads = compared if faulty else payloads
-        else:
-            faulty, payloads = [], {}
+            payloads = {index: by_replica[index]["payload"] for index in sorted(by_replica)}
+            of_lost = {
+                int(r): p for vote in by_replica.values() for r, p in vote["of_lost"].items()
+            }
+            compared = dict(sorted((of_lost | payloads).items()))
+            if faulty := self.find_faulty(compared):
+                payloads = compared
         committed = complete and not faulty
         joined: tuple[Member, ...] = ()
         if committed:

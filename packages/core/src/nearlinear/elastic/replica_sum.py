@@ -49,7 +49,7 @@ class Work(NamedTuple):
 def assign_work(
     replicas: int, members: Sequence[int], mode: str, micro_batches: int = 0
 ) -> list[list[Work]]:
-    """Return what each of ``members`` computes: its own replica, and a part of the lost ones.
+    """Return the work of each of ``members``: its own replica, and a part of the lost ones.
 
     Args:
         replicas: Replicas of the undisturbed job.
@@ -163,7 +163,7 @@ class ReplicaSum:
         self._position = 0
         self._rows: dict[int, list[int]] = {}
         self._held: dict[Any, list[torch.Tensor]] = {}
-        self._summed: list[Any] = []
+        self._summed: list[tuple[Any, int]] = []
         self._weights: dict[int, float] | None = None
 
     def install(
@@ -217,7 +217,7 @@ class ReplicaSum:
 
     @property
     def own(self) -> list[Work]:
-        """What this member computes, in order."""
+        """The work of this member, in order."""
         return self._work[self._position]
 
     def begin_step(self) -> None:
@@ -236,12 +236,12 @@ class ReplicaSum:
         self._on_failure(self.failed)
 
     @contextmanager
-    def failing(self, what: str = "") -> Iterator[None]:
-        """Give the step up, instead of raising, if the block raises an error after ``what``."""
+    def failing(self, prefix: str = "") -> Iterator[None]:
+        """Give the step up if the block raises an error, whose text follows ``prefix``."""
         try:
             yield
         except Exception as error:  # of a lost peer, in the backend's own type
-            self.fail(f"{what}{error}")
+            self.fail(f"{prefix}{error}")
 
     def add(self, key: Any, gradients: torch.Tensor) -> None:
         """Take the ``gradients`` (E,) of one unit; those of the last work become the mean of all.
@@ -252,18 +252,16 @@ class ReplicaSum:
         """
         if self.failed:
             return
-        held = self._held.setdefault(key, [])
-        held.append(gradients)
+        self._held.setdefault(key, []).append(gradients)
         if self.computing == self.own[-1]:
             parts = self._held.pop(key)
-            self._summed.append((key, len(parts), gradients.numel()))
+            self._summed.append((key, gradients.numel()))
             with self.failing():
                 self._sum(parts, gradients)
 
     def end_work(self) -> None:
         """End the computation of some work: if it was the last, all targets are known."""
         if self.computing == self.own[-1]:
-            self._summed += [(key, len(parts), 0) for key, parts in self._held.items()]
             with self.failing():
                 self._exchange_targets()
 
@@ -274,16 +272,15 @@ class ReplicaSum:
         """
         if self.failed or self.group is None:
             return
-        told = [(key, size) for key, count, size in self._summed if count == len(self.own)]
-        told += [self._position] if len(told) < len(self._summed) else []
-        digest = hashlib.blake2b(repr(told).encode(), digest_size=6).digest()
-        own = torch.cat([rows.new_tensor([int.from_bytes(digest, "big")]), rows.view(-1)]).cpu()
+        digest = hashlib.blake2b(repr(self._summed).encode(), digest_size=6).digest()
+        summed = 0 if self._held else int.from_bytes(digest, "big")  # 0: the last work lacks units
+        own = torch.cat([rows.new_tensor([summed]), rows.view(-1)]).cpu()
         table = own.new_empty(self.group.size, own.numel())
         with self.failing():
             self.group.all_gather(table.view(-1), own)()
         if self.failed:
             return
-        if len(set(table[:, 0].tolist())) > 1:
+        if 0 in (of_members := set(table[:, 0].tolist())) or len(of_members) > 1:
             raise NearlinearError(
                 "elastic.replicas: some micro-batches have not used all blocks of the model, and "
                 "the gradients of the replicas cannot be added. Every block must run in every "

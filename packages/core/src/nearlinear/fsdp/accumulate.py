@@ -224,7 +224,7 @@ class AccumulationStep:
         def loop() -> Generator[Any, None, None]:
             try:
                 self._open()
-                for batch in list(self.batches):
+                for batch in self.batches:
                     self.begin_micro_batch(batch)
                     yield batch
                     self.end_micro_batch()

@@ -119,8 +119,9 @@ class GradientReduction:
     last: bool = True
     """True if the current micro-batch synchronizes replicas; with slices each one may."""
     units: list[UnitReduceScatter] = field(default_factory=list)
-    replica_sum: Callable[[UnitReduceScatter, torch.Tensor], None] | None = None
-    """Adds a unit's gradients to those of replicas that are jobs of their own, in place."""
+    replica_sum: Callable[[int, torch.Tensor], None] | None = None
+    """Adds the gradients of the unit with this number to those of replicas that are jobs of their
+    own, in place."""
     inflight: deque[tuple[CommWork, int]] = field(default_factory=deque)
     """Submitted reductions in order, with their elements."""
 
@@ -178,6 +179,7 @@ class UnitReduceScatter(_ReduceScatter):
     ):
         self.common, self.unit = common, unit
         self.reduce_scatter, self.memory = reduce_scatter, memory
+        self.number: int = len(common.units)
         common.units.append(self)
         self.whole: torch.Tensor | None = None  # gradients without a first hop
         self.work: CommWork | None = None  # the reduction in flight
@@ -274,7 +276,7 @@ class UnitReduceScatter(_ReduceScatter):
         elif self.common.replicas is not None:
             dist.all_reduce(total, op=self.replica_op, group=self.common.replicas)
         if self.common.replica_sum is not None:
-            self.common.replica_sum(self, total)
+            self.common.replica_sum(self.number, total)
 
     def stash_grads(self) -> None:
         """Take the gradients away: they are partial sums, whose reduction may be in flight."""

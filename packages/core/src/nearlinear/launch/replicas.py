@@ -43,15 +43,6 @@ def free_ports(count: int) -> int:
     raise OSError(f"no {count} free ports in a row between {PORTS[0]} and {PORTS[-1]}")
 
 
-def visible_devices() -> list[str]:
-    """Return the GPUs of this process, as CUDA_VISIBLE_DEVICES names them."""
-    import torch
-
-    count = torch.cuda.device_count()
-    named = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count))))
-    return named.split(",")[:count] if count else []
-
-
 def run_replicas(arguments: list[str], replicas: int, nproc: int, max_restarts: int) -> int:
     """Run ``nearlinear`` with ``arguments`` as ``replicas`` replicas; return the exit code.
 
@@ -67,10 +58,7 @@ def run_replicas(arguments: list[str], replicas: int, nproc: int, max_restarts: 
     chosen = {"NEARLINEAR_REPLICA_PORT": str(free_ports(replicas))}
 
     def start(replica: int) -> subprocess.Popen:
-        own = {"NEARLINEAR_REPLICA": str(replica)}
-        if devices := visible_devices():
-            first = replica * nproc % len(devices)
-            own["CUDA_VISIBLE_DEVICES"] = ",".join(devices[first : first + nproc])
+        own = {"NEARLINEAR_REPLICA": str(replica), "NEARLINEAR_FIRST_GPU": str(replica * nproc)}
         environment = {**chosen, **os.environ, **own}
         return subprocess.Popen(command, env=environment, process_group=0)
 
@@ -110,7 +98,7 @@ def _supervise(running, start, signals: CountedSignals, restarts_left: int) -> i
             if code and not signals.count and 0 not in codes.values():
                 if not running:
                     return _give_up(codes)
-                if code != USER_ERROR:  # another start would repeat it
+                if code != USER_ERROR:  # which another start repeats
                     due[replica] = time.monotonic() + RESTART_DELAY
         for replica in [r for r, at in due.items() if time.monotonic() >= at]:
             del due[replica]
