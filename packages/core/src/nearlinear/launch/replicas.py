@@ -98,7 +98,7 @@ def _supervise(running, start, signals: CountedSignals, restarts_left: int) -> i
             if code and not signals.count and 0 not in codes.values():
                 if not running:
                     return _give_up(codes)
-                if code != USER_ERROR:  # which another start repeats
+                if code != USER_ERROR:  # a new start has the same end
                     due[replica] = time.monotonic() + RESTART_DELAY
         for replica in [r for r, at in due.items() if time.monotonic() >= at]:
             del due[replica]
