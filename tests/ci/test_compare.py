@@ -179,6 +179,14 @@ def test_race_runs_heats_and_a_final_of_the_fastest_and_continues_its_file(
     assert slowest not in {
         name for cell in race.cells(runs[:1]) for name in (cell.ours, cell.other)
     }
+    ran.clear()  # a system has joined since the first run was measured
+    joined = one.systems[1]
+    runs[0]["results"] = [r for r in runs[0]["results"] if r["system"] != joined]
+    file.write_text(json.dumps({"runs": runs}))
+    assert race.main(["--json", str(file), "--runs", "0"]) == 0
+    heat, final = ran
+    assert heat.systems == ("compute", joined) and joined in final.systems
+    assert len(json.loads(file.read_text())["runs"]) == 2
 
 
 def test_minimum_bytes_equal_a_manual_count():

@@ -73,14 +73,16 @@ def run_configs(steps: int) -> list[CompareConfig]:
     return configs
 
 
-def heats_and_final(config: CompareConfig) -> list[dict]:
-    """Run all systems of ``config`` in heats and the fastest in a final; return all records.
+def heats_and_final(config: CompareConfig, earlier: list[dict]) -> list[dict]:
+    """Run the systems of ``config`` in heats and the fastest in a final; return all records.
 
-    The records of heats are marked ``heat``, and untimed where a final follows.
+    ``earlier`` records of the run replace heats of their systems. The records of heats are marked
+    ``heat``, and untimed where a final follows.
     """
-    compute, *names = config.systems
+    compute = config.systems[0]
+    names = _missing(config, earlier)
     parts = math.ceil(len(names) / IN_A_HEAT)
-    records = []
+    records = list(earlier)
     for part in range(parts):
         heat = replace(config, systems=(compute, *names[part::parts]), steps=1)
         records += run_comparison(heat)
@@ -90,6 +92,12 @@ def heats_and_final(config: CompareConfig) -> list[dict]:
         record["heat"] = True
         record["timed"] = record["timed"] and record["system"] not in finalists
     return records + run_comparison(replace(config, systems=tuple(finalists), memory=False))
+
+
+def _missing(config: CompareConfig, records: list[dict]) -> list[str]:
+    """Return the systems of ``config``, without the computation, that have no ``records``."""
+    measured = {record["system"] for record in records}
+    return [name for name in config.systems[1:] if name not in measured]
 
 
 def choose_finalists(config: CompareConfig, records: list[dict]) -> list[str]:
@@ -198,14 +206,18 @@ def _race(options, argv: list[str]) -> int:
     configs = run_configs(options.steps)
     wanted = range(len(configs)) if options.runs is None else options.runs
     for config in (configs[number] for number in wanted):
-        if any(_settings(CompareConfig.from_fields(run["config"])) == _settings(config)
-               for run in record["runs"]):  # fmt: skip
+        run = next((run for run in record["runs"] if _settings(
+            CompareConfig.from_fields(run["config"])) == _settings(config)), None)  # fmt: skip
+        earlier = run["results"] if run else []
+        if earlier and not _missing(config, earlier):
             continue
         print(f"# {report.describe(config)}", flush=True)
         left_out = [name for name in (*OURS, *OTHERS) if name not in config.systems]
         print(f"# left out: {', '.join(left_out) or 'none'}", flush=True)
-        results = heats_and_final(config)
-        record["runs"].append({"config": asdict(config), "results": results})
+        results = heats_and_final(config, earlier)
+        if run is None:
+            record["runs"].append(run := {})
+        run.update(config=asdict(config), results=results)
         bench_record.write(options.json, record)
         print(f"\n{report.render(config, results)}\n", flush=True)
     print(render(record["runs"]))
@@ -225,7 +237,13 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--runs", type=int, nargs="*", metavar="N", help="numbers of runs, from 0 (default: all)")
     add("--steps", type=int, default=3, metavar="K", help="timed steps of each system (default: 3)")
-    add("--json", type=Path, required=True, metavar="FILE", help="read and write all records")
+    add(
+        "--json",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="read and write all records; runs that lack systems are completed",
+    )
     add("--figures", type=Path, metavar="FOLDER", help="write the figure as SVG")
     return parser
 

@@ -52,6 +52,29 @@ def test_communication_settings_do_not_change_training(degree, two_hop, config):
         assert tiny.largest_difference(run, alone()) < 1e-5
 
 
+def test_memory_of_whole_gradients_is_used_again_unless_they_are_kept():
+    """Gradients that the caller keeps beyond ``zero_grad`` hold their values."""
+
+    def step(model, number):
+        model(**tiny.batch(tiny.rows(number, 2))).loss.backward()
+        gradients = [parameter.grad.to_local() for parameter in model.parameters()]
+        model.zero_grad()
+        return gradients
+
+    def body(rank):
+        model = sharded(1)
+        first = [gradient.data_ptr() for gradient in step(model, 0)]
+        kept = step(model, 1)
+        values = [gradient.clone() for gradient in kept]
+        other = [gradient.data_ptr() for gradient in step(model, 2)]
+        return first, [gradient.data_ptr() for gradient in kept], other, values, kept
+
+    for first, second, third, values, kept in nl.spmd.run(body, 2):
+        assert second == first
+        assert not set(third) & set(second)
+        assert all(map(torch.equal, kept, values))
+
+
 @pytest.mark.slow
 def test_comm_threads_of_processes_do_not_change_training():
     two_nodes = {"ranks_per_node": 2}

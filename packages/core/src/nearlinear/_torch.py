@@ -303,6 +303,12 @@ def storage_of(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+def is_only_user(tensor: torch.Tensor) -> bool:
+    """Return whether no other tensor uses the memory of ``tensor``. 2.8.0, 2.13.0."""
+    storage = tensor.untyped_storage()  # a user, too
+    return torch._C._storage_Use_Count(storage._cdata) == 2  # pyright: ignore[reportAttributeAccessIssue] no stub
+
+
 def local_block(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the shape and the offset of a DTensor's block on this rank. 2.8.0, 2.13.0."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset

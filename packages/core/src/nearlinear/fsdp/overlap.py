@@ -35,6 +35,7 @@ from ..distributed.thread_backend import BACKEND as THREADS
 from .all_gather_codec import CODECS, packed_size
 from .unit_collectives import (
     GradientReduction,
+    ReusedMemory,
     TorchAllocator,
     UnitAllGather,
     UnitReduceScatter,
@@ -210,8 +211,8 @@ def enable_overlapped_reduction(units: Units, runtime: Runtime) -> GradientReduc
     reduction = GradientReduction(threads.reductions, threads.replicas, limit)
     for axis, sharing in units.items():
         if getattr(runtime.mesh, axis) == 1:
-            memory = TorchAllocator()
-            if threads.replicas is not None:
+            memory = ReusedMemory()  # holds the gradients from backward pass to optimizer step
+            if threads.replicas is not None and backend_of(threads.replicas) == HOST_MEMORY_BACKEND:
                 memory = _allocator(threads.replicas, "ReduceScatter")
             for unit in sharing:
                 whole = UnitReduceScatter(reduction, unit, None, memory)
