@@ -62,6 +62,7 @@ def _prepare(options: argparse.Namespace) -> None:
         seed=options.seed,
         dedup=options.dedup,
         filters=_filters(options),
+        decontaminate=options.decontaminate,
         near_duplicates=options.near_duplicates,
         max_documents=options.max_documents,
         max_tokens=options.max_tokens,
@@ -109,7 +110,7 @@ def _audit(options: argparse.Namespace) -> None:
 
     names = _filters(options)
     check_filters(names)
-    for dropped in dropped_documents(_source(options), names):
+    for dropped in dropped_documents(_source(options), names, options.decontaminate):
         if options.json:
             _print_json(dropped._asdict())
         else:

@@ -12,6 +12,7 @@ _EXAMPLES = """examples:
   nearlinear data prepare jsonl corpus/*.jsonl.gz --text-field content --out data/corpus
   nearlinear data prepare parquet crawl/ --workers 32 --dedup exact
   nearlinear data prepare jsonl crawl/ --filters gopher,c4,fineweb --near-duplicates minhash
+  nearlinear data prepare jsonl crawl/ --filters pii --decontaminate evals/mmlu.jsonl
   nearlinear data prepare text books/ --document paragraph --tokenizer llama/tokenizer.json
   nearlinear data prepare chat dialogs.jsonl --tokenizer models/my-chat-model
   nearlinear data prepare hf HuggingFaceFW/fineweb-edu --config sample-10BT
@@ -191,7 +192,12 @@ def _auditing_options() -> argparse.ArgumentParser:
 
 def _add_filters(options: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
     options.add_argument("--filters", default="", metavar="NAMES",
-                         help="quality rules: some of gopher,c4,fineweb")  # fmt: skip
+                         help="quality rules, some of gopher,c4,fineweb, and pii, which masks "
+                         "e-mail and public IP addresses")  # fmt: skip
+    options.add_argument("--decontaminate", action="append", default=[], metavar="FILE",
+                         help="leave out documents that share 12 words in a row with this "
+                         "evaluation set: JSON lines with text, or with query and label; may be "
+                         "repeated")  # fmt: skip
 
 
 def _add_export(command: argparse.ArgumentParser) -> None:

@@ -2,9 +2,10 @@
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
-from data_prep.documents import is_blank, make_filters
+from data_prep.documents import is_blank, make_filters, requiring_filters
 from data_prep.sources import Source
 
 _SHOWN = 80
@@ -23,17 +24,26 @@ class Dropped(NamedTuple):
     """First characters of the document."""
 
 
-def dropped_documents(source: Source, names: Sequence[str]) -> Iterator[Dropped]:
+def dropped_documents(
+    source: Source, names: Sequence[str], decontaminate: Sequence[str | Path] = ()
+) -> Iterator[Dropped]:
     """Yield the dropped documents in order.
 
     Args:
         source: Text; it is read once and not changed.
         names: Quality rules in order, of `data_prep.documents.FILTERS`.
+        decontaminate: Files of evaluation sets, as of `data_prep.prepare`.
 
     Raises:
         DataError: numba or spaCy is missing, or the text cannot be read.
     """
-    filters = make_filters(names)
+    sets = None
+    if decontaminate:
+        with requiring_filters():
+            from data_prep.decontaminate import read_evaluation_sets
+
+            sets = read_evaluation_sets(decontaminate)
+    filters = make_filters(names, sets)
     numbers: Counter[int] = Counter()
     for whole in source.splits():
         for split in source.split_by_input(whole):

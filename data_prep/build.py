@@ -14,7 +14,7 @@ from typing import Any
 
 from data_prep import near_dedup, output, pool
 from data_prep.assign_splits import UnusableTextError, has_limit, limit_reached
-from data_prep.documents import check_filters, make_filters
+from data_prep.documents import check_filters, requiring_filters
 from data_prep.encoders import BACKENDS
 from data_prep.plan import PreparationPlan
 from data_prep.progress import Progress
@@ -38,6 +38,7 @@ def prepare(
     seed: int = 0,
     dedup: str | None = None,
     filters: Sequence[str] = (),
+    decontaminate: Sequence[str | Path] = (),
     near_duplicates: str | None = None,
     max_documents: int | None = None,
     max_tokens: int | None = None,
@@ -68,6 +69,8 @@ def prepare(
         seed: Seed of that hash.
         dedup: "exact" drops documents whose text occurred before.
         filters: Quality filters to apply in order, names of `data_prep.documents.FILTERS`.
+        decontaminate: Files of evaluation sets. Documents that contain their text are left out, see
+            `data_prep.decontaminate`.
         near_duplicates: "minhash" keeps the first of nearly equal documents.
         max_documents: Stop after this many documents.
         max_tokens: Stop after the document that reaches this many tokens, EOS included.
@@ -109,9 +112,13 @@ def prepare(
     more_settings: dict[str, Any] = {}
     if filters or near_duplicates:
         more_settings = {"filters": list(filters), "near_duplicates": near_duplicates}
-    if filters:
-        make_filters(filters)  # reports missing packages
+    if filters or decontaminate:
+        with requiring_filters():
+            from data_prep.decontaminate import read_evaluation_sets
+
         more_settings["spacy"] = version("spacy")  # decides where words end
+        if decontaminate:
+            more_settings["evaluation_sets"] = read_evaluation_sets(decontaminate)
     if near_duplicates:
         more_settings["minhash_version"] = near_dedup.VERSION
     if isinstance(tokenizer, str):

@@ -7,6 +7,7 @@ text, identifies exact duplicates and, together with the seed, selects the valid
 import sys
 from codecs import readbuffer_encode
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,6 +19,7 @@ from nearlinear.data.format.shards import MOST_TOKENS
 from nearlinear.errors import DataError
 
 if TYPE_CHECKING:
+    from data_prep.decontaminate import EvaluationSets
     from data_prep.quality import QualityFilters
 
 TRAIN, VAL, DROPPED = 0, 1, 2
@@ -26,8 +28,8 @@ TRAIN, VAL, DROPPED = 0, 1, 2
 LOG = np.dtype([("high", "<u8"), ("low", "<u8"), ("bytes", "<u4"), ("tokens", "<u4")])
 """Entry of a log: the two halves of the hash, UTF-8 bytes, and tokens including EOS."""
 
-FILTERS = ("gopher", "c4", "fineweb")
-"""Quality rules by their name on the command line."""
+FILTERS = ("gopher", "c4", "fineweb", "pii")
+"""Rules by their name on the command line."""
 
 _BATCH_CHARACTERS = 256 * 1024
 
@@ -39,17 +41,30 @@ def check_filters(names: Sequence[str]) -> None:
             raise DataError(f"no filter {name!r}: use {', '.join(FILTERS)}")
 
 
-def make_filters(names: Sequence[str]) -> "QualityFilters | None":
-    """Return quality rules in order, or None for no names; numba compiles them on first use.
+def make_filters(
+    names: Sequence[str], evaluation_sets: "EvaluationSets | None" = None
+) -> "QualityFilters | None":
+    """Return rules in order, or None if there are none; numba compiles them on first use.
 
     Raises `DataError` if numba or spaCy is missing.
     """
-    if not names:
+    if not names and evaluation_sets is None:
         return None
-    try:
-        from data_prep.quality import QualityFilters
+    with requiring_filters():
+        from data_prep.decontaminate import Decontamination
+        from data_prep.quality import QualityFilters, Rule
 
-        return QualityFilters(names)
+        more: list[tuple[str, Rule]] = []
+        if evaluation_sets is not None:
+            more.append(("decontaminate", Decontamination(evaluation_sets)))
+        return QualityFilters(names, more_rules=more)
+
+
+@contextmanager
+def requiring_filters() -> Iterator[None]:
+    """Raise `DataError` with the remedy if a package of the filters is missing."""
+    try:
+        yield
     except ImportError as error:
         raise DataError(
             f"filters need spaCy and numba ({error}): run `pip install 'nearlinear[filters]'`"
@@ -150,7 +165,7 @@ def has_same_text(plan: PreparationPlan, number: int, count: int, digest: str) -
     limit, current, found = plan.settings["max_documents"], xxhash.xxh3_64(), 0
     # Read one document more than recorded to notice appended text, unless a limit ended the split.
     one_more = plan.settings["max_tokens"] is None and count != limit
-    texts_of_split = read_documents(plan, number, make_filters(plan.filters))
+    texts_of_split = read_documents(plan, number, make_filters(plan.filters, plan.evaluation_sets))
     for texts in group_batches(texts_of_split, count + one_more):
         entries, _ = log_entries(texts)
         current.update(text_hashes(entries))

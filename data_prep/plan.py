@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from data_prep.chat import ChatTokenizer
 from data_prep.sources import Input, InputSplit, Source, UnreadInput, portable, rebuild
@@ -21,7 +21,10 @@ from nearlinear.data.format import FORMAT_VERSION, TOKENIZER_FILE
 from nearlinear.errors import DataError
 from nearlinear.storage import StoragePath
 
-PLAN_FILE = "job.json"
+if TYPE_CHECKING:
+    from data_prep.decontaminate import EvaluationSets
+
+PLAN_FILE, EVALUATION_FILE = "job.json", "evaluation_sets.npz"
 
 
 @dataclass(frozen=True)
@@ -36,9 +39,16 @@ class PreparationPlan:
     """Input splits, for the input as it was when the plan was made."""
     inputs: tuple[Input, ...] = ()
     unread: tuple[UnreadInput, ...] = ()
+    evaluation_sets: "EvaluationSets | None" = None
 
     @classmethod
-    def create(cls, source: Source, tokenizer: TextTokenizer, **options: Any) -> "PreparationPlan":
+    def create(
+        cls,
+        source: Source,
+        tokenizer: TextTokenizer,
+        evaluation_sets: "EvaluationSets | None" = None,
+        **options: Any,
+    ) -> "PreparationPlan":
         """Plan the input splits of `source`; `options` are those of `prepare`."""
         known = {"revision": source.revision()} if source.revision else {}
         if source.spec is not None:
@@ -55,8 +65,12 @@ class PreparationPlan:
             tokenizer = ChatTokenizer.from_tokenizer(tokenizer)
             template = tokenizer.chat_template.encode()
             settings["chat_template_sha256"] = hashlib.sha256(template).hexdigest()
+        if evaluation_sets is not None:
+            settings["evaluation_sets"] = evaluation_sets.settings
         splits = tuple(source.splits())
-        return cls(source, tokenizer, settings, splits, source.inputs, source.unread)
+        return cls(
+            source, tokenizer, settings, splits, source.inputs, source.unread, evaluation_sets
+        )
 
     @property
     def seed(self) -> int:
@@ -109,8 +123,10 @@ class PreparationPlan:
                 )
 
     def save(self, folder: StoragePath) -> None:
-        """Write the plan and its tokenizer to the folder of the unfinished output."""
+        """Write the plan and all that it needs to the folder of the unfinished output."""
         self.tokenizer.write(folder)
+        if self.evaluation_sets is not None:
+            (folder / EVALUATION_FILE).put(self.evaluation_sets.to_bytes())
         document = {
             "format": FORMAT_VERSION,
             "settings": self.settings,
@@ -139,6 +155,11 @@ class PreparationPlan:
         words = TextTokenizer(
             tokenizer["name"], text, tokenizer["eos_token"], tokenizer.get("config", "{}")
         )
+        sets = document["settings"].get("evaluation_sets")
+        if sets is not None:
+            from data_prep.decontaminate import EvaluationSets
+
+            sets = EvaluationSets.from_bytes((folder / EVALUATION_FILE).read(), sets)
         return cls(
             source,
             ChatTokenizer.from_tokenizer(words) if source.conversations else words,
@@ -146,4 +167,5 @@ class PreparationPlan:
             tuple(InputSplit(*split) for split in document["splits"]),
             tuple(Input(*file) for file in document["inputs"]),
             tuple(UnreadInput(*file) for file in document.get("unread", ())),
+            sets,
         )

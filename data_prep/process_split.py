@@ -50,7 +50,8 @@ def process_split(
     """
     seconds: dict[str, float] = dict.fromkeys(STAGES, 0.0)
     with replace_folder(split_folder(folder, number)) as work, plan.check_unchanged(number):
-        writer, filters = SplitWriter(work, plan), make_filters(plan.filters)
+        writer = SplitWriter(work, plan)
+        filters = make_filters(plan.filters, plan.evaluation_sets)
         signatures = (
             _HashedFile(work / SIGNATURES_FILE) if plan.settings.get("near_duplicates") else None
         )

@@ -1,5 +1,6 @@
 """Quality rules for English text: those of Gopher, C4 and FineWeb, with their published thresholds.
 
+Beside them, the masks of `pii`.
 Decisions, names and order of the rules equal those of datatrove's filters. Rules over words run in
 compiled loops, those over lines in Python.
 
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
+from data_prep import pii
 from data_prep import word_loops as loops
 from data_prep.words import Chunks, WordTable
 
@@ -39,10 +41,11 @@ SENTENCE_ENDS = _characters(
 )
 """Characters that end a sentence in some script (Unicode's Sentence_Terminal)."""
 
-SYMBOLS = SENTENCE_ENDS | _characters(
-    "0-8 b-1f 21-2f 3a-40 5b-60 7b-9f ab b4 bb 2013-2014 2019 201c-201e 2026 2236 2501 25ba 3001 "
-    "3008-300b 300c-300d 3010-3011 ff05 ff08-ff09 ff0c ff11 ff1a-ff1b ff5e"
+PUNCTUATION = _characters(
+    "0-8 b-1f 21-2f 3a-40 5b-60 7b-9f ab b4 bb 2013-2014 2019 201c-201e 2026 2236 2501 25ba "
+    "3001-3002 3008-300b 300c-300d 3010-3011 ff01 ff05 ff08-ff09 ff0c ff0e ff11 ff1a-ff1b ff1f ff5e"
 )
+SYMBOLS = SENTENCE_ENDS | PUNCTUATION
 """Punctuation and control characters, of which a word cannot consist."""
 
 FREQUENT_N_GRAMS = np.array([0.20, 0.18, 0.16])
@@ -188,6 +191,11 @@ def fineweb(judge: Judge, text: str) -> tuple[str | None, str]:
     return None, text
 
 
+def mask_personal_data(judge: Judge, text: str) -> tuple[None, str]:
+    """Mask e-mail and IP addresses."""
+    return None, pii.mask(text)
+
+
 def paragraphs(text: str) -> list[str]:
     """Split a text at two or more line feeds."""
     first, *others = text.strip().split("\n\n")
@@ -213,6 +221,7 @@ RULES: dict[str, tuple[Rule, ...]] = {
     "gopher": (gopher_repetition, gopher_quality),
     "c4": (c4,),
     "fineweb": (fineweb,),
+    "pii": (mask_personal_data,),
 }
 """Rules by their name on the command line, in order."""
 
@@ -230,19 +239,26 @@ def _judge_of_this_thread() -> Judge:
 class QualityFilters:
     """Rules in order, which judge one document at a time.
 
-    Rules may change the documents that they keep: C4's remove lines. `dropped` counts the removed
-    documents by rule and reason.
+    Rules may change the documents that they keep: C4's remove lines, and addresses are masked.
+    `dropped` counts the removed documents by rule and reason.
     """
 
-    def __init__(self, names: Sequence[str], judge: Judge | None = None):
+    def __init__(
+        self,
+        names: Sequence[str],
+        judge: Judge | None = None,
+        more_rules: Sequence[tuple[str, Rule]] = (),
+    ):
         """Create the rules.
 
         Args:
             names: Keys of `RULES`.
             judge: Tables of words; those of this thread by default, which all rules share.
+            more_rules: Names and rules that follow.
         """
         self.dropped: Counter[str] = Counter()
         self._rules = [(name, rule) for name in names for rule in RULES[name]]
+        self._rules += more_rules
         self._judge = judge or _judge_of_this_thread()
 
     def __call__(self, texts: Iterable[str]) -> Iterator[str]:

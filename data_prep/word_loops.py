@@ -116,6 +116,38 @@ def insert(hashes, new_numbers, keys, numbers):
 
 
 @_compiled
+def n_gram_keys(hashes, n):
+    """Return the key of each n-gram of a text, uint64 [words - n + 1]; equal ones have equal keys.
+
+    Args:
+        hashes: Polynomial hash of each word of the text, uint64 [words].
+        n: Words of an n-gram.
+    """
+    count = max(0, len(hashes) - n + 1)
+    keys = np.empty(count, np.uint64)
+    key, power = np.uint64(0), np.uint64(1)
+    for _ in range(n):
+        power *= BASE
+    for at in range(len(hashes)):
+        key = key * BASE + _mixed(hashes[at])
+        if at >= n:
+            key -= power * _mixed(hashes[at - n])
+        if at >= n - 1:
+            keys[at - n + 1] = _mixed(key)
+    return keys
+
+
+@_compiled
+def first_known(hashes, keys, numbers):
+    """Return the number of the first of ``hashes`` that a table has, or -1; as of `look_up`."""
+    for at in range(len(hashes)):
+        place = _place_of(hashes[at], keys)
+        if keys[place] != EMPTY:
+            return numbers[place]
+    return -1
+
+
+@_compiled
 def words_of_chunks(chunks, firsts, words_of_all, words):
     """Write the words of chunks, in order; return their number.
 

@@ -2,6 +2,8 @@
 
     python -m ci.benchmarks.filters [FILE] [--rounds N] [--json OUT]
 
+The rules are those of ``--filters``, and ``--decontaminate`` with quotes from the documents.
+
 Both decide on the same documents, in turn; a difference in a decision, its reason or the text that
 is left ends the command with status 1. The first pass of a rule meets new words, the second one
 none: text in between is as fast as its share of new words allows.
@@ -9,39 +11,55 @@ none: text in between is as fast as its share of new words allows.
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import statistics
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from ci.benchmarks.collectives import record as bench_record
 from ci.command_line import make_parser
-from data_prep.quality import Judge, QualityFilters
+from data_prep import pii
+from data_prep.decontaminate import Decontamination, read_evaluation_sets
+from data_prep.documents import FILTERS
+from data_prep.quality import Judge, QualityFilters, Rule
 from data_prep.sources.botocore_docs import botocore_documents
 
 MODULE = "ci.benchmarks.filters"
-RULES = (("gopher",), ("c4",), ("fineweb",), ("gopher", "c4", "fineweb"))
+RULES = (("gopher",), ("c4",), ("fineweb",), ("gopher", "c4", "fineweb"), ("pii",), ())
+"""Rules by name; none: only evaluation sets are looked for."""
+QUOTES = 200
+"""Items of the evaluation set."""
 DATATROVE = {
     "gopher": ("GopherRepetitionFilter", "GopherQualityFilter"),
     "c4": ("C4QualityFilter",),
     "fineweb": ("FineWebQualityFilter",),
 }
-"""datatrove's classes of each rule, in order."""
+"""datatrove's classes of each rule, in order; masks of personal data come last."""
+
+Items = Sequence[dict[str, str]]
+"""Items of an evaluation set, with ``label`` and perhaps ``query``."""
 
 Decision = tuple[str | None, str | None]
 """Reason to drop a document, or None, and the text that is left."""
 
 
-def by_datatrove(texts: Iterable[str], names: Iterable[str]) -> list[Decision]:
-    """Decide by datatrove's filters."""
+def by_datatrove(texts: Iterable[str], names: Sequence[str], items: Items = ()) -> list[Decision]:
+    """Decide by datatrove's filters, of which the last one looks for ``items``."""
     from datatrove.data import Document
-    from datatrove.pipeline import filters
+    from datatrove.pipeline import filters, formatters
 
-    rules = [(name, getattr(filters, kind)()) for name in names for kind in DATATROVE[name]]
+    rules = [(name, getattr(filters, kind)()) for name in names for kind in DATATROVE.get(name, ())]
+    if items:
+        rules.append(("decontaminate", _datatrove_decontamination(items)))
+    masks = formatters.PIIFormatter(email_replacement=pii.EMAIL, ip_replacement=pii.IP)
     found: list[Decision] = []
     for text in texts:
         document, why = Document(text, id=""), None
@@ -51,40 +69,74 @@ def by_datatrove(texts: Iterable[str], names: Iterable[str]) -> list[Decision]:
             if not passed:
                 why = f"{name}: {reason}"
                 break
-        found.append((why, None if why else document.text))
+        left = masks.format(document.text) if "pii" in names else document.text
+        found.append((why, None if why else left))
     return found
 
 
+def _datatrove_decontamination(items: Items) -> Any:
+    from datatrove.pipeline.decont import n_grams
+    from datatrove.utils.hashing import HashConfig, create_hash_func
+    from datatrove.utils.word_tokenizers import load_word_tokenizer
+
+    # datatrove passes text to xxhash, which xxhash 3.6 and later reject
+    config = n_grams.NGramsDecontConfig(hash_config=HashConfig(hash_fc="sha1"))
+    indexer = object.__new__(n_grams.NGramsDecontIndexer)  # its constructor needs lighteval
+    indexer.config, indexer.tokenizer = config, load_word_tokenizer("eng")
+    indexer.hash_func = create_hash_func(config.hash_config)
+    rule = n_grams.NGramsDecontFilter(".", config)
+    hashed = (indexer.compute_hashes(item["label"], item.get("query")) for item in items)
+    rule._index_hashes = dict.fromkeys(itertools.chain(*hashed), "items")
+    return rule
+
+
 def by_rules(
-    texts: Iterable[str], names: Iterable[str], judge: Judge | None = None
+    texts: Iterable[str], names: Sequence[str], judge: Judge | None = None, items: Items = ()
 ) -> list[Decision]:
-    """Decide by `data_prep.quality`."""
-    decisions = map(QualityFilters([*names], judge).judge, texts)
+    """Decide by `data_prep.quality`, and by `data_prep.decontaminate` for ``items``."""
+    more: list[tuple[str, Rule]] = []
+    if items:
+        with tempfile.NamedTemporaryFile("w", suffix=".jsonl") as file:
+            file.writelines(json.dumps(item) + "\n" for item in items)
+            file.flush()
+            sets = replace(read_evaluation_sets([file.name]), names=("contaminated",))
+        more.append(("decontaminate", Decontamination(sets)))
+    decisions = map(QualityFilters(names, judge, more).judge, texts)
     return [(why, None if why else left) for why, left in decisions]
 
 
 def measure(texts: list[str], rounds: int) -> list[dict]:
     """Return a record for each set of rules: megabytes per second of processor time."""
     megabytes = sum(len(text.encode("utf-8", "replace")) for text in texts) / 1e6
-    by_rules(texts[:1], RULES[-1])  # compiles the loops
+    by_rules(texts[:1], FILTERS)  # compiles the loops
+    draw = random.Random(1)
+    items = [{"label": " ".join(_quote(draw.choice(texts), draw))} for _ in range(QUOTES)]
     records = []
     for names in RULES:
+        sought = [] if names else items
         first, again, theirs, different = [], [], [], 0
         for _ in range(rounds):
             judge = Judge()
             by_rules(["A word."], names, judge)  # loads spaCy's lazy parts
-            first.append(_seconds(partial(by_rules, texts, names, judge))[0])
-            seconds, ours = _seconds(partial(by_rules, texts, names, judge))
+            first.append(_seconds(partial(by_rules, texts, names, judge, sought))[0])
+            seconds, ours = _seconds(partial(by_rules, texts, names, judge, sought))
             again.append(seconds)
-            seconds, expected = _seconds(partial(by_datatrove, texts, names))
+            seconds, expected = _seconds(partial(by_datatrove, texts, names, sought))
             theirs.append(seconds)
             different = sum(a != b for a, b in zip(ours, expected, strict=True))
         speeds = [megabytes / statistics.median(each) for each in (first, again, theirs)]
-        records.append({"rules": "+".join(names), "megabytes": megabytes, "documents": len(texts),
+        records.append({"rules": "+".join(names) or "decontaminate",
+                        "megabytes": megabytes, "documents": len(texts),
                         "new_words": speeds[0], "known_words": speeds[1], "datatrove": speeds[2],
                         "dropped": sum(left is None for _, left in expected),
                         "different": different})  # fmt: skip
     return records
+
+
+def _quote(text: str, draw: random.Random) -> list[str]:
+    words = text.split()
+    begin = draw.randrange(max(1, len(words) - 40))
+    return words[begin : begin + 40]
 
 
 def _seconds(call: Callable[[], list[Decision]]) -> tuple[float, list[Decision]]:
@@ -126,7 +178,8 @@ def damaged(text: str, draw: random.Random) -> str:
         lines = [line[: draw.randint(5, 60)] for line in lines]
     elif kind == 7:
         odd = [":)", ": (", "8)", "a.m.", "10am", "can't", ";-)", "\u00a0", "\t", "\u2003", "  ",
-               "IS_ALPHA", "U.S.", "cant", "(x)", "http://a.b/c?d", "e.g.", "3,000"]  # fmt: skip
+               "IS_ALPHA", "U.S.", "a.b@c.de", "8.8.8.8", "10.0.0.1", "cant",
+               "(x)", "http://a.b/c?d", "e.g.", "3,000"]  # fmt: skip
         found = [draw.choice(odd) if draw.random() < 0.3 else word for word in found]
     elif kind == 8:
         phrases = ["Lorem ipsum dolor sit.", "Enable javascript now please.", "a { b } c d.",

@@ -203,7 +203,7 @@ def test_filtered_bytes_do_not_depend_on_workers_or_interruptions(corpus, tmp_pa
         data_prep.prepare(source, tmp_path / "two", workers=1, **{**options, "filters": ["c4"]})
     assert data_prep.prepare(source, tmp_path / "two", workers=2, **options) == one
     assert one.statistics["near_duplicates"]["documents"] > 5
-    with pytest.raises(DataError, match="no filter 'mine': use gopher, c4, fineweb"):
+    with pytest.raises(DataError, match="no filter 'mine': use gopher, c4, fineweb, pii"):
         data_prep.prepare(source, tmp_path / "x", filters=["mine"], **OPTIONS)
 
 

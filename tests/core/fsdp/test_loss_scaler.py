@@ -270,8 +270,8 @@ def test_one_non_finite_gradient_is_an_overflow():
             parameter.grad = torch.zeros_like(parameter)
         if rank == 2:
             local_tensor(next(model.parameters()).grad).view(-1)[0] = math.nan
-        nl.loss_scaler(model).finish(model)
-        return nl.loss_scaler(model).overflow, all(p.grad is None for p in model.parameters())
+        overflow = nl.loss_scaler(model).unscale(model)
+        return overflow, all(p.grad is None for p in model.parameters())
 
     assert nl.spmd.run(finish, 4) == [(True, True)] * 4
 

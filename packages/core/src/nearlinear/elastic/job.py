@@ -55,7 +55,6 @@ def check_elastic(config: TrainConfig) -> None:
     """Raise ConfigError for settings that an elastic job cannot have."""
     elastic, parallel = config.elastic, config.parallel
     refused = {
-        "parallel.fp16": parallel.fp16,
         "parallel.shard_optimizer_state": parallel.shard_optimizer_state,
         "train.two_hop = false": not config.train.two_hop,
         "optimizer.kind = 'adamw_8bit'": config.optimizer.kind == "adamw_8bit",

@@ -392,9 +392,10 @@ class AccumulationStep:
             reducer.reduce()
         self._free_gathered()
         self._conclude_targets()
-        if state.loss_scaler is not None:
-            state.loss_scaler.finish(self.model)
-        if state.loss_scaler is None or not state.loss_scaler.overflow:
+        scaler = state.loss_scaler
+        if scaler is not None and self.runtime.replicas == 1:  # else after the sum over replicas
+            scaler.update(scaler.unscale(self.model))
+        if scaler is None or not scaler.overflow:
             for parameter, gradient in self.earlier:
                 new = parameter.grad
                 parameter.grad = gradient if new is None else gradient.add_(new)

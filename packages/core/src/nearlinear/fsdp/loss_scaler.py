@@ -89,10 +89,13 @@ class LossScaler:
         self._at_minimum = state["at_minimum"]
 
     @torch.no_grad()
-    def finish(self, model: nn.Module) -> None:
-        """Unscale the gradients after a step, or drop them on overflow. Collective over all ranks.
+    def unscale(self, model: nn.Module) -> bool:
+        """Unscale the gradients of a step, or drop them on overflow. Collective over all ranks.
 
-        A norm that exceeds float32 counts as an overflow, too.
+        A norm that exceeds float32 counts as an overflow, too. `update` follows if the step counts.
+
+        Returns:
+            True if they overflow.
         """
         gradients = _gradients(model)
         if gradients:
@@ -105,7 +108,7 @@ class LossScaler:
         overflow = overflows.item() > 0
         if overflow:
             model.zero_grad(set_to_none=True)
-        self.update(overflow)
+        return overflow
 
 
 def loss_scaler(model: nn.Module) -> LossScaler:

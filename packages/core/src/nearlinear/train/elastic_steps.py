@@ -41,6 +41,7 @@ class ElasticSteps:
         self.all_stop: bool = False
         """True if all replicas have received a signal to stop, and not only this one."""
         self._decision: Decision | None = None
+        self._overflow: bool = False
 
     @property
     def joining(self) -> bool:
@@ -50,7 +51,9 @@ class ElasticSteps:
     def start(self, step: int) -> int:
         """Meet the other replicas after ``step`` of a checkpoint; return the last done step."""
         trainer = self.trainer
-        others = {"loader": trainer.loader, "bad_steps": trainer.bad_steps}
+        others: dict[str, Any] = {"loader": trainer.loader, "bad_steps": trainer.bad_steps}
+        if trainer.scaler:
+            others["loss_scaler"] = trainer.scaler
         micro_batches = trainer.loader.micro_batches
         return self.job.start(step, trainer.model, trainer.optimizer, micro_batches, others)
 
@@ -79,6 +82,8 @@ class ElasticSteps:
             self._go_on(decision, step.number)
             self.trainer.optimizer.zero_grad()
         self._decision = decision
+        if self.trainer.scaler:
+            self.trainer.scaler.update(self._overflow)
         payloads = list(decision.payloads.values())
         loss, targets = (sum(row[i] for row in payloads[0]["rows"]) for i in (0, 1))
         if not targets and not step.skip_reason:
@@ -110,6 +115,8 @@ class ElasticSteps:
             batches = job.accumulate(step.number, work, given[work.replica])
             trainer.run_micro_batches(step, batches, its_rows)
         job.sum.gather_rows(rows)
+        if trainer.scaler:
+            self._overflow = trainer.scaler.unscale(trainer.model)
         trainer.measure_gradients(step)
         stop, failed, elapsed = trainer.flags()
         own = [stop, failed, elapsed if job.writes else 0.0, float(bool(job.sum.failed))]

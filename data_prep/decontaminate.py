@@ -1,0 +1,151 @@
+"""Leave out documents that contain text of evaluation sets: those that share 12 words in a row.
+
+Decisions equal those of datatrove's n-gram decontamination. Words are compared without case,
+accents, punctuation and the values of numbers. Of a question with an answer, the words of the
+answer count, alone or after the end of the question, but not the question alone, which often quotes
+a public text.
+
+Source: Brown et al. 2020 (GPT-3, appendix C), which compares 13 words.
+"""
+
+import hashlib
+import io
+import json
+import re
+import unicodedata
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from data_prep import word_loops as loops
+from data_prep.quality import PUNCTUATION, Judge
+from data_prep.sources.files import decode_utf8, read_lines
+from nearlinear.errors import DataError
+
+WORDS = 12
+"""Words of an n-gram."""
+
+_NUMBER = re.compile(r"\d+(?:[.,\u060c\u066b\u2396-\u2398]\d+)?")
+_PUNCTUATION_AS_SPACE = str.maketrans(dict.fromkeys(PUNCTUATION, " "))
+_SPACES = re.compile(r"\s+")
+
+
+@dataclass(frozen=True)
+class EvaluationSets:
+    """The n-grams of evaluation sets."""
+
+    names: tuple[str, ...]
+    """Names of the files, without their endings."""
+    keys: np.ndarray
+    """Distinct keys of n-grams, uint64 [n-grams]."""
+    numbers: np.ndarray
+    """The set of each, the first one that has it, int32 [n-grams]."""
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What identifies the sets among the settings of a preparation."""
+        digest = hashlib.sha256(self.keys.tobytes() + self.numbers.tobytes()).hexdigest()
+        return {"names": [*self.names], "words": WORDS, "sha256": digest}
+
+    def to_bytes(self) -> bytes:
+        """Return the arrays as a file of numpy."""
+        stream = io.BytesIO()
+        np.savez(stream, keys=self.keys, numbers=self.numbers)
+        return stream.getvalue()
+
+    @classmethod
+    def from_bytes(cls, data: bytes, settings: dict[str, Any]) -> "EvaluationSets":
+        """Return the sets of `to_bytes`. Raises `DataError` if ``settings`` are of others."""
+        arrays = np.load(io.BytesIO(data), allow_pickle=False)
+        found = cls(tuple(settings["names"]), arrays["keys"], arrays["numbers"])
+        if found.settings != settings:
+            raise DataError(
+                "the evaluation sets of this preparation have changed: prepare with --overwrite"
+            )
+        return found
+
+
+def read_evaluation_sets(paths: Sequence[str | Path]) -> EvaluationSets:
+    """Read the n-grams of JSON lines, also compressed, of evaluation sets.
+
+    A line has ``text``, or ``query`` and ``label``; a label may be a list of strings.
+
+    Raises:
+        DataError: A line has other fields, or a file too few words.
+    """
+    judge = Judge()
+
+    names = [Path(path).name.partition(".")[0] for path in paths]
+    if len({*names}) < len(names):
+        raise DataError(f"evaluation sets need different names, and these are {', '.join(names)}")
+    keys: list[np.ndarray] = []
+    numbers: list[np.ndarray] = []
+    for number, path in enumerate(paths):
+        before = len(keys)
+        for query, label in _read_items(path):
+            judge.begin()
+            question, answer = (_word_hashes(judge, text) for text in (query, label))
+            parts = [answer, np.concatenate([question[1 - WORDS :], answer[: WORDS - 1]])]
+            parts = parts if query else parts[:1]
+            keys += [loops.n_gram_keys(part, WORDS) for part in parts]
+        numbers.append(np.full(sum(map(len, keys[before:])), number, np.int32))
+        if not len(numbers[-1]):
+            raise DataError(f"{path} has no text of {WORDS} words, so that nothing would be found")
+    distinct, first = np.unique(np.concatenate(keys), return_index=True)
+    return EvaluationSets(tuple(names), distinct, np.concatenate(numbers)[first])
+
+
+class Decontamination:
+    """The rule that drops texts with n-grams of evaluation sets."""
+
+    def __init__(self, sets: EvaluationSets):
+        self._names = sets.names
+        places = 1 << (2 * len(sets.keys)).bit_length()
+        self._table = np.zeros(places, np.uint64), np.zeros(places, np.int32)
+        loops.insert(sets.keys, sets.numbers, *self._table)
+
+    def __call__(self, judge: Judge, text: str) -> tuple[str | None, str]:
+        """Return the name of the set whose text a document contains, or None, and the text."""
+        hashes = _word_hashes(judge, text)
+        number = loops.first_known(loops.n_gram_keys(hashes, WORDS), *self._table)
+        return None if number < 0 else self._names[number], text
+
+
+def _word_hashes(judge: Judge, text: str) -> np.ndarray:
+    """Return the hash of each word that is compared, uint64 [words]."""
+    words = judge.words(simplify(text))
+    return judge.table.joined_hashes[0][words]
+
+
+def _read_items(path: str | Path) -> Iterator[tuple[str, str]]:
+    """Yield question and answer of each item; a text is an answer without a question."""
+    for number, line in enumerate(read_lines(path), 1):
+        if not line.strip():
+            continue
+        try:
+            item = json.loads(decode_utf8(line, path))
+        except ValueError as error:
+            raise DataError(f"{path}, line {number} is not JSON: {error}") from None
+        item = item if isinstance(item, dict) else {}
+        query, labels = item.get("query", ""), item.get("label", item.get("text"))
+        labels = labels if isinstance(labels, list) else [labels]
+        if not labels or not all(isinstance(text, str) for text in (query, *labels)):
+            raise DataError(
+                f"{path}, line {number}: an item of an evaluation set is an object with the string "
+                "text, or with the strings query and label; a label may be a list of strings"
+            )
+        for label in labels:
+            yield query, label
+
+
+def simplify(text: str) -> str:
+    """Return the words of a text as they are compared, with a space in between."""
+    text = _NUMBER.sub("0", text.lower()).translate(_PUNCTUATION_AS_SPACE)
+    text = _SPACES.sub(" ", text.strip())
+    if not text.isascii():
+        letters = unicodedata.normalize("NFD", text)
+        text = "".join(letter for letter in letters if unicodedata.category(letter) != "Mn")
+    return text.strip()
