@@ -129,9 +129,9 @@ def _read_items(path: str | Path) -> Iterator[tuple[str, str]]:
             item = json.loads(decode_utf8(line, path))
         except ValueError as error:
             raise DataError(f"{path}, line {number} is not JSON: {error}") from None
-        item = item if isinstance(item, dict) else {}
-        query, labels = item.get("query", ""), item.get("label", item.get("text"))
-        labels = labels if isinstance(labels, list) else [labels]
+        fields: dict[str, Any] = item if isinstance(item, dict) else {}
+        query, given = fields.get("query", ""), fields.get("label", fields.get("text"))
+        labels: list[Any] = given if isinstance(given, list) else [given]
         if not labels or not all(isinstance(text, str) for text in (query, *labels)):
             raise DataError(
                 f"{path}, line {number}: an item of an evaluation set is an object with the string "
