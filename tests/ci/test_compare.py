@@ -181,7 +181,9 @@ def test_race_runs_heats_and_a_final_of_the_fastest_and_continues_its_file(
     }
     ran.clear()  # a system has joined since the first run was measured
     joined = one.systems[1]
-    runs[0]["results"] = [r for r in runs[0]["results"] if r["system"] != joined]
+    runs[0]["results"] = [  # on a day on which the machine was faster
+        r | {"seconds": r["seconds"] / 2} for r in runs[0]["results"] if r["system"] != joined
+    ]
     file.write_text(json.dumps({"runs": runs}))
     assert race.main(["--json", str(file), "--runs", "0"]) == 0
     heat, final = ran

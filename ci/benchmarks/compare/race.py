@@ -76,17 +76,19 @@ def run_configs(steps: int) -> list[CompareConfig]:
 def heats_and_final(config: CompareConfig, earlier: list[dict]) -> list[dict]:
     """Run the systems of ``config`` in heats and the fastest in a final; return all records.
 
-    ``earlier`` records of the run replace heats of their systems. The records of heats are marked
+    ``earlier`` records of the run replace a heat of their systems. The records of heats are marked
     ``heat``, and untimed where a final follows.
     """
     compute = config.systems[0]
     names = _missing(config, earlier)
     parts = math.ceil(len(names) / IN_A_HEAT)
-    records = list(earlier)
+    heats = [earlier] if earlier else []
+    steps = config.steps if earlier else 1  # heats of other days are compared by the computation
     for part in range(parts):
-        heat = replace(config, systems=(compute, *names[part::parts]), steps=1)
-        records += run_comparison(heat)
-    finalists = choose_finalists(config, records)
+        heat = replace(config, systems=(compute, *names[part::parts]), steps=steps)
+        heats.append(run_comparison(heat))
+    records = [record for heat in heats for record in heat]
+    finalists = choose_finalists(config, heats)
     print(f"# final: {', '.join(finalists)}", flush=True)
     for record in records:
         record["heat"] = True
@@ -100,13 +102,19 @@ def _missing(config: CompareConfig, records: list[dict]) -> list[str]:
     return [name for name in config.systems[1:] if name not in measured]
 
 
-def choose_finalists(config: CompareConfig, records: list[dict]) -> list[str]:
+def choose_finalists(config: CompareConfig, heats: list[list[dict]]) -> list[str]:
     """Return the computation and the fastest systems of the heats within each budget.
 
-    Each budget sends `FINALISTS` systems of each side, on every backend and on gloo.
+    Each budget sends `FINALISTS` systems of each side, on every backend and on gloo. The times of a
+    heat are divided by that of its computation, since the machine is not always equally fast.
     """
-    seconds, peaks = report.step_medians(records), report.peaks_in_parameters(config, records)
-    chosen = {config.systems[0]}
+    compute = config.systems[0]
+    seconds, peaks = {}, {}
+    for records in heats:
+        medians = report.step_medians(records)
+        seconds |= {name: each / medians[compute] for name, each in medians.items()}
+        peaks |= report.peaks_in_parameters(config, records)
+    chosen = {compute}
     for names in (OURS, OTHERS):
         for backends in (names, [name for name in names if "_nl" not in name]):
             for budget in BUDGETS:
