@@ -123,7 +123,7 @@ REAL = {
     "recomputed": config(LLAMA, "each", sdp_max_live_parameters=0, overlap_communication=False),
     "beside": config(GPT2, "each", accumulation=2),
     "tensor ranks": config(LLAMA, tensor_parallel_degree=2),
-    "replicas": config(NEOX, "each", hybrid_shard_degree=1, accumulation=2),
+    "replicas": config(NEOX, "each", hybrid_shard_degree=1, accumulation=2, bf16=False),
     "a pipeline": config(GPT2, micro_batch=8, pipeline_parallel_degree=2, microbatches=4),
     "experts": config(MIXTRAL, "each", expert_parallel_degree=2),
 }
