@@ -120,12 +120,10 @@ def test_estimate_matches_dry_run_with_fewer_experts_than_ranks():
 
 REAL = {
     "kept": config(GPT2, bf16=False),
-    "recomputed": config(
-        LLAMA, "each", sdp_max_live_parameters=0, overlap_communication=False, bf16=False
-    ),
-    "beside": config(GPT2, "each", accumulation=2, bf16=False),
+    "recomputed": config(LLAMA, "each", 1, sdp_max_live_parameters=0, overlap_communication=False),
+    "beside": config(GPT2, "each", 1, accumulation=2),
     "tensor ranks": config(LLAMA, tensor_parallel_degree=2),
-    "replicas": config(NEOX, "each", hybrid_shard_degree=1, accumulation=2, bf16=False),
+    "replicas": config(NEOX, "each", 1, hybrid_shard_degree=1, accumulation=2),
     "a pipeline": config(GPT2, micro_batch=8, pipeline_parallel_degree=2, microbatches=4),
     "experts": config(MIXTRAL, "each", expert_parallel_degree=2),
 }
