@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from data_prep.documents import is_blank, make_filters, requiring_filters
+from data_prep.documents import is_blank, load_evaluation_sets, make_filters
 from data_prep.sources import Source
 
 _SHOWN = 80
@@ -37,13 +37,7 @@ def dropped_documents(
     Raises:
         DataError: numba or spaCy is missing, or the text cannot be read.
     """
-    sets = None
-    if decontaminate:
-        with requiring_filters():
-            from data_prep.decontaminate import read_evaluation_sets
-
-            sets = read_evaluation_sets(decontaminate)
-    filters = make_filters(names, sets)
+    filters = make_filters(names, load_evaluation_sets(decontaminate))
     numbers: Counter[int] = Counter()
     for whole in source.splits():
         for split in source.split_by_input(whole):

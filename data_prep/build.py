@@ -14,7 +14,7 @@ from typing import Any
 
 from data_prep import near_dedup, output, pool
 from data_prep.assign_splits import UnusableTextError, has_limit, limit_reached
-from data_prep.documents import check_filters, requiring_filters
+from data_prep.documents import check_filters, load_evaluation_sets, make_filters
 from data_prep.encoders import BACKENDS
 from data_prep.plan import PreparationPlan
 from data_prep.progress import Progress
@@ -112,13 +112,9 @@ def prepare(
     more_settings: dict[str, Any] = {}
     if filters or near_duplicates:
         more_settings = {"filters": list(filters), "near_duplicates": near_duplicates}
-    if filters or decontaminate:
-        with requiring_filters():
-            from data_prep.decontaminate import read_evaluation_sets
-
+    evaluation_sets = load_evaluation_sets(decontaminate)
+    if make_filters(filters, evaluation_sets):  # reports missing packages
         more_settings["spacy"] = version("spacy")  # decides where words end
-        if decontaminate:
-            more_settings["evaluation_sets"] = read_evaluation_sets(decontaminate)
     if near_duplicates:
         more_settings["minhash_version"] = near_dedup.VERSION
     if isinstance(tokenizer, str):
@@ -133,6 +129,7 @@ def prepare(
     plan = PreparationPlan.create(
         source,
         tokenizer,
+        evaluation_sets,
         val_fraction=val_fraction,
         seed=seed,
         dedup=dedup,

@@ -15,6 +15,7 @@ import re
 import unicodedata
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -46,9 +47,17 @@ class EvaluationSets:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What identifies the sets among the settings of a preparation."""
+        """Names and digest of the sets, for the settings of a preparation."""
         digest = hashlib.sha256(self.keys.tobytes() + self.numbers.tobytes()).hexdigest()
         return {"names": [*self.names], "words": WORDS, "sha256": digest}
+
+    @cached_property
+    def table(self) -> tuple[np.ndarray, np.ndarray]:
+        """Keys and numbers as a table of `word_loops.first_known`."""
+        places = 1 << (2 * len(self.keys)).bit_length()
+        table = np.zeros(places, np.uint64), np.zeros(places, np.int32)
+        loops.insert(self.keys, self.numbers, *table)
+        return table
 
     def to_bytes(self) -> bytes:
         """Return the arrays as a file of numpy."""
@@ -77,7 +86,6 @@ def read_evaluation_sets(paths: Sequence[str | Path]) -> EvaluationSets:
         DataError: A line has other fields, or a file too few words.
     """
     judge = Judge()
-
     names = [Path(path).name.partition(".")[0] for path in paths]
     if len({*names}) < len(names):
         raise DataError(f"evaluation sets need different names, and these are {', '.join(names)}")
@@ -88,9 +96,8 @@ def read_evaluation_sets(paths: Sequence[str | Path]) -> EvaluationSets:
         for query, label in _read_items(path):
             judge.begin()
             question, answer = (_word_hashes(judge, text) for text in (query, label))
-            parts = [answer, np.concatenate([question[1 - WORDS :], answer[: WORDS - 1]])]
-            parts = parts if query else parts[:1]
-            keys += [loops.n_gram_keys(part, WORDS) for part in parts]
+            border = np.concatenate([question[1 - WORDS :], answer[: WORDS - 1]])
+            keys += [loops.n_gram_keys(part, WORDS) for part in (answer, border)]
         numbers.append(np.full(sum(map(len, keys[before:])), number, np.int32))
         if not len(numbers[-1]):
             raise DataError(f"{path} has no text of {WORDS} words, so that nothing would be found")
@@ -102,10 +109,7 @@ class Decontamination:
     """The rule that drops texts with n-grams of evaluation sets."""
 
     def __init__(self, sets: EvaluationSets):
-        self._names = sets.names
-        places = 1 << (2 * len(sets.keys)).bit_length()
-        self._table = np.zeros(places, np.uint64), np.zeros(places, np.int32)
-        loops.insert(sets.keys, sets.numbers, *self._table)
+        self._names, self._table = sets.names, sets.table
 
     def __call__(self, judge: Judge, text: str) -> tuple[str | None, str]:
         """Return the name of the set whose text a document contains, or None, and the text."""

@@ -8,6 +8,7 @@ import sys
 from codecs import readbuffer_encode
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -41,6 +42,19 @@ def check_filters(names: Sequence[str]) -> None:
             raise DataError(f"no filter {name!r}: use {', '.join(FILTERS)}")
 
 
+def load_evaluation_sets(paths: Sequence[str | Path]) -> "EvaluationSets | None":
+    """Read evaluation sets, or return None for no paths.
+
+    Raises `DataError` if numba or spaCy is missing, or if a file cannot be used.
+    """
+    if not paths:
+        return None
+    with _requiring_filters():
+        from data_prep.decontaminate import read_evaluation_sets
+
+        return read_evaluation_sets(paths)
+
+
 def make_filters(
     names: Sequence[str], evaluation_sets: "EvaluationSets | None" = None
 ) -> "QualityFilters | None":
@@ -50,7 +64,7 @@ def make_filters(
     """
     if not names and evaluation_sets is None:
         return None
-    with requiring_filters():
+    with _requiring_filters():
         from data_prep.decontaminate import Decontamination
         from data_prep.quality import QualityFilters, Rule
 
@@ -61,7 +75,7 @@ def make_filters(
 
 
 @contextmanager
-def requiring_filters() -> Iterator[None]:
+def _requiring_filters() -> Iterator[None]:
     """Raise `DataError` with the remedy if a package of the filters is missing."""
     try:
         yield

@@ -9,7 +9,7 @@ import ipaddress
 import re
 
 EMAIL, IP = "email@example.com", "192.0.2.1"
-"""What replaces an address."""
+"""Masks."""
 
 _LOCAL = frozenset(
     "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789!#$%&'*+/=?^_`{|}~-"
@@ -22,7 +22,7 @@ _DOMAIN = re.compile(
 )
 _ADDRESS = re.compile(rf"(?:{_OCTET}\.){{3}}{_OCTET}")
 _POINTS = re.compile(r"\d\.\d+\.\d")
-"""What every text with an IP address has, and few others; faster than `_ADDRESS`."""
+"""A part of every IP address, which few other texts have; found faster than `_ADDRESS`."""
 
 
 def mask(text: str) -> str:

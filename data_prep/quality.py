@@ -1,8 +1,7 @@
 """Quality rules for English text: those of Gopher, C4 and FineWeb, with their published thresholds.
 
-Beside them, the masks of `pii`.
-Decisions, names and order of the rules equal those of datatrove's filters. Rules over words run in
-compiled loops, those over lines in Python.
+The masks of `pii` are a rule, too. Decisions, names and order of the rules equal those of
+datatrove's filters. Rules over words run in compiled loops, those over lines in Python.
 
 Sources: Rae et al. 2021 (Gopher, appendix A), Raffel et al. 2020 (C4, section 2.2), Penedo et al.
 2024 (FineWeb, section 3.6).

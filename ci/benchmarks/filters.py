@@ -19,7 +19,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,6 +36,8 @@ RULES = (("gopher",), ("c4",), ("fineweb",), ("gopher", "c4", "fineweb"), ("pii"
 """Rules by name; none: only evaluation sets are looked for."""
 QUOTES = 200
 """Items of the evaluation set."""
+SET = "contaminated"
+"""Name of the evaluation set, which is datatrove's only reason to drop a document for it."""
 DATATROVE = {
     "gopher": ("GopherRepetitionFilter", "GopherQualityFilter"),
     "c4": ("C4QualityFilter",),
@@ -51,14 +52,15 @@ Decision = tuple[str | None, str | None]
 """Reason to drop a document, or None, and the text that is left."""
 
 
-def by_datatrove(texts: Iterable[str], names: Sequence[str], items: Items = ()) -> list[Decision]:
-    """Decide by datatrove's filters, of which the last one looks for ``items``."""
+def by_datatrove(
+    texts: Iterable[str], names: Sequence[str], more_rules: Sequence[tuple[str, Any]] = ()
+) -> list[Decision]:
+    """Decide by datatrove's filters, and then by ``more_rules``."""
     from datatrove.data import Document
     from datatrove.pipeline import filters, formatters
 
     rules = [(name, getattr(filters, kind)()) for name in names for kind in DATATROVE.get(name, ())]
-    if items:
-        rules.append(("decontaminate", _datatrove_decontamination(items)))
+    rules += more_rules
     masks = formatters.PIIFormatter(email_replacement=pii.EMAIL, ip_replacement=pii.IP)
     found: list[Decision] = []
     for text in texts:
@@ -74,7 +76,8 @@ def by_datatrove(texts: Iterable[str], names: Sequence[str], items: Items = ()) 
     return found
 
 
-def _datatrove_decontamination(items: Items) -> Any:
+def decontamination_of_datatrove(items: Items) -> tuple[str, Any]:
+    """Return the name and datatrove's filter that looks for ``items``."""
     from datatrove.pipeline.decont import n_grams
     from datatrove.utils.hashing import HashConfig, create_hash_func
     from datatrove.utils.word_tokenizers import load_word_tokenizer
@@ -86,23 +89,27 @@ def _datatrove_decontamination(items: Items) -> Any:
     indexer.hash_func = create_hash_func(config.hash_config)
     rule = n_grams.NGramsDecontFilter(".", config)
     hashed = (indexer.compute_hashes(item["label"], item.get("query")) for item in items)
-    rule._index_hashes = dict.fromkeys(itertools.chain(*hashed), "items")
-    return rule
+    rule._index_hashes = dict.fromkeys(itertools.chain(*hashed), SET)
+    return "decontaminate", rule
 
 
 def by_rules(
-    texts: Iterable[str], names: Sequence[str], judge: Judge | None = None, items: Items = ()
+    texts: Iterable[str],
+    names: Sequence[str],
+    judge: Judge | None = None,
+    more_rules: Sequence[tuple[str, Rule]] = (),
 ) -> list[Decision]:
-    """Decide by `data_prep.quality`, and by `data_prep.decontaminate` for ``items``."""
-    more: list[tuple[str, Rule]] = []
-    if items:
-        with tempfile.NamedTemporaryFile("w", suffix=".jsonl") as file:
-            file.writelines(json.dumps(item) + "\n" for item in items)
-            file.flush()
-            sets = replace(read_evaluation_sets([file.name]), names=("contaminated",))
-        more.append(("decontaminate", Decontamination(sets)))
-    decisions = map(QualityFilters(names, judge, more).judge, texts)
+    """Decide by `data_prep.quality`, and then by ``more_rules``."""
+    decisions = map(QualityFilters(names, judge, more_rules).judge, texts)
     return [(why, None if why else left) for why, left in decisions]
+
+
+def decontamination(items: Items) -> tuple[str, Rule]:
+    """Return the name and the rule of `data_prep.decontaminate` that looks for ``items``."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, f"{SET}.jsonl")
+        file.write_text("".join(json.dumps(item) + "\n" for item in items))
+        return "decontaminate", Decontamination(read_evaluation_sets([file]))
 
 
 def measure(texts: list[str], rounds: int) -> list[dict]:
@@ -113,15 +120,16 @@ def measure(texts: list[str], rounds: int) -> list[dict]:
     items = [{"label": " ".join(_quote(draw.choice(texts), draw))} for _ in range(QUOTES)]
     records = []
     for names in RULES:
-        sought = [] if names else items
+        ours_more = [] if names else [decontamination(items)]
+        theirs_more = [] if names else [decontamination_of_datatrove(items)]
         first, again, theirs, different = [], [], [], 0
         for _ in range(rounds):
             judge = Judge()
             by_rules(["A word."], names, judge)  # loads spaCy's lazy parts
-            first.append(_seconds(partial(by_rules, texts, names, judge, sought))[0])
-            seconds, ours = _seconds(partial(by_rules, texts, names, judge, sought))
+            first.append(_seconds(partial(by_rules, texts, names, judge, ours_more))[0])
+            seconds, ours = _seconds(partial(by_rules, texts, names, judge, ours_more))
             again.append(seconds)
-            seconds, expected = _seconds(partial(by_datatrove, texts, names, sought))
+            seconds, expected = _seconds(partial(by_datatrove, texts, names, theirs_more))
             theirs.append(seconds)
             different = sum(a != b for a, b in zip(ours, expected, strict=True))
         speeds = [megabytes / statistics.median(each) for each in (first, again, theirs)]

@@ -3,6 +3,7 @@
 import gzip
 import json
 import random
+import sys
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -16,7 +17,12 @@ from nearlinear.errors import DataError
 pytest.importorskip("datatrove")
 pytest.importorskip("numba")
 pytest.importorskip("spacy")
-from ci.benchmarks.filters import by_datatrove, by_rules  # noqa: E402
+from ci.benchmarks.filters import (  # noqa: E402
+    by_datatrove,
+    by_rules,
+    decontamination,
+    decontamination_of_datatrove,
+)
 from data_prep import decontaminate, pii, quality  # noqa: E402
 from data_prep.documents import make_filters  # noqa: E402
 
@@ -63,13 +69,14 @@ def write_lines(path, items):
 
 
 def test_decisions_equal_those_of_datatrove(items, texts, tmp_path):
-    expected = by_datatrove(texts, [], items)
-    assert by_rules(texts, [], items=items) == expected
+    expected = by_datatrove(texts, [], [decontamination_of_datatrove(items)])
+    assert by_rules(texts, [], more_rules=[decontamination(items)]) == expected
     assert 40 < [why for why, _ in expected].count("decontaminate: contaminated") < 260
     answers = [{"text": item["label"]} for item in items]
     sets = decontaminate.read_evaluation_sets([write_lines(tmp_path / "b.jsonl.gz", answers)])
     rules = make_filters([], sets)
-    alone = by_datatrove(texts, [], [{"label": item["label"]} for item in items])
+    labels = [{"label": item["label"]} for item in items]
+    alone = by_datatrove(texts, [], [decontamination_of_datatrove(labels)])
     assert [bool(rules.judge(text)[0]) for text in texts] == [bool(why) for why, _ in alone]
 
 
@@ -105,6 +112,19 @@ def test_preparation_leaves_out_evaluation_sets(items, texts, tmp_path, monkeypa
     capsys.readouterr()
     assert main(["audit", "jsonl", str(corpus), "--decontaminate", str(one)]) == 0
     assert capsys.readouterr().out.count("decontaminate: one") >= filtered["decontaminate: one"]
+
+
+@pytest.mark.parametrize("package", ["spacy", "numba"])
+def test_missing_packages_are_named(tmp_path, monkeypatch, items, package):
+    file = write_lines(tmp_path / "a.jsonl", items)
+    source = data_prep.sources.jsonl(file, "query")
+    monkeypatch.setitem(sys.modules, package, None)
+    for name in ("quality", "words", "word_loops", "decontaminate"):
+        monkeypatch.delitem(sys.modules, f"data_prep.{name}")
+        monkeypatch.delattr(data_prep, name)
+    for chosen in ({"filters": ["pii"]}, {"decontaminate": [file]}):
+        with pytest.raises(DataError, match="filters need spaCy and numba"):
+            data_prep.prepare(source, tmp_path / "d", **chosen, **OPTIONS)
 
 
 @pytest.mark.parametrize(

@@ -211,9 +211,8 @@ def enable_overlapped_reduction(units: Units, runtime: Runtime) -> GradientReduc
     reduction = GradientReduction(threads.reductions, threads.replicas, limit)
     for axis, sharing in units.items():
         if getattr(runtime.mesh, axis) == 1:
-            memory = ReusedMemory()  # holds the gradients from backward pass to optimizer step
-            if threads.replicas is not None and backend_of(threads.replicas) == HOST_MEMORY_BACKEND:
-                memory = _allocator(threads.replicas, "ReduceScatter")
+            # holds the gradients from the backward pass to the optimizer's step
+            memory = _allocator(threads.replicas, "ReduceScatter", otherwise=ReusedMemory())
             for unit in sharing:
                 whole = UnitReduceScatter(reduction, unit, None, memory)
                 unit.set_custom_reduce_scatter(whole)
@@ -228,10 +227,12 @@ def enable_overlapped_reduction(units: Units, runtime: Runtime) -> GradientReduc
     return reduction
 
 
-def _allocator(group: dist.ProcessGroup, kind: str) -> Allocator:
-    """Return the allocator of FSDP2's buffers: the backend's own, if it has one."""
-    if backend_of(group) != HOST_MEMORY_BACKEND:
-        return TorchAllocator()
+def _allocator(
+    group: dist.ProcessGroup | None, kind: str, otherwise: Allocator | None = None
+) -> Allocator:
+    """Return the allocator of FSDP2's buffers: the backend's own, or ``otherwise``, or torch's."""
+    if group is None or backend_of(group) != HOST_MEMORY_BACKEND:
+        return otherwise or TorchAllocator()
     import nearlinear_collectives
 
     return getattr(nearlinear_collectives, kind)(group)
