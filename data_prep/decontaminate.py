@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import regex
 
 from data_prep import word_loops as loops
 from data_prep.quality import PUNCTUATION, Judge
@@ -29,9 +30,13 @@ from nearlinear.errors import DataError
 WORDS = 12
 """Words of an n-gram."""
 
-_NUMBER = re.compile(r"\d+(?:[.,\u060c\u066b\u2396-\u2398]\d+)?")
-_PUNCTUATION_AS_SPACE = str.maketrans(dict.fromkeys(PUNCTUATION, " "))
-_SPACES = re.compile(r"\s+")
+_NUMBER = regex.compile(r"\d+(?:[.,\u060c\u066b\u2396-\u2398]\d+)?")
+_ASCII_PUNCTUATION = "".join(filter(str.isascii, PUNCTUATION)).encode()
+_ASCII_PUNCTUATION_AS_SPACE = bytes.maketrans(_ASCII_PUNCTUATION, b" " * len(_ASCII_PUNCTUATION))
+_OTHER_PUNCTUATION_AS_SPACE = str.maketrans(
+    {character: " " for character in PUNCTUATION if not character.isascii()}
+)
+_NOT_ASCII = re.compile(r"[^\x00-\x7f]+")
 
 
 @dataclass(frozen=True)
@@ -147,9 +152,15 @@ def _read_items(path: str | Path) -> Iterator[tuple[str, str]]:
 
 def simplify(text: str) -> str:
     """Return the words of a text as they are compared, with a space in between."""
-    text = _NUMBER.sub("0", text.lower()).translate(_PUNCTUATION_AS_SPACE)
-    text = _SPACES.sub(" ", text.strip())
-    if not text.isascii():
-        letters = unicodedata.normalize("NFD", text)
-        text = "".join(letter for letter in letters if unicodedata.category(letter) != "Mn")
-    return text.strip()
+    text = _NUMBER.sub("0", text.lower())
+    data = text.encode(errors="surrogatepass").translate(_ASCII_PUNCTUATION_AS_SPACE)
+    text = data.decode(errors="surrogatepass")
+    if text.isascii():
+        return " ".join(text.split())
+    text = _NOT_ASCII.sub(lambda found: found[0].translate(_OTHER_PUNCTUATION_AS_SPACE), text)
+    return _NOT_ASCII.sub(_without_marks, " ".join(text.split())).strip()
+
+
+def _without_marks(found: re.Match[str]) -> str:
+    letters = unicodedata.normalize("NFD", found[0])
+    return "".join(letter for letter in letters if unicodedata.category(letter) != "Mn")

@@ -1,6 +1,7 @@
 """The watchdog names a dead, stuck or failing rank on all other ranks."""
 
 import re
+import subprocess
 import threading
 
 import pytest
@@ -9,7 +10,7 @@ import torch.distributed as dist
 import nearlinear as nl
 from nearlinear.distributed import watchdog
 from nearlinear.distributed.diagnosis import Limits, diagnose
-from nearlinear.distributed.heartbeat import Heartbeat, RankStatus
+from nearlinear.distributed.heartbeat import Heartbeat, HeartbeatChannel, RankStatus, pid_namespace
 from nearlinear.errors import RankError
 
 LIMITS = Limits(stall_timeout=100.0, heartbeat_timeout=30.0, setting="train.rank_timeout")
@@ -76,6 +77,17 @@ def test_diagnose_ignores_unordered_progress_of_pipeline_stages():
     assert diagnosis(*ranks, ordered_progress=False) is None
     waiting = [status(progress=4), status(progress=3)]
     assert diagnosis(*waiting, ordered_progress=False) == ("deadlock", None)
+
+
+@pytest.mark.skipif(not pid_namespace(), reason="processes of peers are not visible")
+def test_process_may_end_after_its_connections():
+    store = dist.HashStore()
+    with subprocess.Popen(["sleep", "0.4"]) as peer:
+        beat = status(pid=peer.pid, pid_namespace=pid_namespace()).heartbeat
+        HeartbeatChannel(store, "1", 0).send(beat)
+        channel = HeartbeatChannel(store, "1", 1)
+        assert not channel.status(0).process_exited
+        assert channel.last_status(0, exit_delay=60).process_exited
 
 
 def test_fault_messages_name_rank_operation_and_remedy():

@@ -221,9 +221,19 @@ class HeartbeatChannel:
         """Read the latest heartbeat of ``rank``."""
         return self._status(rank, _parse(Heartbeat, self._channel.get(str(rank))))
 
-    def last_status(self, rank: int) -> RankStatus:
-        """Return the status of ``rank`` from its last known heartbeat, without the store."""
-        return self._status(rank, None)
+    def last_status(self, rank: int, exit_delay: float = 0.0) -> RankStatus:
+        """Return the status of ``rank`` from its last known heartbeat, without the store.
+
+        Waits up to ``exit_delay`` seconds for the end of its process: the kernel closes the
+        connections of a process before it marks the process as ended.
+        """
+        deadline = time.monotonic() + exit_delay
+        while True:
+            status = self._status(rank, None)
+            over = status.process_exited or status.heartbeat is None
+            if over or time.monotonic() >= deadline:
+                return status
+            time.sleep(0.05)
 
     def _status(self, rank: int, heartbeat: Heartbeat | None) -> RankStatus:
         now, heartbeat = time.monotonic(), heartbeat or self._valid.get(rank)

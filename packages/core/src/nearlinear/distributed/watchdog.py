@@ -36,6 +36,7 @@ operation, since its memory can only be opened while it lives.
 """
 HEARTBEAT_TIMEOUT = 60.0  # seconds without a heartbeat until a rank counts as dead
 HEARTBEAT_TIMEOUT_AFTER_FAILURE = 4.0  # seconds, once a collective has failed
+EXIT_DELAY = 2.0  # seconds between the last connection of a process and its end
 EXIT_GRACE = 5.0  # seconds for a rank to exit by itself, with its own error
 HANDLER_TIMEOUT = 900.0  # seconds for on_fault, e.g. for an emergency checkpoint
 UPDATE_TIMEOUT = 30.0  # seconds for a running state update to finish before on_fault starts
@@ -274,7 +275,8 @@ class Watchdog:
             return self._channel.fault() or self._diagnose()
         except STORE_ERRORS as error:
             log.debug("store of the job: %s", error)
-            first = self._channel.last_status(0)
+            rank0_holds_it = self._rank and not rendezvous.launched_by_agent()
+            first = self._channel.last_status(0, EXIT_DELAY if rank0_holds_it else 0.0)
             if first.process_exited and first.heartbeat is not None:
                 return dead(0, first, first.heartbeat)
             return Fault(
