@@ -3,7 +3,8 @@
 Modules in the order of the data flow: `sources` yields documents in input splits, `plan` records
 all settings, `process_split` encodes one input split with `tokenizer` and `encoders`, `pool` and
 `engines` run many, `assign_splits` and `merge` make a dataset, and `output` publishes it. `resume`
-finds reusable work of an earlier run, and `build` runs all steps. `report` describes a dataset.
+finds reusable work of an earlier run, and `build` runs all steps. `report` describes a dataset,
+`provenance` records the origin of its documents, and `lookup` finds them.
 """
 
 from importlib import import_module

@@ -9,6 +9,7 @@ import errno
 import json
 import sys
 import time
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from data_prep.arguments import SOURCES, parser
@@ -61,8 +62,9 @@ def _prepare(options: argparse.Namespace) -> None:
         val_fraction=options.val_fraction,
         seed=options.seed,
         dedup=options.dedup,
-        filters=_filters(options),
+        filters=_listed(options.filters),
         decontaminate=options.decontaminate,
+        languages=_listed(options.languages),
         near_duplicates=options.near_duplicates,
         max_documents=options.max_documents,
         max_tokens=options.max_tokens,
@@ -107,10 +109,12 @@ def _plan(options: argparse.Namespace) -> None:
 def _audit(options: argparse.Namespace) -> None:
     from data_prep.audit import dropped_documents
     from data_prep.documents import check_filters
+    from data_prep.language import check_codes
 
-    names = _filters(options)
+    names, languages = _listed(options.filters), _listed(options.languages)
     check_filters(names)
-    for dropped in dropped_documents(_source(options), names, options.decontaminate):
+    check_codes(languages)
+    for dropped in dropped_documents(_source(options), names, options.decontaminate, languages):
         if options.json:
             _print_json(dropped._asdict())
         else:
@@ -119,12 +123,14 @@ def _audit(options: argparse.Namespace) -> None:
 
 
 def _verify(options: argparse.Namespace) -> None:
+    from data_prep.provenance import check_table
     from data_prep.resume import check_history
     from nearlinear.data.format import verify
 
     start = time.perf_counter()
     manifest = verify(options.folder)
     check_history(options.folder)
+    check_table(options.folder, manifest)
     seconds = time.perf_counter() - start
     tokens, size = manifest.total("tokens"), manifest.total("bytes")
     if options.json:
@@ -158,6 +164,36 @@ def _inspect(options: argparse.Namespace) -> None:
                      **report.inspect_json(options.folder)})  # fmt: skip
     else:
         print(report.inspect(options.folder))
+
+
+def _find(options: argparse.Namespace) -> None:
+    from data_prep.lookup import find
+
+    matches = find(options.folder, options.text)
+    count = 0
+    for match in islice(matches, options.limit or None):
+        count, origin = count + 1, match.origin
+        if options.json:
+            _print_json({**match._asdict(), "origin": origin and origin._asdict()})
+            continue
+        shown = " ".join(f"...{match.before}{match.text}{match.after}...".split())
+        where = f"  {origin.input}:{origin.number}" if origin else ""
+        print(f"{match.split}:{match.document}{where}  {shown}")
+    if not options.json and not count:
+        print(f"no document of {options.folder} contains it")
+    elif not options.json and next(matches, None):
+        print(f"and more: --limit {2 * count} prints more of them")
+
+
+def _why(options: argparse.Namespace) -> None:
+    from data_prep.lookup import why
+
+    for document in options.documents:
+        origin = why(options.folder, document)
+        if options.json:
+            _print_json(origin._asdict())
+        else:
+            print(origin)
 
 
 def _export(options: argparse.Namespace) -> None:
@@ -198,26 +234,30 @@ _COMMANDS = {
     "verify": _verify,
     "stats": _stats,
     "inspect": _inspect,
+    "find": _find,
+    "why": _why,
     "export": _export,
     "push": _push,
     "bench": _bench,
 }
 
 
-def _filters(options: argparse.Namespace) -> list[str]:
-    return [name for name in options.filters.split(",") if name]
+def _listed(names: str) -> list[str]:
+    """Return the names of a list with commas."""
+    return [name for name in names.split(",") if name]
 
 
 def _source(options: argparse.Namespace) -> "Source":
     from data_prep import sources
 
+    fields = _listed(getattr(options, "keep_fields", ""))
     if options.source == "jsonl":
         return sources.jsonl(
-            options.files, options.text_field, options.skip_bad_lines, options.allow_unread
+            options.files, options.text_field, options.skip_bad_lines, options.allow_unread, fields
         )
     if options.source == "parquet":
         return sources.parquet(
-            options.files, options.text_field, options.skip_bad_lines, options.allow_unread
+            options.files, options.text_field, options.skip_bad_lines, options.allow_unread, fields
         )
     if options.source == "chat":
         return sources.chat(options.files, options.skip_bad_lines, options.allow_unread)
@@ -225,7 +265,12 @@ def _source(options: argparse.Namespace) -> "Source":
         return sources.text(options.paths, options.document, options.allow_unread)
     if options.source == "hf":
         return sources.huggingface(
-            options.name, options.split, options.config, options.text_field, options.revision
+            options.name,
+            options.split,
+            options.config,
+            options.text_field,
+            options.revision,
+            fields,
         )
     if options.source == "openwebtext":
         return sources.openwebtext(options.revision)

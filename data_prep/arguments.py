@@ -12,6 +12,7 @@ _EXAMPLES = """examples:
   nearlinear data prepare jsonl corpus/*.jsonl.gz --text-field content --out data/corpus
   nearlinear data prepare parquet crawl/ --workers 32 --dedup exact
   nearlinear data prepare jsonl crawl/ --filters gopher,c4,fineweb --near-duplicates minhash
+  nearlinear data prepare jsonl crawl/ --languages en,de --keep-fields url
   nearlinear data prepare jsonl crawl/ --filters pii --decontaminate evals/mmlu.jsonl
   nearlinear data prepare text books/ --document paragraph --tokenizer llama/tokenizer.json
   nearlinear data prepare chat dialogs.jsonl --tokenizer models/my-chat-model
@@ -24,6 +25,8 @@ _EXAMPLES = """examples:
   nearlinear data verify data/botocore              compare every byte with its checksum
   nearlinear data stats data/botocore --report report.html
   nearlinear data inspect data/botocore             lengths, and the first document
+  nearlinear data find data/corpus "lorem ipsum"    documents with this text, and their files
+  nearlinear data why data/corpus corpus.jsonl:17   is it in the dataset, and if not, why
   nearlinear data export data/botocore --format nanogpt --out nanogpt/data/mine
   nearlinear data push data/botocore s3://my-bucket/tokens/botocore
   nearlinear data bench corpus.jsonl                compare with other tools
@@ -59,6 +62,8 @@ def parser() -> argparse.ArgumentParser:
             "print documents, lengths, duplicates, and the tokens kept by each packing method",
         ),
         ("inspect", "print counts, document lengths and the first document of a prepared folder"),
+        ("find", "print the documents of a prepared folder that contain a text, and their origin"),
+        ("why", "print the origin of documents, and why they are in a prepared folder or not"),
         ("export", "write a prepared folder in the format of another tool"),
         ("push", "upload a prepared folder to S3, or resume an upload"),
     ):
@@ -71,6 +76,18 @@ def parser() -> argparse.ArgumentParser:
             )
         if name == "export":
             _add_export(command)
+        if name == "find":
+            command.add_argument("text", metavar="TEXT")
+            command.add_argument("--limit", type=int, default=20, metavar="N",
+                                 help="places to print, 0 for all (default: 20)")  # fmt: skip
+        if name == "why":
+            command.add_argument(
+                "documents",
+                nargs="+",
+                metavar="DOCUMENT",
+                help="FILE:NUMBER of the source, as `audit` prints it, "
+                "train:NUMBER of a split, both from 1, or train@TOKEN, from 0",
+            )
         if name == "push":
             command.add_argument("address", metavar="s3://BUCKET/PREFIX")
     _add_bench(commands)
@@ -139,6 +156,9 @@ def _add_text_field(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--text-field", default="text", help="field that holds the text (default: text)"
     )
+    command.add_argument("--keep-fields", default="", metavar="NAMES",
+                         help="other fields to keep with each document, such as url,id; `why` and "
+                         "`find` show them")  # fmt: skip
 
 
 def _add_common(command: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
@@ -194,6 +214,12 @@ def _add_filters(options: argparse.ArgumentParser | argparse._ArgumentGroup) -> 
     options.add_argument("--filters", default="", metavar="NAMES",
                          help="quality rules, some of gopher,c4,fineweb, and pii, which masks "
                          "e-mail and public IP addresses")  # fmt: skip
+    options.add_argument(
+        "--languages",
+        default="",
+        metavar="CODES",
+        help="keep documents in these languages only, such as en,de",
+    )
     options.add_argument("--decontaminate", action="append", default=[], metavar="FILE",
                          help="leave out documents that share 12 words in a row with this "
                          "evaluation set: JSON lines with text, or with query and label; may be "

@@ -15,7 +15,7 @@ import numpy as np
 
 from data_prep import documents
 from data_prep.documents import DROPPED, TRAIN, VAL
-from data_prep.near_dedup import find_near_duplicates
+from data_prep.near_dedup import find_clusters
 from data_prep.plan import PreparationPlan
 from nearlinear.errors import DataError
 
@@ -44,8 +44,9 @@ class Assignment:
     """Exact duplicates of an earlier document: bool [documents]."""
     val_threshold: int
     """Documents with a split hash below this value are held out for validation."""
-    near_duplicates: np.ndarray | None = None
-    """Near-duplicates of an earlier document: bool [documents]. None if not requested."""
+    clusters: np.ndarray | None = None
+    """First document of each document's cluster of near-duplicates: int64 [documents]. None if
+    these are kept."""
 
     def destinations(self, number: int, entries: np.ndarray) -> np.ndarray:
         """Return the destinations of one split's documents: uint8 [documents]."""
@@ -59,19 +60,30 @@ class Assignment:
 
     def duplicates_of_split(self, number: int, entries: np.ndarray) -> np.ndarray:
         """Return the exact duplicates among the documents read of a split: bool [documents]."""
-        return self._slice(self.duplicates, number, len(entries))
+        first = self.first_documents[number]
+        return self._within_limit(self.duplicates[first : first + len(entries)], number)
 
     def near_duplicates_of_split(self, number: int, entries: np.ndarray) -> np.ndarray:
         """Return the near-duplicates that are not exact duplicates: bool [documents]."""
-        if self.near_duplicates is None:
-            return np.zeros(len(entries), bool)
-        found = self._slice(self.near_duplicates, number, len(entries))
+        found = self._within_limit(self.cluster_of_each(number, entries) >= 0, number)
         return found & ~self.duplicates_of_split(number, entries)
 
-    def _slice(self, marks: np.ndarray, number: int, count: int) -> np.ndarray:
-        first = self.first_documents[number]
-        found = np.array(marks[first : first + count])
-        found[max(self.document_limit - first, 0) :] = False
+    def cluster_of_each(self, number: int, entries: np.ndarray) -> np.ndarray:
+        """Return the first document of each document's cluster, or -1 for that one itself.
+
+        Returns:
+            Ordinals among the documents of all splits, int64 [documents].
+        """
+        if self.clusters is None:
+            return np.full(len(entries), -1)
+        ordinals = self.first_documents[number] + np.arange(len(entries))
+        found = self.clusters[ordinals]
+        return np.where(found == ordinals, -1, found)
+
+    def _within_limit(self, marks: np.ndarray, number: int) -> np.ndarray:
+        """Return a copy of marks of a split that is False from the document limit on."""
+        found = np.array(marks)
+        found[max(self.document_limit - self.first_documents[number], 0) :] = False
         return found
 
 
@@ -100,16 +112,16 @@ def assign_documents(
     if not limit:
         raise UnusableTextError(
             f"source {plan.source.name} has no document with text: check the path, --text-field "
-            "for JSON lines, and --filters"
+            "for JSON lines, and --filters and --languages"
         )
     duplicates = find_duplicates(map(read_log, range(len(records))), count, work)
     firsts = [0, *accumulate(record["documents"] for record in records)]
-    near_duplicates = None
+    clusters = None
     if read_signatures is not None:
         rows = (read_signatures(number)[: max(limit - first, 0)]
                 for number, first in zip(range(len(records)), firsts, strict=False))  # fmt: skip
-        near_duplicates = find_near_duplicates(rows, count, work)
-    found = Assignment(plan, firsts, limit, duplicates, plan.val_threshold, near_duplicates)
+        clusters = find_clusters(rows, count, work)
+    found = Assignment(plan, firsts, limit, duplicates, plan.val_threshold, clusters)
     val = train = 0
     lowest, highest = 2**64, -1
     for number in range(len(records)):

@@ -25,7 +25,10 @@ class Dropped(NamedTuple):
 
 
 def dropped_documents(
-    source: Source, names: Sequence[str], decontaminate: Sequence[str | Path] = ()
+    source: Source,
+    names: Sequence[str],
+    decontaminate: Sequence[str | Path] = (),
+    languages: Sequence[str] = (),
 ) -> Iterator[Dropped]:
     """Yield the dropped documents in order.
 
@@ -33,11 +36,12 @@ def dropped_documents(
         source: Text; it is read once and not changed.
         names: Quality rules in order, of `data_prep.documents.FILTERS`.
         decontaminate: Files of evaluation sets, as of `data_prep.prepare`.
+        languages: Languages to keep, as of `data_prep.prepare`.
 
     Raises:
-        DataError: numba or spaCy is missing, or the text cannot be read.
+        DataError: A package of the filters is missing, or the text cannot be read.
     """
-    filters = make_filters(names, load_evaluation_sets(decontaminate))
+    filters = make_filters(names, load_evaluation_sets(decontaminate), languages)
     numbers: Counter[int] = Counter()
     for whole in source.splits():
         for split in source.split_by_input(whole):

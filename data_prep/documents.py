@@ -1,6 +1,6 @@
 """Documents of an input split: read, filter, hash, and assign to train or val.
 
-Each input split has a log with one 24-byte entry per document, in order. The hash, xxh3_128 of the
+Each input split has a log with one 28-byte entry per document, in order. The hash, xxh3_128 of the
 text, identifies exact duplicates and, together with the seed, selects the validation documents.
 """
 
@@ -8,6 +8,7 @@ import sys
 from codecs import readbuffer_encode
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ import numpy as np
 import xxhash
 
 from data_prep.plan import PreparationPlan
+from data_prep.sources.source import Rows
 from data_prep.text_chunks import CHUNK_CHARACTERS
 from nearlinear.data.format.shards import MOST_TOKENS
 from nearlinear.errors import DataError
@@ -26,8 +28,14 @@ if TYPE_CHECKING:
 TRAIN, VAL, DROPPED = 0, 1, 2
 """Destinations of a document."""
 
-LOG = np.dtype([("high", "<u8"), ("low", "<u8"), ("bytes", "<u4"), ("tokens", "<u4")])
-"""Entry of a log: the two halves of the hash, UTF-8 bytes, and tokens including EOS."""
+LOG = np.dtype(
+    [("high", "<u8"), ("low", "<u8"), ("bytes", "<u4"), ("tokens", "<u4"), ("number", "<u4")]
+)
+"""Entry of a log: the two halves of the hash, UTF-8 bytes, tokens including EOS, and the number of
+the document among all those of its input that the split reads, from 0."""
+
+BLANK = "blank"
+"""Rule that drops documents without text; it is not counted among the filters."""
 
 FILTERS = ("gopher", "c4", "fineweb", "pii")
 """Rules by their name on the command line."""
@@ -56,22 +64,33 @@ def load_evaluation_sets(paths: Sequence[str | Path]) -> "EvaluationSets | None"
 
 
 def make_filters(
-    names: Sequence[str], evaluation_sets: "EvaluationSets | None" = None
+    names: Sequence[str],
+    evaluation_sets: "EvaluationSets | None" = None,
+    languages: Sequence[str] = (),
 ) -> "QualityFilters | None":
     """Return rules in order, or None if there are none; numba compiles them on first use.
 
-    Raises `DataError` if numba or spaCy is missing.
+    Raises `DataError` if a package of the filters is missing.
     """
-    if not names and evaluation_sets is None:
+    if not names and not languages and evaluation_sets is None:
         return None
     with _requiring_filters():
         from data_prep.decontaminate import Decontamination
-        from data_prep.quality import QualityFilters, Rule
+        from data_prep.language import LanguageRule
+        from data_prep.quality import QualityFilters, Rule, named_rules
 
-        more: list[tuple[str, Rule]] = []
+        rules: list[tuple[str, Rule]] = []
+        if languages:
+            rules.append(("language", LanguageRule(languages)))
+        rules += named_rules(names)
         if evaluation_sets is not None:
-            more.append(("decontaminate", Decontamination(evaluation_sets)))
-        return QualityFilters(names, more_rules=more)
+            rules.append(("decontaminate", Decontamination(evaluation_sets)))
+        return QualityFilters(rules)
+
+
+def filters_of(plan: PreparationPlan) -> "QualityFilters | None":
+    """Return the rules of a plan, or None if there are none."""
+    return make_filters(plan.filters, plan.evaluation_sets, plan.settings.get("languages", ()))
 
 
 @contextmanager
@@ -81,7 +100,7 @@ def _requiring_filters() -> Iterator[None]:
         yield
     except ImportError as error:
         raise DataError(
-            f"filters need spaCy and numba ({error}): run `pip install 'nearlinear[filters]'`"
+            f"filters need more packages ({error}): run `pip install 'nearlinear[filters]'`"
         ) from None
 
 
@@ -90,47 +109,78 @@ def is_blank(text: str) -> bool:
     return not text or text.isspace()
 
 
+@dataclass
+class ReadLog:
+    """What `read_documents` found in an input split, so far."""
+
+    ends: list[int] = field(default_factory=list)
+    """Documents that passed up to the end of each completed input."""
+    counts: list[int] = field(default_factory=list)
+    """All documents of each completed input."""
+    dropped: list[tuple[int, int, str]] = field(default_factory=list)
+    """Input in the split, number as in `LOG`, and rule of each document that did not pass."""
+    rows: Rows = field(default_factory=list)
+    """Fields of the documents, in order, if the source keeps any; the reader of this log takes
+    them out."""
+
+
+Batch = tuple[list[str], list[int]]
+"""Texts, and the number of each as in `LOG`."""
+
+
 def read_documents(
-    plan: PreparationPlan,
-    number: int,
-    filters: "QualityFilters | None",
-    input_ends: list[int] | None = None,
-) -> Iterator[list[str]]:
-    """Yield the non-blank documents of an input split that pass the filters, in lists.
+    plan: PreparationPlan, number: int, filters: "QualityFilters | None", log: ReadLog
+) -> Iterator[Batch]:
+    """Yield the non-blank documents of an input split that pass the filters.
 
     Args:
-        input_ends: Receives the number of documents up to the end of each completed input.
+        log: Receives what is read.
     """
-    count = 0
+    passed = 0
+    rows = log.rows if plan.source.fields else None
     for split in plan.source.split_by_input(plan.splits[number]):
-        for texts in plan.source.read_batches(split):
+        count = 0
+        for texts in plan.source.read_batches(split, rows):
             if isinstance(texts, str):
                 raise TypeError(
                     f"the reader of source {plan.source.name!r} yields strings: yield lists"
                 )
-            texts = [text for text in texts if not is_blank(text)]
-            if filters is not None:
-                texts = list(filters(texts))
+            numbers = range(count, count + len(texts))
             count += len(texts)
-            yield texts
-            del texts  # may be large, and is encoded by now
-        if input_ends is not None:
-            input_ends.append(count)
+            batch: Batch = ([], [])
+            for at, text in zip(numbers, texts, strict=True):
+                rule = BLANK if is_blank(text) else None
+                if filters is not None and rule is None:
+                    rule, text = filters.judge(text)
+                if rule is None:
+                    batch[0].append(text)
+                    batch[1].append(at)
+                else:
+                    log.dropped.append((len(log.ends), at, rule))
+                del text
+            passed += len(batch[0])
+            del texts  # may be large
+            yield batch
+            del batch  # is encoded by now
+        log.ends.append(passed)
+        log.counts.append(count)
 
 
-def group_batches(lists: Iterator[list[str]], limit: int | None) -> Iterator[list[str]]:
-    """Regroup lists of texts into batches to encode together; stop after `limit` documents."""
+def group_batches(batches: Iterator[Batch], limit: int | None) -> Iterator[Batch]:
+    """Regroup documents into batches to encode together; stop after `limit` documents."""
     left = sys.maxsize if limit is None else limit
-    batch, size = [], 0
-    while left > 0 and (texts := next(lists, None)) is not None:
-        batch += texts[:left]
-        left -= len(texts)
-        size += sum(map(len, texts))
-        del texts  # may be large
+    batch: Batch = ([], [])
+    size = 0
+    while left > 0 and (more := next(batches, None)) is not None:
+        for part, items in zip(batch, more, strict=True):
+            part += items[:left]
+        left -= len(more[0])
+        size += sum(map(len, more[0]))
+        del more  # may be large
         if size >= _BATCH_CHARACTERS:
             yield batch
-            batch, size = [], 0
-    if batch:
+            batch, size = ([], []), 0
+    if batch[0]:
         yield batch
 
 
@@ -179,8 +229,9 @@ def has_same_text(plan: PreparationPlan, number: int, count: int, digest: str) -
     limit, current, found = plan.settings["max_documents"], xxhash.xxh3_64(), 0
     # Read one document more than recorded to notice appended text, unless a limit ended the split.
     one_more = plan.settings["max_tokens"] is None and count != limit
-    texts_of_split = read_documents(plan, number, make_filters(plan.filters, plan.evaluation_sets))
-    for texts in group_batches(texts_of_split, count + one_more):
+    filters, log = filters_of(plan), ReadLog()
+    for texts, _ in group_batches(read_documents(plan, number, filters, log), count + one_more):
+        log.rows.clear()
         entries, _ = log_entries(texts)
         current.update(text_hashes(entries))
         found += len(texts)

@@ -24,7 +24,10 @@ from data_prep.documents import DROPPED, LOG, TRAIN
 from data_prep.near_dedup import BANDS
 from data_prep.plan import PreparationPlan
 from data_prep.process_split import STAGES, SplitWriter, replace_folder
+from data_prep.provenance import DROPPED_LOG, TABLE_FILE, DocumentTable
 from data_prep.resume import (
+    DROPPED_FILE,
+    FIELDS_FILE,
     LOG_FILE,
     RECORD_FILE,
     SIGNATURES_FILE,
@@ -108,6 +111,10 @@ class _FinishedSplits:
         """Return the log of a split: `LOG` [documents]."""
         return np.fromfile(self.local_file(number, LOG_FILE), LOG)
 
+    def read_dropped(self, number: int) -> np.ndarray:
+        """Return the documents of a split that rules dropped: `DROPPED_LOG` [documents]."""
+        return np.fromfile(self.local_file(number, DROPPED_FILE), DROPPED_LOG)
+
     def read_signatures(self, number: int) -> np.ndarray:
         """Return the MinHash signatures of a split: uint64 [documents, BANDS]."""
         path = self.local_file(number, SIGNATURES_FILE)
@@ -156,12 +163,14 @@ class _DatasetBuilder:
             self.splits.read_signatures if near else None,
         )
         self.statistics = DatasetStatistics()
+        self.table = DocumentTable(self.splits.work / TABLE_FILE, self.plan.source.fields)
+        self.table_entry: dict[str, Any] = {}
         self.shards: dict[str, list[Shard]] = {subset: [] for subset in SPLITS}
         self.input_counts = np.zeros((len(self.plan.inputs), 2), np.int64)
         """Documents and tokens of each input, int64 [inputs, 2]."""
 
     def files(self) -> Iterator[tuple[StoragePath, str]]:
-        """Yield the location and the name in the dataset of each shard file."""
+        """Yield the location and the name in the dataset of each file but the manifest."""
         merged = self.splits.work / "merged"
         val_writer = ShardWriter(
             merged,
@@ -187,6 +196,8 @@ class _DatasetBuilder:
             self.statistics.add_shard("val", read_index(merged, shard, val_writer.dtype))
             for name in (shard.file, shard.idx_file):
                 yield absolute_path(merged / name), name
+        self.table_entry = self.table.close()
+        yield absolute_path(self.table.path), TABLE_FILE
 
     def manifest(self) -> Manifest:
         """Return the manifest; `files` must have been consumed."""
@@ -211,7 +222,8 @@ class _DatasetBuilder:
                        "tokenizers": version("tokenizers"), "python": platform.python_version(),
                        "encoders": sorted({record["backend"] for record in self.records})},
             plan={"inputs": inputs, "splits": splits,
-                  "unread": [unread._asdict() for unread in plan.unread]},
+                  "unread": [unread._asdict() for unread in plan.unread],
+                  "documents": self.table_entry},
             statistics=statistics,
             marks_targets=tokenizer.marks_targets,
         )  # fmt: skip
@@ -228,11 +240,21 @@ class _DatasetBuilder:
         plan, entries = self.plan, self.splits.read_log(number)
         targets = self.assignment.destinations(number, entries)
         is_kept = targets != DROPPED
+        duplicates = self.assignment.duplicates_of_split(number, entries)
+        near_duplicates = self.assignment.near_duplicates_of_split(number, entries)
         self.statistics.add(entries[is_kept])
         self.statistics.add_dropped(
-            record["dropped"],
-            duplicates=entries[self.assignment.duplicates_of_split(number, entries)],
-            near_duplicates=entries[self.assignment.near_duplicates_of_split(number, entries)],
+            record["dropped"], entries[duplicates], entries[near_duplicates]
+        )
+        self.table.add(
+            plan.splits[number].input,
+            record,
+            entries,
+            targets,
+            duplicates,
+            np.where(near_duplicates, self.assignment.cluster_of_each(number, entries), -1),
+            self.splits.read_dropped(number),
+            self.splits.local_file(number, FIELDS_FILE) if plan.source.fields else None,
         )
         if len(self.input_counts):
             inputs = np.searchsorted(record.get("ends", []), np.flatnonzero(is_kept), side="right")

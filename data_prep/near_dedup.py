@@ -197,10 +197,10 @@ def _mix(numbers: np.ndarray) -> np.ndarray:
     return numbers ^ (numbers >> np.uint64(31))
 
 
-def find_near_duplicates(
-    signatures: Iterable[np.ndarray], documents: int, folder: Path
-) -> np.ndarray:
-    """Mark the documents that are near-duplicates of an earlier one: bool [documents].
+def find_clusters(signatures: Iterable[np.ndarray], documents: int, folder: Path) -> np.ndarray:
+    """Return the first document of the cluster of each document: int64 [documents].
+
+    A document that is not its own first one is a near-duplicate.
 
     Args:
         signatures: Signatures of the input splits in order, uint64 [documents of a split, BANDS].
@@ -221,9 +221,9 @@ def find_near_duplicates(
         for path in (path for band in paths for path in band if path.exists()):
             _join_equal_hashes(np.fromfile(path, _ROW), parents)
             path.unlink()
-    found = np.memmap(folder / "near-duplicates", bool, "w+", shape=(max(documents, 1),))
-    found[:] = parents != np.arange(len(parents))
-    return found[:documents]
+    for begin in range(0, documents, _PARTITION_DOCUMENTS):
+        _find_roots(parents, np.arange(begin, min(begin + _PARTITION_DOCUMENTS, documents)))
+    return parents[:documents]
 
 
 def _partition(rows: np.ndarray, first: int, paths: list[list[Path]]) -> None:

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from data_prep.decontaminate import EvaluationSets
 
 PLAN_FILE, EVALUATION_FILE = "job.json", "evaluation_sets.npz"
+_RECORD_VERSION = 2
+"""Version of the files of a finished split: those of another one are not used."""
 
 
 @dataclass(frozen=True)
@@ -94,9 +96,9 @@ class PreparationPlan:
 
     @cached_property
     def digest(self) -> str:
-        """16 hex digits that identify format, settings and input splits in split records."""
+        """16 hex digits that identify formats, settings and input splits in split records."""
         sizes = [file.bytes for file in self.inputs]
-        document = [FORMAT_VERSION, self.settings, self.splits, sizes]
+        document = [FORMAT_VERSION, _RECORD_VERSION, self.settings, self.splits, sizes]
         return hashlib.sha256(json.dumps(document).encode()).hexdigest()[:16]
 
     @contextmanager

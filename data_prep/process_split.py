@@ -9,6 +9,7 @@ import errno
 import shutil
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -19,10 +20,25 @@ import numpy as np
 import xxhash
 
 from data_prep import documents, near_dedup, storage_paths
-from data_prep.documents import group_batches, log_entries, make_filters, read_documents
+from data_prep.documents import (
+    BLANK,
+    ReadLog,
+    filters_of,
+    group_batches,
+    log_entries,
+    read_documents,
+)
 from data_prep.encoders import Encoder
 from data_prep.plan import PreparationPlan
-from data_prep.resume import LOG_FILE, RECORD_FILE, SIGNATURES_FILE, split_folder
+from data_prep.provenance import DROPPED_LOG, FieldsWriter
+from data_prep.resume import (
+    DROPPED_FILE,
+    FIELDS_FILE,
+    LOG_FILE,
+    RECORD_FILE,
+    SIGNATURES_FILE,
+    split_folder,
+)
 from data_prep.storage_paths import write_json
 from nearlinear.data.format import SPLITS, ShardWriter
 from nearlinear.data.format.shards import sync_and_close
@@ -51,23 +67,28 @@ def process_split(
     seconds: dict[str, float] = dict.fromkeys(STAGES, 0.0)
     with replace_folder(split_folder(folder, number)) as work, plan.check_unchanged(number):
         writer = SplitWriter(work, plan)
-        filters = make_filters(plan.filters, plan.evaluation_sets)
+        filters = filters_of(plan)
         signatures = (
             _HashedFile(work / SIGNATURES_FILE) if plan.settings.get("near_duplicates") else None
         )
-        input_ends: list[int] = []
+        log = ReadLog()
+        fields = FieldsWriter(work / FIELDS_FILE, plan.source.fields)
         batches = group_batches(
-            read_documents(plan, number, filters, input_ends), plan.settings["max_documents"]
+            read_documents(plan, number, filters, log), plan.settings["max_documents"]
         )
         tokens_left = plan.settings["max_tokens"]
         first = True
         while tokens_left is None or tokens_left > 0:
             timer = _StageTimer(seconds)
-            texts = next(batches, None)
+            batch = next(batches, None)
+            fields.take(log.rows)
             timer.stop("read")
-            if texts is None:
+            if batch is None:
                 break
+            texts, numbers = batch
+            del batch
             entries, texts = log_entries(texts)
+            entries["number"] = numbers
             timer.stop("hash")
             if first:
                 encoder.verify_sample(texts)
@@ -93,14 +114,30 @@ def process_split(
             "job": plan.digest,
             "split": number,
             "backend": encoder.name,
-            "dropped": dict(sorted(filters.dropped.items())) if filters else {},
-            "ends": input_ends,
+            **_close_log(log, work / DROPPED_FILE),
+            **({FIELDS_FILE: described} if (described := fields.close(number)) else {}),
             **writer.close(),
             **({} if signatures is None else {SIGNATURES_FILE: signatures.close()}),
         }
         timer.stop("write")
         write_json(work / RECORD_FILE, {**record, "seconds": seconds})
     return {**record, "seconds": seconds}
+
+
+def _close_log(log: ReadLog, path: Path) -> dict[str, Any]:
+    """Write the dropped documents, and return the fields of the split's record about them."""
+    rules = Counter(rule for *_, rule in log.dropped)
+    codes = {rule: code for code, rule in enumerate(sorted(rules))}
+    found = [(number, at, codes[rule]) for number, at, rule in log.dropped]
+    file = _HashedFile(path)
+    file.write(np.array(found, DROPPED_LOG).tobytes())
+    return {
+        "dropped": {rule: rules[rule] for rule in codes if rule != BLANK},
+        "rules": [*codes],
+        "ends": log.ends,
+        "counts": log.counts,
+        DROPPED_FILE: file.close(),
+    }
 
 
 class SplitWriter:

@@ -10,7 +10,7 @@ Sources: Rae et al. 2021 (Gopher, appendix A), Raffel et al. 2020 (C4, section 2
 import re
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -235,42 +235,28 @@ def _judge_of_this_thread() -> Judge:
     return _own.judge
 
 
+def named_rules(names: Sequence[str]) -> list[tuple[str, Rule]]:
+    """Return the rules of keys of `RULES`, each with its key."""
+    return [(name, rule) for name in names for rule in RULES[name]]
+
+
 class QualityFilters:
     """Rules in order, which judge one document at a time.
 
     Rules may change the documents that they keep: C4's remove lines, and addresses are masked.
-    `dropped` counts the removed documents by rule and reason.
     """
 
-    def __init__(
-        self,
-        names: Sequence[str],
-        judge: Judge | None = None,
-        more_rules: Sequence[tuple[str, Rule]] = (),
-    ):
+    def __init__(self, rules: Sequence[tuple[str, Rule]], judge: Judge | None = None):
         """Create the rules.
 
         Args:
-            names: Keys of `RULES`.
+            rules: Names and rules.
             judge: Tables of words; those of this thread by default, which all rules share.
-            more_rules: Names and rules that follow.
         """
-        self.dropped: Counter[str] = Counter()
-        self._rules = [(name, rule) for name in names for rule in RULES[name]]
-        self._rules += more_rules
-        self._judge = judge or _judge_of_this_thread()
-
-    def __call__(self, texts: Iterable[str]) -> Iterator[str]:
-        """Yield the texts that pass every rule."""
-        for text in texts:
-            reason, text = self.judge(text)
-            if reason:
-                self.dropped[reason] += 1
-            else:
-                yield text
+        self._rules, self._judge = rules, judge or _judge_of_this_thread()
 
     def judge(self, text: str) -> tuple[str | None, str]:
-        """Return the rule that drops a text, or None, and the text without removed lines."""
+        """Return the rule and reason that drop a text, or None, and the text as it was changed."""
         if not text.isascii():
             text = text.encode("utf-8", "replace").decode("utf-8")
         self._judge.begin()

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from data_prep.lookup import why
 from data_prep.merge import PACKING_METHODS
+from data_prep.provenance import describe_table
 from data_prep.resume import read_history
 from data_prep.storage_paths import absolute_path
 from data_prep.tokenizer import TextTokenizer
@@ -68,10 +70,18 @@ def inspect(folder: str | Path) -> str:
     lines += ["", "tokens per document (end-of-text counted), all splits", *histogram(lengths)]
     first = first_document(folder)
     shown = first[:_SHOWN_CHARACTERS]
-    lines += ["", "first document of train", "", shown]
+    lines += ["", f"first document of train{_origin_of_first(folder)}", "", shown]
     if len(first) > len(shown):
         lines += ["", f"... and {len(first) - len(shown):,} more characters"]
     return "\n".join(lines)
+
+
+def _origin_of_first(folder: str | Path) -> str:
+    """Return where the first document of train came from, if the dataset knows it."""
+    if describe_table(Manifest.read(folder)) is None:
+        return ""
+    origin = why(folder, "train:1")
+    return f", from {origin.input}:{origin.number}"
 
 
 def inspect_json(folder: str | Path) -> dict[str, Any]:

@@ -29,6 +29,9 @@ from nearlinear.storage import StoragePath
 
 LOG_FILE = "documents.log"
 SIGNATURES_FILE = "near.signatures"
+DROPPED_FILE = "dropped.log"
+FIELDS_FILE = "fields.parquet"
+_SIDE_FILES = (LOG_FILE, SIGNATURES_FILE, DROPPED_FILE, FIELDS_FILE)
 RECORD_FILE = "record.json"
 HISTORY_FILE = "preparation.json"
 
@@ -68,7 +71,7 @@ def read_record(
                 return None
             if not _is_intact(path / shard.idx_file, shard.idx_bytes):
                 return None
-    logs = {name: record[name] for name in (LOG_FILE, SIGNATURES_FILE) if name in record}
+    logs = {name: record[name] for name in _SIDE_FILES if name in record}
     intact = (_is_intact(path / name, log["bytes"], [log["xxh3"]], log["bytes"])
               for name, log in logs.items())  # fmt: skip
     return record if all(intact) else None
@@ -111,7 +114,7 @@ def check_history(folder: str | Path | StoragePath) -> None:
 
 
 def _has_all_objects(split: StoragePath, record: dict[str, Any]) -> bool:
-    wanted = {name: record[name]["bytes"] for name in (LOG_FILE, SIGNATURES_FILE) if name in record}
+    wanted = {name: record[name]["bytes"] for name in _SIDE_FILES if name in record}
     for shards in record_shards(record).values():
         wanted |= {shard.file: shard.bytes for shard in shards}
         wanted |= {shard.idx_file: shard.idx_bytes for shard in shards}

@@ -28,7 +28,7 @@ from ci.command_line import make_parser
 from data_prep import pii
 from data_prep.decontaminate import Decontamination, read_evaluation_sets
 from data_prep.documents import FILTERS
-from data_prep.quality import Judge, QualityFilters, Rule
+from data_prep.quality import Judge, QualityFilters, Rule, named_rules
 from data_prep.sources.botocore_docs import botocore_documents
 
 MODULE = "ci.benchmarks.filters"
@@ -100,7 +100,7 @@ def by_rules(
     more_rules: Sequence[tuple[str, Rule]] = (),
 ) -> list[Decision]:
     """Decide by `data_prep.quality`, and then by ``more_rules``."""
-    decisions = map(QualityFilters(names, judge, more_rules).judge, texts)
+    decisions = map(QualityFilters([*named_rules(names), *more_rules], judge).judge, texts)
     return [(why, None if why else left) for why, left in decisions]
 
 

@@ -3,14 +3,23 @@
 import hashlib
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from data_prep.sources.source import Input, InputSplit, Source, documents_of_splits
+from data_prep.sources.source import (
+    Input,
+    InputSplit,
+    Rows,
+    Source,
+    check_fields,
+    documents_of_splits,
+    setting_of_fields,
+    value_as_text,
+)
 from data_prep.sources.tables import get_text
 from nearlinear.errors import DataError
 
@@ -34,6 +43,7 @@ def huggingface(
     config: str | None = None,
     text_field: str = "text",
     revision: str | None = None,
+    fields: Sequence[str] = (),
 ) -> Source:
     """Stream a dataset of the Hugging Face Hub; only the token shards are kept on disk.
 
@@ -43,11 +53,14 @@ def huggingface(
         name: Dataset on the Hub, or a folder written by `save_to_disk`.
         revision: Commit on the Hub, or fingerprint of a folder. By default the current one, which
             is then used for all input splits.
+        text_field: Field that holds the document.
+        fields: Other fields to keep with each document.
 
     Raises:
         DataError: The dataset, split or field is missing, a folder has another fingerprint than
             `revision`, or `revision` is a branch or a tag.
     """
+    check_fields(fields, text_field)
     is_folder = Path(name).is_dir()
     if revision and not is_folder and not re.fullmatch("[0-9a-f]+", revision):
         raise DataError(
@@ -98,7 +111,7 @@ def huggingface(
             for start in range(0, rows, step)
         ]
 
-    def read(piece: InputSplit) -> Iterator[list[str]]:
+    def read(piece: InputSplit, kept: Rows | None = None) -> Iterator[list[str]]:
         dataset = open_dataset()
         if saved:
             assert piece.end is not None, "a split of a saved dataset names its last row"
@@ -113,18 +126,23 @@ def huggingface(
                 return
             except Exception as error:
                 raise _hub_error(name, error) from error
-            yield [get_text(row, text_field, name)]
+            text = get_text(row, text_field, name)
+            if kept is not None:
+                kept.append(tuple(value_as_text(row.get(field)) for field in fields))
+            yield [text]
 
     return Source(
         name=name.rstrip("/").rsplit("/", 1)[-1],
         documents=documents_of_splits(plan, read),
         description=f"https://huggingface.co/datasets/{name}" if not saved else name,
-        settings={"dataset": name, "config": config, "split": split, "text_field": text_field},
+        settings={"dataset": name, "config": config, "split": split, "text_field": text_field,
+                  **setting_of_fields(fields)},
         provenance={"datasets": _package_version("datasets")},
         plan=plan,
         reader=read,
         spec={"kind": "huggingface", "name": name, "split": split, "config": config,
-              "text_field": text_field},
+              "text_field": text_field, **setting_of_fields(fields)},
+        fields=tuple(fields),
         revision=pinned_revision,
     )  # fmt: skip
 

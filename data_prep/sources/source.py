@@ -4,16 +4,23 @@ An `InputSplit` is the unit of work of one worker, and the most that a resumed p
 Input splits depend on the input alone, so the shards do not depend on the number of workers.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from nearlinear.errors import DataError
+
 SPLIT_BYTES = 32 * 1024 * 1024
 MAX_SPLIT_BYTES = 256 * 1024 * 1024
 MAX_SPLITS = 4096
 """Input splits grow beyond SPLIT_BYTES when there would be more than this many."""
+
+
+Rows = list[tuple[str | None, ...]]
+"""Kept fields of documents, as text."""
 
 
 class InputSplit(NamedTuple):
@@ -79,8 +86,11 @@ class Source:
     """True if an input split is a run of whole inputs, from `input` to `end`."""
     plan: Callable[[int], list[InputSplit]] | None = None
     """Cut the input into splits of about the given number of bytes."""
-    reader: Callable[[InputSplit], Iterator[list[str]]] | None = None
-    """Yield the documents of an input split, in lists that fit into memory."""
+    reader: Callable[..., Iterator[list[str]]] | None = None
+    """Yield the documents of an input split, in lists that fit into memory. With `fields`, a second
+    argument is a list to which it adds their values, a tuple per document, before it yields."""
+    fields: tuple[str, ...] = ()
+    """Other fields of the input that are kept with each document, such as its URL."""
     spec: dict[str, Any] | None = None
     """Arguments from which `data_prep.sources.rebuild` recreates the source elsewhere."""
     conversations: bool = False
@@ -99,11 +109,15 @@ class Source:
         """Yield the documents of an input split one by one."""
         return chain.from_iterable(self.read_batches(split))
 
-    def read_batches(self, split: InputSplit) -> Iterator[list[str]]:
-        """Yield the documents of an input split in lists."""
+    def read_batches(self, split: InputSplit, rows: Rows | None = None) -> Iterator[list[str]]:
+        """Yield the documents of an input split in lists.
+
+        Args:
+            rows: Receives the values of `fields`, a tuple per document.
+        """
         if self.reader is None:
             return single_document_batches(self.documents())
-        return self.reader(split)
+        return self.reader(split) if rows is None else self.reader(split, rows)
 
     def split_by_input(self, split: InputSplit) -> list[InputSplit]:
         """Cut an input split into one split per input."""
@@ -125,6 +139,27 @@ def documents_of_splits(
             yield from chain.from_iterable(reader(split))
 
     return documents
+
+
+def check_fields(fields: Sequence[str], text_field: str) -> None:
+    """Raise `DataError` for a field that occurs twice, or that is the text."""
+    if len({*fields, text_field}) <= len(fields):
+        raise DataError(
+            f"the kept fields are {', '.join(fields)}, and {text_field} is the text: name each "
+            "other field once"
+        )
+
+
+def setting_of_fields(fields: Sequence[str]) -> dict[str, list[str]]:
+    """Return the entry of a source's settings, and of its spec, for kept fields."""
+    return {"fields": [*fields]} if fields else {}
+
+
+def value_as_text(value: Any) -> str | None:
+    """Return the value of a field as text: a string itself, anything else as JSON."""
+    if value is None or isinstance(value, str):
+        return value
+    return json.dumps(value, ensure_ascii=False, default=str)
 
 
 def single_document_batches(texts: Iterable[str]) -> Iterator[list[str]]:

@@ -2,8 +2,9 @@
 
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,13 @@ from data_prep.sources.files import (
 )
 from data_prep.sources.source import (
     InputSplit,
+    Rows,
     Source,
+    check_fields,
     documents_of_splits,
+    setting_of_fields,
     single_document_batches,
+    value_as_text,
 )
 from data_prep.storage_paths import is_remote
 from nearlinear.errors import DataError, NearlinearError
@@ -46,6 +51,7 @@ def jsonl(
     text_field: str = "text",
     skip_bad_lines: bool = False,
     allow_unread: bool = False,
+    fields: Sequence[str] = (),
 ) -> Source:
     """Read JSON lines, an object per line.
 
@@ -54,14 +60,16 @@ def jsonl(
         text_field: Field that holds the document.
         skip_bad_lines: Skip unreadable lines and count them in a warning.
         allow_unread: Leave out other files below a folder instead of raising an error.
+        fields: Other fields to keep with each document.
 
     Raises:
         DataError: A line is not an object with the field; the message names file and line.
     """
+    check_fields(fields, text_field)
     inputs, unread = find_inputs(files, JSON_FILES, allow_unread)
 
-    def read(split: InputSplit) -> Iterator[list[str]]:
-        path, field = inputs[split.input].path, TextField(text_field)
+    def read(split: InputSplit, rows: Rows | None = None) -> Iterator[list[str]]:
+        path, field = inputs[split.input].path, TextField(text_field, fields, rows)
         skipped, first, number = 0, None, 0
         for block in read_line_blocks(path, split.start, split.end):
             texts = field.decode_block(block)
@@ -93,23 +101,39 @@ def jsonl(
         name="jsonl",
         documents=documents_of_splits(plan, read),
         description=describe_inputs(inputs),
-        settings={"text_field": text_field, "skip_bad_lines": skip_bad_lines},
+        settings={"text_field": text_field, "skip_bad_lines": skip_bad_lines,
+                  **setting_of_fields(fields)},
         expected_bytes=uncompressed_bytes(inputs),
         inputs=inputs,
         unread=unread,
         plan=plan,
         reader=read,
+        fields=tuple(fields),
         spec={"kind": "jsonl", "files": [file.path for file in inputs],
-              "text_field": text_field, "skip_bad_lines": skip_bad_lines},
+              "text_field": text_field, "skip_bad_lines": skip_bad_lines,
+              **setting_of_fields(fields)},
     )  # fmt: skip
 
 
 class TextField:
     """Decoder of one text field of JSON objects; other fields are only checked to be JSON."""
 
-    def __init__(self, name: str):
-        self.name = name
-        row = msgspec.defstruct("Row", [("text", str)], rename={"text": name}, gc=False)
+    def __init__(self, name: str, others: Sequence[str] = (), rows: Rows | None = None):
+        """Create a decoder.
+
+        Args:
+            name: The field.
+            others: Fields whose values are added to ``rows``.
+            rows: Receives a tuple per decoded document. None decodes the text alone.
+        """
+        self.name, self._rows = name, rows
+        self._others = tuple(others) if rows is not None else ()
+        named = {f"other{number}": other for number, other in enumerate(self._others)}
+        optional = [(attribute, Any, None) for attribute in named]
+        row = msgspec.defstruct(
+            "Row", [("text", str), *optional], rename={"text": name, **named}, gc=False
+        )
+        self._values = attrgetter("text", *named)
         self._decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(row)
 
     def decode_block(self, block: bytes) -> list[str] | None:
@@ -131,20 +155,33 @@ class TextField:
             rows = self._decoder.decode_lines(block)
         except (ValueError, RecursionError):
             return None
-        return [row.text for row in rows] if len(rows) == count else None
+        if len(rows) != count:
+            return None
+        if self._rows is not None:
+            self._keep(map(self._values, rows))
+        return [row.text for row in rows]
 
     def decode_line(self, line: bytes) -> str | None:
         """Decode one line. Return None if it is blank or invalid."""
         try:
-            return self._decoder.decode(line).text
-        except (ValueError, RecursionError):
-            pass  # Python's json accepts more: a lone surrogate, NaN
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            return None
-        text = row.get(self.name) if isinstance(row, dict) else None
-        return text if isinstance(text, str) else None
+            row = self._decoder.decode(line)
+            values = (row.text,) if self._rows is None else self._values(row)
+        except (ValueError, RecursionError):  # Python's json accepts more: a lone surrogate, NaN
+            try:
+                found = json.loads(line)
+            except (ValueError, RecursionError):
+                return None
+            if not isinstance(found, dict) or not isinstance(found.get(self.name), str):
+                return None
+            values = tuple(map(found.get, (self.name, *self._others)))
+        if self._rows is not None:
+            self._keep([values])
+        return values[0]
+
+    def _keep(self, found: Iterable[tuple[Any, ...]]) -> None:
+        """Add the values that follow the text."""
+        assert self._rows is not None
+        self._rows += [tuple(map(value_as_text, values[1:])) for values in found]
 
 
 def get_text(row: dict[str, Any], text_field: str, where: str, remedy: str = "") -> str:
@@ -193,6 +230,7 @@ def parquet(
     text_field: str = "text",
     skip_bad_lines: bool = False,
     allow_unread: bool = False,
+    fields: Sequence[str] = (),
 ) -> Source:
     """Read Parquet files: each row is a document.
 
@@ -204,21 +242,24 @@ def parquet(
         skip_bad_lines: Skip rows without a value or with invalid bytes, and count them in a
             warning.
         allow_unread: Leave out other files below a folder instead of raising an error.
+        fields: Other columns to keep with each document.
 
     Raises:
-        DataError: A file is not Parquet, the column is missing or not text, or a row has none.
+        DataError: A file is not Parquet, a column is missing or not text, or a row has none.
     """
+    check_fields(fields, text_field)
     inputs, unread = find_inputs(files, PARQUET_FILES, allow_unread)
 
-    def read(split: InputSplit) -> Iterator[list[str]]:
+    def read(split: InputSplit, rows: Rows | None = None) -> Iterator[list[str]]:
         assert split.end is not None, "a split of Parquet names its last row group"
         path = inputs[split.input].path
         row, skipped, first = 0, 0, ""
-        with _open_parquet(path, text_field) as table:
+        columns = [text_field, *(fields if rows is not None else ())]
+        with _open_parquet(path, text_field, fields) as table:
             groups = range(split.start, split.end)
-            for batch in table.iter_batches(_PARQUET_ROWS, row_groups=groups, columns=[text_field],
+            for batch in table.iter_batches(_PARQUET_ROWS, row_groups=groups, columns=columns,
                                             use_threads=False):  # fmt: skip
-                texts = [_decode_value(value) for value in batch.column(0).to_pylist()]
+                texts = [_decode_value(value) for value in batch.column(text_field).to_pylist()]
                 if None in texts:
                     bad = texts.index(None)
                     where = f"{path} (row {row + bad} from row group {split.start})"
@@ -228,6 +269,10 @@ def parquet(
                     skipped, first = skipped + texts.count(None), first or error
                 row += len(texts)
                 found = [text for text in texts if text is not None]
+                if rows is not None:
+                    others = (map(value_as_text, batch.column(name).to_pylist()) for name in fields)
+                    each = zip(texts, *others, strict=True)
+                    rows += [tuple(values) for text, *values in each if text is not None]
                 if batch.nbytes < _MAX_BATCH_BYTES:
                     yield found
                 else:
@@ -238,7 +283,7 @@ def parquet(
     def plan(target: int) -> list[InputSplit]:
         splits = []
         for number, file in enumerate(inputs):
-            with _open_parquet(file.path, text_field) as table:
+            with _open_parquet(file.path, text_field, fields) as table:
                 leaves = [table.schema.column(leaf).path for leaf in range(len(table.schema))]
                 column = leaves.index(text_field)  # a struct column has several leaves
                 sizes = [table.metadata.row_group(group).column(column).total_uncompressed_size
@@ -255,14 +300,17 @@ def parquet(
         name="parquet",
         documents=documents_of_splits(plan, read),
         description=describe_inputs(inputs),
-        settings={"text_field": text_field, "skip_bad_lines": skip_bad_lines},
+        settings={"text_field": text_field, "skip_bad_lines": skip_bad_lines,
+                  **setting_of_fields(fields)},
         expected_bytes=sum(split.bytes or 0 for split in plan(2**40)),
         inputs=inputs,
         unread=unread,
         plan=plan,
         reader=read,
+        fields=tuple(fields),
         spec={"kind": "parquet", "files": [file.path for file in inputs],
-              "text_field": text_field, "skip_bad_lines": skip_bad_lines},
+              "text_field": text_field, "skip_bad_lines": skip_bad_lines,
+              **setting_of_fields(fields)},
     )  # fmt: skip
 
 
@@ -277,8 +325,8 @@ def _decode_value(value: str | bytes | None) -> str | None:
 
 
 @contextmanager
-def _open_parquet(path: str, text_field: str) -> Iterator[Any]:
-    """Open a Parquet file with a text column `text_field`.
+def _open_parquet(path: str, text_field: str, fields: Sequence[str]) -> Iterator[Any]:
+    """Open a Parquet file with a text column `text_field`, and with the columns `fields`.
 
     Raises `DataError` at once, or for damage found while the block reads the file.
     """
@@ -289,7 +337,7 @@ def _open_parquet(path: str, text_field: str) -> Iterator[Any]:
     try:
         with pq.ParquetFile(source, memory_map=False, buffer_size=2**20,
                             page_checksum_verification=True) as table:  # fmt: skip
-            _check_column(table.schema_arrow, path, text_field)
+            _check_columns(table.schema_arrow, path, text_field, fields)
             yield table
     except (NearlinearError, MemoryError):
         raise
@@ -302,10 +350,15 @@ def _open_parquet(path: str, text_field: str) -> Iterator[Any]:
         ) from None
 
 
-def _check_column(schema: Any, path: str, text_field: str) -> None:
+def _check_columns(schema: Any, path: str, text_field: str, fields: Sequence[str]) -> None:
     import pyarrow
 
     names = schema.names
+    if missing := [name for name in fields if name not in names]:
+        raise DataError(
+            f"{path} has no column {missing[0]!r}, only {', '.join(map(repr, names))}: name one "
+            "of these with --keep-fields"
+        )
     if text_field not in names:
         raise DataError(
             f"{path} has no column {text_field!r}, only {', '.join(map(repr, names))}: name one "

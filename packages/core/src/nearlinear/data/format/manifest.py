@@ -53,7 +53,8 @@ class Manifest:
     plan: dict[str, Any] = field(default_factory=dict)
     """`inputs`: path, bytes, kept documents and kept tokens of each input file. `unread`: path and
     reason of each file below a named folder that was not read. `splits`, in order: input, start,
-    end, number of documents read, xxh3_64 of the hashes of their texts."""
+    end, number of documents read, xxh3_64 of the hashes of their texts. `documents`: file, bytes
+    and sha256 of the table of documents."""
     statistics: dict[str, Any] = field(default_factory=dict)
     """Documents, tokens, text bytes, duplicates, length histogram, tokens kept by each packing."""
 
