@@ -64,9 +64,11 @@ class Assignment:
         return self._within_limit(self.duplicates[first : first + len(entries)], number)
 
     def near_duplicates_of_split(self, number: int, entries: np.ndarray) -> np.ndarray:
-        """Return the near-duplicates that are not exact duplicates: bool [documents]."""
+        """Return the near-duplicates, but for dropped exact duplicates: bool [documents]."""
         found = self._within_limit(self.cluster_of_each(number, entries) >= 0, number)
-        return found & ~self.duplicates_of_split(number, entries)
+        if self.plan.settings["dedup"] == "exact":
+            found &= ~self.duplicates_of_split(number, entries)
+        return found
 
     def cluster_of_each(self, number: int, entries: np.ndarray) -> np.ndarray:
         """Return the first document of each document's cluster, or -1 for that one itself.

@@ -111,7 +111,7 @@ def is_blank(text: str) -> bool:
 
 @dataclass
 class ReadLog:
-    """What `read_documents` found in an input split, so far."""
+    """Documents of an input split, added by `read_documents`."""
 
     ends: list[int] = field(default_factory=list)
     """Documents that passed up to the end of each completed input."""

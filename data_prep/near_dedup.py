@@ -19,8 +19,8 @@ from pathlib import Path
 
 import numpy as np
 
-VERSION = 2
-"""Version of the signatures: those of an interrupted preparation are continued with no other."""
+VERSION = 3
+"""Version of signatures and clusters: a preparation is continued with no other."""
 
 WORDS = 5
 """Words of a shingle."""
