@@ -206,7 +206,7 @@ class Trainer:
             precision = config.parallel.precision
             self.peak_tflops: float = config.run.peak_tflops or peak_tflops(self.device, precision)
             self.memory: MemoryReport | None = None  # measured in the first update
-            self.reporter: Reporter = self.open_reporter()
+            self.reporter: Reporter = self.open_reporter(self.done)
             self.last_row: dict[str, Any] = {}  # the metrics that were reported last
 
             # callbacks
@@ -533,14 +533,18 @@ class Trainer:
         """True unless another replica writes the metrics and checkpoints."""
         return self.elastic is None or self.elastic.job.writes
 
-    def open_reporter(self) -> Reporter:
-        """Return the reporter, active on the first rank of the replica that writes."""
+    def open_reporter(self, last: int) -> Reporter:
+        """Return the reporter, active on the first rank of the replica that writes.
+
+        Args:
+            last: Last step that this rank has reported; rows of later ones are discarded.
+        """
         return Reporter(
             self.config.run.folder,
             self.config.train.steps,
             active=self.rank == 0 and self.writes,
             tensorboard=self.config.run.tensorboard,
-            first_step=self.done,
+            first_step=last,
         )
 
     def save(self, checkpoints: CheckpointManager) -> None:
