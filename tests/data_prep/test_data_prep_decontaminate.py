@@ -114,16 +114,17 @@ def test_preparation_leaves_out_evaluation_sets(items, texts, tmp_path, monkeypa
     assert capsys.readouterr().out.count("decontaminate: one") >= filtered["decontaminate: one"]
 
 
-@pytest.mark.parametrize("package", ["spacy", "numba"])
+@pytest.mark.parametrize("package", ["spacy", "numba", "fasttext"])
 def test_missing_packages_are_named(tmp_path, monkeypatch, items, package):
     file = write_lines(tmp_path / "a.jsonl", items)
     source = data_prep.sources.jsonl(file, "query")
     monkeypatch.setitem(sys.modules, package, None)
-    for name in ("quality", "words", "word_loops", "decontaminate"):
-        monkeypatch.delitem(sys.modules, f"data_prep.{name}")
-        monkeypatch.delattr(data_prep, name)
-    for chosen in ({"filters": ["pii"]}, {"decontaminate": [file]}):
-        with pytest.raises(DataError, match="filters need spaCy and numba"):
+    for name in ("quality", "words", "word_loops", "decontaminate", "language"):
+        monkeypatch.delitem(sys.modules, f"data_prep.{name}", raising=False)
+        monkeypatch.delattr(data_prep, name, raising=False)
+    of_words = ({"filters": ["pii"]}, {"decontaminate": [file]})
+    for chosen in ({"languages": ["en"]}, *(of_words if package != "fasttext" else ())):
+        with pytest.raises(DataError, match=f"filters need more packages .*{package}"):
             data_prep.prepare(source, tmp_path / "d", **chosen, **OPTIONS)
 
 
