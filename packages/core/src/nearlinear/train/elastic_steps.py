@@ -151,7 +151,7 @@ class ElasticSteps:
     def settle(self) -> None:
         """Go on with the replicas that were agreed on, after the update of the step."""
         assert self._decision is not None
-        self._go_on(self._decision, self.trainer.done, reported=self.trainer.done - 1)
+        self._go_on(self._decision, self.trainer.done)
 
     def finish(self, checkpoints: CheckpointManager) -> None:
         """Write the last checkpoint; another replica does if the one that writes is lost."""
@@ -178,11 +178,10 @@ class ElasticSteps:
         rest = "all replicas stop" if self.all_stop else "the other replicas go on"
         return f"replica {self.job.replica} stopped after step {self.trainer.done}; {rest}"
 
-    def _go_on(self, decision: Decision, step: int, reported: int | None = None) -> None:
+    def _go_on(self, decision: Decision, step: int) -> None:
         """Settle ``decision``, and take over the metrics if the replica that wrote them is lost.
 
-        ``reported`` is the last step that this replica has reported, all finished ones by default.
-        The lost replica may have reported one more.
+        That one may have reported ``step``, which this replica has not reported yet.
         """
         trainer, wrote = self.trainer, self.job.writes
         self.job.settle(decision, step)
@@ -191,8 +190,7 @@ class ElasticSteps:
             trainer.sentinel.due = True
         if self.job.writes and not wrote:
             trainer.reporter.close()
-            last = trainer.done if reported is None else reported
-            trainer.reporter = trainer.open_reporter(last)
+            trainer.reporter = trainer.open_reporter(step - 1)
             trainer.reporter.log_if_missing(trainer.last_row)
         for event in self.job.take_events():
             trainer.reporter.print(event)
