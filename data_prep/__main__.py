@@ -108,12 +108,8 @@ def _plan(options: argparse.Namespace) -> None:
 
 def _audit(options: argparse.Namespace) -> None:
     from data_prep.audit import dropped_documents
-    from data_prep.documents import check_filters
-    from data_prep.language import check_codes
 
     names, languages = _listed(options.filters), _listed(options.languages)
-    check_filters(names)
-    check_codes(languages)
     for dropped in dropped_documents(_source(options), names, options.decontaminate, languages):
         if options.json:
             _print_json(dropped._asdict())

@@ -14,9 +14,8 @@ from typing import Any
 
 from data_prep import near_dedup, output, pool
 from data_prep.assign_splits import UnusableTextError, has_limit, limit_reached
-from data_prep.documents import check_filters, load_evaluation_sets, make_filters
+from data_prep.documents import load_evaluation_sets, make_filters
 from data_prep.encoders import BACKENDS
-from data_prep.language import check_codes
 from data_prep.plan import PreparationPlan
 from data_prep.progress import Progress
 from data_prep.resume import read_record, unverified_text_note
@@ -112,12 +111,10 @@ def prepare(
         raise DataError(f"dedup is {dedup!r}: give 'exact', or leave it out")
     if near_duplicates not in (None, "minhash"):
         raise DataError(f"near_duplicates is {near_duplicates!r}: give 'minhash', or leave it out")
-    check_filters(filters)
     more_settings: dict[str, Any] = {}
     if filters or near_duplicates:
         more_settings = {"filters": list(filters), "near_duplicates": near_duplicates}
     evaluation_sets = load_evaluation_sets(decontaminate)
-    check_codes(languages)
     if make_filters(filters, evaluation_sets, languages):  # reports missing packages
         more_settings["spacy"] = version("spacy")  # decides where words end
     if languages:

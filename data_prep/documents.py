@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import xxhash
 
+from data_prep.language import check_codes
 from data_prep.plan import PreparationPlan
 from data_prep.sources.source import Rows
 from data_prep.text_chunks import CHUNK_CHARACTERS
@@ -43,7 +44,7 @@ FILTERS = ("gopher", "c4", "fineweb", "pii")
 _BATCH_CHARACTERS = 256 * 1024
 
 
-def check_filters(names: Sequence[str]) -> None:
+def _check_filters(names: Sequence[str]) -> None:
     """Raise `DataError` for a name that is not one of `FILTERS`."""
     for name in names:
         if name not in FILTERS:
@@ -70,8 +71,10 @@ def make_filters(
 ) -> "QualityFilters | None":
     """Return rules in order, or None if there are none; numba compiles them on first use.
 
-    Raises `DataError` if a package of the filters is missing.
+    Raises `DataError` for unknown names and languages, or if a package of the filters is missing.
     """
+    _check_filters(names)
+    check_codes(languages)
     if not names and not languages and evaluation_sets is None:
         return None
     with _requiring_filters():
@@ -182,6 +185,20 @@ def group_batches(batches: Iterator[Batch], limit: int | None) -> Iterator[Batch
             batch, size = ([], []), 0
     if batch[0]:
         yield batch
+
+
+def runs_of_documents(lengths: np.ndarray, tokens: int) -> Iterator[tuple[slice, slice]]:
+    """Cut documents into runs of up to a number of tokens, or of one longer document.
+
+    Yields the slice of the documents and that of their tokens.
+    """
+    ends = np.cumsum(lengths, dtype=np.int64)
+    first = start = 0
+    while first < len(ends):
+        after = max(int(np.searchsorted(ends, start + tokens, side="right")), first + 1)
+        end = int(ends[after - 1])
+        yield slice(first, after), slice(start, end)
+        first, start = after, end
 
 
 def log_entries(texts: list[str]) -> tuple[np.ndarray, list[str]]:

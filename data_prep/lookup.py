@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from data_prep.documents import runs_of_documents
 from data_prep.provenance import DUPLICATE, describe_table, read_table
 from data_prep.storage_paths import absolute_path
-from data_prep.tokenizer import TextTokenizer
+from data_prep.tokenizer import TextTokenizer, tokenizer_of
 from nearlinear.data.format import SPLITS, Manifest, Shard, read_index
 from nearlinear.errors import DataError
 from nearlinear.storage import StoragePath
@@ -220,13 +221,8 @@ def _batches(
     else:
         stored = np.memmap(path, manifest.dtype, "r")
     lengths = read_index(folder, shard, manifest.dtype).astype(np.int64)
-    ends = np.cumsum(lengths)
-    first = start = 0
-    while first < len(ends):
-        after = max(int(np.searchsorted(ends, start + _BATCH_TOKENS, side="right")), first + 1)
-        end = int(ends[after - 1])
-        yield first, stored[start:end] % manifest.vocab_size, lengths[first:after]
-        first, start = after, end
+    for run, place in runs_of_documents(lengths, _BATCH_TOKENS):
+        yield run.start, stored[place] % manifest.vocab_size, lengths[run]
 
 
 _Decoder = Callable[[np.ndarray, np.ndarray], tuple[bytes, np.ndarray]]
@@ -235,9 +231,8 @@ _Decoder = Callable[[np.ndarray, np.ndarray], tuple[bytes, np.ndarray]]
 
 def _decoder(folder: StoragePath, manifest: Manifest) -> _Decoder:
     """Return a decoder: a table of the bytes of each token, if the tokenizer allows it."""
-    text = (folder / manifest.tokenizer["file"]).read().decode("utf-8")
-    tokenizer = TextTokenizer(manifest.tokenizer["name"], text, "")
-    decoder = json.loads(text).get("decoder") or {}
+    tokenizer = tokenizer_of(folder, manifest)
+    decoder = json.loads(tokenizer.json_text).get("decoder") or {}
     steps = decoder.get("decoders", [decoder])
     if [step.get("type") for step in steps] == ["ByteLevel"]:
         return _table_decoder(tokenizer, manifest.vocab_size)

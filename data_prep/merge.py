@@ -297,13 +297,8 @@ def _append_shards(writer: ShardWriter, folder: Path, shards: tuple[Shard, ...])
     for shard in shards:
         tokens = np.memmap(folder / shard.file, dtype=writer.dtype, mode="r")
         lengths = read_index(folder, shard, writer.dtype)
-        ends = np.cumsum(lengths, dtype=np.int64)
-        first = start = 0
-        while first < len(ends):
-            after = int(np.searchsorted(ends, start + _TOKENS_PER_WRITE, side="right"))
-            after = max(after, first + 1)
-            writer.extend(tokens[start : ends[after - 1]], lengths[first:after])
-            first, start = after, int(ends[after - 1])
+        for run, place in documents.runs_of_documents(lengths, _TOKENS_PER_WRITE):
+            writer.extend(tokens[place], lengths[run])
 
 
 def _read_documents(

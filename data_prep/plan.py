@@ -52,7 +52,9 @@ class PreparationPlan:
         **options: Any,
     ) -> "PreparationPlan":
         """Plan the input splits of `source`; `options` are those of `prepare`."""
-        known = {"revision": source.revision()} if source.revision else {}
+        known: dict[str, Any] = {"revision": source.revision()} if source.revision else {}
+        if source.fields:
+            known["fields"] = [*source.fields]
         if source.spec is not None:
             source = replace(source, spec={**source.spec, **known})
         settings = {

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import xxhash
 
 from data_prep.documents import DROPPED
 from data_prep.sources.source import Rows
@@ -62,8 +63,6 @@ class FieldsWriter:
         """
         if not self._fields:
             return {}
-        import xxhash
-
         self._write()
         self._writer.close()
         missing = [name for name in self._fields if name not in self._used]

@@ -18,7 +18,7 @@ from data_prep.merge import PACKING_METHODS
 from data_prep.provenance import describe_table
 from data_prep.resume import read_history
 from data_prep.storage_paths import absolute_path
-from data_prep.tokenizer import TextTokenizer
+from data_prep.tokenizer import tokenizer_of
 from nearlinear.data.format import SPLITS, Manifest, read_index
 from nearlinear.errors import DataError
 
@@ -208,8 +208,7 @@ def first_document(folder: str | Path) -> str:
     count = int(read_index(path, shard, manifest.dtype)[0])
     raw = b"".join((path / shard.file).stream(0, count * manifest.dtype.itemsize))
     ids = np.frombuffer(raw, manifest.dtype) % manifest.vocab_size  # without marks
-    text = (path / manifest.tokenizer["file"]).read().decode("utf-8")
-    return TextTokenizer(manifest.tokenizer["name"], text, "").decode(ids[:-1].tolist())
+    return tokenizer_of(path, manifest).decode(ids[:-1].tolist())
 
 
 def all_figures(folder: str | Path) -> "dict[str, Figure]":

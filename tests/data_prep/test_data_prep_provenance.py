@@ -1,6 +1,5 @@
 """Every document of a source is found again: in a split at its place, or with its reason."""
 
-import gzip
 import json
 import random
 
@@ -15,17 +14,11 @@ from data_prep.lookup import find, why
 from data_prep.provenance import check_table, read_table
 from nearlinear.data.format import MANIFEST_FILE, Manifest
 from nearlinear.errors import DataError
+from tests.support.preparing import write_rows
 
 OPTIONS = {"progress": False, "val_fraction": 0.2, "backends": ("tokenizers",)}
 NAMES = [a + b + c + "ory" for a in "bdfgklmnprst" for b in "aeiou" for c in "lmnrst"]
 WORDS = [*NAMES, *("the of and to with be that have".split() * 8)]
-
-
-def write_lines(path, rows):
-    opener = gzip.open if path.suffix == ".gz" else open
-    with opener(path, "wt") as file:
-        file.writelines(f"{json.dumps(row)}\n" for row in rows)
-    return path
 
 
 @pytest.fixture(scope="module")
@@ -75,8 +68,8 @@ def check_places(table, texts, kept):
 def test_each_document_has_place_or_reason(rows, tmp_path, table_of, texts_of, small_splits):
     pytest.importorskip("numba")
     pytest.importorskip("spacy")
-    files = [write_lines(tmp_path / "a.jsonl", rows[:70]),
-             write_lines(tmp_path / "b.jsonl.gz", rows[70:])]  # fmt: skip
+    files = [write_rows(tmp_path / "a.jsonl", rows[:70]),
+             write_rows(tmp_path / "b.jsonl.gz", rows[70:])]  # fmt: skip
     source = data_prep.sources.jsonl(files, fields=("url", "n"))
     assert len(source.splits()) > 4
     options = {**OPTIONS, "filters": ("gopher",), "near_duplicates": "minhash", "dedup": "exact"}
@@ -119,7 +112,7 @@ def test_each_document_has_place_or_reason(rows, tmp_path, table_of, texts_of, s
 
 @pytest.mark.parametrize("limit", [{"max_documents": 30}, {"max_tokens": 700}])
 def test_limits_end_the_table(rows, tmp_path, table_of, texts_of, small_splits, limit):
-    source = data_prep.sources.jsonl(write_lines(tmp_path / "a.jsonl", rows))
+    source = data_prep.sources.jsonl(write_rows(tmp_path / "a.jsonl", rows))
     for workers in 1, 2:
         data_prep.prepare(source, tmp_path / f"d{workers}", workers=workers, **limit, **OPTIONS)
     table = table_of(tmp_path / "d1")
@@ -197,7 +190,7 @@ def test_text_is_found_where_it_occurs(tokenizer, tmp_path, toy_vocab):
 
 
 def test_command_line_finds_and_explains(rows, tmp_path, capsys):
-    corpus, out = write_lines(tmp_path / "a.jsonl", rows), str(tmp_path / "d")
+    corpus, out = write_rows(tmp_path / "a.jsonl", rows), str(tmp_path / "d")
     arguments = ["jsonl", str(corpus), "--out", out, "--keep-fields", "url", "--workers", "1"]
     assert main([*arguments, "--backend", "tokenizers"]) == 0
     assert main(["find", out, rows[0]["text"], "--json"]) == 0
@@ -222,7 +215,7 @@ def test_command_line_finds_and_explains(rows, tmp_path, capsys):
 
 
 def test_damage_of_the_table_is_named(rows, tmp_path, capsys):
-    source = data_prep.sources.jsonl(write_lines(tmp_path / "a.jsonl", rows))
+    source = data_prep.sources.jsonl(write_rows(tmp_path / "a.jsonl", rows))
     manifest = data_prep.prepare(source, tmp_path / "d", workers=1, **OPTIONS)
     path = tmp_path / "d" / "documents.parquet"
     raw, draw = path.read_bytes(), np.random.default_rng(3)

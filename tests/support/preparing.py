@@ -1,5 +1,6 @@
 """Small corpora, and comparison of prepared folders."""
 
+import gzip
 import json
 import os
 import random
@@ -18,6 +19,14 @@ def write_lines(path, documents=120, seed=0):
     texts += texts[10:20]  # duplicates in another split
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     return texts
+
+
+def write_rows(path, rows):
+    """Write JSON lines, compressed if the name of the file says so. Return the path."""
+    opener = gzip.open if path.suffix == ".gz" else open
+    with opener(path, "wt") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+    return path
 
 
 def contents(folder):
