@@ -366,6 +366,32 @@ void killed_while_connecting(int nodes) {
   meet(nodes - 1);
 }
 
+// Node 0 finds node 1 dead and closes its data connection, before node 2 has a control connection
+// with either.
+void the_dead_is_blamed_not_its_finder(int nodes) {
+  const std::unique_ptr<Transport> net = create();
+  const std::vector<std::string> addresses = exchange(net->address(), nodes);
+  if (me == 1) kill(getpid(), SIGKILL);
+  if (me == 0) {
+    const tcp::Party party{tcp::choose_interface(), me, nodes, kKey};
+    tcp::Call call(2, tcp::kData, addresses[2]);
+    call.dial(party);
+    for (bool done = false; !done; done = call.advance(party)) {
+      pollfd wait{call.fd.get(), call.events(), 0};
+      CHECK(::poll(&wait, 1, 20'000) == 1);
+    }
+    call.fd = tcp::Socket();
+  } else {
+    try {
+      net->connect(addresses, me, kKey, 20'000);
+      CHECK(!"connected with the dead");
+    } catch (const LinkFailure &failure) {
+      CHECK(failure.node == 1 && says(failure, "node 1"));
+    }
+  }
+  meet(nodes - 1);
+}
+
 void a_missing_node_is_named(int nodes) {
   const std::unique_ptr<Transport> net = create();
   const std::vector<std::string> addresses = exchange(net->address(), nodes);
@@ -682,6 +708,7 @@ const std::vector<Scenario> scenarios = {
     {"killed_with_a_child", killed_with_a_child, {3}, 1},
     {"killed_before_connecting", killed_before_connecting, {3}, 1},
     {"killed_while_connecting", killed_while_connecting, {3, 3, 3, 3, 3, 3}, 1},
+    {"the_dead_is_blamed_not_its_finder", the_dead_is_blamed_not_its_finder, {3}, 1},
     {"a_missing_node_is_named", a_missing_node_is_named, {3}},
     {"a_failed_start_is_told", a_failed_start_is_told, {3}},
     {"strangers_are_ignored", strangers_are_ignored, {3}},

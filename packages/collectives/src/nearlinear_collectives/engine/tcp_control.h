@@ -56,9 +56,7 @@ class Control {
       wait(0, [](int, uint32_t) {});
       // Without a control connection, only its data connection tells that a node has died.
       for (int node = 0; node < nodes(); ++node)
-        if (!peer(node).fd && has_ended(data[static_cast<size_t>(node)]))
-          throw LinkFailure(node, format("node %d (%s) closed its connection while waiting for %s",
-                                         node, peer(node).address.c_str(), mesh.missing().c_str()));
+        if (!peer(node).fd && has_ended(data[static_cast<size_t>(node)])) data_ended(node, "");
       try {
         check([](int) { return false; });
       } catch (const LinkFailure &failure) {
@@ -149,11 +147,12 @@ class Control {
   void check(Needed needed) {
     if (!troubled_) return;
     const Clock::time_point now = Clock::now();
+    const int64_t grace_ms = connected_ ? kGraceMs : kStartGraceMs;
     const Peer *first = nullptr;
     for (const Peer &one : peers_) {
       if (one.since == Clock::time_point{}) continue;
       const bool missed = one.data_ended && (one.left || one.closed) && needed(index_of(one));
-      const bool late = now - one.since >= std::chrono::milliseconds(kGraceMs);
+      const bool late = now - one.since >= std::chrono::milliseconds(grace_ms);
       if (!one.gave_up && !missed && (one.left || !late)) continue;
       // Prefer failures with a reason, and earlier ones to their consequences.
       if (!first || std::pair(!one.gave_up, one.since) < std::pair(!first->gave_up, first->since))
@@ -242,6 +241,9 @@ class Control {
 
   static constexpr uint64_t kWake = ~uint64_t{0};
   static constexpr int64_t kGraceMs = 500;
+  // A node that finds another one dead closes its connections, too. By then, the refused port of
+  // the dead one must be noticed (Call), which takes a second.
+  static constexpr int64_t kStartGraceMs = 1500;
 
   static uint64_t event_of(int node, Kind kind) { return static_cast<uint64_t>(node) << 1 | kind; }
   Peer &peer(int node) { return peers_[static_cast<size_t>(node)]; }
