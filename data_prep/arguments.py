@@ -3,7 +3,7 @@
 import argparse
 
 SOURCES = ("botocore", "openwebtext", "jsonl", "text", "chat", "parquet", "hf")
-FORMATS = ("smp-json", "hf-arrow", "nanogpt", "datatrove")
+FORMATS = ("smp-json", "hf-arrow", "nanogpt", "datatrove", "litdata", "mds")
 PEERS = ("nanogpt", "datatrove", "huggingface")
 
 _EXAMPLES = """examples:
@@ -229,8 +229,13 @@ def _add_filters(options: argparse.ArgumentParser | argparse._ArgumentGroup) -> 
 def _add_export(command: argparse.ArgumentParser) -> None:
     command.add_argument("--format", choices=FORMATS, required=True, help="file format")
     command.add_argument("--out", metavar="DIR", required=True, help="new folder to write")
-    command.add_argument("--sequence-length", type=int, default=512, metavar="N",
-                         help="tokens per row of smp-json and hf-arrow (default: 512)")  # fmt: skip
+    command.add_argument(
+        "--sequence-length",
+        type=int,
+        default=512,
+        metavar="N",
+        help="tokens per row of smp-json, hf-arrow and mds (default: 512)",
+    )
 
 
 def _add_bench(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

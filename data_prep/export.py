@@ -1,9 +1,10 @@
 """Export a prepared folder to the file formats of other tools.
 
 `nanogpt` is one file of ids each for train and val. `datatrove` is its `.ds` format with an index
-of document ends. `smp-json` and `hf-arrow` have rows of a fixed length, consecutive windows of the
-token stream, for the training scripts of SageMaker's model parallel library and of Hugging Face.
-Megatron-Core opens the shards without an export.
+of document ends. `litdata` has chunks that its `TokensLoader` cuts into rows of any length.
+`smp-json`, `hf-arrow` and `mds` have rows of a fixed length, consecutive windows of the token
+stream, for the training scripts of SageMaker's model parallel library and of Hugging Face, and for
+MosaicML's Streaming. Megatron-Core and OLMo-core open the shards without an export.
 """
 
 import json
@@ -23,6 +24,9 @@ from nearlinear.storage import require_local
 from nearlinear.storage.local import abandoned_directories, atomic_directory
 
 _ROWS_PER_FILE = 16_384
+# litdata leaves out the tokens of a chunk that do not fill a row.
+_TOKENS_PER_CHUNK = 2**25
+_BYTES_PER_MDS_SHARD = 2**26
 
 Writer = Callable[[Path, Path, Manifest, list[str], int], dict[str, int]]
 
@@ -33,8 +37,8 @@ def export(
     """Write the dataset at `folder` to the new folder `out`, atomically.
 
     Args:
-        kind: smp-json, hf-arrow, nanogpt or datatrove.
-        sequence_length: Tokens per row of smp-json and hf-arrow.
+        kind: One of `FORMATS`.
+        sequence_length: Tokens per row of smp-json, hf-arrow and mds.
 
     Returns:
         The number of rows or tokens written.
@@ -67,6 +71,8 @@ def export(
         "hf-arrow": _hf_arrow,
         "nanogpt": _nanogpt,
         "datatrove": _datatrove,
+        "litdata": _litdata,
+        "mds": _mds,
     }
     subsets = [subset for subset in manifest.splits if manifest.splits[subset]]
     for stale in abandoned_directories(out.parent):
@@ -175,6 +181,75 @@ def _datatrove(
             (target / f"{name}.metadata").write_text(f"{header}\n{shard.tokens}\n")
             count += shard.tokens
     return {"tokens": count}
+
+
+def _litdata(
+    folder: Path, out: Path, manifest: Manifest, subsets: list[str], length: int
+) -> dict[str, int]:
+    """Write chunks of one item: the number of items, its offsets (uint32), and the ids."""
+    dtype = {2: "no_header_tensor:20", 4: "no_header_tensor:15"}[manifest.dtype.itemsize]
+    config = {"chunk_bytes": _TOKENS_PER_CHUNK * manifest.dtype.itemsize, "chunk_size": None,
+              "compression": None, "data_format": [dtype], "encryption": None,
+              "data_spec": '[1, {"type": null, "context": null, "children_spec": []}]',
+              "item_loader": "TokensLoader"}  # fmt: skip
+    for subset in subsets:
+        target, chunks = out / subset, []
+        target.mkdir()
+        for shard in manifest.splits[subset]:
+            tokens = np.memmap(folder / shard.file, dtype=manifest.dtype, mode="r")
+            for start in range(0, len(tokens), _TOKENS_PER_CHUNK):
+                part = tokens[start : start + _TOKENS_PER_CHUNK]
+                header = np.array([1, 12, 12 + part.nbytes], "<u4")
+                name = f"chunk-0-{len(chunks)}.bin"
+                with open(target / name, "wb") as file:
+                    header.tofile(file)
+                    part.tofile(file)
+                chunks.append({"chunk_bytes": int(header[2]), "chunk_size": 1, "dim": len(part),
+                               "filename": name})  # fmt: skip
+        index = json.dumps({"chunks": chunks, "config": config})
+        (target / "index.json").write_text(index, encoding="utf-8")
+    return {"tokens": manifest.total("tokens")}
+
+
+def _mds(
+    folder: Path, out: Path, manifest: Manifest, subsets: list[str], length: int
+) -> dict[str, int]:
+    """Write shards of rows with one column `tokens`, each an array of NumPy.
+
+    A shard is the number of rows and the offsets of the rows (uint32), its description, the rows.
+    """
+    row_bytes = length * manifest.dtype.itemsize
+    described = {"version": 2, "format": "mds", "compression": None, "hashes": [],
+                 "size_limit": _BYTES_PER_MDS_SHARD, "column_names": ["tokens"],
+                 "column_encodings": [f"ndarray:{manifest.dtype.name}:{length}"],
+                 "column_sizes": [row_bytes]}  # fmt: skip
+    words = json.dumps(described).encode()
+    most = max(1, _BYTES_PER_MDS_SHARD // (row_bytes + 4))
+    written = 0
+    for subset in subsets:
+        target, shards = out / subset, []
+        target.mkdir()
+        total = manifest.total("tokens", subset) // length
+        blocks = windows(folder, manifest, subset, length)
+        rows = np.empty((0, length), manifest.dtype)
+        for first in range(0, total, most):
+            left = count = min(most, total - first)
+            offsets = np.arange(count + 1) * row_bytes + 4 * (count + 2) + len(words)
+            name = f"shard.{len(shards):05d}.mds"
+            with open(target / name, "wb") as file:
+                np.array([count, *offsets], "<u4").tofile(file)
+                file.write(words)
+                while left:
+                    rows = rows if len(rows) else next(blocks)
+                    part, rows = rows[:left], rows[left:]
+                    part.tofile(file)
+                    left -= len(part)
+            raw = {"basename": name, "bytes": int(offsets[-1]), "hashes": {}}
+            shards.append({**described, "samples": count, "raw_data": raw, "zip_data": None})
+        written += total
+        index = json.dumps({"version": 2, "shards": shards})
+        (target / "index.json").write_text(index, encoding="utf-8")
+    return {"rows": written}
 
 
 def _append(file: IO[bytes], path: Path) -> None:

@@ -1,6 +1,10 @@
+import itertools
 import json
 import os
 import signal
+import sys
+from importlib.machinery import ModuleSpec
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -82,6 +86,75 @@ def test_export_datatrove_is_read_by_datatrove(folder, stream, tmp_path):
     ends = np.flatnonzero(tokens[:31] == 50256)
     assert positions[0] == 0 and all(positions[ends + 1] == 0)
     assert first.tokens == np.fromfile(f"{shards[0]}.index", "<u8")[-1]
+
+
+@pytest.fixture
+def no_torchvision(monkeypatch):
+    """Replace what litdata and streaming import for images, which tokens do not need."""
+    for name in (
+        "torchvision", "torchvision.transforms", "torchvision.transforms.functional",
+        "streaming.vision",
+    ):  # fmt: skip
+        stub = mock.MagicMock(__spec__=ModuleSpec(name, None))
+        monkeypatch.setitem(sys.modules, name, stub)
+
+
+def litdata_chunks(folder, out, monkeypatch, side):
+    monkeypatch.setattr(exporting, "_TOKENS_PER_CHUNK", 128)
+    export(folder, out, "litdata")
+    chunks = []
+    for chunk in json.loads((out / side / "index.json").read_text())["chunks"]:
+        raw = (out / side / chunk["filename"]).read_bytes()
+        assert len(raw) == chunk["chunk_bytes"]
+        assert np.frombuffer(raw, "<u4", 3).tolist() == [1, 12, len(raw)]
+        chunks.append(np.frombuffer(raw, "<u2", offset=12))
+        assert len(chunks[-1]) == chunk["dim"] <= 128
+    return chunks
+
+
+@pytest.mark.parametrize("side", ["train", "val"])
+def test_export_litdata_writes_chunks_of_the_stream(folder, stream, tmp_path, monkeypatch, side):
+    chunks = litdata_chunks(folder, tmp_path / "out", monkeypatch, side)
+    np.testing.assert_array_equal(np.concatenate(chunks), stream(side))
+
+
+def test_export_litdata_is_read_by_litdata(folder, tmp_path, monkeypatch, no_torchvision):
+    litdata = pytest.importorskip("litdata")
+    chunks = litdata_chunks(folder, tmp_path / "out", monkeypatch, "train")
+    reader = litdata.StreamingDataset(
+        str(tmp_path / "out/train"), item_loader=litdata.TokensLoader(block_size=32)
+    )
+    whole = [part[: len(part) // 32 * 32] for part in chunks]
+    rows = [reader[i].numpy() for i in range(len(reader))]
+    np.testing.assert_array_equal(np.concatenate(rows), np.concatenate(whole))
+
+
+def mds_rows(folder, out, monkeypatch, side):
+    monkeypatch.setattr(exporting, "_BYTES_PER_MDS_SHARD", 5 * 132)
+    export(folder, out, "mds", 64)
+    rows, shards = [], json.loads((out / side / "index.json").read_text())["shards"]
+    for shard in shards:
+        raw = (out / side / shard["raw_data"]["basename"]).read_bytes()
+        count, *offsets = np.frombuffer(raw, "<u4", shard["samples"] + 2).tolist()
+        assert count == shard["samples"] <= 5 and offsets[-1] == len(raw)
+        rows += [np.frombuffer(raw[a:b], "<u2") for a, b in itertools.pairwise(offsets)]
+    return rows, shards
+
+
+@pytest.mark.parametrize("side", ["train", "val"])
+def test_export_mds_rows_are_windows_of_the_stream(folder, stream, tmp_path, monkeypatch, side):
+    rows, _ = mds_rows(folder, tmp_path / "out", monkeypatch, side)
+    expected = stream(side)
+    whole = expected[: len(expected) // 64 * 64].reshape(-1, 64)
+    np.testing.assert_array_equal(rows, whole)
+
+
+def test_export_mds_is_read_by_streaming(folder, tmp_path, monkeypatch, no_torchvision):
+    mds = pytest.importorskip("streaming.base.format")
+    expected, shards = mds_rows(folder, tmp_path / "out", monkeypatch, "train")
+    readers = [mds.reader_from_json(str(tmp_path / "out/train"), None, each) for each in shards]
+    rows = [reader[i]["tokens"] for reader in readers for i in range(len(reader))]
+    np.testing.assert_array_equal(rows, expected)
 
 
 def test_export_errors_name_cause_and_remedy(folder, tmp_path):

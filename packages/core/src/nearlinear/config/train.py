@@ -117,7 +117,7 @@ class DataConfig:
 
     path: str = ""
     """folder of token shards written by nearlinear data; or s3://bucket/prefix; channel:name in
-    a SageMaker job; or .bin files of Megatron (with .idx) or nanoGPT"""
+    a SageMaker job; or token files of Megatron or nanoGPT (.bin), datatrove (.ds), OLMo (.npy)"""
     sources: dict[str, float] = field(default_factory=dict)
     """mixture of several such folders instead of path, with weights, e.g. "tokens/code" = 0.3"""
     curriculum: dict[str, Any] = field(default_factory=dict)
@@ -155,10 +155,10 @@ class DataConfig:
     cache_gib: float = 0.0
     """limit of cached blocks in GiB; 0 = all blocks that were read"""
     vocab_size: int = 0
-    """number of ids in .bin files of Megatron or nanoGPT, which do not record it; 0 = GPT-2's
+    """number of ids in token files of other projects, which do not record it; 0 = GPT-2's
     50,257"""
     eos_id: int = -1
-    """id that ends a document in .bin files of Megatron or nanoGPT; -1 = the last id"""
+    """id that ends a document in token files of other projects; -1 = the last id"""
     resume: str = ""
     """data_state.json of an earlier run: continue with the batches it has not seen"""
 

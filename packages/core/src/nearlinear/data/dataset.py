@@ -136,7 +136,7 @@ class TokenDataset:
 
     Args:
         path: Folder of token shards, `s3://bucket/prefix`, `channel:name` for an input channel of a
-            SageMaker job, or files of Megatron or nanoGPT, see `open.open_split`.
+            SageMaker job, or token files of other projects, see `open.open_split`.
         split: Name of the split.
         sequence_length: Tokens per window.
         verify: "full" checks the xxh3 of every block, "size" checks file sizes, and "auto" checks
@@ -146,8 +146,8 @@ class TokenDataset:
             with EOS and store a packing plan in `cache`.
         cache: Cache folder for packing plans and remote shards; defaults to ~/.cache/nearlinear.
         cache_gib: Size limit of cached remote shards in GiB, or 0 for no limit.
-        vocab_size: Vocabulary size of Megatron and nanoGPT files; 0 means GPT-2's.
-        eos_id: EOS id of Megatron and nanoGPT files; -1 means the last id.
+        vocab_size: Vocabulary size of files of other projects; 0 means GPT-2's.
+        eos_id: EOS id of files of other projects; -1 means the last id.
 
     Raises:
         DataError: If the data is missing, damaged or of another format, or if the split is shorter

@@ -29,7 +29,7 @@ import numpy as np
 
 from ..config.train import Packing
 from .cache import CacheFull, locked, warn_full, write_cached
-from .source import MOST_OPEN, DocumentIndex, DocumentsByToken
+from .source import MOST_OPEN, Documents
 
 PACKINGS = get_args(Packing)
 
@@ -205,7 +205,8 @@ VERSION = 2
 _GROUPS = "groups"
 _DAMAGED = (OSError, ValueError, EOFError)
 
-Documents = Callable[[int], DocumentIndex | DocumentsByToken]
+DocumentsOf = Callable[[int], Documents]
+"""Documents of a shard, by its number."""
 
 
 class PackingPlan:
@@ -215,7 +216,7 @@ class PackingPlan:
     """
 
     def __init__(
-        self, cache: Path, identity: str, length: int, packing: str, documents: Documents,
+        self, cache: Path, identity: str, length: int, packing: str, documents: DocumentsOf,
         shards: int,
     ):  # fmt: skip
         words = json.dumps([VERSION, identity, length, packing, GROUP])
@@ -258,7 +259,7 @@ class PackingPlan:
         return whole
 
 
-def _count(length: int, packing: str, documents: Documents, shards: int) -> np.ndarray:
+def _count(length: int, packing: str, documents: DocumentsOf, shards: int) -> np.ndarray:
     """Return shard, first token, tokens and sequences of each group, int64 [groups, 4]."""
     found = []
     for shard in range(shards):
@@ -272,7 +273,7 @@ def _count(length: int, packing: str, documents: Documents, shards: int) -> np.n
 
 
 def _group(
-    folder: Path, groups: np.ndarray, length: int, packing: str, documents: Documents, number: int
+    folder: Path, groups: np.ndarray, length: int, packing: str, documents: DocumentsOf, number: int
 ) -> tuple[memoryview, np.ndarray]:
     """Load or compute the packing of a group.
 

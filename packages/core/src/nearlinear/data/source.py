@@ -206,6 +206,44 @@ class DocumentsByToken:
         return np.diff(ends if ends[-1] == stop else np.append(ends, stop))
 
 
+class DocumentEnds:
+    """Documents of a file, from their memory-mapped ends in tokens, uint64 [documents].
+
+    This is datatrove's `.ds.index`. Documents without tokens are passed over.
+
+    Raises:
+        DataError: If `path` is not such an index.
+    """
+
+    def __init__(self, path: Path):
+        size = path.stat().st_size
+        if size % 8:
+            raise DataError(f"{path} is not an index of document ends: copy it again")
+        raw = np.memmap(path, dtype="<i8", mode="r") if size else np.empty(0, "<i8")
+        self._path, self._array = path, np.asarray(raw)
+        self._ends = _as_sequence(self._array)
+        self.documents: int = len(self._ends)
+        self.tokens: int = self._ends[-1] if self.documents else 0
+
+    def inside(self, start: int, stop: int) -> list[int]:
+        """Return the document starts like `DocumentIndex.inside`."""
+        first = bisect.bisect_right(self._ends, start)
+        last = bisect.bisect_left(self._ends, stop, first)
+        return list(dict.fromkeys(self._ends[first:last]))
+
+    def lengths(self, start: int = 0, stop: int | None = None) -> np.ndarray:
+        """Return the document lengths like `DocumentIndex.lengths`."""
+        first = bisect.bisect_right(self._ends, start)
+        end = self.documents if stop is None else bisect.bisect_right(self._ends, stop, first)
+        found = np.diff(self._array[first:end], prepend=start)
+        if (found < 0).any():
+            raise DataError(f"{self._path}: the ends of documents do not ascend: copy it again")
+        return found[found > 0]
+
+
+Documents = DocumentIndex | DocumentEnds | DocumentsByToken
+
+
 class NoSplit(DataError):
     """The data does not contain the requested split, or too little of it for one sequence."""
 
@@ -240,7 +278,7 @@ class ShardSource(abc.ABC):
         """Return the tokens [n] of a shard: an array, or an object with the same slicing."""
 
     @abc.abstractmethod
-    def documents(self, shard: int) -> DocumentIndex | DocumentsByToken:
+    def documents(self, shard: int) -> Documents:
         """Return the document index of a shard."""
 
     @abc.abstractmethod

@@ -1,4 +1,4 @@
-"""Megatron and nanoGPT dataset files read in place, and shards opened by megatron-core."""
+"""Token files of other projects read in place, and shards opened by megatron-core."""
 
 import struct
 
@@ -11,7 +11,7 @@ import nearlinear as nl
 from nearlinear.config import train as train_config
 from nearlinear.data.dataset import TokenDataset
 from nearlinear.data.masking import Masks, make_batch
-from nearlinear.data.source import DocumentIndex, DocumentsByToken, NoSplit
+from nearlinear.data.source import DocumentEnds, DocumentIndex, DocumentsByToken, NoSplit
 from nearlinear.errors import DataError
 from tests.core.data.test_data_dataset import write_dataset
 
@@ -42,8 +42,13 @@ DOCUMENTS = st.lists(
 )
 
 
-def check_lengths_of_a_token_range(index, lengths, data):
-    """Check the lengths of consecutive documents, looked up by their token range."""
+def check_documents(index, lengths, data):
+    """Check all lengths, the starts in a range, and the lengths of consecutive documents."""
+    assert index.lengths().tolist() == lengths
+    begins = (np.cumsum(lengths) - lengths).tolist()
+    start = data.draw(st.integers(0, sum(lengths) - 1))
+    stop = data.draw(st.integers(start + 1, sum(lengths)))
+    assert index.inside(start, stop) == [b for b in begins if start < b < stop]
     first = data.draw(st.integers(0, len(lengths)))
     end = data.draw(st.integers(first, len(lengths)))
     start, stop = sum(lengths[:first]), sum(lengths[:end])
@@ -56,13 +61,7 @@ def test_index_combines_sequences_into_documents(tmp_path_factory, documents, dt
     path = tmp_path_factory.mktemp("pair") / "text_document.bin"
     stream = write_pair(path, documents, dtype)
     index = DocumentIndex(path.with_suffix(".idx"), path.stat().st_size)
-    lengths = [sum(map(len, document)) for document in documents]
-    assert index.lengths().tolist() == lengths
-    begins = (np.cumsum(lengths) - lengths).tolist()
-    start = data.draw(st.integers(0, len(stream) - 1))
-    stop = data.draw(st.integers(start + 1, len(stream)))
-    assert index.inside(start, stop) == [b for b in begins if start < b < stop]
-    check_lengths_of_a_token_range(index, lengths, data)
+    check_documents(index, [sum(map(len, document)) for document in documents], data)
     tokens = TokenDataset(path, sequence_length=1, vocab_size=1000)
     assert tokens.windows(np.arange(len(tokens)))[:, 0].tolist() == stream.tolist()
 
@@ -71,14 +70,18 @@ def test_index_combines_sequences_into_documents(tmp_path_factory, documents, dt
 @given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=12), data=st.data())
 def test_documents_are_delimited_by_the_end_token(lengths, data):
     tokens = np.concatenate([[*[5] * (length - 1), 7] for length in lengths]).astype("<u2")
-    found = DocumentsByToken(tokens, 7)
-    assert found.lengths().tolist() == lengths
-    begins = (np.cumsum(lengths) - lengths).tolist()
-    start = data.draw(st.integers(0, len(tokens) - 1))
-    stop = data.draw(st.integers(start + 1, len(tokens)))
-    assert found.inside(start, stop) == [b for b in begins if start < b < stop]
-    check_lengths_of_a_token_range(found, lengths, data)
+    check_documents(DocumentsByToken(tokens, 7), lengths, data)
     assert DocumentsByToken(tokens[:-1], 7).lengths().sum() == len(tokens) - 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(lengths=st.lists(st.integers(0, 5), max_size=12).filter(any), data=st.data())
+def test_documents_are_delimited_by_their_ends(tmp_path_factory, lengths, data):
+    path = tmp_path_factory.mktemp("ends") / "x.ds.index"
+    path.write_bytes(np.cumsum(lengths).astype("<u8").tobytes())
+    found = DocumentEnds(path)
+    assert (found.documents, found.tokens) == (len(lengths), sum(lengths))
+    check_documents(found, [length for length in lengths if length], data)
 
 
 def test_paths_of_files_prefixes_and_folders_are_accepted(tmp_path):
@@ -114,6 +117,86 @@ def test_megatron_pair_supports_packing_and_masks(tmp_path):
     )
     assert found["input_ids"].tolist() == [[6] * 8, [1, 2, 3, 4, 5, 9, 6, 9]]
     assert found["position_ids"].tolist()[1] == [0, 1, 2, 0, 1, 2, 0, 0]
+
+
+def write_by_datatrove(folder, documents, token_size=2):
+    """Write documents to a .ds file, its index and its metadata with datatrove's own class."""
+    tokenizer = pytest.importorskip("datatrove.pipeline.tokens.tokenizer")
+    options = {"tokenizer_name_or_path": "gpt2", "save_final_metadata": True}
+    file = tokenizer.TokenizedFile(str(folder), "00000_x.ds", token_size=token_size, **options)
+    for document in documents:
+        file.write(document, None)
+    file.close()
+    return folder / "00000_x.ds"
+
+
+@pytest.mark.parametrize("token_size", [2, 4])
+def test_files_of_datatrove_are_read_with_their_documents(tmp_path, token_size):
+    documents = [[1, 2, 3], [4, 5, 9], [6] * 9]  # 9 ends one of them, the index all
+    file = write_by_datatrove(tmp_path / "ds", documents, token_size)
+    options = {"sequence_length": 8, "vocab_size": 10, "cache": tmp_path / "cache"}
+    for without in (".none", ".metadata", ".index"):
+        file.with_name(file.name + without).unlink(missing_ok=True)
+        if without == ".index":  # then the EOS id ends documents
+            file.with_name(file.name + ".metadata").write_text(f"gpt2|{token_size}\n15\n15 T")
+        for path in (tmp_path / "ds", file):
+            dataset = TokenDataset(path, packing="best_fit", **options)
+            found = make_batch(dataset, np.arange(2), Masks(documents=True))
+            assert found["input_ids"].tolist() == [[6] * 8, [1, 2, 3, 4, 5, 9, 6, 9]]
+            starts = [0, 1, 2, 0, 1, 2, 0, 0] if without != ".index" else [0, 1, 2, 3, 4, 5, 0, 0]
+            assert found["position_ids"].tolist()[1] == starts
+
+
+@pytest.mark.parametrize("dtype", ["<u2", "<u4", "<i4", "<i8"])
+def test_arrays_are_read_with_and_without_a_header(tmp_path, dtype):
+    ids = np.arange(3000) % 1000
+    np.save(tmp_path / "train.npy", ids.astype(dtype))
+    headed = TokenDataset(tmp_path, sequence_length=10, vocab_size=1000)
+    assert headed.windows(np.arange(300)).ravel().tolist() == ids.tolist()
+    vocabulary = {"<u2": 1000, "<u4": 100_278}.get(dtype)
+    if vocabulary:
+        ids.astype(dtype).tofile(tmp_path / "train.npy")
+        raw = TokenDataset(tmp_path, sequence_length=10, vocab_size=vocabulary, eos_id=999)
+        assert raw.windows(np.arange(300)).ravel().tolist() == ids.tolist()
+        assert raw.source.documents(0).lengths().tolist() == [1000] * 3
+
+
+def test_unsuitable_files_are_refused_with_the_reason(tmp_path):
+    def refusal(path, **options):
+        with pytest.raises(DataError) as caught:
+            TokenDataset(path, sequence_length=2, **options)
+        return str(caught.value)
+
+    file = write_by_datatrove(tmp_path / "ds", [[1, 2], [3]])
+    index = file.with_name(file.name + ".index")
+    file.with_name(file.name + ".loss").write_bytes(b"\1\1\0")
+    assert ".ds.loss excludes tokens from the loss" in refusal(file)
+    file.with_name(file.name + ".loss").unlink()
+    good = index.read_bytes()
+    index.write_bytes(good[:8])
+    assert "describes 2 tokens but 00000_x.ds has 6 bytes" in refusal(file)
+    index.write_bytes(good[:9])
+    assert "is not an index of document ends" in refusal(file)
+    for other in (".index", ".metadata"):
+        file.with_name(file.name + other).unlink()
+    assert "does not say whether a token has 2 or 4 bytes" in refusal(file)
+    write_by_datatrove(tmp_path / "ds", [[1, 2], [3]])
+    np.arange(4, dtype="<u2").tofile(tmp_path / "ds/00001_x.ds")
+    assert "00001_x.ds.index is missing beside its tokens" in refusal(tmp_path / "ds")
+    array = tmp_path / "x.npy"
+    np.arange(4, dtype="<u2").tofile(array)
+    for options in ({}, {"vocab_size": 9}, {"eos_id": 8}):
+        assert "no header, like OLMo's files: set data.vocab_size and" in refusal(array, **options)
+    np.save(array, np.zeros((2, 3), "<u2"))
+    assert "an array [2, 3] of uint16: token ids are" in refusal(array)
+    np.save(array, np.zeros(3))
+    assert "an array [3] of float64" in refusal(array)
+    np.save(array, np.array(["x"], dtype=object))
+    assert "is not an array of NumPy" in refusal(array)
+    np.save(array, np.arange(40))
+    assert "has ids from 0 to 39, but the vocabulary has 30" in refusal(array, vocab_size=30)
+    np.save(array, np.arange(-1, 5))
+    assert "has ids from -1 to 4" in refusal(array)
 
 
 def test_damaged_pair_is_reported_with_its_cause(tmp_path):

@@ -1,0 +1,228 @@
+"""Token files of other projects, read in place.
+
+| files | project | dtype from | documents from |
+|---|---|---|---|
+| .bin with .idx | Megatron | .idx | .idx |
+| .bin | nanoGPT | always uint16 | the EOS id |
+| .ds | datatrove | .ds.index or .ds.metadata | .ds.index, else the EOS id |
+| .npy | OLMo, NumPy | the vocabulary size, or NumPy's header | the EOS id |
+
+They contain neither the tokenizer nor checksums. A file is identified by its size and its first and
+last MiB. Sources: Megatron-LM `megatron/core/datasets`, datatrove `pipeline/tokens`, OLMo-core
+`data/numpy_dataset.py`.
+"""
+
+from __future__ import annotations
+
+import abc
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+from ..errors import DataError
+from .format import Manifest, Shard, dtype_for
+from .source import DocumentEnds, DocumentIndex, Documents, DocumentsByToken, NoSplit, ShardSource
+
+GPT2 = 50_257
+_SAMPLED = 2**20  # bytes read at each end of a file
+
+
+def open_token_files(path: Path, split: str, vocab_size: int, eos_id: int) -> TokenFiles | None:
+    """Open one split of token files of another project, or return None if `path` has none.
+
+    In a folder, the split is SPLIT.bin, else every .bin file of the subfolder SPLIT, else, for the
+    split `train`, every .bin file; the same for the other suffixes. A single file is `train`, also
+    a .bin file without its suffix.
+
+    Raises:
+        NoSplit: If `path` has such files but not this split.
+    """
+    for suffix in _FORMATS:
+        if files := _files(path, split, suffix):
+            return TokenFiles(path, split, files, vocab_size, eos_id)
+        if _files(path, "train", suffix):
+            raise NoSplit(
+                f"{path} has no split {split!r}: put a {split}{suffix} beside the other files"
+            )
+    return None
+
+
+def _files(path: Path, split: str, suffix: str) -> list[Path]:
+    if path.is_dir():
+        named, below = path / f"{split}{suffix}", path / split
+        if named.is_file():
+            return [named]
+        if below.is_dir():
+            return sorted(below.glob(f"*{suffix}"))
+        return sorted(path.glob(f"*{suffix}")) if split == "train" else []
+    if suffix == ".bin" and path.suffix not in _FORMATS:
+        path = path.with_name(path.name + suffix)
+    return [path] if split == "train" and path.suffix == suffix and path.is_file() else []
+
+
+class TokenFiles(ShardSource):
+    """One split of token files of another project. All files have the same format and dtype."""
+
+    files: list[Path]
+
+    def __init__(self, path: Path, split: str, files: list[Path], vocab_size: int, eos_id: int):
+        self.files = files
+        self._format = _FORMATS[files[0].suffix]
+        empty = [file for file in files if not file.stat().st_size]
+        if empty and len(empty) < len(files):
+            raise DataError(f"{empty[0]} is empty: copy it again, or remove it")
+        indices = [path for file in files if (path := self._format.index_path(file))]
+        absent = [path for path in indices if not path.is_file()]
+        self._indexed = len(absent) < len(indices)
+        if self._indexed and absent:
+            raise DataError(f"{absent[0]} is missing beside its tokens: copy it again")
+        layouts = [self._format.layout(file, vocab_size, eos_id) for file in files]
+        self._starts = [start for _, start in layouts]
+        vocab_size = vocab_size or GPT2
+        dtype, shards = layouts[0][0], []
+        for file, (found, start) in zip(files, layouts, strict=True):
+            size = file.stat().st_size - start
+            if found != dtype or size % dtype.itemsize:
+                raise DataError(
+                    f"{file} does not hold {dtype.name} tokens like the other files: copy it "
+                    "again, or mix files of different dtypes with data.sources"
+                )
+            documents = self._format.index(file).documents if self._indexed else 0
+            identity = _check_and_identify(file, start, dtype, vocab_size)
+            shards.append(
+                Shard(file.name, size // dtype.itemsize, documents, size, identity, 0, "")
+            )
+        tokenizer = {"name": "of other files", "file": "", "sha256": f"unknown/{vocab_size}"}
+        eos_id = vocab_size - 1 if eos_id < 0 else eos_id
+        manifest = Manifest(vocab_size, eos_id, tokenizer, {split: tuple(shards)})
+        super().__init__(path, split, manifest, dtype)
+
+    def tokens(self, shard: int) -> np.ndarray:
+        start = self._starts[shard]
+        return np.asarray(np.memmap(self.files[shard], dtype=self.dtype, mode="r", offset=start))
+
+    def documents(self, shard: int) -> Documents:
+        if self._indexed:
+            return self._format.index(self.files[shard])
+        return DocumentsByToken(self.tokens(shard), self.manifest.eos_id)
+
+    def tokenizer(self) -> Path:
+        raise DataError(
+            f"{self.path} has no tokenizer: set train.sample_tokens = 0, or prepare the data with "
+            "nearlinear data"
+        )
+
+
+def _check_and_identify(file: Path, start: int, dtype: np.dtype, vocab_size: int) -> str:
+    """Return a hash of the size and both ends of a file, whose first ids are checked."""
+    size = file.stat().st_size
+    found = xxhash.xxh3_128(str(size).encode())
+    last = start + max(0, size - start - _SAMPLED) // dtype.itemsize * dtype.itemsize
+    with open(file, "rb") as opened:
+        head = opened.read(start + _SAMPLED)
+        opened.seek(last)
+        for part in (head, opened.read()):
+            found.update(part)
+        ids = np.frombuffer(head[start:], dtype)
+    if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
+        raise DataError(
+            f"{file} has ids from {ids.min()} to {ids.max()}, but the vocabulary has {vocab_size}: "
+            "set data.vocab_size and data.eos_id to those of its tokenizer"
+        )
+    return found.hexdigest()
+
+
+Layout = tuple[np.dtype, int]
+"""Dtype of the tokens, and the byte at which they begin."""
+
+
+class _Format(abc.ABC):
+    @abc.abstractmethod
+    def layout(self, file: Path, vocab_size: int, eos_id: int) -> Layout:
+        """Return the layout of a file. The vocabulary may be unknown (0) and so may EOS (-1)."""
+
+    def index_path(self, file: Path) -> Path | None:
+        """Return the path of the index of a file's documents, which may be absent."""
+        return None
+
+    def index(self, file: Path) -> DocumentIndex | DocumentEnds:
+        """Open that index."""
+        raise NotImplementedError
+
+
+class _Bin(_Format):
+    """Megatron's files, and without their index nanoGPT's."""
+
+    def layout(self, file: Path, vocab_size: int, eos_id: int) -> Layout:
+        indexed = self.index_path(file).is_file()
+        return (self.index(file).dtype if indexed else np.dtype("<u2")), 0
+
+    def index_path(self, file: Path) -> Path:
+        return file.with_suffix(".idx")
+
+    def index(self, file: Path) -> DocumentIndex:
+        return DocumentIndex(self.index_path(file), file.stat().st_size)
+
+
+class _Datatrove(_Format):
+    def layout(self, file: Path, vocab_size: int, eos_id: int) -> Layout:
+        if file.with_name(f"{file.name}.loss").exists():
+            raise DataError(
+                f"{file}.loss excludes tokens from the loss, which is not supported here: prepare "
+                "the text with nearlinear data, or remove the .loss files to train on all tokens"
+            )
+        described, bytes_ = file.with_name(f"{file.name}.metadata"), ""
+        if described.is_file():  # first line: "tokenizer|bytes per token"
+            bytes_ = described.read_text(encoding="utf-8").partition("\n")[0].rpartition("|")[2]
+        elif self.index_path(file).is_file() and (tokens := self.index(file).tokens):
+            bytes_ = str(file.stat().st_size // tokens)
+        if bytes_ not in ("2", "4"):
+            raise DataError(
+                f"{described} does not say whether a token has 2 or 4 bytes: write it again with "
+                "datatrove's option save_final_metadata"
+            )
+        return np.dtype(f"<u{bytes_}"), 0
+
+    def index_path(self, file: Path) -> Path:
+        return file.with_name(f"{file.name}.index")
+
+    def index(self, file: Path) -> DocumentEnds:
+        path, size = self.index_path(file), file.stat().st_size
+        found = DocumentEnds(path)
+        if size not in (2 * found.tokens, 4 * found.tokens):
+            raise DataError(
+                f"{path} describes {found.tokens} tokens but {file.name} has {size} bytes: the "
+                "files do not belong together; copy both again"
+            )
+        return found
+
+
+class _Npy(_Format):
+    """OLMo's files, which have no header in spite of their suffix, and NumPy's, which have one."""
+
+    def layout(self, file: Path, vocab_size: int, eos_id: int) -> Layout:
+        with open(file, "rb") as opened:
+            if opened.read(6) != b"\x93NUMPY":
+                return self._without_header(file, vocab_size, eos_id)
+        try:
+            found = np.load(file, mmap_mode="r", allow_pickle=False)
+        except (OSError, ValueError) as error:
+            raise DataError(f"{file} is not an array of NumPy ({error}): write it again") from None
+        if found.ndim != 1 or found.dtype.kind not in "ui":
+            raise DataError(
+                f"{file} is an array {list(found.shape)} of {found.dtype}: token ids are a "
+                "one-dimensional array of integers"
+            )
+        return found.dtype, found.offset
+
+    def _without_header(self, file: Path, vocab_size: int, eos_id: int) -> Layout:
+        if not vocab_size or eos_id < 0:
+            raise DataError(
+                f"{file} has no header, like OLMo's files: set data.vocab_size and data.eos_id to "
+                "those of its tokenizer, which determine the dtype and the documents"
+            )
+        return dtype_for(vocab_size), 0
+
+
+_FORMATS = {".bin": _Bin(), ".ds": _Datatrove(), ".npy": _Npy()}
