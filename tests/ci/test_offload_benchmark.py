@@ -5,7 +5,10 @@ import json
 import nearlinear as nl
 from ci.benchmarks import offload
 
-SMALL = "--width 32 --heads 2 --layers 5 --sequence 512 --batch 2 --steps 1 --horizon 1 --json"
+SMALL = (
+    "--vocabulary 512 --width 32 --heads 2 --layers 5 --sequence 512 --batch 2 --steps 1 "
+    "--horizon 1 --json"
+)
 
 
 def test_small_run_reports_every_method(capsys):

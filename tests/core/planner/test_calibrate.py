@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import tomllib
 
 import pytest
 from hypothesis import assume, given
@@ -332,6 +333,11 @@ def test_config_may_contain_a_measured_machine(tmp_path, capsys):
 GOOD = node_to_toml(a_node())
 
 
+def test_file_of_an_earlier_version_is_read():
+    older = GOOD.replace("watts = 0.0", "watts = 0.0\nheld_to_watts = 0.0")
+    assert api.node_from_tables(tomllib.loads(older), "here.toml") == a_node()
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -349,7 +355,7 @@ GOOD = node_to_toml(a_node())
         (GOOD.replace("memory_gib = 8.0", "memory_gib = nan"), "memory_gib = nan"),
         (GOOD.replace("multiprocessors = 1", "multiprocessors = 0"), "multiprocessors = 0"),
         (GOOD.replace("peak_tflops]  #", "peak_tflops]\nbf16 = inf #"), "peak_tflops.bf16 = inf"),
-        (GOOD.replace("held_to_watts = 0.0", "held_to_watts = 9.0"), "watts = 0: must be a number"),
+        (GOOD.replace("watts = 0.0", "watts = -1.0"), "watts = -1: must be a number"),
         (GOOD.replace("gpus = 1", "gpus = 0"), "gpus = 0"),
         (GOOD.replace("network_gbps = 1.0", "network_gbps = -1.0"), "network_gbps = -1"),
         (GOOD.replace("gpus = 1", "gpus = 1\nusd_per_hour = -3"), "usd_per_hour = -3"),

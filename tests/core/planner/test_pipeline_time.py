@@ -176,6 +176,16 @@ def test_busy_and_exposed_time_add_up_to_the_step(name):
     assert together == pytest.approx(found.seconds, rel=0.02)
 
 
+def test_replicas_reduce_early_stages_while_later_ones_compute():
+    mesh = Mesh(pipeline=4, replicate=16, ranks_per_node=8)
+    at_the_end = run(8, mesh, schedule="interleaved_1f1b", virtual_stages=2)
+    by_stage = run(8, mesh, schedule="interleaved_1f1b", virtual_stages=2, reduced_by_stage=True)
+    times = PipelineTimes(by_stage.work, by_stage.blocks)
+    hidden = 4 * times.seconds[BACKWARD][0]  # a round of the rank's other stage
+    assert 0 < times.all_reduce
+    assert at_the_end.seconds - by_stage.seconds == pytest.approx(min(hidden, times.all_reduce))
+
+
 def planned(**parallel) -> Workload:
     asked = {"pipeline_parallel_degree": 4, "microbatches": 8, "bf16": True} | parallel
     data = {"model": {"preset": "gpt2-30b"}, "parallel": asked, "batch": {"micro_batch_size": 16}}

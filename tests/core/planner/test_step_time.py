@@ -11,7 +11,8 @@ from nearlinear.distributed.mesh import Mesh
 from nearlinear.planner import step_time as step_time_module
 from nearlinear.planner.api import parse_cluster
 from nearlinear.planner.block_time import BlockTimes
-from nearlinear.planner.cluster import Cluster, find_node
+from nearlinear.planner.cluster import Cluster, find_accelerator, find_node
+from nearlinear.planner.compute_time import ComputeTimes
 from nearlinear.planner.fitted_constants import FittedConstants, load_constants
 from nearlinear.planner.memory import block_ops
 from nearlinear.planner.memory.op_trace import OpTrace, TracedTensor
@@ -48,6 +49,41 @@ def test_single_rank_only_computes():
     expected = 3 * (blocks + sum(parts.compute.head)) + parts.optimizer_update
     assert found.seconds == pytest.approx(expected, rel=1e-12)
     assert set(found.busy) == {"compute", "optimizer"}
+
+
+def test_binding_power_limit_lowers_all_rates_of_products():
+    gpu = find_accelerator("H100-80GB")
+    throttled, free = (
+        ComputeTimes(work(fp8=True), dataclasses.replace(gpu, throttled=each), FITTED)
+        for each in (True, False)
+    )
+    assert throttled.rate == pytest.approx(free.rate * FITTED.throttled_share)
+    assert throttled.fp8_rate == pytest.approx(free.fp8_rate * FITTED.throttled_share)
+    assert throttled.memory_rate == free.memory_rate
+    assert not find_accelerator("A100-80GB").throttled and gpu.throttled
+
+
+def test_fused_casts_write_activations_and_cast_weights_once_per_step():
+    gpu, rows, k, n = find_accelerator("H100-80GB"), 4 * 2048, 4096, 16384
+    seconds = {
+        count: ComputeTimes(
+            work(fp8=True, fused_casts=True, micro_batches=count), gpu, FITTED
+        )._linear(k, n)
+        for count in (1, 4)
+    }
+    rate = gpu.hbm_gb_s * 1e9 * FITTED.memory_share
+    assert seconds[1] - seconds[4] == pytest.approx(2.5 * k * n * 2 * (1 - 1 / 4) / rate)
+    product = ComputeTimes(work(fp8=True), gpu, FITTED).matmul(rows, k, n, in_fp8=True)
+    written = 2 * (rows * k + 2.5 * k * n) / rate + FITTED.kernel_seconds
+    assert seconds[1] == pytest.approx(product + written)
+
+
+def test_newest_attention_kernels_use_the_rate_of_the_gpu():
+    gpu = find_accelerator("H100-80GB")
+    older, newest = (
+        ComputeTimes(work(newest_attention=each), gpu, FITTED)._core for each in (False, True)
+    )
+    assert newest == pytest.approx(older * gpu.older_kernels)
 
 
 def test_step_without_overlap_is_the_sum_of_tasks():

@@ -122,7 +122,9 @@ def cluster_of(text: str, config: TrainConfig) -> Cluster:
     return parse_cluster(text, config.plan.machine)
 
 
-SHARES = ("matmul_share", "memory_share", "flash_share", "link_share", "network_share")
+SHARES = (
+    "matmul_share", "throttled_share", "memory_share", "flash_share", "link_share", "network_share"
+)  # fmt: skip
 """Constants that multiply a rate."""
 
 
@@ -164,6 +166,7 @@ def node_from_tables(data: dict[str, Any], where: str) -> Node:
     gpu = gpus[table["gpu"]]
     if not isinstance(gpu, dict):
         raise ConfigError(f"{where}: [gpu.{table['gpu']}] is not a table")
+    gpu = {key: value for key, value in gpu.items() if key != "held_to_watts"}  # up to 0.9
     accelerator = schema.build(
         Accelerator, {"name": table["gpu"], **gpu}, f"{where}: gpu.{table['gpu']}"
     )
@@ -214,8 +217,7 @@ def _check_rates(node: Node, gpu: str, here: str) -> None:
         for precision, value in getattr(node.gpu, name).items():
             _check_range(value, f"{gpu}.{name}.{precision}", above=0.0)
     _check_range(node.gpu.older_kernels, f"{gpu}.older_kernels", above=0.0, most=1.0)
-    _check_range(node.gpu.watts, f"{gpu}.watts", above=0.0 if node.gpu.held_to_watts else None)
-    _check_range(node.gpu.held_to_watts, f"{gpu}.held_to_watts", most=node.gpu.watts)
+    _check_range(node.gpu.watts, f"{gpu}.watts")
     unmeasured = None if node.measured else 0.0
     _check_range(node.gpu.link_gb_s, f"{gpu}.link_gb_s", above=unmeasured)
     _check_range(node.network_gbps, f"{here}.network_gbps", above=unmeasured)

@@ -6,6 +6,7 @@ import argparse
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError
@@ -27,6 +28,7 @@ examples:
   nearlinear plan run.toml --cluster p4d.24xlarge:32 --dry-run   memory, from a real step
   nearlinear plan run.toml --cluster h100:4 --figure step.png --json step.json
   nearlinear plan --validate --figure validation.png             error against published runs
+  nearlinear plan --blind runs.csv                               error against your own table
 """
 
 
@@ -53,6 +55,8 @@ class PlanOptions:
     scale: bool = False
     dry_run: bool = False
     validate: bool = False
+    blind: str = ""
+    """Table of runs to predict (.csv)."""
     figure: str = ""
     """File for the timeline, or for predicted against published times (.png)."""
 
@@ -92,6 +96,13 @@ def add_commands(
         help="measure memory in a step of the real code on fake tensors (about a minute)",
     )
     add("--validate", action="store_true", help="print the error against published runs")
+    add(
+        "--blind",
+        metavar="FILE",
+        default="",
+        help="print the error against a table of runs, and a hash of the predictions, which do not "
+        "depend on the table's values",
+    )
     add("--figure", default="", metavar="FILE", help="draw the timeline or validation (.png)")
     plan.set_defaults(run=lambda options, arguments: _plan(options, load))
     advise = commands.add_parser(
@@ -107,6 +118,7 @@ def add_commands(
         scale=False,
         dry_run=False,
         validate=False,
+        blind="",
         figure="",
     )
     return [plan, advise]
@@ -150,6 +162,8 @@ def run_plan(config: TrainConfig, options: PlanOptions, source: str = "") -> int
         check_tool(options.export)
     if options.validate:
         return _validate(options)
+    if options.blind:
+        return _predict_blind(options)
     try:
         result = _plan_layout(config, options)
         print(result)
@@ -260,6 +274,15 @@ def _validate(options: PlanOptions) -> int:
     _write_json(options.json, found.as_dict())
     if options.figure:
         _draw(lambda plots: plots.save_predicted_against_published(found, options.figure))
+    return 0
+
+
+def _predict_blind(options: PlanOptions) -> int:
+    from .validate import score_blind
+
+    found = score_blind(Path(options.blind))
+    print(found)
+    _write_json(options.json, found.as_dict())
     return 0
 
 

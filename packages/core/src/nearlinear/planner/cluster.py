@@ -109,18 +109,18 @@ class Accelerator:
     """share of its rate reached by kernels that use the previous generation's instructions"""
     products: dict[str, list[list[float]]] = field(default_factory=dict)
     """[edge of a cube, TFLOPS] as measured, by precision"""
-    held_to_watts: float = 0.0
-    """power limit below the maker's; 0 = none"""
+    throttled: bool = False
+    """the power limit binds in training: see `FittedConstants.throttled_share`"""
+
+    @property
+    def model(self) -> str:
+        """Name without memory and power limit: H100 for H100-80GB."""
+        return self.name.split("-")[0]
 
     @property
     def is_cpu(self) -> bool:
         """True if this is one rank's part of a measured CPU, with a single multiprocessor."""
         return self.multiprocessors == 1
-
-    @property
-    def clock(self) -> float:
-        """Share of the usual clock under load that the power limit permits."""
-        return (self.held_to_watts / self.watts) ** (1 / 3) if self.held_to_watts else 1.0
 
     def peak(self, precision: str) -> float:
         """Return the peak FLOPS. Raises ConfigError if the GPU lacks the precision."""
@@ -135,8 +135,7 @@ class Accelerator:
         """Return the FLOPS of the best matrix product, measured or from the mean share of peak."""
         peak = self.peak(precision)
         measured = self.matmul_tflops.get(precision)
-        best = measured * 1e12 if measured else peak * _mean_matmul_share()
-        return best * self.clock
+        return measured * 1e12 if measured else peak * _mean_matmul_share()
 
 
 @dataclass(frozen=True)

@@ -68,10 +68,9 @@ class ComputeTimes:
         self.constants: FittedConstants = constants
         self.memory_rate: float = gpu.hbm_gb_s * 1e9 * constants.memory_share
         self.bytes = 4 if work.precision == "fp32" else HALF_BYTES
-        self.rate: float = gpu.best_product(work.precision) * constants.matmul_share
-        self.block_rate = self.rate
-        if work.fp8:
-            self.block_rate: float = gpu.best_product("fp8") * constants.matmul_share
+        share = constants.matmul_share * (constants.throttled_share if gpu.throttled else 1.0)
+        self.rate: float = gpu.best_product(work.precision) * share
+        self.fp8_rate: float = gpu.best_product("fp8") * share if work.fp8 else 0.0
         sizes = gpu.products.get(work.precision)
         self.measured_rates: MeasuredMatmulRates | None = (
             MeasuredMatmulRates(sizes) if sizes else None
@@ -84,15 +83,19 @@ class ComputeTimes:
         self.inner: float = shape.inner / mesh.tensor
         self.shared: float = shape.shared_inner / mesh.tensor
 
-    def matmul(self, m: float, k: float, n: float, rate: float = 0.0, count: float = 1.0) -> float:
+    def matmul(
+        self, m: float, k: float, n: float, count: float = 1.0, in_fp8: bool = False
+    ) -> float:
         """Seconds of ``count`` matrix products [m, k] x [k, n]."""
         if self.measured_rates is not None:
             return 2.0 * m * k * n * count / self.measured_rates.rate(m, k, n)
         tiles = count * math.ceil(m / TILE[0]) * math.ceil(n / TILE[1])
         waves = tiles / self.gpu.multiprocessors
         idle = math.ceil(waves) / waves - 1.0
-        flops = 2.0 * m * k * n * count / (rate or self.rate)
-        traffic = self.bytes * (m * k + k * n + m * n) * count / self.memory_rate
+        flops = 2.0 * m * k * n * count / (self.fp8_rate if in_fp8 else self.rate)
+        operand = 1 if in_fp8 else self.bytes
+        moved = operand * (m * k + k * n) + self.bytes * m * n
+        traffic = moved * count / self.memory_rate
         busy = flops * (1.0 + self.constants.wave_share * min(idle, 1.0))
         return busy + traffic + self.constants.kernel_seconds
 
@@ -214,8 +217,11 @@ class ComputeTimes:
 
     def _linear(self, k: float, n: float, used: float = 1.0) -> float:
         """Seconds of a linear layer of a block; with float8, both operands are cast first."""
-        seconds = self.matmul(self.rows * used, k, n, self.block_rate)
-        if self.work.fp8:
+        seconds = self.matmul(self.rows * used, k, n, in_fp8=self.work.fp8)
+        if self.work.fp8 and self.work.fused_casts:  # two copies in 8 bits, one of them transposed
+            written = self.rows * used * k + 2.5 * k * n / self.work.micro_batches
+            seconds += self.memory_pass(written, 1)
+        elif self.work.fp8:
             cast = (2.5 if self.work.compiled else 4.0) * (self.rows * used * k + k * n)
             seconds += self.memory_pass(cast, 4)
         return seconds
@@ -225,8 +231,8 @@ class ComputeTimes:
         """Softmax and the two matrix products around it, forward."""
         work = self.work
         if work.fused_attention:
-            rate = self.rate * self.constants.flash_share * self.gpu.older_kernels
-            return self._core_flops / rate
+            kernels = 1.0 if work.newest_attention else self.gpu.older_kernels
+            return self._core_flops / (self.rate * self.constants.flash_share * kernels)
         passes = 4 if work.fused_softmax else 12  # scale, mask, softmax in float32, casts, dropout
         return 2 * self._score_matmul + self._scores(passes)
 

@@ -1,7 +1,7 @@
 """Constants of the time model that no data sheet gives, fitted once for all machines.
 
 ``data/parameters.toml`` holds them; `python -m ci.planner_validation.fit` writes it. No constant
-belongs to one source, one model or one kind of GPU.
+belongs to one source or one model, and one to a generation of GPUs: `throttled_share`.
 """
 
 import dataclasses
@@ -22,6 +22,8 @@ class FittedConstants:
 
     matmul_share: float
     """share of the best measured matrix product that large products reach in training"""
+    throttled_share: float
+    """share of that rate that remains where the power limit binds in training (Hopper and later)"""
     wave_share: float
     """share of the multiprocessors left idle by a product's last wave of tiles that stay idle"""
     memory_share: float
@@ -49,6 +51,7 @@ class FittedConstants:
 
 BOUNDS = {
     "matmul_share": (0.6, 1.0),
+    "throttled_share": (0.8, 1.0),
     "wave_share": (0.0, 1.0),
     "memory_share": (0.4, 1.0),
     "flash_share": (0.2, 1.0),
@@ -65,6 +68,7 @@ A100's 108 (AWS, "Enable faster training with Amazon SageMaker data parallel lib
 
 EXPECTED = {
     "matmul_share": 0.92,
+    "throttled_share": 0.95,
     "wave_share": 0.3,
     "memory_share": 0.8,
     "flash_share": 0.5,

@@ -315,6 +315,8 @@ class PipelineTimes:
         room = 0.0
         if self.work.overlapped_reduce:
             room = last * (1 - 1 / max(self.stage_blocks[0], 1))
+        if self.work.reduced_by_stage:  # a round of each of the rank's other stages follows
+            room += (self.work.virtual_stages - 1) * self.plan.ranks * last
         return room, self.reduce_scatter + self.all_reduce
 
 

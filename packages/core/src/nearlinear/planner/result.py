@@ -12,7 +12,7 @@ from .fitted_constants import FittedConstants
 from .memory import MemoryEstimate
 from .memory.report import GIB
 from .published.runs import held_out_runs, published_runs
-from .similar_runs import SHARE, SimilarRuns, gpu_model, similar_runs
+from .similar_runs import SHARE, SimilarRuns, similar_runs
 from .timeline import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -258,8 +258,8 @@ def extrapolations(work: Workload, cluster: Cluster) -> list[str]:
     """Return the features of ``work`` and ``cluster`` that no published run has."""
     runs = [*published_runs(), *held_out_runs()]
     found = []
-    kind = gpu_model(cluster)
-    if kind not in {gpu_model(run.cluster) for run in runs}:
+    kind = cluster.gpu.model
+    if kind not in {run.cluster.gpu.model for run in runs}:
         found.append(f"no published run is on {kind}")
     if _parallel_axes(work) not in {_parallel_axes(run.work) for run in runs}:
         axes = ", ".join(sorted(_parallel_axes(work))) or "a single rank"

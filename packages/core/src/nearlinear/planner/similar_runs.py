@@ -54,15 +54,10 @@ def features_of(work: Workload, cluster: Cluster) -> tuple[str, ...]:
     """Return precision, GPU, kind of model and number of nodes, as compared in this order."""
     return (
         "fp8" if work.fp8 else work.precision,
-        gpu_model(cluster),
+        cluster.gpu.model,
         "mixture of experts" if work.shape.experts > 1 else "dense",
         "one node" if cluster.nodes == 1 else "several nodes",
     )
-
-
-def gpu_model(cluster: Cluster) -> str:
-    """Return ``H100`` for ``H100-80GB``."""
-    return cluster.gpu.name.split("-")[0]
 
 
 def _features_of_run(scored: ScoredRun) -> tuple[str, ...]:

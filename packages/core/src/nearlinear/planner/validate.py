@@ -5,12 +5,15 @@ An error is predicted over published step time, minus one. The fit has seen thes
 sources.
 """
 
+import hashlib
+import json
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
-from itertools import combinations
+from itertools import chain, combinations
+from pathlib import Path
 from typing import Any
 
 from ..output import format_table
@@ -18,8 +21,10 @@ from .fitted_constants import FittedConstants, leave_one_out_constants, load_con
 from .published.runs import (
     PublishedRun,
     SkippedRow,
+    held_out_rows,
     held_out_runs,
     published_runs,
+    read_table,
     skipped_rows,
 )
 from .step_time import step_time
@@ -62,8 +67,8 @@ class Validation:
 
     scored: list[ScoredRun]
     skipped: list[SkippedRow]
-    left_out: dict[str, ErrorSummary]
-    """By source, with constants fitted without the source."""
+    left_out: dict[str, list[ScoredRun]]
+    """By source, predicted with constants fitted without the source."""
     ranked: tuple[int, int]
     """Pairs that differ only in layout and clearly in time: correctly ordered, and all."""
     held_out: list[ScoredRun] = field(default_factory=list)
@@ -71,10 +76,12 @@ class Validation:
 
     @property
     def sources(self) -> dict[str, list[ScoredRun]]:
-        by_source: dict[str, list[ScoredRun]] = {}
-        for each in self.scored:
-            by_source.setdefault(each.run.source, []).append(each)
-        return by_source
+        return _grouped(self.scored, _source)
+
+    @property
+    def unseen(self) -> list[ScoredRun]:
+        """All runs, predicted with constants fitted without their source."""
+        return [*chain(*self.left_out.values()), *self.held_out]
 
     @property
     def all(self) -> ErrorSummary:
@@ -90,28 +97,80 @@ class Validation:
         """Return all numbers by name, every run and every skipped row."""
         return {
             "all": asdict(self.all),
-            "sources": {
-                name: asdict(summarize_errors(each)) for name, each in self.sources.items()
+            "sources": _summaries(self.sources),
+            "left_out": _summaries(self.left_out),
+            "held_out": _summaries(_grouped(self.held_out, _source)),
+            "unseen": {
+                "all": asdict(summarize_errors(self.unseen)),
+                **_summaries(_grouped(self.unseen, _precision_and_gpu)),
             },
-            "left_out": {name: asdict(each) for name, each in self.left_out.items()},
-            "held_out": asdict(summarize_errors(self.held_out)),
             "ranking": self.ranking,
             "runs": [_run_as_dict(each) for each in (*self.scored, *self.held_out)],
-            "not_modelled": [
-                {"file": each.row.file, "line": each.row.line, "reason": each.reason}
-                for each in self.skipped
-            ],
+            "not_modelled": [_skipped_as_dict(each) for each in self.skipped],
         }
 
     def __str__(self) -> str:
         return _format(self)
 
 
+@dataclass(frozen=True)
+class BlindScore:
+    """Predictions of a table that the project does not contain."""
+
+    digest: str
+    """SHA-256 of the predictions. It depends on all columns but ``value``."""
+    scored: list[ScoredRun]
+    """Runs with a value."""
+    skipped: list[SkippedRow]
+    without_value: int = 0
+    """Number of predicted runs without a value."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return all numbers by name, every run and every skipped row."""
+        return {
+            "predictions_sha256": self.digest,
+            "all": asdict(summarize_errors(self.scored)) if self.scored else None,
+            "sources": _summaries(_grouped(self.scored, _source)),
+            "precision_and_gpu": _summaries(_grouped(self.scored, _precision_and_gpu)),
+            "runs": [_run_as_dict(each) for each in self.scored],
+            "not_modelled": [_skipped_as_dict(each) for each in self.skipped],
+        }
+
+    def __str__(self) -> str:
+        lines = [
+            f"predictions: {len(self.scored) + self.without_value} runs, SHA-256 {self.digest}"
+        ]
+        if self.without_value:
+            lines.append(f"{self.without_value} runs have no value to compare with")
+        if self.scored:
+            lines += _format_groups("error", {"all": self.scored})
+            lines += _format_groups("source", _grouped(self.scored, _source))
+            lines += _format_groups("precision and GPU", _grouped(self.scored, _precision_and_gpu))
+        return "\n".join([*lines, *_format_skipped(self.skipped)])
+
+
+def score_blind(path: Path) -> BlindScore:
+    """Predict the runs of a table in the documented format (``planner/data/README.md``).
+
+    Raises ConfigError if the file cannot be read or lacks columns.
+    """
+    rows = read_table(path)
+    scored = score((row for row in rows if isinstance(row, PublishedRun)), load_constants())
+    predictions = [[each.run.row.line, f"{each.predicted:.6g}"] for each in scored]
+    known = [each for each in scored if not math.isnan(each.run.seconds)]
+    return BlindScore(
+        hashlib.sha256(json.dumps(predictions).encode()).hexdigest(),
+        known,
+        [row for row in rows if isinstance(row, SkippedRow)],
+        len(scored) - len(known),
+    )
+
+
 def validate() -> Validation:
     """Predict every published run."""
     scored = score(published_runs(), load_constants())
-    without = {source: summarize_errors(runs) for source, runs in score_left_out().items()}
-    return Validation(scored, skipped_rows(), without, rank_pairs(scored), score_held_out())
+    skipped = [*skipped_rows(), *(row for row in held_out_rows() if isinstance(row, SkippedRow))]
+    return Validation(scored, skipped, score_left_out(), rank_pairs(scored), score_held_out())
 
 
 def score_left_out() -> dict[str, list[ScoredRun]]:
@@ -190,7 +249,7 @@ def _format(validation: Validation) -> str:
     rows: list[tuple[str, ...]] = [head]
     for source, scored in validation.sources.items():
         left = validation.left_out.get(source)
-        out = f"{left.median:.1%}" if left else "-"
+        out = f"{summarize_errors(left).median:.1%}" if left else "-"
         cells = _cells(summarize_errors(scored))
         rows.append((source, *cells, out, _format_pairs(*rank_pairs(scored))))
     rows.append(("all", *_cells(validation.all), "", _format_pairs(*validation.ranked)))
@@ -201,15 +260,47 @@ def _format(validation: Validation) -> str:
         f"{CLEAR:.0%}, are in the correct order ({validation.ranking:.0%})"
     )
     lines += _format_outliers(validation.scored)
-    if validation.held_out:
-        held = summarize_errors(validation.held_out)
-        lines.append(
-            f"outside the fit: {held.count} runs of llm-foundry on H100, median {held.median:.1%}, "
-            f"90th percentile {held.ninetieth:.1%}, bias {held.bias:+.1%}"
-        )
-    lines.append(f"not modelled: {len(validation.skipped)} rows")
-    lines += [f"  {reason}: {where}" for reason, where in _reasons(validation.skipped).items()]
-    return "\n".join(lines)
+    lines += _format_groups("outside the fit", _grouped(validation.held_out, _source))
+    unseen = {**_grouped(validation.unseen, _precision_and_gpu), "all": validation.unseen}
+    lines += _format_groups("each run predicted without its source", unseen)
+    return "\n".join([*lines, *_format_skipped(validation.skipped)])
+
+
+def _grouped(
+    scored: Iterable[ScoredRun], key: Callable[[ScoredRun], str]
+) -> dict[str, list[ScoredRun]]:
+    groups: dict[str, list[ScoredRun]] = {}
+    for each in scored:
+        groups.setdefault(key(each), []).append(each)
+    return groups
+
+
+def _source(each: ScoredRun) -> str:
+    return each.run.source
+
+
+def _precision_and_gpu(each: ScoredRun) -> str:
+    work = each.run.work
+    return f"{'fp8' if work.fp8 else work.precision} on {each.run.cluster.gpu.model}"
+
+
+def _format_groups(title: str, groups: dict[str, list[ScoredRun]]) -> list[str]:
+    head = (title, "runs", "median", "90th", "bias")
+    rows = [(name, *_cells(summarize_errors(runs))) for name, runs in groups.items()]
+    return format_table([head, *rows])
+
+
+def _format_skipped(skipped: list[SkippedRow]) -> list[str]:
+    reasons = [f"  {reason}: {where}" for reason, where in _reasons(skipped).items()]
+    return [f"not modelled: {len(skipped)} rows", *reasons]
+
+
+def _summaries(groups: dict[str, list[ScoredRun]]) -> dict[str, Any]:
+    return {name: asdict(summarize_errors(runs)) for name, runs in groups.items()}
+
+
+def _skipped_as_dict(each: SkippedRow) -> dict[str, Any]:
+    return {"file": each.row.file, "line": each.row.line, "reason": each.reason}
 
 
 def _format_outliers(scored: list[ScoredRun]) -> list[str]:
@@ -256,11 +347,14 @@ def _cells(summary: ErrorSummary) -> tuple[str, ...]:
 
 
 def _reasons(skipped: list[SkippedRow]) -> dict[str, str]:
-    """Group skipped rows by reason: ``framework_posts.csv 6, 8-10``."""
-    lines: dict[tuple[str, str], list[int]] = {}
+    """Group skipped rows by reason: ``framework_posts.csv 6, 8-10; later_posts.csv 3``."""
+    lines: dict[str, dict[str, list[int]]] = {}
     for each in skipped:
-        lines.setdefault((each.reason, each.row.file), []).append(each.row.line)
-    return {reason: f"{file} {_line_ranges(found)}" for (reason, file), found in lines.items()}
+        lines.setdefault(each.reason, {}).setdefault(each.row.file, []).append(each.row.line)
+    return {
+        reason: "; ".join(f"{file} {_line_ranges(found)}" for file, found in files.items())
+        for reason, files in lines.items()
+    }
 
 
 def _line_ranges(lines: list[int]) -> str:

@@ -72,6 +72,9 @@ class Workload:
     """Compute precision of the blocks."""
     fp8: bool = False
     """True if the linear layers of the blocks compute in float8."""
+    fused_casts: bool = False
+    """With float8: casts of activations are part of the kernels before them, and cast weights are
+    kept for all micro-batches (Transformer Engine)."""
     recompute: Recompute = "none"
     recomputed_share: float = 1.0
     """Share of blocks that are recomputed."""
@@ -83,6 +86,8 @@ class Workload:
     """True if recomputation stops early, which spares a block's last product."""
     fused_attention: bool = True
     """True if attention scores are never written to memory."""
+    newest_attention: bool = False
+    """True if fused attention uses the newest instructions of the GPU (cuDNN on Hopper)."""
     fused_softmax: bool = False
     """Without fused attention: scale, mask and softmax in one kernel (Megatron-LM)."""
     compiled: bool = False
@@ -121,6 +126,9 @@ class Workload:
     """Blocks gathered ahead; 0 means no overlap of all-gathers and compute."""
     overlapped_reduce: bool = True
     """True if gradients are reduced concurrently with the backward pass."""
+    reduced_by_stage: bool = False
+    """True if replicas reduce a virtual stage after its last micro-batch, concurrently with the
+    remaining stages of the rank (Megatron-Core)."""
     direct_all_gather: bool = False
     """True if all-gathers send to all ranks at once over few multiprocessors (SMDDP)."""
     hierarchical: bool = False

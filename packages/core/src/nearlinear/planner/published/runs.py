@@ -1,22 +1,22 @@
 """Published training runs as workloads on clusters, with their measured step times.
 
-Tables in ``planner/data``: ``llm_foundry.csv`` (MosaicML's benchmarks of MPT), ``vtrain.csv``
-(vTrain's measurements of Megatron-LM, arXiv:2312.12391) and ``framework_posts.csv`` (posts by AWS,
-torchtitan, fms-fsdp and ZeRO++, and a paper; the column ``source`` names each). A row that is not a
-step of a known model on known machines, or that repeats a run in another unit, is skipped with a
-reason.
+The tables are in ``planner/data``. A row that is not a step of a known model on known machines, or
+that repeats a run in another unit, is skipped with a reason.
 """
 
 import csv
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from ...distributed.mesh import Mesh
+from ...errors import ConfigError
 from ..cluster import Cluster
 from ..workload import Workload
-from . import blog_posts
-from .blog_posts import MEGATRON_SETTINGS, MEGATRON_VOCABULARY, gpt, mpt, published_cluster
+from . import blog_posts, columns
+from .blog_posts import MEGATRON_SETTINGS
+from .columns import SAME_RUN, RunValues, Values
+from .models import MEGATRON_VOCABULARY, gpt, mpt, published_cluster
 
 DATA = Path(__file__).parents[1] / "data"
 
@@ -42,6 +42,10 @@ class PublishedRun:
     seconds: float
     """Published seconds per step."""
 
+    def same_step(self, other: "PublishedRun") -> bool:
+        """True if both rows of a source describe the same workload and machines."""
+        return (self.source, self.work, self.cluster) == (other.source, other.work, other.cluster)
+
     @property
     def source(self) -> str:
         return self.row.source
@@ -60,10 +64,6 @@ class SkippedRow:
     reason: str
 
 
-RunValues = tuple[Workload, Cluster, float]
-"""Workload, cluster and published seconds per step."""
-
-
 def published_runs() -> list[PublishedRun]:
     """Return the rows that are modelled."""
     return [each for each in all_rows() if isinstance(each, PublishedRun)]
@@ -76,26 +76,64 @@ def skipped_rows() -> list[SkippedRow]:
 
 def all_rows() -> list[PublishedRun | SkippedRow]:
     """Return every row of every table, in order."""
-    readers = {
-        "llm_foundry.csv": (_foundry_source, _foundry),
-        "vtrain.csv": (lambda values: "vTrain, Megatron-LM", _vtrain),
-        "framework_posts.csv": (blog_posts.source_name, blog_posts.read_row),
-    }
-    return [each for file, (source, read) in readers.items() for each in _read(file, source, read)]
+    return [
+        *_read(DATA / "llm_foundry.csv", _foundry_source, _foundry),
+        *_read(DATA / "vtrain.csv", lambda values: "vTrain, Megatron-LM", _vtrain),
+        *_read(DATA / "framework_posts.csv", blog_posts.source_name, blog_posts.read_row),
+    ]
+
+
+def held_out_rows() -> list[PublishedRun | SkippedRow]:
+    """Return every row of the tables that no constant is fitted to."""
+    return [
+        *_read(DATA / "held_out.csv", _foundry_source, _foundry),
+        *read_table(DATA / "later_posts.csv"),
+    ]
 
 
 def held_out_runs() -> list[PublishedRun]:
-    """Return the runs of ``held_out.csv`` (MPT on H100), which no constant is fitted to."""
-    rows = _read("held_out.csv", _foundry_source, _foundry)
-    return [row for row in rows if isinstance(row, PublishedRun)]
+    """Return the rows that are modelled, of the tables that no constant is fitted to."""
+    return [each for each in held_out_rows() if isinstance(each, PublishedRun)]
 
 
-def _read(file: str, source: Callable, read: Callable) -> Iterator[PublishedRun | SkippedRow]:
-    with open(DATA / file, encoding="utf-8", newline="") as lines:
-        for line, values in enumerate(csv.DictReader(lines), start=2):
-            row = PublishedRow(file, line, source(values), values)
-            found = read(values)
-            yield SkippedRow(row, found) if isinstance(found, str) else PublishedRun(row, *found)
+def read_table(path: Path) -> list[PublishedRun | SkippedRow]:
+    """Read a table in the documented format (``planner/data/README.md``).
+
+    Raises ConfigError if the file cannot be read or lacks columns.
+    """
+    try:
+        return list(_read(path, lambda values: values["source"], columns.read_row, columns.COLUMNS))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from None
+
+
+def _read(
+    path: Path,
+    source: Callable[[Values], str],
+    read: Callable[[Values], RunValues | str],
+    needed: Sequence[str] = (),
+) -> Iterator[PublishedRun | SkippedRow]:
+    """Read a table. A run that a source states in a second unit is skipped."""
+    with open(path, encoding="utf-8", newline="") as lines:
+        table = csv.DictReader(lines, restval="")
+        if absent := [name for name in needed if name not in (table.fieldnames or ())]:
+            raise ConfigError(f"{path} has no column {', '.join(absent)}")
+        runs: list[tuple[PublishedRun, str]] = []
+        for line, values in enumerate(table, start=2):
+            row = PublishedRow(path.name, line, source(values), values)
+            try:
+                found = read(values)
+            except (KeyError, ValueError, ArithmeticError, ConfigError) as error:
+                found = f"a column cannot be read ({error})"
+            if isinstance(found, str):
+                yield SkippedRow(row, found)
+                continue
+            run, unit = PublishedRun(row, *found), values.get("metric", "")
+            if any(run.same_step(other) and unit != other_unit for other, other_unit in runs):
+                yield SkippedRow(row, SAME_RUN)
+                continue
+            runs.append((run, unit))
+            yield run
 
 
 FOUNDRY_GPU = {"a100_40gb": "A100-40GB", "a100_80gb": "A100-80GB", "h100_80gb": "H100-80GB"}
