@@ -28,6 +28,8 @@ LOG = VENV / "setup.log"
 STAMP = VENV / "setup.json"
 EXTRAS = "data,notebooks,monitor,kubernetes,s3,sagemaker,dev"
 GLUE = "nearlinear_collectives.build"  # compiles ahead of the first import
+# Not the Python of .venv, which may run this and be deleted.
+INTERPRETER = getattr(sys, "_base_executable", sys.executable)
 # Libraries that tests compare with. DeepSpeed is built from source with this environment's torch
 # and without kernels; Megatron Core provides the reference reader of its file format.
 PEERS = ["deepspeed", "megatron-core"]
@@ -148,7 +150,7 @@ def build(additions: dict[str, bool]) -> None:
         shutil.rmtree(VENV, ignore_errors=True)
         VENV.mkdir(exist_ok=True)
         LOG.touch()
-        make = [sys.executable, "-m", "venv", str(VENV)] + (["--without-pip"] if uv else [])
+        make = [INTERPRETER, "-m", "venv", str(VENV)] + (["--without-pip"] if uv else [])
         install_step("an empty environment", make, os.environ)
 
     pip, env = installer(uv)
@@ -298,7 +300,7 @@ def side_environment(
 def pip_config() -> dict[str, str]:
     """Return pip's settings (pip.conf and PIP_*) by option name."""
     listing = subprocess.run(
-        [sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True
+        [INTERPRETER, "-m", "pip", "config", "list"], capture_output=True, text=True
     ).stdout
     pairs = (line.split("=", 1) for line in listing.splitlines() if "=" in line)
     found = {}

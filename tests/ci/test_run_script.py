@@ -166,6 +166,13 @@ def test_new_environment_installs_torch_first_and_compiles_against_it(workspace,
         assert "constraints.txt" in installs[name]
 
 
+def test_environment_may_be_rebuilt_by_its_own_python(workspace, installs):
+    environment.ensure()
+    maker = Path(installs["an empty environment"][0])
+    assert environment.works(maker)
+    assert sys.prefix == sys.base_prefix or not maker.is_relative_to(sys.prefix)
+
+
 def test_finished_environment_is_not_rebuilt(workspace, installs):
     environment.ensure()
     installs.clear()
