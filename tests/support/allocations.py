@@ -9,7 +9,7 @@ from nearlinear.fsdp.model_state import local_tensor
 from nearlinear.train.model import build_model, parallelize
 from nearlinear.train.optimizer import build_optimizer
 
-STEPS = 3
+STEPS = 2
 
 
 def step_of(rank: int, config, vocabulary: int) -> tuple[int, int]:

@@ -31,12 +31,14 @@ MIXTRAL = (
 )
 
 
-def config(model, checkpoint="", micro_batch=4, accumulation=1, bf16=True, **parallel):
+def config(
+    model, checkpoint="", micro_batch=4, accumulation=1, bf16=True, sequence=256, **parallel
+):
     preset, overrides = model
     return load(
         {
             "model": {"preset": preset, "overrides": {"vocab_size": WORDS, **overrides}},
-            "data": {"sequence_length": 256},
+            "data": {"sequence_length": sequence},
             "parallel": {"bf16": bf16, **parallel},
             "batch": {"micro_batch_size": micro_batch, "accumulation": accumulation},
             "activations": {"checkpoint": checkpoint},
