@@ -170,6 +170,8 @@ def test_blind_predictions_do_not_depend_on_values(tmp_path):
 
 
 def test_unusable_tables_are_refused(tmp_path):
+    (row,) = read_table(table_of(tmp_path / "zero.csv", {"value": "0"}))
+    assert row.reason == "a column cannot be read (value 0 is not above 0)"
     with pytest.raises(ConfigError, match="nowhere.csv cannot be read"):
         validate.score_blind(tmp_path / "nowhere.csv")
     (tmp_path / "x.csv").write_text("source,model\n")

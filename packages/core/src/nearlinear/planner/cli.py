@@ -160,10 +160,10 @@ def run_plan(config: TrainConfig, options: PlanOptions, source: str = "") -> int
         from .export import check_tool
 
         check_tool(options.export)
-    if options.validate:
-        return _validate(options)
     if options.blind:
         return _predict_blind(options)
+    if options.validate:
+        return _validate(options)
     try:
         result = _plan_layout(config, options)
         print(result)

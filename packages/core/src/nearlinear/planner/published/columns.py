@@ -110,6 +110,8 @@ def read_row(values: Values) -> RunValues | str:
         return "the shape of its model is not published"
     work, cluster = _workload(values, shape), cluster_of(values)
     value = float(values["value"] or "nan")
+    if value <= 0:
+        raise ValueError(f"value {value:g} is not above 0")
     return work, cluster, to_seconds(work, cluster, value, values)
 
 
