@@ -134,6 +134,13 @@ class DataConfig:
     """restrict attention to each document of a sequence; off = documents see each other"""
     mask_eos: bool = False
     """exclude the token that ends a document from the loss"""
+    fim_rate: float = 0.0
+    """share of the documents that are rearranged for filling in: prefix, suffix, then middle"""
+    fim_spm_rate: float = 0.5
+    """share of these that begin with the suffix"""
+    fim_tokens: list[str] = field(default_factory=list)
+    """tokens before prefix, middle and suffix; empty = those of StarCoder, Qwen, Code Llama or
+    DeepSeek, whichever the data's tokenizer has"""
     noise_density: float = 0.15
     """share of the tokens that are masked or in corrupted spans; no effect with the causal
     objective"""
@@ -166,6 +173,11 @@ class DataConfig:
         if self.path and self.sources:
             raise ConfigError(
                 f"data.path = {self.path} and data.sources are both set: remove one of them"
+            )
+        if len(self.fim_tokens) not in (0, 3) or len(set(self.fim_tokens)) != len(self.fim_tokens):
+            raise ConfigError(
+                f"data.fim_tokens = {self.fim_tokens}: give three names, of the tokens before "
+                "prefix, middle and suffix"
             )
         if self.curriculum:
             self._check_curriculum()
@@ -562,6 +574,8 @@ _RANGES: schema.Ranges = {
     "lora.alpha": (0.0, 1e6),
     "data.sequence_length": (0, _COUNT),
     "data.mean_noise_span": (1.0, 1e9),
+    "data.fim_rate": (0.0, 1.0),
+    "data.fim_spm_rate": (0.0, 1.0),
     "data.cache_gib": (0.0, 1e9),
     "data.vocab_size": (0, _COUNT),
     "data.eos_id": (-1, _COUNT),

@@ -179,6 +179,8 @@ class TokenDataset:
         self.path: Path | str = self.source.path
         self.split: str = split
         self.manifest: Manifest = self.source.manifest
+        self.marks_targets: bool = self.manifest.marks_targets
+        """True if the data are conversations, of which only some tokens are targets."""
         self.sequence_length: int = sequence_length
         self.packing: str = packing
         self.tokens: int = self.manifest.total("tokens", split)
@@ -244,7 +246,7 @@ class TokenDataset:
         tokens = np.empty(shape, dtype=np.int64)
         starts, filled = self._stream.read(pieces, tokens)
         ignored = None
-        if self.manifest.marks_targets:
+        if self.marks_targets:
             for row, count in enumerate(filled):
                 tokens[row, count:] = self.manifest.eos_id  # uninitialized memory until here
             ignored = tokens >= self.manifest.vocab_size

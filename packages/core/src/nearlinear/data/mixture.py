@@ -91,7 +91,7 @@ class Mixture:
         self.split: str = first.split
         self.sequence_length: int = first.sequence_length
         self.packing: str = first.packing
-        self.marks_targets: bool = any(each.manifest.marks_targets for each in self.sources)
+        self.marks_targets: bool = any(each.marks_targets for each in self.sources)
         """True if a source holds conversations, of which only some tokens are targets."""
         self.reads: ReadCounters | None = None
         self.tokens: int = sum(source.tokens for source in self.sources)

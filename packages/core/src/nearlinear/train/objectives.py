@@ -1,4 +1,4 @@
-"""Batches of other objectives than the next token: masked tokens, and spans for encoder-decoders.
+"""Batches of other objectives: masked tokens, spans for encoder-decoders, and filling in.
 
 The noise of a sequence is drawn from a generator of its own, whose seed derives from the data's
 seed, the first sample of the step, and the sequence's number. It therefore depends neither on the
@@ -8,11 +8,13 @@ Special tokens are looked up in the data's tokenizer. Where it has none, ids aft
 are used, and the model gets an embedding for them.
 
 Sources: BERT (Devlin et al. 2019) by transformers' ``DataCollatorForLanguageModeling``; span
-corruption of T5 (Raffel et al. 2020, section 3.1.4), for which transformers has no collator.
+corruption of T5 (Raffel et al. 2020, section 3.1.4), for which transformers has no collator; and
+filling in the middle (Bavarian et al. 2022, arXiv:2207.14255), with the cuts between tokens.
 """
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -20,7 +22,7 @@ import numpy as np
 import torch
 
 from ..checkpoint.hf.meta_model import import_transformers
-from ..config.train import TrainConfig
+from ..config.train import DataConfig, TrainConfig
 from ..data.dataset import TokenDataset
 from ..data.masking import IGNORED_LABEL
 from ..data.mixture import Mixture
@@ -33,6 +35,14 @@ MASK_TOKENS = ("[MASK]", "<mask>")
 SENTINEL = "<extra_id_{}>"
 SENTINELS = 100
 """Sentinels of T5's vocabulary; more are used only for longer sequences."""
+FIM_TOKENS = (
+    ("<fim_prefix>", "<fim_middle>", "<fim_suffix>"),
+    ("<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>"),
+    ("<fim-prefix>", "<fim-middle>", "<fim-suffix>"),
+    ("\u2581<PRE>", "\u2581<MID>", "\u2581<SUF>"),
+    ("<\uff5cfim\u2581begin\uff5c>", "<\uff5cfim\u2581end\uff5c>", "<\uff5cfim\u2581hole\uff5c>"),
+)
+"""Tokens before prefix, middle and suffix of StarCoder, Qwen, SantaCoder, Code Llama, DeepSeek."""
 
 Batch = dict[str, torch.Tensor]
 
@@ -44,6 +54,8 @@ class Objective(Protocol):
     """Name and settings, part of the loader's state."""
     vocabulary: int
     """Number of ids that the model needs."""
+    in_evaluation: bool
+    """False if held-out sequences are left as they are."""
 
     def __call__(self, batch: Batch, seeds: list[int]) -> Batch:
         """Return the changed batch; ``seeds``: one per sequence."""
@@ -57,7 +69,12 @@ def build_objective(config: TrainConfig, dataset: TokenDataset | Mixture) -> Obj
     """
     kind, data = config.model.trained_objective, config.data
     if kind == "causal":
-        return None
+        return _fill_in(data, dataset) if data.fim_rate else None
+    if data.fim_rate:
+        raise ConfigError(
+            f"data.fim_rate = {data.fim_rate}: models of model.objective = {kind!r} see both sides "
+            "of every token; set it to 0"
+        )
     for key in ("document_mask", "mask_eos"):
         if getattr(data, key):
             raise ConfigError(
@@ -72,12 +89,36 @@ def build_objective(config: TrainConfig, dataset: TokenDataset | Mixture) -> Obj
     return SpanCorruption(file, vocabulary, dataset.manifest.eos_id, *spans, pads)
 
 
+def _fill_in(data: DataConfig, dataset: TokenDataset | Mixture) -> FillInTheMiddle:
+    if dataset.marks_targets:
+        raise ConfigError(
+            f"data.fim_rate = {data.fim_rate}: the data contain conversations, of which only some "
+            "tokens are targets; set it to 0"
+        )
+    known = _read_tokenizer(dataset.tokenizer()).get_vocab()
+    names = (tuple(data.fim_tokens),) if data.fim_tokens else FIM_TOKENS
+    for each in names:
+        if all(name in known for name in each):
+            ids = [known[name] for name in each]
+            return FillInTheMiddle(
+                ids, data.fim_rate, data.fim_spm_rate, dataset.manifest.eos_id,
+                dataset.manifest.vocab_size,
+            )  # fmt: skip
+    raise ConfigError(
+        f"data.fim_rate = {data.fim_rate}: the data's tokenizer lacks the tokens "
+        f"{' or '.join(', '.join(each) for each in names)}. Add three such tokens to it, prepare "
+        "the data with it, and name them in data.fim_tokens"
+    )
+
+
 def _read_tokenizer(file: Path) -> PreTrainedTokenizerFast:
     return import_transformers().PreTrainedTokenizerFast(tokenizer_file=str(file))
 
 
 class MaskedTokens:
     """Masked language modeling: 15 % of the tokens are targets, and most of them are masked."""
+
+    in_evaluation = True
 
     def __init__(self, tokenizer: Path, vocabulary: int, density: float, pads: bool):
         """
@@ -115,6 +156,8 @@ class SpanCorruption:
 
     All batches have the shapes of full sequences. Inputs and targets end with EOS.
     """
+
+    in_evaluation = True
 
     def __init__(
         self,
@@ -195,3 +238,53 @@ def _random_lengths(total: int, parts: int, generator: np.random.Generator) -> l
     """Return ``parts`` lengths of at least 1 that add up to ``total``, all equally likely."""
     cuts = np.sort(generator.choice(total - 1, parts - 1, replace=False)) + 1
     return np.diff([0, *cuts, total]).tolist()
+
+
+class FillInTheMiddle:
+    """Some documents are cut in three, and the middle is moved to the end.
+
+    A document becomes ``PRE prefix SUF suffix MID middle``, or ``PRE SUF suffix MID prefix middle``
+    (PSM and SPM). Its last three tokens make room for the three new ones, so that all documents
+    keep their places. Targets are excluded by place: padding, the first token of a document with
+    `data.document_mask`, and its end with `data.mask_eos`. A document that a sequence cuts is
+    rearranged as far as it reaches.
+    """
+
+    in_evaluation = False
+
+    def __init__(self, ids: list[int], rate: float, spm_rate: float, eos: int, vocabulary: int):
+        """
+        Args:
+            ids: Tokens before prefix, middle and suffix.
+            rate: Share of the documents that are rearranged.
+            spm_rate: Share of these that begin with the suffix.
+            eos: Id that ends a document.
+            vocabulary: Number of ids in the data.
+        """
+        self.rate, self.spm_rate, self.eos = rate, spm_rate, eos
+        self.vocabulary = max(vocabulary, 1 + max(ids))
+        self.prefix, self.middle, self.suffix = ([token] for token in ids)
+        self.identity = f"fill in the middle {rate:g} {spm_rate:g} {ids}"
+
+    def __call__(self, batch: Batch, seeds: list[int]) -> Batch:
+        ids, targets = batch["input_ids"].clone(), batch["labels"] != IGNORED_LABEL
+        starts = batch.get("position_ids", torch.ones_like(ids)) == 0
+        for row, seed in enumerate(seeds):
+            generator, tokens = np.random.default_rng(seed), ids[row].numpy()
+            ends = np.flatnonzero(tokens == self.eos)
+            begins = {0, *(ends + 1).tolist(), *np.flatnonzero(starts[row].numpy()).tolist()}
+            for begin, end in itertools.pairwise(sorted(begins | {len(tokens)})):
+                end -= bool(end > begin and tokens[end - 1] == self.eos)
+                if generator.random() < self.rate and end - begin > 3:
+                    tokens[begin:end] = self.rearrange(tokens[begin : end - 3], generator)
+        return batch | {"input_ids": ids, "labels": torch.where(targets, ids, IGNORED_LABEL)}
+
+    def rearrange(self, tokens: np.ndarray, generator: np.random.Generator) -> np.ndarray:
+        """Cut ``tokens`` at two random places, and return them with three more tokens."""
+        first, second = sorted(generator.integers(0, len(tokens) + 1, 2).tolist())
+        prefix, middle, suffix = tokens[:first], tokens[first:second], tokens[second:]
+        if generator.random() < self.spm_rate:
+            parts = [self.prefix, self.suffix, suffix, self.middle, prefix, middle]
+        else:
+            parts = [self.prefix, prefix, self.suffix, suffix, self.middle, middle]
+        return np.concatenate(parts)

@@ -61,7 +61,7 @@ from .evaluate import generate, held_out_loss
 from .lora import add_adapters
 from .metrics import Reporter
 from .model import build_model, flops_per_token, parallelize, peak_tflops
-from .objectives import build_objective
+from .objectives import Objective, build_objective
 from .optimizer import build_optimizer, learning_rate, set_learning_rate
 from .self_check.check import check_model
 
@@ -150,6 +150,8 @@ class Trainer:
                         log.warning("training without validation: %s", error)
             objective = build_objective(config, self.dataset)
             self.loader: Loader = build_loader(config, self.dataset, objective)
+            evaluated = objective is not None and objective.in_evaluation
+            self.evaluated_objective: Objective | None = objective if evaluated else None
             self.tokens_per_step: int = self.loader.samples_per_step * config.sequence_length
             data_state = preflight.read_data_state(config)
             if data_state:
@@ -496,7 +498,7 @@ class Trainer:
                 "data with a split 'val' of at least one sequence"
             )
         size, windows = self.config.batch.micro_batch_size, self.config.train.eval_sequences
-        changes = self.loader.masks, self.loader.transform
+        changes = self.loader.masks, self.evaluated_objective
         return held_out_loss(self.model, self.held_out, self.mesh, size, windows, *changes)
 
     def sample(self) -> str:
