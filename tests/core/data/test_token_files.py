@@ -174,7 +174,12 @@ def test_unsuitable_files_are_refused_with_the_reason(tmp_path):
     file.with_name(file.name + ".loss").unlink()
     good = index.read_bytes()
     index.write_bytes(good[:8])
-    assert "describes 2 tokens but 00000_x.ds has 6 bytes" in refusal(file)
+    assert "describes 2 tokens but 00000_x.ds has 3: the files do not" in refusal(file)
+    index.write_bytes(good)
+    described = file.with_name(file.name + ".metadata")
+    described.write_text("gpt2|4\n3\n3 T")  # but the file has 6 bytes
+    assert "does not hold uint32 tokens" in refusal(file)
+    described.write_text("gpt2|2\n3\n3 T")
     index.write_bytes(good[:9])
     assert "is not an index of document ends" in refusal(file)
     for other in (".index", ".metadata"):

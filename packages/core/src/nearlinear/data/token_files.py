@@ -88,15 +88,26 @@ class TokenFiles(ShardSource):
                     f"{file} does not hold {dtype.name} tokens like the other files: copy it "
                     "again, or mix files of different dtypes with data.sources"
                 )
-            documents = self._format.index(file).documents if self._indexed else 0
+            count = size // dtype.itemsize
+            documents = self._number_of_documents(file, count)
             identity = _check_and_identify(file, start, dtype, vocab_size)
-            shards.append(
-                Shard(file.name, size // dtype.itemsize, documents, size, identity, 0, "")
-            )
+            shards.append(Shard(file.name, count, documents, size, identity, 0, ""))
         tokenizer = {"name": "of other files", "file": "", "sha256": f"unknown/{vocab_size}"}
         eos_id = vocab_size - 1 if eos_id < 0 else eos_id
         manifest = Manifest(vocab_size, eos_id, tokenizer, {split: tuple(shards)})
         super().__init__(path, split, manifest, dtype)
+
+    def _number_of_documents(self, file: Path, tokens: int) -> int:
+        """Return the number in the index of a file, which must describe all its tokens, or 0."""
+        if not self._indexed:
+            return 0
+        index = self._format.index(file)
+        if index.tokens != tokens:
+            raise DataError(
+                f"{self._format.index_path(file)} describes {index.tokens} tokens but {file.name} "
+                f"has {tokens}: the files do not belong together; copy both again"
+            )
+        return index.documents
 
     def tokens(self, shard: int) -> np.ndarray:
         start = self._starts[shard]
@@ -188,14 +199,7 @@ class _Datatrove(_Format):
         return file.with_name(f"{file.name}.index")
 
     def index(self, file: Path) -> DocumentEnds:
-        path, size = self.index_path(file), file.stat().st_size
-        found = DocumentEnds(path)
-        if size not in (2 * found.tokens, 4 * found.tokens):
-            raise DataError(
-                f"{path} describes {found.tokens} tokens but {file.name} has {size} bytes: the "
-                "files do not belong together; copy both again"
-            )
-        return found
+        return DocumentEnds(self.index_path(file))
 
 
 class _Npy(_Format):
