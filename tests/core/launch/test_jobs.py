@@ -63,7 +63,7 @@ def test_dry_run_changes_nothing(services, config, capsys):
 def test_submission_needs_a_terminal_or_yes(services, config, capsys, monkeypatch):
     assert cli.main(["launch", str(config)]) == 2  # pytest's input is no terminal
     said = capsys.readouterr().err
-    assert "Pass --yes" in said and "price: 314.56 USD, at most 16,863.47 USD in 24 h" in said
+    assert "Pass --yes" in said and "price: 315.76 USD, at most 16,863.47 USD in 24 h" in said
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
     questions = []
     for answer, code, jobs_made in (("", 1, 0), ("n", 1, 0), ("y", 0, 1)):
