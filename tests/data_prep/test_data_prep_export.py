@@ -90,7 +90,7 @@ def test_export_datatrove_is_read_by_datatrove(folder, stream, tmp_path):
 
 @pytest.fixture
 def no_torchvision(monkeypatch):
-    """Replace what litdata and streaming import for images, which tokens do not need."""
+    """Replace modules for images, which litdata and streaming import."""
     for name in (
         "torchvision", "torchvision.transforms", "torchvision.transforms.functional",
         "streaming.vision",

@@ -334,16 +334,21 @@ void killed_with_a_child(int nodes) {
   board->flag = 1;
 }
 
-void killed_before_connecting(int nodes) {
-  const std::unique_ptr<Transport> net = create();
-  const std::vector<std::string> addresses = exchange(net->address(), nodes);
-  if (me == 1) kill(getpid(), SIGKILL);
+// Connect, although node 1 is dead, which must be the reported failure.
+void connect_with_dead_node_1(Transport &net, const std::vector<std::string> &addresses) {
   try {
-    net->connect(addresses, me, kKey, 20'000);
+    net.connect(addresses, me, kKey, 20'000);
     CHECK(!"connected with the dead");
   } catch (const LinkFailure &failure) {
     CHECK(failure.node == 1 && says(failure, "node 1"));
   }
+}
+
+void killed_before_connecting(int nodes) {
+  const std::unique_ptr<Transport> net = create();
+  const std::vector<std::string> addresses = exchange(net->address(), nodes);
+  if (me == 1) kill(getpid(), SIGKILL);
+  connect_with_dead_node_1(*net, addresses);
   meet(nodes - 1);
 }
 
@@ -382,12 +387,7 @@ void the_dead_is_blamed_not_its_finder(int nodes) {
     }
     call.fd = tcp::Socket();
   } else {
-    try {
-      net->connect(addresses, me, kKey, 20'000);
-      CHECK(!"connected with the dead");
-    } catch (const LinkFailure &failure) {
-      CHECK(failure.node == 1 && says(failure, "node 1"));
-    }
+    connect_with_dead_node_1(*net, addresses);
   }
   meet(nodes - 1);
 }

@@ -179,10 +179,6 @@ def parts_of(document: list[int]) -> tuple[list[int], list[int], list[int]]:
     return document[1:suffix], document[suffix + 1 : middle], document[middle + 1 :]
 
 
-def fill_in(rate=1.0, spm_rate=0.5) -> FillInTheMiddle:
-    return FillInTheMiddle([PREFIX, MIDDLE, SUFFIX], rate, spm_rate, EOS, 1000)
-
-
 def documents_of(rows: torch.Tensor) -> list[list[int]]:
     """Return the documents in all rows, without EOS; a row's end ends a document, too."""
     found = [[]]
@@ -199,7 +195,8 @@ def test_rearranged_documents_contain_all_tokens_but_three(spm_rate):
     ids = torch.from_numpy(generator.integers(1, 1000, (200, 128)))
     ids[torch.rand(ids.shape, generator=torch.Generator().manual_seed(0)) < 0.03] = EOS
     batch = {"input_ids": ids, "labels": ids.clone()}
-    found = fill_in(0.5, spm_rate)(batch, list(range(200)))
+    fill_in = FillInTheMiddle([PREFIX, MIDDLE, SUFFIX], 0.5, spm_rate, EOS, 1000)
+    found = fill_in(batch, list(range(200)))
     assert torch.equal(found["labels"], found["input_ids"])
     assert torch.equal(found["input_ids"] == EOS, ids == EOS)
     changed, begin_with_suffix, shares = 0, 0, []

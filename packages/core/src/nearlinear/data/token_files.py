@@ -77,37 +77,32 @@ class TokenFiles(ShardSource):
         self._indexed = len(absent) < len(indices)
         if self._indexed and absent:
             raise DataError(f"{absent[0]} is missing beside its tokens: copy it again")
-        layouts = [self._format.layout(file, vocab_size, eos_id) for file in files]
-        self._starts = [start for _, start in layouts]
-        vocab_size = vocab_size or GPT2
-        dtype, shards = layouts[0][0], []
-        for file, (found, start) in zip(files, layouts, strict=True):
-            size = file.stat().st_size - start
+        self._starts: list[int] = []
+        dtype, shards = None, []
+        for file in files:
+            index = self._format.index(file) if self._indexed else None
+            found, start = self._format.layout(file, index, vocab_size, eos_id)
+            dtype, size = dtype or found, file.stat().st_size - start
             if found != dtype or size % dtype.itemsize:
                 raise DataError(
                     f"{file} does not hold {dtype.name} tokens like the other files: copy it "
                     "again, or mix files of different dtypes with data.sources"
                 )
             count = size // dtype.itemsize
-            documents = self._number_of_documents(file, count)
-            identity = _check_and_identify(file, start, dtype, vocab_size)
+            if index and index.tokens != count:
+                raise DataError(
+                    f"{self._format.index_path(file)} describes {index.tokens} tokens but "
+                    f"{file.name} has {count}: the files do not belong together; copy both again"
+                )
+            identity = _check_and_identify(file, start, dtype, vocab_size or GPT2)
+            documents = index.documents if index else 0
             shards.append(Shard(file.name, count, documents, size, identity, 0, ""))
+            self._starts.append(start)
+        vocab_size = vocab_size or GPT2
         tokenizer = {"name": "of other files", "file": "", "sha256": f"unknown/{vocab_size}"}
         eos_id = vocab_size - 1 if eos_id < 0 else eos_id
         manifest = Manifest(vocab_size, eos_id, tokenizer, {split: tuple(shards)})
         super().__init__(path, split, manifest, dtype)
-
-    def _number_of_documents(self, file: Path, tokens: int) -> int:
-        """Return the number in the index of a file, which must describe all its tokens, or 0."""
-        if not self._indexed:
-            return 0
-        index = self._format.index(file)
-        if index.tokens != tokens:
-            raise DataError(
-                f"{self._format.index_path(file)} describes {index.tokens} tokens but {file.name} "
-                f"has {tokens}: the files do not belong together; copy both again"
-            )
-        return index.documents
 
     def tokens(self, shard: int) -> np.ndarray:
         start = self._starts[shard]
@@ -144,20 +139,21 @@ def _check_and_identify(file: Path, start: int, dtype: np.dtype, vocab_size: int
     return found.hexdigest()
 
 
+Index = DocumentIndex | DocumentEnds
 Layout = tuple[np.dtype, int]
 """Dtype of the tokens, and the byte at which they begin."""
 
 
 class _Format(abc.ABC):
     @abc.abstractmethod
-    def layout(self, file: Path, vocab_size: int, eos_id: int) -> Layout:
+    def layout(self, file: Path, index: Index | None, vocab_size: int, eos_id: int) -> Layout:
         """Return the layout of a file. The vocabulary may be unknown (0) and so may EOS (-1)."""
 
     def index_path(self, file: Path) -> Path | None:
         """Return the path of the index of a file's documents, which may be absent."""
         return None
 
-    def index(self, file: Path) -> DocumentIndex | DocumentEnds:
+    def index(self, file: Path) -> Index:
         """Open that index."""
         raise NotImplementedError
 
@@ -165,9 +161,8 @@ class _Format(abc.ABC):
 class _Bin(_Format):
     """Megatron's files, and without their index nanoGPT's."""
 
-    def layout(self, file: Path, vocab_size: int, eos_id: int) -> Layout:
-        indexed = self.index_path(file).is_file()
-        return (self.index(file).dtype if indexed else np.dtype("<u2")), 0
+    def layout(self, file: Path, index: Index | None, vocab_size: int, eos_id: int) -> Layout:
+        return (index.dtype if isinstance(index, DocumentIndex) else np.dtype("<u2")), 0
 
     def index_path(self, file: Path) -> Path:
         return file.with_suffix(".idx")
@@ -177,7 +172,7 @@ class _Bin(_Format):
 
 
 class _Datatrove(_Format):
-    def layout(self, file: Path, vocab_size: int, eos_id: int) -> Layout:
+    def layout(self, file: Path, index: Index | None, vocab_size: int, eos_id: int) -> Layout:
         if file.with_name(f"{file.name}.loss").exists():
             raise DataError(
                 f"{file}.loss excludes tokens from the loss, which is not supported here: prepare "
@@ -186,8 +181,8 @@ class _Datatrove(_Format):
         described, bytes_ = file.with_name(f"{file.name}.metadata"), ""
         if described.is_file():  # first line: "tokenizer|bytes per token"
             bytes_ = described.read_text(encoding="utf-8").partition("\n")[0].rpartition("|")[2]
-        elif self.index_path(file).is_file() and (tokens := self.index(file).tokens):
-            bytes_ = str(file.stat().st_size // tokens)
+        elif index and index.tokens:
+            bytes_ = str(file.stat().st_size // index.tokens)
         if bytes_ not in ("2", "4"):
             raise DataError(
                 f"{described} does not say whether a token has 2 or 4 bytes: write it again with "
@@ -205,7 +200,7 @@ class _Datatrove(_Format):
 class _Npy(_Format):
     """OLMo's files, which have no header in spite of their suffix, and NumPy's, which have one."""
 
-    def layout(self, file: Path, vocab_size: int, eos_id: int) -> Layout:
+    def layout(self, file: Path, index: Index | None, vocab_size: int, eos_id: int) -> Layout:
         with open(file, "rb") as opened:
             if opened.read(6) != b"\x93NUMPY":
                 return self._without_header(file, vocab_size, eos_id)

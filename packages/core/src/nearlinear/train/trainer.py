@@ -150,8 +150,9 @@ class Trainer:
                         log.warning("training without validation: %s", error)
             objective = build_objective(config, self.dataset)
             self.loader: Loader = build_loader(config, self.dataset, objective)
-            evaluated = objective is not None and objective.in_evaluation
-            self.evaluated_objective: Objective | None = objective if evaluated else None
+            self.evaluated_objective: Objective | None = (
+                objective if objective and objective.in_evaluation else None
+            )
             self.tokens_per_step: int = self.loader.samples_per_step * config.sequence_length
             data_state = preflight.read_data_state(config)
             if data_state:

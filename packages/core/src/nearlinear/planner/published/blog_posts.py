@@ -12,7 +12,15 @@ from typing import Any
 from ...distributed.mesh import Mesh
 from ..workload import Workload
 from . import columns
-from .columns import DEEPSPEED_MESSAGE, SAME_RUN, RunValues, Values, cluster_of, number
+from .columns import (
+    DEEPSPEED_MESSAGE,
+    SAME_RUN,
+    RunValues,
+    Values,
+    cluster_of,
+    interleaved,
+    number,
+)
 from .models import GPT, LLAMA, MEGATRON_VOCABULARY, gpt, llama, published_cluster
 
 MEGATRON_SETTINGS: dict[str, Any] = {
@@ -128,8 +136,7 @@ def _megatron(values: Values) -> RunValues | str:
         mesh=mesh,
         recompute="attention" if selective else "block",
         sequence_parallel=selective,
-        virtual_stages=virtual,
-        schedule="interleaved_1f1b" if virtual > 1 else "1f1b",
+        **interleaved(virtual),
         **MEGATRON_SETTINGS,
     )
     return work, published_cluster("A100-80GB", mesh.world, 8, 1600), float(values["value"])

@@ -38,7 +38,7 @@ RunValues = tuple[Workload, Cluster, float]
 
 @dataclass(frozen=True)
 class Software:
-    """What the columns do not say about a library."""
+    """Behaviour of a library, which the columns do not state."""
 
     fields: dict[str, Any] = field(default_factory=dict)
     """Fields of the workload."""
@@ -158,8 +158,7 @@ def _workload(values: Values, shape: ModelShape) -> Workload:
         "precision": "fp16" if "fp16" in precision else "bf16",
         "gather_bytes": 1.0 if "fp8 all-gather" in precision else 2.0,
         "recompute": recompute,
-        "virtual_stages": virtual,
-        "schedule": "interleaved_1f1b" if virtual > 1 else "1f1b",
+        **interleaved(virtual),
         "reshard_after_forward": not stays_gathered,
         "overlapped_reduce": not stays_gathered,
     }
@@ -171,6 +170,11 @@ def _workload(values: Values, shape: ModelShape) -> Workload:
     if re.search("async ?tp", note, re.IGNORECASE):
         fields["async_tensor_parallel"] = True
     return Workload(shape, _sequence(values), micro_batch, micro_batches, mesh, **fields)
+
+
+def interleaved(virtual: int) -> dict[str, Any]:
+    """Fields of a workload: 1F1B with ``virtual`` stages per rank."""
+    return {"virtual_stages": virtual, "schedule": "interleaved_1f1b" if virtual > 1 else "1f1b"}
 
 
 def _mesh(values: Values, software: Software) -> Mesh:

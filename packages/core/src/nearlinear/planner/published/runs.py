@@ -129,7 +129,7 @@ def _read(
                 yield SkippedRow(row, found)
                 continue
             run, unit = PublishedRun(row, *found), values.get("metric", "")
-            if any(run.same_step(other) and unit != other_unit for other, other_unit in runs):
+            if any(unit != other_unit and run.same_step(other) for other, other_unit in runs):
                 yield SkippedRow(row, SAME_RUN)
                 continue
             runs.append((run, unit))
