@@ -259,6 +259,15 @@ def _source(options: argparse.Namespace) -> "Source":
         return sources.chat(options.files, options.skip_bad_lines, options.allow_unread)
     if options.source == "text":
         return sources.text(options.paths, options.document, options.allow_unread)
+    if options.source == "webdataset":
+        return sources.webdataset(
+            options.files,
+            options.text_member,
+            options.text_field,
+            options.skip_bad_lines,
+            options.allow_unread,
+            fields,
+        )
     if options.source == "hf":
         return sources.huggingface(
             options.name,

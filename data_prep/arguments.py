@@ -2,7 +2,7 @@
 
 import argparse
 
-SOURCES = ("botocore", "openwebtext", "jsonl", "text", "chat", "parquet", "hf")
+SOURCES = ("botocore", "openwebtext", "jsonl", "text", "chat", "parquet", "webdataset", "hf")
 FORMATS = ("smp-json", "hf-arrow", "nanogpt", "datatrove", "litdata", "mds")
 PEERS = ("nanogpt", "datatrove", "huggingface")
 
@@ -16,6 +16,7 @@ _EXAMPLES = """examples:
   nearlinear data prepare jsonl crawl/ --filters pii --decontaminate evals/mmlu.jsonl
   nearlinear data prepare text books/ --document paragraph --tokenizer llama/tokenizer.json
   nearlinear data prepare chat dialogs.jsonl --tokenizer models/my-chat-model
+  nearlinear data prepare webdataset shards/ --text-member json --keep-fields __key__
   nearlinear data prepare hf HuggingFaceFW/fineweb-edu --config sample-10BT
   nearlinear data prepare jsonl crawl/ --engine slurm --tasks 200 \\
       --engine-option time=2:00:00 --engine-option partition=cpu
@@ -128,6 +129,15 @@ def _add_sources(command: argparse.ArgumentParser, options: argparse.ArgumentPar
     _add_text_field(parquet)
     _add_skip_bad_lines(parquet)
     _add_allow_unread(parquet)
+    archives = source("webdataset", "WebDataset archives (.tar, also compressed), or folders; "
+                      "each sample is a document")  # fmt: skip
+    archives.add_argument("files", nargs="+", metavar="FILE")
+    archives.add_argument("--text-member", default="txt", metavar="EXTENSION",
+                          help="extension of the member that holds the text, such as txt or json "
+                          "(default: txt)")  # fmt: skip
+    _add_text_field(archives)
+    _add_skip_bad_lines(archives)
+    _add_allow_unread(archives)
     hub = source("hf", "a text dataset of the Hugging Face Hub, streamed, or one saved to disk")
     hub.add_argument("name", help="dataset, such as allenai/c4, or a folder")
     hub.add_argument("--split", default="train", help="split of the dataset (default: train)")

@@ -186,7 +186,8 @@ class DocumentTable:
             column(clusters),
         ]
         if fields is not None:
-            columns.append(self._fields_of(fields, numbers[order]))
+            starts = np.cumsum([0, *record["counts"]])  # the last input may be incomplete
+            columns.append(self._fields_of(fields, (starts[inputs] + numbers)[order]))
         self._writer.write_table(pa.table(columns, schema=self._schema))
         self._ordinal += len(entries)
         for number, count in enumerate(record["counts"], first_input):
@@ -200,7 +201,7 @@ class DocumentTable:
         return {"file": TABLE_FILE, "bytes": self.path.stat().st_size, "sha256": digest}
 
     def _fields_of(self, file: Path, numbers: np.ndarray) -> pyarrow.Array:
-        """Return the fields of documents; a source with fields reads one input in a split."""
+        """Return the fields of documents, given their numbers within the input split."""
         import pyarrow as pa
         from pyarrow import parquet
 

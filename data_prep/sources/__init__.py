@@ -1,7 +1,7 @@
 """Text sources. Each function returns a `Source`, a named and repeatable stream of documents.
 
 A source yields the same documents in the same order each time. `text_files` reads plain text,
-`tables` JSON lines and Parquet, `hub` datasets of the Hugging Face Hub.
+`tables` JSON lines and Parquet, `archives` WebDataset, `hub` datasets of the Hugging Face Hub.
 """
 
 import os
@@ -9,6 +9,7 @@ from collections.abc import Callable
 from importlib.metadata import version
 from typing import Any
 
+from data_prep.sources.archives import webdataset
 from data_prep.sources.botocore_docs import botocore_documents, data_folder
 from data_prep.sources.conversations import chat
 from data_prep.sources.hub import huggingface, openwebtext
@@ -19,7 +20,7 @@ from data_prep.storage_paths import is_remote
 
 __all__ = ["Input", "InputSplit", "Source", "UnreadInput", "botocore", "botocore_documents",
            "chat", "huggingface", "jsonl", "openwebtext", "parquet", "portable", "rebuild",
-           "text"]  # fmt: skip
+           "text", "webdataset"]  # fmt: skip
 
 
 def botocore() -> Source:
@@ -43,6 +44,7 @@ def rebuild(spec: dict[str, Any]) -> Source:
         "jsonl": jsonl,
         "parquet": parquet,
         "text": text,
+        "webdataset": webdataset,
     }
     options = dict(spec)
     return makers[options.pop("kind")](**options)

@@ -248,6 +248,22 @@ def _compression(path: str | Path) -> str | None:
     return _COMPRESSIONS.get(Path(path).suffix.lower())
 
 
+def split_by_files(inputs: Sequence[Input], target: int) -> list[InputSplit]:
+    """Group whole files into splits of about `target` bytes; `end` is the index of a file."""
+    splits, start, size = [], 0, 0
+    for number, file in enumerate(inputs):
+        size += file.bytes
+        if size >= target or number == len(inputs) - 1:
+            splits.append(InputSplit(start, 0, number + 1, size))
+            start, size = number + 1, 0
+    return splits
+
+
+def inputs_of_split(inputs: Sequence[Input], split: InputSplit) -> Sequence[Input]:
+    """Return the files of a split of `split_by_files`."""
+    return inputs[split.input : split.input + 1 if split.end is None else split.end]
+
+
 def split_by_lines(inputs: Sequence[Input], target: int) -> list[InputSplit]:
     """Cut each file into byte ranges of about `target` bytes that begin and end at line ends."""
     splits = []
@@ -282,7 +298,7 @@ def read_line_blocks(path: str | Path, start: int = 0, end: int | None = None) -
 
     Offsets are those of the uncompressed text. Raises `DataError` for a line of more than 1 GiB.
     """
-    with _open_uncompressed(path) as stream:
+    with open_uncompressed(path) as stream:
         if start:
             stream.seek(start)
         left = float("inf") if end is None else end - start
@@ -324,7 +340,7 @@ def read_lines(path: str | Path, start: int = 0, end: int | None = None) -> Iter
 
 def read_chunks(path: str | Path) -> Iterator[bytes]:
     """Yield the uncompressed bytes of a file, 128 KiB at a time."""
-    with _open_uncompressed(path) as stream:
+    with open_uncompressed(path) as stream:
         while chunk := stream.read(_CHUNK_BYTES):
             yield chunk
 
@@ -380,7 +396,7 @@ def uncompressed_bytes(inputs: Sequence[Input]) -> int | None:
 
 
 @contextmanager
-def _open_uncompressed(path: str | Path) -> Iterator[Any]:
+def open_uncompressed(path: str | Path) -> Iterator[Any]:
     """Open a file and decompress it by its suffix. Raises `DataError` for a corrupt file."""
     compression = _compression(path)
     with open_file(path) as file:

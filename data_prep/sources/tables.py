@@ -84,10 +84,10 @@ def jsonl(
                 elif line.strip():
                     if not skip_bad_lines:
                         where = f"{path}:{number + _count_lines_before(path, split.start)}"
-                        raise _line_error(line, text_field, where)
+                        raise line_error(line, text_field, where)
                     skipped += 1
                     where = line_location(split, path, number)
-                    first = first or _line_error(line, text_field, where)
+                    first = first or line_error(line, text_field, where)
         if skipped:
             logger.warning("skipped %d bad lines, the first: %s", skipped, first)
 
@@ -195,7 +195,7 @@ def get_text(row: dict[str, Any], text_field: str, where: str, remedy: str = "")
     return row[text_field]
 
 
-def _line_error(line: bytes, text_field: str, where: str) -> DataError:
+def line_error(line: bytes, text_field: str, where: str) -> DataError:
     """Return the error for a line that `TextField.decode_line` rejected."""
     remedy = "correct the line, or pass --skip-bad-lines to skip such lines"
     try:

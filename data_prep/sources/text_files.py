@@ -15,14 +15,15 @@ from data_prep.sources.files import (
     decode_utf8,
     describe_inputs,
     find_inputs,
+    inputs_of_split,
     read_chunks,
     read_line_blocks,
+    split_by_files,
     split_by_lines,
     uncompressed_bytes,
     utf8_error,
 )
 from data_prep.sources.source import (
-    Input,
     InputSplit,
     Source,
     documents_of_splits,
@@ -63,13 +64,14 @@ def text(paths: Sequence[str | Path], document: str = "file", allow_unread: bool
                 yield [line.rstrip("\r") for line in found]
                 offset += len(block)
             return
-        last = split.input + 1 if split.end is None else split.end
-        for file in inputs[split.input : last]:
+        for file in inputs_of_split(inputs, split):
             found = [_read_file(file.path)] if document == "file" else _read_paragraphs(file.path)
             yield from single_document_batches(found)
 
     def plan(target: int) -> list[InputSplit]:
-        return split_by_lines(inputs, target) if document == "line" else _group(inputs, target)
+        return (
+            split_by_lines(inputs, target) if document == "line" else split_by_files(inputs, target)
+        )
 
     return Source(
         name="text",
@@ -136,17 +138,6 @@ def _decode_chunks(path: str) -> Iterator[str]:
         if text:
             yield text.removeprefix(mark)
             mark = ""
-
-
-def _group(inputs: Sequence[Input], target: int) -> list[InputSplit]:
-    """Group whole files into splits of about `target` bytes; `end` is the index of a file."""
-    splits, start, size = [], 0, 0
-    for number, file in enumerate(inputs):
-        size += file.bytes
-        if size >= target or number == len(inputs) - 1:
-            splits.append(InputSplit(start, 0, number + 1, size))
-            start, size = number + 1, 0
-    return splits
 
 
 def _refuse_archive(start: bytes | bytearray, path: str) -> None:
