@@ -165,9 +165,8 @@ def _inspect(options: argparse.Namespace) -> None:
 def _find(options: argparse.Namespace) -> None:
     from data_prep.lookup import find
 
-    matches = find(options.folder, options.text)
     count = 0
-    for match in islice(matches, options.limit or None):
+    for match in islice(find(options.folder, options.text), options.limit or None):
         count, origin = count + 1, match.origin
         if options.json:
             _print_json({**match._asdict(), "origin": origin and origin._asdict()})
@@ -177,8 +176,8 @@ def _find(options: argparse.Namespace) -> None:
         print(f"{match.split}:{match.document}{where}  {shown}")
     if not options.json and not count:
         print(f"no document of {options.folder} contains it")
-    elif not options.json and next(matches, None):
-        print(f"and more: --limit {2 * count} prints more of them")
+    elif not options.json and count == options.limit:  # to look for more may read the whole dataset
+        print(f"stopped after {count} places: --limit {2 * count} prints more, --limit 0 all")
 
 
 def _why(options: argparse.Namespace) -> None:
