@@ -255,7 +255,7 @@ def _source(options: argparse.Namespace) -> "Source":
             options.files, options.text_field, options.skip_bad_lines, options.allow_unread, fields
         )
     if options.source == "chat":
-        return sources.chat(options.files, options.skip_bad_lines, options.allow_unread)
+        return sources.chat(options.files, options.skip_bad_lines, options.allow_unread, fields)
     if options.source == "text":
         return sources.text(options.paths, options.document, options.allow_unread)
     if options.source == "webdataset":

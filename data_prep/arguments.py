@@ -122,6 +122,7 @@ def _add_sources(command: argparse.ArgumentParser, options: argparse.ArgumentPar
     chat.add_argument("files", nargs="+", metavar="FILE")
     _add_skip_bad_lines(chat)
     _add_allow_unread(chat)
+    _add_keep_fields(chat)
     chat.add_argument("--chat-template", metavar="FILE",
                       help="template (Jinja) instead of the tokenizer's")  # fmt: skip
     parquet = source("parquet", "Parquet files, or folders of them; each row is a document")
@@ -166,6 +167,10 @@ def _add_text_field(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--text-field", default="text", help="field that holds the text (default: text)"
     )
+    _add_keep_fields(command)
+
+
+def _add_keep_fields(command: argparse.ArgumentParser) -> None:
     command.add_argument("--keep-fields", default="", metavar="NAMES",
                          help="other fields to keep with each document, such as url,id; `why` and "
                          "`find` show them")  # fmt: skip

@@ -13,7 +13,13 @@ from data_prep.sources.files import (
     split_by_lines,
     uncompressed_bytes,
 )
-from data_prep.sources.source import InputSplit, Source, documents_of_splits
+from data_prep.sources.source import (
+    InputSplit,
+    Rows,
+    Source,
+    documents_of_splits,
+    value_as_text,
+)
 from data_prep.sources.tables import JSON_FILES, line_location
 from nearlinear.errors import DataError
 
@@ -21,7 +27,10 @@ logger = logging.getLogger("data_prep")
 
 
 def chat(
-    files: Sequence[str | Path], skip_bad_lines: bool = False, allow_unread: bool = False
+    files: Sequence[str | Path],
+    skip_bad_lines: bool = False,
+    allow_unread: bool = False,
+    fields: Sequence[str] = (),
 ) -> Source:
     """Read conversations, one per line, for supervised fine-tuning.
 
@@ -31,19 +40,21 @@ def chat(
         files: JSON lines (`.jsonl`, `.ndjson` or `.json`, also compressed), or folders of them.
         skip_bad_lines: Skip lines that are no conversation and count them in a warning.
         allow_unread: Leave out other files below a folder instead of raising an error.
+        fields: Other fields of the lines to keep with each conversation.
 
     Raises:
         DataError: A line is no conversation; the message names file and line.
     """
     inputs, unread = find_inputs(files, JSON_FILES, allow_unread)
 
-    def read(split: InputSplit) -> Iterator[list[str]]:
+    def read(split: InputSplit, rows: Rows | None = None) -> Iterator[list[str]]:
         path, skipped, first = inputs[split.input].path, 0, ""
         for number, line in enumerate(read_lines(path, split.start, split.end), 1):
             if not line.strip():
                 continue
             try:
-                yield [parse_conversation(line)]
+                row = json.loads(line)
+                text = conversation_text(row)
             except ValueError as error:
                 where = line_location(split, path, number)
                 if not skip_bad_lines:
@@ -52,6 +63,10 @@ def chat(
                         "--skip-bad-lines to skip such lines"
                     ) from None
                 skipped, first = skipped + 1, first or f"{where}: {error}"
+                continue
+            if rows is not None:
+                rows.append(tuple(value_as_text(row.get(name)) for name in fields))
+            yield [text]
         if skipped:
             logger.warning("skipped %d bad lines, the first: %s", skipped, first)
 
@@ -68,15 +83,15 @@ def chat(
         unread=unread,
         plan=plan,
         reader=read,
+        fields=tuple(fields),
         spec={"kind": "chat", "files": [file.path for file in inputs],
               "skip_bad_lines": skip_bad_lines},
         conversations=True,
     )  # fmt: skip
 
 
-def parse_conversation(line: bytes | str) -> str:
-    """Return the canonical JSON of the conversation on a line. Raises ValueError."""
-    row: Any = json.loads(line)
+def conversation_text(row: Any) -> str:
+    """Return the canonical JSON of the conversation in a row. Raises ValueError."""
     if not isinstance(row, dict) or not isinstance(row.get("messages"), list):
         raise ValueError('expected {"messages": [{"role": ..., "content": ...}, ...]}')
     messages = row["messages"]

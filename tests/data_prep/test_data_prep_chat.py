@@ -67,20 +67,26 @@ def test_only_the_assistants_tokens_are_targets(chat_model, tmp_path, template):
     assert main(["inspect", str(out)]) == 0 and main(["verify", str(out)]) == 0
 
 
-def test_preparation_with_workers_gives_the_same_shards(chat_model, tmp_path):
+def test_preparation_with_workers_gives_the_same_shards_and_fields(chat_model, tmp_path, capsys):
     folder = chat_model(TURNS)
     files = [
         write_lines(tmp_path / f"{part}.jsonl",
-                    [{"messages": conversation(n)} for n in range(part, 60, 2)])
+                    [{"messages": []},  # is skipped
+                     *({"messages": conversation(n), "id": n} for n in range(part, 60, 2))])
         for part in range(2)
     ]  # fmt: skip
+    source = sources.chat(files, skip_bad_lines=True, fields=["id"])
     made = [
-        prepare(sources.chat(files), tmp_path / f"out{workers}", tokenizer=str(folder),
-                workers=workers, progress=False)
+        prepare(source, tmp_path / f"out{workers}", tokenizer=str(folder), workers=workers,
+                progress=False)
         for workers in (1, 2)
     ]  # fmt: skip
     assert made[0].fingerprint == made[1].fingerprint
     assert made[0].marks_targets and made[0].settings["chat_template_sha256"]
+    for workers in (1, 2):
+        capsys.readouterr()
+        assert main(["why", str(tmp_path / f"out{workers}"), "1.jsonl:3"]) == 0
+        assert "id: 5" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
