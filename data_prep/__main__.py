@@ -246,27 +246,20 @@ def _source(options: argparse.Namespace) -> "Source":
     from data_prep import sources
 
     fields = _listed(getattr(options, "keep_fields", ""))
-    if options.source == "jsonl":
-        return sources.jsonl(
-            options.files, options.text_field, options.skip_bad_lines, options.allow_unread, fields
-        )
-    if options.source == "parquet":
-        return sources.parquet(
-            options.files, options.text_field, options.skip_bad_lines, options.allow_unread, fields
+    if options.source in ("jsonl", "parquet", "webdataset"):
+        members = {"text_member": options.text_member} if options.source == "webdataset" else {}
+        return getattr(sources, options.source)(
+            options.files,
+            text_field=options.text_field,
+            skip_bad_lines=options.skip_bad_lines,
+            allow_unread=options.allow_unread,
+            fields=fields,
+            **members,
         )
     if options.source == "chat":
         return sources.chat(options.files, options.skip_bad_lines, options.allow_unread, fields)
     if options.source == "text":
         return sources.text(options.paths, options.document, options.allow_unread)
-    if options.source == "webdataset":
-        return sources.webdataset(
-            options.files,
-            options.text_member,
-            options.text_field,
-            options.skip_bad_lines,
-            options.allow_unread,
-            fields,
-        )
     if options.source == "hf":
         return sources.huggingface(
             options.name,

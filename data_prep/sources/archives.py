@@ -4,7 +4,6 @@ The key of `crawl/0001.meta.json` is `crawl/0001`, its extension `meta.json`. Th
 of https://github.com/webdataset/webdataset. Members are read as text or JSON only, never unpickled.
 """
 
-import logging
 import re
 import tarfile
 from collections.abc import Callable, Iterator, Sequence
@@ -24,18 +23,16 @@ from data_prep.sources.files import (
     split_by_files,
     uncompressed_bytes,
 )
-from data_prep.sources.source import InputSplit, Rows, Source, documents_of_splits
+from data_prep.sources.source import InputSplit, Rows, Skipped, Source, documents_of_splits
 from data_prep.sources.tables import TextField, line_error
 from nearlinear.errors import DataError
-
-logger = logging.getLogger("data_prep")
 
 ARCHIVES = FileFormat((".tar",))
 KEY_FIELD = "__key__"
 """Name that WebDataset gives the key of a sample."""
 _NAME = re.compile(r"((?:.*/)?[^./]+)\.([^/]+)")
 _METADATA = re.compile(r"__[^/]*__")
-_BATCH_BYTES = 256 * 1024
+_BATCH_CHARACTERS = 256 * 1024
 _READ_BYTES = 128 * 1024
 _SKIP = "or pass --skip-bad-lines to skip such samples"
 
@@ -98,7 +95,7 @@ def webdataset(
 
     def read(split: InputSplit, rows: Rows | None = None) -> Iterator[list[str]]:
         kept = fields if rows is not None else ()
-        skipped, first = 0, None
+        skipped = Skipped("bad samples")
         for file in inputs_of_split(inputs, split):
             texts, size = [], 0
             for sample in _read_samples(file.path, members):
@@ -107,29 +104,29 @@ def webdataset(
                 except DataError as error:
                     if not skip_bad_lines:
                         raise
-                    skipped, first = skipped + 1, first or error
+                    skipped.add(error)
                     continue
                 if rows is not None:
                     rows.append(values)
                 texts.append(text)
                 size += len(text)
-                if size >= _BATCH_BYTES:
+                if size >= _BATCH_CHARACTERS:
                     yield texts
                     texts, size = [], 0
             if texts:
                 yield texts
-        if skipped:
-            logger.warning("skipped %d bad samples, the first: %s", skipped, first)
+        skipped.warn()
 
     def plan(target: int) -> list[InputSplit]:
         return split_by_files(inputs, target)
 
+    settings = {"text_member": text_member, "text_field": text_field,
+                "skip_bad_lines": skip_bad_lines}  # fmt: skip
     return Source(
         name="webdataset",
         documents=documents_of_splits(plan, read),
         description=describe_inputs(inputs),
-        settings={"text_member": text_member, "text_field": text_field,
-                  "skip_bad_lines": skip_bad_lines},
+        settings=settings,
         expected_bytes=uncompressed_bytes(inputs),
         inputs=inputs,
         unread=unread,
@@ -137,10 +134,8 @@ def webdataset(
         plan=plan,
         reader=read,
         fields=tuple(fields),
-        spec={"kind": "webdataset", "files": [file.path for file in inputs],
-              "text_member": text_member, "text_field": text_field,
-              "skip_bad_lines": skip_bad_lines},
-    )  # fmt: skip
+        spec={"kind": "webdataset", "files": [file.path for file in inputs], **settings},
+    )
 
 
 def _decoder(member: str, text_field: str) -> Callable[[_Sample], str]:

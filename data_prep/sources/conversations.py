@@ -1,7 +1,6 @@
 """Conversations as JSON lines: {"messages": [{"role": ..., "content": ...}, ...]} on each line."""
 
 import json
-import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,14 +15,13 @@ from data_prep.sources.files import (
 from data_prep.sources.source import (
     InputSplit,
     Rows,
+    Skipped,
     Source,
     documents_of_splits,
     value_as_text,
 )
 from data_prep.sources.tables import JSON_FILES, line_location
 from nearlinear.errors import DataError
-
-logger = logging.getLogger("data_prep")
 
 
 def chat(
@@ -48,7 +46,7 @@ def chat(
     inputs, unread = find_inputs(files, JSON_FILES, allow_unread)
 
     def read(split: InputSplit, rows: Rows | None = None) -> Iterator[list[str]]:
-        path, skipped, first = inputs[split.input].path, 0, ""
+        path, skipped = inputs[split.input].path, Skipped("bad lines")
         for number, line in enumerate(read_lines(path, split.start, split.end), 1):
             if not line.strip():
                 continue
@@ -62,13 +60,12 @@ def chat(
                         f"{where} is no conversation: {error}; correct the line, or pass "
                         "--skip-bad-lines to skip such lines"
                     ) from None
-                skipped, first = skipped + 1, first or f"{where}: {error}"
+                skipped.add(f"{where}: {error}")
                 continue
             if rows is not None:
                 rows.append(tuple(value_as_text(row.get(name)) for name in fields))
             yield [text]
-        if skipped:
-            logger.warning("skipped %d bad lines, the first: %s", skipped, first)
+        skipped.warn()
 
     def plan(target: int) -> list[InputSplit]:
         return split_by_lines(inputs, target)

@@ -5,6 +5,7 @@ Input splits depend on the input alone, so the shards do not depend on the numbe
 """
 
 import json
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
@@ -12,6 +13,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from nearlinear.errors import DataError
+
+logger = logging.getLogger("data_prep")
 
 SPLIT_BYTES = 32 * 1024 * 1024
 MAX_SPLIT_BYTES = 256 * 1024 * 1024
@@ -147,6 +150,28 @@ def documents_of_splits(
             yield from chain.from_iterable(reader(split))
 
     return documents
+
+
+@dataclass
+class Skipped:
+    """Rows without readable text that a reader left out."""
+
+    kind: str
+    """What the rows are called."""
+    count: int = 0
+    first: object = None
+    """Why the first one was left out."""
+
+    def add(self, reason: object, count: int = 1) -> None:
+        """Count rows."""
+        if not self.count:
+            self.first = reason
+        self.count += count
+
+    def warn(self) -> None:
+        """Log the number of rows, if any."""
+        if self.count:
+            logger.warning("skipped %d %s, the first: %s", self.count, self.kind, self.first)
 
 
 def value_as_text(value: Any) -> str | None:

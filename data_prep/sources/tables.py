@@ -1,7 +1,6 @@
 """JSON lines and Parquet: rows of which one field is the document, in local files or in S3."""
 
 import json
-import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
@@ -26,6 +25,7 @@ from data_prep.sources.files import (
 from data_prep.sources.source import (
     InputSplit,
     Rows,
+    Skipped,
     Source,
     documents_of_splits,
     single_document_batches,
@@ -33,8 +33,6 @@ from data_prep.sources.source import (
 )
 from data_prep.storage_paths import is_remote
 from nearlinear.errors import DataError, NearlinearError
-
-logger = logging.getLogger("data_prep")
 
 JSON_FILES = FileFormat((".jsonl", ".ndjson", ".json"))
 PARQUET_FILES = FileFormat((".parquet",), compressed=False)
@@ -67,7 +65,7 @@ def jsonl(
 
     def read(split: InputSplit, rows: Rows | None = None) -> Iterator[list[str]]:
         path, field = inputs[split.input].path, TextField(text_field, fields, rows)
-        skipped, first, number = 0, None, 0
+        skipped, number = Skipped("bad lines"), 0
         for block in read_line_blocks(path, split.start, split.end):
             texts = field.decode_block(block)
             if texts is not None:
@@ -85,29 +83,28 @@ def jsonl(
                     if not skip_bad_lines:
                         where = f"{path}:{number + _count_lines_before(path, split.start)}"
                         raise line_error(line, text_field, where)
-                    skipped += 1
                     where = line_location(split, path, number)
-                    first = first or line_error(line, text_field, where)
-        if skipped:
-            logger.warning("skipped %d bad lines, the first: %s", skipped, first)
+                    # parses the line again: for the first one only
+                    skipped.add(None if skipped.count else line_error(line, text_field, where))
+        skipped.warn()
 
     def plan(target: int) -> list[InputSplit]:
         return split_by_lines(inputs, target)
 
+    settings = {"text_field": text_field, "skip_bad_lines": skip_bad_lines}
     return Source(
         name="jsonl",
         documents=documents_of_splits(plan, read),
         description=describe_inputs(inputs),
-        settings={"text_field": text_field, "skip_bad_lines": skip_bad_lines},
+        settings=settings,
         expected_bytes=uncompressed_bytes(inputs),
         inputs=inputs,
         unread=unread,
         plan=plan,
         reader=read,
         fields=tuple(fields),
-        spec={"kind": "jsonl", "files": [file.path for file in inputs],
-              "text_field": text_field, "skip_bad_lines": skip_bad_lines},
-    )  # fmt: skip
+        spec={"kind": "jsonl", "files": [file.path for file in inputs], **settings},
+    )
 
 
 class TextField:
@@ -247,7 +244,7 @@ def parquet(
     def read(split: InputSplit, rows: Rows | None = None) -> Iterator[list[str]]:
         assert split.end is not None, "a split of Parquet names its last row group"
         path = inputs[split.input].path
-        row, skipped, first = 0, 0, ""
+        row, skipped = 0, Skipped("rows")
         columns = [text_field, *(fields if rows is not None else ())]
         with _open_parquet(path, text_field, fields) as table:
             groups = range(split.start, split.end)
@@ -260,7 +257,7 @@ def parquet(
                     error = f"{where} has no text in column {text_field!r}"
                     if not skip_bad_lines:
                         raise DataError(f"{error}: pass --skip-bad-lines to skip such rows")
-                    skipped, first = skipped + texts.count(None), first or error
+                    skipped.add(error, texts.count(None))
                 row += len(texts)
                 found = [text for text in texts if text is not None]
                 if rows is not None:
@@ -271,8 +268,7 @@ def parquet(
                     yield found
                 else:
                     yield from single_document_batches(found)
-        if skipped:
-            logger.warning("skipped %d rows, the first: %s", skipped, first)
+        skipped.warn()
 
     def plan(target: int) -> list[InputSplit]:
         splits = []
@@ -290,20 +286,20 @@ def parquet(
                     start, size = group + 1, 0
         return splits
 
+    settings = {"text_field": text_field, "skip_bad_lines": skip_bad_lines}
     return Source(
         name="parquet",
         documents=documents_of_splits(plan, read),
         description=describe_inputs(inputs),
-        settings={"text_field": text_field, "skip_bad_lines": skip_bad_lines},
+        settings=settings,
         expected_bytes=sum(split.bytes or 0 for split in plan(2**40)),
         inputs=inputs,
         unread=unread,
         plan=plan,
         reader=read,
         fields=tuple(fields),
-        spec={"kind": "parquet", "files": [file.path for file in inputs],
-              "text_field": text_field, "skip_bad_lines": skip_bad_lines},
-    )  # fmt: skip
+        spec={"kind": "parquet", "files": [file.path for file in inputs], **settings},
+    )
 
 
 def _decode_value(value: str | bytes | None) -> str | None:

@@ -139,7 +139,7 @@ def test_library_for_a_newer_system_is_refused(monkeypatch, cross_wheel):
 
 
 def test_portable_engine_exports_its_c_interface_only(tmp_path, monkeypatch):
-    """One source is enough: what a library exports is a setting of its linker."""
+    """The linker decides what a library exports, so one source is enough."""
     part = tmp_path / "engine"
     part.mkdir()
     for path in engine_build.ENGINE.iterdir():

@@ -71,7 +71,7 @@ def test_preparation_with_workers_gives_the_same_shards_and_fields(chat_model, t
     folder = chat_model(TURNS)
     files = [
         write_lines(tmp_path / f"{part}.jsonl",
-                    [{"messages": []},  # is skipped
+                    [{"messages": []},  # skipped
                      *({"messages": conversation(n), "id": n} for n in range(part, 60, 2))])
         for part in range(2)
     ]  # fmt: skip
