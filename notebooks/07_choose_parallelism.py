@@ -149,9 +149,9 @@ print(f"One copy fills at least {math.ceil(one)} GPUs of {place.gpu.memory_gib:.
 #
 # Other memory consists of the inputs of all blocks (each block is recomputed in the backward pass),
 # one block's activations during recomputation, the logits, the parameters of the currently gathered
-# blocks, and the reserve of CUDA and NCCL. None of it shrinks with $p$. Memory therefore falls
-# quickly at first and then hardly at all: sharing over *all* GPUs, as ZeRO-3 and plain FSDP do,
-# saves little more.
+# blocks, and the reserve of CUDA, NCCL and the allocator. Hardly any of it shrinks with $p$. Memory
+# therefore falls quickly at first and then hardly at all: sharing over *all* GPUs, as ZeRO-3 and
+# plain FSDP do, saves little more.
 
 # %%
 degrees = [d for d in (8, 16, 32, 64, 128, 256) if place.world % d == 0]
@@ -575,7 +575,8 @@ assert kept[128][16384] > kept[0][16384]
 # - **Times** of an unknown source have the error of the column *left out*. For GPUs and layouts
 #   without a published run the error is unknown, and `nearlinear plan` prints a note.
 # - **Memory** is compared with a step of the real code on tensors without memory (`nearlinear plan
-#   --dry-run`), not with GPUs: fragmentation and the memory of NCCL are estimates in the reserve.
+#   --dry-run`), and with published peaks of another library. No run of nearlinear on GPUs has been
+#   compared: the memory of CUDA and NCCL is an estimate in the reserve.
 # - **Other users** of the network, slow disks and slow GPUs are not included, except by
 #   `--straggler`.
 # - `nearlinear tune` measures the assumptions on your machines once you have them.

@@ -97,7 +97,7 @@ def _cost(errors, weights, away) -> float:
 def _errors(runs: list[PublishedRun], logits) -> np.ndarray:
     fitted = _parameters(logits)
     return np.array(
-        [math.log(step_time(run.work, run.cluster, fitted).seconds / run.seconds) for run in runs]
+        [math.log(step_time(run.work, run.cluster, fitted).seconds / run.value) for run in runs]
     )
 
 

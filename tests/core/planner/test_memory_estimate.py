@@ -21,6 +21,7 @@ from nearlinear.errors import ConfigError, NearlinearError
 from nearlinear.planner import dry_run, memory
 from nearlinear.planner.dry_run.__main__ import main
 from nearlinear.planner.dry_run.step import BACKEND
+from nearlinear.planner.memory.report import FRAGMENTATION
 from nearlinear.train.model import build_model, parallelize
 from nearlinear.train.optimizer import build_optimizer
 from tests.support.allocations import step_of
@@ -57,9 +58,26 @@ def test_estimate_of_30_billion_parameters_on_256_gpus():
     assert plan.peak / 2**30 == pytest.approx(22.7, rel=0.01)
     assert plan.persistent / 2**30 == pytest.approx(2.617, rel=0.001)
     assert plan.moment == "in the backward pass: block 47 of 48"
-    assert plan.total > plan.peak == sum(plan.parts.values())
+    assert plan.total > plan.reserved > plan.peak == sum(plan.parts.values())
     page = Path(__file__).parents[3] / "packages/core/docs/howto/fit_a_model.md"
     assert str(plan) in page.read_text(encoding="utf-8")
+
+
+def test_reserve_has_the_gradients_and_logits_that_are_freed_too_early():
+    given = load(
+        {
+            "model": {"preset": "llama2-7b", "overrides": {"vocab_size": 256000}},
+            "parallel": {"bf16": True},
+            "batch": {"micro_batch_size": 8},
+            "data": {"sequence_length": 512},
+            "activations": {"checkpoint": "each"},
+        }
+    )
+    plan = memory.estimate(given, 8)
+    assert plan.moment == "in the backward pass: the loss"
+    gradients, logits = plan.parts["parameters"], 8 * 512 * 256000 * 2
+    unusable = plan.reserved / (1 + FRAGMENTATION) - plan.peak
+    assert unusable == pytest.approx(gradients + logits, rel=0.01)
 
 
 LAYOUTS = {

@@ -266,7 +266,7 @@ def predicted_against_published(found: Any, ax: Axes | None = None) -> Axes:
         mark = MARKERS[(number + number // len(PALETTE)) % len(MARKERS)]
         _draw_times(ax, scored, mark, label=source, **style)
     _draw_times(ax, found.held_out, "x", label="H100, held out", color=INK, ms=4)
-    published = [each.run.seconds for each in (*found.scored, *found.held_out)]
+    published = [each.run.value for each in (*found.scored, *found.held_out)]
     ends = [min(published) / 1.3, max(published) * 1.3]
     ax.plot(ends, ends, color=INK, lw=1)
     for share in (0.10, 0.25):
@@ -279,7 +279,7 @@ def predicted_against_published(found: Any, ax: Axes | None = None) -> Axes:
 
 
 def _draw_times(ax: Axes, scored: Sequence[Any], mark: str, **style: Any) -> None:
-    times = [(each.run.seconds, each.predicted) for each in scored]
+    times = [(each.run.value, each.predicted) for each in scored]
     ax.plot(*zip(*times, strict=True), mark, **style)
 
 

@@ -43,7 +43,7 @@ def similar_runs(work: Workload, cluster: Cluster) -> SimilarRuns:
         wanted = features[:compared]
         like = [each for each in scored if _features_of_run(each)[:compared] == wanted]
         if len(like) >= LEAST or not compared:
-            ratios = sorted(each.run.seconds / each.predicted for each in like)
+            ratios = sorted(each.run.value / each.predicted for each in like)
             outside = (1 - SHARE) / 2 * (len(ratios) - 1)
             low, high = ratios[math.floor(outside)], ratios[-1 - math.floor(outside)]
             return SimilarRuns(wanted, len(like), low, high)

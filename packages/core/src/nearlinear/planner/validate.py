@@ -1,8 +1,9 @@
-"""Error of the time model against published runs, by source; skipped rows are listed.
+"""Error of the planner against published runs, by source; skipped rows are listed.
 
 An error is predicted over published step time, minus one. The fit has seen these runs; the column
 ``median, left out``, from constants fitted without each source, estimates the error for new
-sources.
+sources. Peaks of memory are compared likewise, without any fit. All runs ran, and so should be
+predicted to fit on their GPUs; runs that failed for want of memory are not published.
 """
 
 import hashlib
@@ -10,15 +11,17 @@ import json
 import math
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import chain, combinations
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from ..output import format_table
 from .fitted_constants import FittedConstants, leave_one_out_constants, load_constants
+from .published.memory import ScoredPeak, fits, score_peaks
 from .published.runs import (
+    PublishedRow,
     PublishedRun,
     SkippedRow,
     held_out_rows,
@@ -35,6 +38,18 @@ CLEAR = 0.05  # relative difference of published times from which a pair is rank
 MOST_WRONG = 0.9  # share of the misordered pairs that `outliers` explains
 
 
+class Scored(Protocol):
+    """A published number and its prediction."""
+
+    @property
+    def error(self) -> float:
+        """Predicted over published number, minus one."""
+        ...
+
+
+AnyScored = TypeVar("AnyScored", bound=Scored)
+
+
 @dataclass(frozen=True)
 class ScoredRun:
     """A published run and its prediction."""
@@ -45,12 +60,12 @@ class ScoredRun:
 
     @property
     def error(self) -> float:
-        return self.predicted / self.run.seconds - 1.0
+        return self.predicted / self.run.value - 1.0
 
 
 @dataclass(frozen=True)
 class ErrorSummary:
-    """Errors of several runs, as fractions of the published time."""
+    """Errors of several runs, as fractions of the published numbers."""
 
     count: int
     median: float
@@ -58,7 +73,7 @@ class ErrorSummary:
     ninetieth: float
     """90th percentile of absolute errors."""
     bias: float
-    """Median of signed errors; above 0 means predictions are too slow."""
+    """Median of signed errors; above 0 means predictions are too high."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +88,10 @@ class Validation:
     """Pairs that differ only in layout and clearly in time: correctly ordered, and all."""
     held_out: list[ScoredRun] = field(default_factory=list)
     """Runs outside the fit."""
+    peaks: list[ScoredPeak] = field(default_factory=list)
+    """Published peaks of memory."""
+    too_large: list[PublishedRun] = field(default_factory=list)
+    """Runs that are predicted not to fit on their GPUs."""
 
     @property
     def sources(self) -> dict[str, list[ScoredRun]]:
@@ -105,6 +124,8 @@ class Validation:
                 **_summaries(_grouped(self.unseen, _precision_and_gpu)),
             },
             "ranking": self.ranking,
+            "peaks": _summaries(_grouped(self.peaks, _source_of_peak)),
+            "too_large": [asdict(run.row) for run in self.too_large],
             "runs": [_run_as_dict(each) for each in (*self.scored, *self.held_out)],
             "not_modelled": [_skipped_as_dict(each) for each in self.skipped],
         }
@@ -157,7 +178,7 @@ def score_blind(path: Path) -> BlindScore:
     rows = read_table(path)
     scored = score((row for row in rows if isinstance(row, PublishedRun)), load_constants())
     predictions = [[each.run.row.line, f"{each.predicted:.6g}"] for each in scored]
-    known = [each for each in scored if not math.isnan(each.run.seconds)]
+    known = [each for each in scored if not math.isnan(each.run.value)]
     return BlindScore(
         hashlib.sha256(json.dumps(predictions).encode()).hexdigest(),
         known,
@@ -168,9 +189,18 @@ def score_blind(path: Path) -> BlindScore:
 
 def validate() -> Validation:
     """Predict every published run."""
-    scored = score(published_runs(), load_constants())
-    skipped = [*skipped_rows(), *(row for row in held_out_rows() if isinstance(row, SkippedRow))]
-    return Validation(scored, skipped, score_left_out(), rank_pairs(scored), score_held_out())
+    scored, held_out, peaks = (
+        score(published_runs(), load_constants()),
+        score_held_out(),
+        score_peaks(),
+    )
+    rows = [*skipped_rows(), *(row for row in held_out_rows() if isinstance(row, SkippedRow))]
+    predicted = [peak.row for peak in peaks]
+    skipped = [each for each in rows if each.row not in predicted]
+    too_large = [each.run for each in (*scored, *held_out) if not fits(each.run)]
+    return Validation(
+        scored, skipped, score_left_out(), rank_pairs(scored), held_out, peaks, too_large
+    )
 
 
 def score_left_out() -> dict[str, list[ScoredRun]]:
@@ -193,7 +223,7 @@ def score(runs: Iterable[PublishedRun], constants: FittedConstants) -> list[Scor
     return [ScoredRun(run, step_time(run.work, run.cluster, constants).seconds) for run in runs]
 
 
-def summarize_errors(scored: list[ScoredRun]) -> ErrorSummary:
+def summarize_errors(scored: Sequence[Scored]) -> ErrorSummary:
     """Return count, median, 90th percentile and bias of the errors."""
     sizes = sorted(abs(each.error) for each in scored)
     at = math.ceil(0.9 * len(sizes)) - 1
@@ -222,8 +252,8 @@ def _pairs(scored: list[ScoredRun]) -> Iterator[tuple[ScoredRun, ScoredRun]]:
     """Yield comparable runs of clearly different times, the slower one first."""
     for first, second in combinations(scored, 2):
         if comparable(first.run, second.run):
-            slower, faster = sorted((first, second), key=lambda each: -each.run.seconds)
-            if slower.run.seconds / faster.run.seconds - 1.0 > CLEAR:
+            slower, faster = sorted((first, second), key=lambda each: -each.run.value)
+            if slower.run.value / faster.run.value - 1.0 > CLEAR:
                 yield slower, faster
 
 
@@ -263,13 +293,26 @@ def _format(validation: Validation) -> str:
     lines += _format_groups("outside the fit", _grouped(validation.held_out, _source))
     unseen = {**_grouped(validation.unseen, _precision_and_gpu), "all": validation.unseen}
     lines += _format_groups("each run predicted without its source", unseen)
+    lines += _format_memory(validation)
     return "\n".join([*lines, *_format_skipped(validation.skipped)])
 
 
+def _format_memory(validation: Validation) -> list[str]:
+    peaks = {**_grouped(validation.peaks, _source_of_peak), "all": validation.peaks}
+    count = len(validation.scored) + len(validation.held_out)
+    right = count - len(validation.too_large)
+    wrong = [run.row for run in validation.too_large]
+    others = f"; not {_places(wrong)}" if wrong else ""
+    return [
+        *_format_groups("peak of reserved memory", peaks),
+        f"memory: {right} of {count} runs are predicted to fit ({right / count:.0%}){others}",
+    ]
+
+
 def _grouped(
-    scored: Iterable[ScoredRun], key: Callable[[ScoredRun], str]
-) -> dict[str, list[ScoredRun]]:
-    groups: dict[str, list[ScoredRun]] = {}
+    scored: Iterable[AnyScored], key: Callable[[AnyScored], str]
+) -> dict[str, list[AnyScored]]:
+    groups: dict[str, list[AnyScored]] = {}
     for each in scored:
         groups.setdefault(key(each), []).append(each)
     return groups
@@ -279,12 +322,16 @@ def _source(each: ScoredRun) -> str:
     return each.run.source
 
 
+def _source_of_peak(peak: ScoredPeak) -> str:
+    return peak.row.source
+
+
 def _precision_and_gpu(each: ScoredRun) -> str:
     work = each.run.work
     return f"{'fp8' if work.fp8 else work.precision} on {each.run.cluster.gpu.model}"
 
 
-def _format_groups(title: str, groups: dict[str, list[ScoredRun]]) -> list[str]:
+def _format_groups(title: str, groups: Mapping[str, Sequence[Scored]]) -> list[str]:
     head = (title, "runs", "median", "90th", "bias")
     rows = [(name, *_cells(summarize_errors(runs))) for name, runs in groups.items()]
     return format_table([head, *rows])
@@ -295,7 +342,7 @@ def _format_skipped(skipped: list[SkippedRow]) -> list[str]:
     return [f"not modelled: {len(skipped)} rows", *reasons]
 
 
-def _summaries(groups: dict[str, list[ScoredRun]]) -> dict[str, Any]:
+def _summaries(groups: Mapping[str, Sequence[Scored]]) -> dict[str, Any]:
     return {name: asdict(summarize_errors(runs)) for name, runs in groups.items()}
 
 
@@ -328,7 +375,7 @@ def _run_as_dict(each: ScoredRun) -> dict[str, Any]:
         "line": run.row.line,
         "source": run.source,
         "model": run.title,
-        "published_seconds": run.seconds,
+        "published_seconds": run.value,
         "predicted_seconds": each.predicted,
     }
 
@@ -348,13 +395,17 @@ def _cells(summary: ErrorSummary) -> tuple[str, ...]:
 
 def _reasons(skipped: list[SkippedRow]) -> dict[str, str]:
     """Group skipped rows by reason: ``framework_posts.csv 6, 8-10; later_posts.csv 3``."""
-    lines: dict[str, dict[str, list[int]]] = {}
+    rows: dict[str, list[PublishedRow]] = {}
     for each in skipped:
-        lines.setdefault(each.reason, {}).setdefault(each.row.file, []).append(each.row.line)
-    return {
-        reason: "; ".join(f"{file} {_line_ranges(found)}" for file, found in files.items())
-        for reason, files in lines.items()
-    }
+        rows.setdefault(each.reason, []).append(each.row)
+    return {reason: _places(found) for reason, found in rows.items()}
+
+
+def _places(rows: list[PublishedRow]) -> str:
+    lines: dict[str, list[int]] = {}
+    for row in rows:
+        lines.setdefault(row.file, []).append(row.line)
+    return "; ".join(f"{file} {_line_ranges(found)}" for file, found in lines.items())
 
 
 def _line_ranges(lines: list[int]) -> str:

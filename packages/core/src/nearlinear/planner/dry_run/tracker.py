@@ -201,10 +201,15 @@ def find_peak(events: list[StorageEvent], begin: int) -> MemoryEstimate:
     after: Counter[str] = Counter()
     for event in events:
         after[event.storage.kind] += event.bytes
-    peak = sum(parts.values())
+    reduced = sum(
+        event.bytes
+        for event in events
+        if event.moment[0] != "update" and category(event.storage) == "gradients"
+    )
+    reserve = reserve_bytes(sum(parts.values()), max(0, reduced - parts["gradients"]))
     persistent = sum(after[kind] for kind in PERSISTENT)
     moment = describe_moment(*events[at].moment)
-    return MemoryEstimate(parts, persistent, moment, reserve_bytes(peak))
+    return MemoryEstimate(parts, persistent, moment, reserve)
 
 
 def category(storage: StorageRecord) -> str:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 from ..model_shape import ModelShape
 from .op_trace import OpTrace, TracedTensor
@@ -23,6 +24,11 @@ FLOAT = 4  # bytes
 INDEX = 8  # bytes of an index
 RMS = ("llama", "mistral", "mixtral")
 """Families with RMS norms (Zhang and Sennrich 2019)."""
+
+Loss = Literal["own", "torch", "fused", "in_place"]
+"""Cross-entropy: nearlinear's; torch's on float32 logits, over tensor ranks by ``loss_parallel``;
+one that keeps nothing but the logits and their gradient (compiled, or a fused kernel); and
+Megatron's, which overwrites float32 logits."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +49,10 @@ class MicroBatchSizes:
     context_all_gather: bool = False
     """True if keys and values of all context ranks are gathered and saved: see
     `context_parallel.ring_attention`."""
+    fused: bool = False
+    """True if elementwise operators are fused, and save nothing but their inputs."""
+    regathers: bool = False
+    """True if tensor ranks gather the input of a product again in its backward pass."""
 
     @property
     def rows(self) -> int:
@@ -82,7 +92,7 @@ def trace_block(family: str, sizes: MicroBatchSizes) -> OpTrace:
     return trace
 
 
-def trace_head(family: str, sizes: MicroBatchSizes) -> OpTrace:
+def trace_head(family: str, sizes: MicroBatchSizes, loss: Loss = "own") -> OpTrace:
     """Trace the operators from the last block to the loss."""
     to = OpTrace(TracedTensor(sizes.hidden, sizes.hidden))
     norm = _rms_norm(to, sizes, to.given) if family in RMS else _layer_norm(to, to.given)
@@ -91,13 +101,21 @@ def trace_head(family: str, sizes: MicroBatchSizes) -> OpTrace:
     size, wide = (sizes.tokens * words * item for item in (sizes.item, FLOAT))
     logits = to.linear(normed, size, words * sizes.shape.width * sizes.item)
     half = sizes.item != FLOAT
-    if sizes.tensor > 1:  # `tensor_parallel.loss` keeps the logits unchanged
+    if loss == "fused":
+        to.call(0, logits, saves=(logits,))
+        return to
+    if loss == "own" and sizes.tensor > 1:  # `tensor_parallel.loss` keeps the logits unchanged
         scratch = 2 * wide if half else wide
         to.call(0, logits, saves=(logits,), scratch=scratch, scratch_back=scratch - size)
         return to
     held = size if half else 0  # the model's output, until its caller has the loss
     logits = to.call(wide, logits) if half else logits
-    to.call(0, to.call(wide, logits, out=True, scratch=held))
+    if loss == "in_place":
+        to.call(0, logits, passes=True).gradient = wide  # written over the logits
+        return to
+    scratch = wide if sizes.tensor > 1 else 0  # `loss_parallel` takes exponents in new tensors
+    to.call(0, to.call(wide, logits, out=True, scratch=held + scratch, scratch_back=scratch))
+    to.fragment = held  # all later tensors are larger
     return to
 
 
@@ -110,9 +128,8 @@ def _gpt2(to: OpTrace, sizes: MicroBatchSizes, x: TracedTensor) -> None:
     x = to.add(_reduce_scattered(to, sizes, mixed), x)
     normed = _all_gathered(to, sizes, _layer_norm(to, x))
     up = to.linear(normed, sizes.wide(inner), sizes.matrix(width, inner))
-    down = to.linear(
-        _gelu_by_tanh(to, up), sizes.tokens * width * sizes.item, sizes.matrix(inner, width)
-    )
+    gelu = to.call(up.bytes, up, saves=(up,)) if sizes.fused else _gelu_by_tanh(to, up)
+    down = to.linear(gelu, sizes.tokens * width * sizes.item, sizes.matrix(inner, width))
     to.add(x, _reduce_scattered(to, sizes, down))
 
 
@@ -127,7 +144,8 @@ def _gated(to: OpTrace, sizes: MicroBatchSizes, x: TracedTensor, inner: int) -> 
     """SwiGLU feed-forward layer (Shazeer 2020)."""
     width = sizes.shape.width
     gate = to.linear(x, sizes.wide(inner), sizes.matrix(width, inner))
-    gate = to.call(gate.bytes, gate, saves=(gate,))  # SiLU
+    if not sizes.fused:
+        gate = to.call(gate.bytes, gate, saves=(gate,))  # SiLU
     up = to.linear(x, sizes.wide(inner), sizes.matrix(width, inner))
     return to.linear(
         to.times(gate, up), sizes.tokens * width * sizes.item, sizes.matrix(inner, width)
@@ -152,7 +170,7 @@ def _llama_attention(to: OpTrace, sizes: MicroBatchSizes, x: TracedTensor) -> Tr
     q = to.linear(normed, sizes.wide(queries), sizes.matrix(width, queries))
     k = to.linear(normed, sizes.wide(kv), sizes.matrix(width, kv))
     v = to.linear(normed, sizes.wide(kv), sizes.matrix(width, kv))
-    qkv = _rotated(to, q), _rotated(to, k), v
+    qkv = _rotated(to, sizes, q), _rotated(to, sizes, k), v
     mixed = _in_rows(to, sizes, _attention(to, sizes, qkv, saves=qkv))
     mixed = to.linear(mixed, sizes.tokens * width * sizes.item, sizes.matrix(queries, width))
     return to.add(x, _reduce_scattered(to, sizes, mixed))
@@ -182,6 +200,8 @@ def _layer_norm(to: OpTrace, x: TracedTensor) -> TracedTensor:
 
 def _rms_norm(to: OpTrace, sizes: MicroBatchSizes, x: TracedTensor) -> TracedTensor:
     """RMS norm in float32, with the operators of the model's own code."""
+    if sizes.fused:
+        return _layer_norm(to, x)
     size = x.gradient // sizes.item * FLOAT
     half = sizes.item != FLOAT
     wide = to.call(size, x) if half else x
@@ -190,9 +210,10 @@ def _rms_norm(to: OpTrace, sizes: MicroBatchSizes, x: TracedTensor) -> TracedTen
     return to.call(x.gradient, narrow, saves=(narrow,), scratch_back=x.gradient)
 
 
-def _rotated(to: OpTrace, x: TracedTensor) -> TracedTensor:
+def _rotated(to: OpTrace, sizes: MicroBatchSizes, x: TracedTensor) -> TracedTensor:
     """Rotary positions (Su et al. 2021): two products, and one half with its sign changed."""
-    return to.call(x.bytes, x, scratch=2 * x.bytes, scratch_back=2 * x.bytes)
+    scratch = 0 if sizes.fused else 2 * x.bytes
+    return to.call(x.bytes, x, scratch=scratch, scratch_back=scratch)
 
 
 def _split(to: OpTrace, qkv: TracedTensor) -> TracedTensor:
@@ -250,7 +271,9 @@ def _all_gathered(to: OpTrace, sizes: MicroBatchSizes, x: TracedTensor) -> Trace
     """All-gather the rows of all tensor ranks."""
     if sizes.tensor == 1:
         return x
-    return to.call(sizes.tokens * sizes.shape.width * sizes.item, x)
+    whole = to.call(sizes.tokens * sizes.shape.width * sizes.item, x)
+    whole.remade_from = x if sizes.regathers else None
+    return whole
 
 
 def _reduce_scattered(to: OpTrace, sizes: MicroBatchSizes, x: TracedTensor) -> TracedTensor:

@@ -52,8 +52,7 @@ def estimate(
     mesh = Mesh.from_config(config.parallel, world_size)
     shape = model_shape(config.model, vocabulary or vocabulary_of(config))
     family = known_family(config.model.family, shape)
-    rank = RankModel(config, mesh, shape, family)
-    found = estimate_pipeline(rank) if mesh.pipeline > 1 else _estimate_sharded(rank)
+    found = estimate_rank(RankModel(config, mesh, shape, family))
     reasons = [found.rough] if found.rough else []
     reasons += [reason for reason, applies in _unchecked_features(config, mesh) if applies]
     if family != config.model.family:
@@ -61,6 +60,11 @@ def estimate(
     if shape.dense_blocks:
         reasons.append(f"{shape.dense_blocks} dense blocks are modelled as mixtures")
     return dataclasses.replace(found, rough="; ".join(reasons))
+
+
+def estimate_rank(rank: RankModel) -> MemoryEstimate:
+    """Estimate the peak memory of a step of ``rank``. Raises ConfigError."""
+    return estimate_pipeline(rank) if rank.mesh.pipeline > 1 else _estimate_sharded(rank)
 
 
 def _unchecked_features(config: TrainConfig, mesh: Mesh) -> tuple[tuple[str, bool], ...]:
@@ -240,7 +244,7 @@ class _StepWalk:
     ) -> None:
         model, tracker, n = self.model, self.tracker, self.model.blocks
         tracker.moment = "in the backward pass: the loss"
-        tracker.observe(logits=model.head.backward_peak())
+        tracker.observe(model.head.fragment, logits=model.head.backward_peak())
         tracker.add("working", model.table)  # reduced with the root's other gradients
         self._prefetch(range(n, 0, -1), max(1, self.depth))
         stay_gathered = set() if last else {0, 1, *range(2, self.resident_blocks + 1)}

@@ -22,6 +22,8 @@ class TracedTensor:
     """Bytes of its own storage; 0 for a view or a tensor that is counted elsewhere."""
     gradient: int
     """Bytes of its gradient; 0 if it has none."""
+    remade_from: TracedTensor | None = None
+    """Tensor from which backward makes it again, instead of saving it."""
 
 
 @dataclass(eq=False)
@@ -51,6 +53,8 @@ class OpTrace:
     given: TracedTensor
     """Input of the part."""
     operators: list[TracedOp] = field(default_factory=list)
+    fragment: int = 0
+    """Bytes freed before backward which are too small for the tensors that follow."""
 
     def call(
         self,
@@ -73,7 +77,10 @@ class OpTrace:
         return output
 
     def linear(self, x: TracedTensor, size: int, weights: int) -> TracedTensor:
-        return self.call(size, x, saves=(x,), weights=weights, product=True)
+        source = x.remade_from
+        remade = x.bytes if source else 0
+        saves = (source or x,)
+        return self.call(size, x, saves=saves, weights=weights, product=True, scratch_back=remade)
 
     def add(self, *inputs: TracedTensor) -> TracedTensor:
         """Add tensors of equal size, or a tensor and a number."""

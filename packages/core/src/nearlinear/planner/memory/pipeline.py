@@ -186,7 +186,8 @@ class StageMemory:
 
     def receive_buffers(self, micro_batches: int) -> int:
         """Bytes of the receive buffers, one per micro-batch and direction."""
-        return micro_batches * self.rank.sizes.hidden * (2 - self.first - self.last)
+        buffers = micro_batches if self.rank.behaviour.receives_ahead else 1
+        return buffers * self.rank.sizes.hidden * (2 - self.first - self.last)
 
     def forward(self, reshards: bool, gathered: bool) -> PassMemory:
         """Forward pass; ``gathered``: the whole stage is gathered before."""

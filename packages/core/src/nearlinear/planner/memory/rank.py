@@ -18,7 +18,7 @@ from ...distributed.mesh import Mesh, dim_to_shard, dim_to_slice
 from ...errors import ConfigError
 from ...fsdp.prefetch import Retention, plan_retention
 from ..model_shape import ModelShape
-from .block_ops import MicroBatchSizes, trace_block, trace_head
+from .block_ops import Loss, MicroBatchSizes, trace_block, trace_head
 from .op_trace import OpTrace
 from .report import PeakTracker
 
@@ -233,6 +233,26 @@ class ActivationMemory:
 
 
 @dataclass(frozen=True)
+class Behaviour:
+    """How a library uses memory; the defaults are nearlinear's."""
+
+    fused: bool = False
+    """Elementwise operators are fused, and save nothing but their inputs."""
+    loss: Loss = "own"
+    regathers: bool = False
+    """Tensor ranks gather the input of a product again in its backward pass."""
+    alternates: bool = False
+    """Selective recomputation keeps every second matrix product (torchtitan)."""
+    distributed_optimizer: bool = False
+    """Replicas divide master weights and optimizer states, and hold 16-bit parameters whole."""
+    receives_ahead: bool = True
+    """A pipeline stage has a receive buffer per micro-batch."""
+
+
+NEARLINEAR = Behaviour()
+
+
+@dataclass(frozen=True)
 class RankModel:
     """Sizes of one rank of ``mesh``, independent of its part of the model."""
 
@@ -240,6 +260,7 @@ class RankModel:
     mesh: Mesh
     shape: ModelShape
     family: str
+    behaviour: Behaviour = NEARLINEAR
 
     @property
     def item(self) -> int:
@@ -260,6 +281,8 @@ class RankModel:
             expert=mesh.expert,
             context=mesh.context,
             context_all_gather=self.config.parallel.cp_comm_type == "all_gather",
+            fused=self.behaviour.fused,
+            regathers=self.behaviour.regathers,
         )
 
     @cached_property
@@ -272,7 +295,7 @@ class RankModel:
 
     @cached_property
     def head(self) -> OpTrace:
-        return trace_head(self.family, self.sizes)
+        return trace_head(self.family, self.sizes, self.behaviour.loss)
 
     @cached_property
     def root(self) -> ParameterUnit:
@@ -309,6 +332,9 @@ class RankModel:
         parallel = self.config.parallel
         elements = sum(unit.shard for unit in units)
         slices = self.mesh.replicate if parallel.shard_optimizer_state else 1
+        if self.behaviour.distributed_optimizer:
+            slices = self.mesh.replicate
+            elements = math.ceil(elements / slices)  # of master weights
         updated = sum(unit.slice(slices) for unit in units)
         updated -= sum(unit.slice(slices) for unit in copies)
         counts = (sum(len(unit.parameters) for unit in units) - len(copies)) * COUNT_BYTES
@@ -369,5 +395,15 @@ class RankModel:
                     f"{blocks * self.sizes.hidden:,} bytes. Raise it."
                 )
             return PlannedActivations(group=1, until=until, resident=resident)
-        products = sum(value.bytes for value in trace.products) if plan.selective else 0
+        products = self._kept_products() if plan.selective else 0
         return PlannedActivations(products, plan.group_size or blocks, resident=resident)
+
+    def _kept_products(self) -> int:
+        """Return the bytes of a block's products that selective recomputation keeps."""
+        products = [each for each in self.block_trace.operators if each.product]
+        if not self.behaviour.alternates:
+            return sum(each.output.bytes for each in products)
+        matrices = [each for each in products if each.weights]
+        dropped = sum(each.output.bytes for each in matrices[1::2])
+        scattered = 2 * self.sizes.hidden if self.mesh.tensor > 1 else 0
+        return sum(each.output.bytes for each in products) - dropped + scattered

@@ -33,7 +33,10 @@ RUNTIME = int(0.8 * GIB)
 """Bytes for the CUDA context, kernels and communicator buffers: typical of A100 and H100 with two
 or three NCCL communicators, not measured per model."""
 FRAGMENTATION = 0.04
-"""Share of the peak lost to fragmentation of the caching allocator."""
+"""Share of the peak lost to fragmentation of the caching allocator. Memory that is freed where
+later tensors do not fit is counted apart: gradients, between which the first step allocates the
+optimizer states, and the 16-bit logits before the loss. `nearlinear plan --validate` compares the
+sum with published peaks of reserved memory."""
 
 CategoryBytes = dict[str, int]
 
@@ -65,6 +68,11 @@ class MemoryEstimate:
         """Bytes required on a GPU."""
         return self.peak + self.reserve
 
+    @property
+    def reserved(self) -> int:
+        """Peak bytes held by the allocator, as in ``torch.cuda.max_memory_reserved``."""
+        return self.total - RUNTIME
+
     def as_dict(self) -> dict[str, Any]:
         """Return all numbers by name."""
         return dataclasses.asdict(self) | {"peak": self.peak, "total": self.total}
@@ -87,9 +95,12 @@ class MemoryEstimate:
         return "\n".join([*lines, *([f"rough: {self.rough}"] if self.rough else [])])
 
 
-def reserve_bytes(peak: int) -> int:
-    """Return the bytes to leave free for ``peak`` bytes of tensors on a GPU."""
-    return RUNTIME + int(FRAGMENTATION * peak)
+def reserve_bytes(peak: int, unusable: int) -> int:
+    """Return the bytes to leave free beside ``peak`` bytes of tensors on a GPU.
+
+    ``unusable``: bytes that were freed before the peak where no other tensor fits.
+    """
+    return RUNTIME + unusable + int(FRAGMENTATION * (peak + unusable))
 
 
 def _row(name: str, size: int, width: int) -> str:
@@ -106,6 +117,7 @@ class PeakTracker:
         self.peak: int = 0
         self.at_peak: CategoryBytes = {}
         self.moment_of_peak: str = ""
+        self.fragment_at_peak: int = 0
 
     def add(self, category: str, size: int) -> None:
         """Allocate ``size`` bytes, or free them if negative."""
@@ -118,16 +130,21 @@ class PeakTracker:
         for category, size in sizes.items():
             self.now[category] += sign * size
 
-    def observe(self, **temporary: int) -> None:
-        """Check for a peak, with ``temporary`` bytes by category that exist only now."""
+    def observe(self, fragment: int = 0, **temporary: int) -> None:
+        """Check for a peak, with ``temporary`` bytes by category that exist only now.
+
+        ``fragment``: bytes that are free, but of no use.
+        """
         total = sum(self.now.values()) + sum(temporary.values())
         if total > self.peak:
             self.peak, self.moment_of_peak = total, self.moment
-            self.at_peak = dict(self.now)
+            self.at_peak, self.fragment_at_peak = dict(self.now), fragment
             for category, size in temporary.items():
                 self.at_peak[category] = self.at_peak.get(category, 0) + size
 
     def estimate(self, persistent: int) -> MemoryEstimate:
-        """Return the recorded peak."""
+        """Return the recorded peak, at the end of a step."""
         parts = dict.fromkeys(CATEGORIES, 0) | self.at_peak
-        return MemoryEstimate(parts, persistent, self.moment_of_peak, reserve_bytes(self.peak))
+        freed = max(0, self.now["gradients"] - parts["gradients"])
+        reserve = reserve_bytes(self.peak, self.fragment_at_peak + freed)
+        return MemoryEstimate(parts, persistent, self.moment_of_peak, reserve)

@@ -14,6 +14,7 @@ from ..workload import Workload
 from . import columns
 from .columns import (
     DEEPSPEED_MESSAGE,
+    MEGATRON,
     SAME_RUN,
     RunValues,
     Values,
@@ -23,21 +24,7 @@ from .columns import (
 )
 from .models import GPT, LLAMA, MEGATRON_VOCABULARY, gpt, llama, published_cluster
 
-MEGATRON_SETTINGS: dict[str, Any] = {
-    "precision": "fp16",
-    "early_stop": False,
-    "fused_attention": False,
-    "fused_softmax": True,
-    "compiled": True,
-    "reduce_bytes": 2.0,
-    "overlapped_reduce": False,
-    "overlapped_sends": False,
-    "split_sends": True,
-    "async_tensor_all_reduce": True,
-}
-"""`workload.Workload` fields of Megatron-LM in 2021 to 2023."""
-
-MEGATRON: dict[str, tuple[tuple[int, int, int], dict[str, Any], int, int, int]] = {
+MEGATRON_RUNS: dict[str, tuple[tuple[int, int, int], dict[str, Any], int, int, int]] = {
     "Megatron 22B": ((48, 6144, 64), {"tensor": 8}, 1, 4, 4),
     "GPT-3 175B": ((96, 12288, 96), {"tensor": 8, "pipeline": 8}, 3, 64, 1),
     "Turing 530B": ((105, 20480, 128), {"tensor": 8, "pipeline": 35}, 3, 280, 1),
@@ -125,7 +112,7 @@ def _smddp(values: Values) -> RunValues | str:
 
 def _megatron(values: Values) -> RunValues | str:
     """DGX A100s with eight 200 Gbit/s adapters."""
-    shape, degrees, virtual, batch, micro_batch = MEGATRON[values["model"]]
+    shape, degrees, virtual, batch, micro_batch = MEGATRON_RUNS[values["model"]]
     selective = "selective" in values["note"]
     mesh = Mesh(**degrees, ranks_per_node=8)
     work = Workload(
@@ -137,6 +124,6 @@ def _megatron(values: Values) -> RunValues | str:
         recompute="attention" if selective else "block",
         sequence_parallel=selective,
         **interleaved(virtual),
-        **MEGATRON_SETTINGS,
+        **MEGATRON.fields,
     )
     return work, published_cluster("A100-80GB", mesh.world, 8, 1600), float(values["value"])

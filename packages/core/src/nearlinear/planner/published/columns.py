@@ -8,12 +8,13 @@ seen can therefore be predicted. Columns that a row leaves empty have the librar
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ...distributed.mesh import Mesh
 from ..cluster import Cluster
+from ..memory.rank import Behaviour
 from ..model_shape import ModelShape
 from ..workload import Recompute, Workload
 from .models import GPT, LLAMA, MEGATRON_VOCABULARY, MPT, gpt, llama, mpt, published_cluster
@@ -30,10 +31,11 @@ DEEPSPEED_MESSAGE = 5e7
 FMS_RECOMPUTED = {"Llama-2 7B": 0.0, "Llama-2 13B": 0.4, "Llama 34B": 1.0, "Llama-2 70B": 1.0}
 """Share of recomputed blocks: three times HFU / MFU - 1, from the post's figures."""
 SAME_RUN = "repeats the run of another row in another unit"
+NO_SHAPE = "the shape of its model is not published"
 
 Values = dict[str, str]
 RunValues = tuple[Workload, Cluster, float]
-"""Workload, cluster and published seconds per step."""
+"""Workload, cluster and the published value: seconds per step, or bytes."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +55,28 @@ class Software:
     pipeline ranks."""
     interleaved_blocks: int = 0
     """Blocks of a virtual stage where a row does not say, or 0: no virtual stages."""
+    memory: Behaviour = Behaviour(loss="torch")
 
 
+_MEGATRON_MEMORY = Behaviour(fused=True, loss="in_place", regathers=True, receives_ahead=False)
+MEGATRON = Software(
+    {
+        "precision": "fp16",
+        "early_stop": False,
+        "fused_attention": False,
+        "fused_softmax": True,
+        "compiled": True,
+        "reduce_bytes": 2.0,
+        "overlapped_reduce": False,
+        "overlapped_sends": False,
+        "split_sends": True,
+        "async_tensor_all_reduce": True,
+    },
+    selective="attention",
+    shards=False,
+    memory=_MEGATRON_MEMORY,
+)
+"""Megatron-LM in 2021 to 2023."""
 _MEGATRON_CORE = Software(
     {
         "compiled": True,
@@ -67,6 +89,7 @@ _MEGATRON_CORE = Software(
     selective="attention",
     shards=False,
     interleaved_blocks=2,
+    memory=replace(_MEGATRON_MEMORY, distributed_optimizer=True),
 )
 _DEEPSPEED = Software(
     {
@@ -80,9 +103,16 @@ _DEEPSPEED = Software(
     unstated="block",
 )
 SOFTWARE = {
-    "torchtitan": Software({"sequence_parallel": True}, unstated="alternate", local_batch=True),
+    "torchtitan": Software(
+        {"sequence_parallel": True},
+        unstated="alternate",
+        local_batch=True,
+        memory=Behaviour(loss="torch", alternates=True),
+    ),
     "fms-fsdp": Software({"reduce_bytes": 2.0}, selective="block"),
-    "llm-foundry": Software(selective="block"),
+    "llm-foundry": Software(selective="block", memory=Behaviour(fused=True, loss="fused")),
+    "vtrain": MEGATRON,
+    "korthikanti": MEGATRON,
     "megatron": _MEGATRON_CORE,
     "nemo": _MEGATRON_CORE,
     "nanotron": Software({"sequence_parallel": True}, selective="attention", shards=False),
@@ -93,26 +123,40 @@ SOFTWARE = {
 """By the name in ``source``; the last one is PyTorch's FSDP."""
 
 
+def find_software(source: str) -> Software:
+    """Return the library that is named in ``source``."""
+    return next(each for name, each in SOFTWARE.items() if name in source.lower())
+
+
 def read_row(values: Values) -> RunValues | str:
     """Return workload, cluster and seconds per step of a row, or the reason to skip it.
 
     The seconds are NaN if the row has no value.
     """
     if values["metric"].startswith("peak"):
-        return "its metric is memory, not time"
+        return "its metric is memory, not time" if _shape(values) else NO_SHAPE
+    return _read_metric(values, _METRICS)
+
+
+def read_peak(values: Values) -> RunValues | str:
+    """Return workload, cluster and peak bytes of a row, or the reason to skip it."""
+    return _read_metric(values, _PEAKS)
+
+
+def _read_metric(values: Values, metrics: Mapping[str, Metric]) -> RunValues | str:
     if "ZeRO++" in values["note"]:
         return "ZeRO++ reduces in 4 bits and keeps a second copy per node, which is not modelled"
-    to_seconds = _METRICS.get(values["metric"].partition(" (")[0])
-    if to_seconds is None:
+    convert = metrics.get(values["metric"].partition(" (")[0])
+    if convert is None:
         return f"its metric is {values['metric']!r}"
     shape = _shape(values)
     if shape is None:
-        return "the shape of its model is not published"
+        return NO_SHAPE
     work, cluster = _workload(values, shape), cluster_of(values)
     value = float(values["value"] or "nan")
     if value <= 0:
         raise ValueError(f"value {value:g} is not above 0")
-    return work, cluster, to_seconds(work, cluster, value, values)
+    return work, cluster, convert(work, cluster, value, values)
 
 
 def cluster_of(values: Values) -> Cluster:
@@ -146,7 +190,7 @@ def _shape(values: Values) -> ModelShape | None:
 
 
 def _workload(values: Values, shape: ModelShape) -> Workload:
-    software = next(each for name, each in SOFTWARE.items() if name in values["source"].lower())
+    software = find_software(values["source"])
     note, precision = values["note"], values["precision"].lower()
     mesh = _mesh(values, software)
     micro_batch, micro_batches = _micro_batches(values, mesh, software)
@@ -230,7 +274,8 @@ def _recompute(values: Values, software: Software) -> Recompute:
     return software.selective if stated.startswith("selective") else "block"
 
 
-_METRICS: dict[str, Callable[[Workload, Cluster, float, Values], float]] = {
+Metric = Callable[[Workload, Cluster, float, Values], float]
+_METRICS: dict[str, Metric] = {
     "iteration s": lambda work, cluster, value, values: value,
     "tokens/s": lambda work, cluster, value, values: work.step_tokens / value,
     "tokens/s/GPU": lambda work, cluster, value, values: work.step_tokens / cluster.gpus / value,
@@ -247,6 +292,11 @@ _METRICS: dict[str, Callable[[Workload, Cluster, float, Values], float]] = {
     ),
 }
 """Seconds per step from a metric. The words in brackets after a metric do not count."""
+_PEAKS: dict[str, Metric] = {
+    "peak GiB": lambda work, cluster, value, values: value * 2**30,
+    "peak GB": lambda work, cluster, value, values: value * 1e9,
+}
+"""Bytes from a metric of memory."""
 
 
 def _at_rate(flops: float, cluster: Cluster, tflops: float) -> float:

@@ -14,11 +14,11 @@ from ...errors import ConfigError
 from ..cluster import Cluster
 from ..workload import Workload
 from . import blog_posts, columns
-from .blog_posts import MEGATRON_SETTINGS
 from .columns import SAME_RUN, RunValues, Values
 from .models import MEGATRON_VOCABULARY, gpt, mpt, published_cluster
 
 DATA = Path(__file__).parents[1] / "data"
+POSTS, HELD_OUT_POSTS = DATA / "framework_posts.csv", DATA / "later_posts.csv"
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,8 @@ class PublishedRun:
     row: PublishedRow
     work: Workload
     cluster: Cluster
-    seconds: float
-    """Published seconds per step."""
+    value: float
+    """Published seconds per step; bytes, if the row has a peak of memory."""
 
     def same_step(self, other: "PublishedRun") -> bool:
         """True if both rows of a source describe the same workload and machines."""
@@ -77,17 +77,17 @@ def skipped_rows() -> list[SkippedRow]:
 def all_rows() -> list[PublishedRun | SkippedRow]:
     """Return every row of every table, in order."""
     return [
-        *_read(DATA / "llm_foundry.csv", _foundry_source, _foundry),
-        *_read(DATA / "vtrain.csv", lambda values: "vTrain, Megatron-LM", _vtrain),
-        *_read(DATA / "framework_posts.csv", blog_posts.source_name, blog_posts.read_row),
+        *read_rows(DATA / "llm_foundry.csv", _foundry_source, _foundry),
+        *read_rows(DATA / "vtrain.csv", lambda values: "vTrain, Megatron-LM", _vtrain),
+        *read_rows(POSTS, blog_posts.source_name, blog_posts.read_row),
     ]
 
 
 def held_out_rows() -> list[PublishedRun | SkippedRow]:
     """Return every row of the tables that no constant is fitted to."""
     return [
-        *_read(DATA / "held_out.csv", _foundry_source, _foundry),
-        *read_table(DATA / "later_posts.csv"),
+        *read_rows(DATA / "held_out.csv", _foundry_source, _foundry),
+        *read_table(HELD_OUT_POSTS),
     ]
 
 
@@ -102,18 +102,27 @@ def read_table(path: Path) -> list[PublishedRun | SkippedRow]:
     Raises ConfigError if the file cannot be read or lacks columns.
     """
     try:
-        return list(_read(path, lambda values: values["source"], columns.read_row, columns.COLUMNS))
+        return list(
+            read_rows(path, lambda values: values["source"], columns.read_row, columns.COLUMNS)
+        )
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from None
 
 
-def _read(
+def read_rows(
     path: Path,
     source: Callable[[Values], str],
     read: Callable[[Values], RunValues | str],
     needed: Sequence[str] = (),
 ) -> Iterator[PublishedRun | SkippedRow]:
-    """Read a table. A run that a source states in a second unit is skipped."""
+    """Read a table, each row with ``read``. A run that a source states in a second unit is skipped.
+
+    Args:
+        path: A CSV file.
+        source: Returns the source of a row.
+        read: Returns workload, cluster and value of a row, or the reason to skip it.
+        needed: Columns without which the table is refused.
+    """
     with open(path, encoding="utf-8", newline="") as lines:
         table = csv.DictReader(lines, restval="")
         if absent := [name for name in needed if name not in (table.fieldnames or ())]:
@@ -190,7 +199,7 @@ def _vtrain(values: dict[str, str]) -> RunValues | str:
         micro_batches=batch // (data * micro_batch),
         mesh=mesh,
         recompute="block",
-        **MEGATRON_SETTINGS,
+        **columns.MEGATRON.fields,
     )
     return (
         work,
