@@ -623,7 +623,7 @@ def modelled(row, system):
         same = (int(values["gpus"]), int(values["seq"])) == (row.get("nodes", 0) * per_node,
                                                              row["sequence"])  # fmt: skip
         if same and words and words in values["note"] and "value" in row[system]:
-            return row[system]["value"] * each.run.seconds / each.predicted
+            return row[system]["value"] * each.run.value / each.predicted
     return None
 
 

@@ -485,7 +485,7 @@ for each in found.scored:
     if each.run.source.startswith("AWS"):
         values = each.run.row.values
         rows.append([each.run.title, f"{values['gpus']} {values['gpu']}, sequence {values['seq']}",
-                     values["note"], f"{each.run.seconds:.2f}", f"{each.predicted:.2f}",
+                     values["note"], f"{each.run.value:.2f}", f"{each.predicted:.2f}",
                      f"{each.error:+.1%}"])  # fmt: skip
 table(["model", "cluster", "system", "published, s", "modelled, s", "error"], rows)
 

@@ -14,7 +14,7 @@ def test_fit_recovers_the_constants_of_synthetic_times():
     """The published times are replaced by predictions of perturbed constants."""
     made = load_constants()
     runs = [
-        dataclasses.replace(run, seconds=step_time(run.work, run.cluster, made).seconds)
+        dataclasses.replace(run, value=step_time(run.work, run.cluster, made).seconds)
         for run in published_runs()
         if run.row.file == "llm_foundry.csv" and run.work.shape.layers <= 32
     ][::6]
@@ -22,7 +22,7 @@ def test_fit_recovers_the_constants_of_synthetic_times():
     found = fit.fit(runs, start, rounds=5)
     for run in runs:
         assert step_time(run.work, run.cluster, found).seconds == pytest.approx(
-            run.seconds, rel=0.02
+            run.value, rel=0.02
         )
     assert found.matmul_share == pytest.approx(made.matmul_share, abs=0.05)
 
