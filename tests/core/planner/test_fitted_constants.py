@@ -21,9 +21,7 @@ def test_fit_recovers_the_constants_of_synthetic_times():
     start = dataclasses.replace(made, matmul_share=0.75, memory_share=0.95, flash_share=0.7)
     found = fit.fit(runs, start, rounds=5)
     for run in runs:
-        assert step_time(run.work, run.cluster, found).seconds == pytest.approx(
-            run.value, rel=0.02
-        )
+        assert step_time(run.work, run.cluster, found).seconds == pytest.approx(run.value, rel=0.02)
     assert found.matmul_share == pytest.approx(made.matmul_share, abs=0.05)
 
 
