@@ -11,21 +11,22 @@ import json
 import math
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from itertools import chain, combinations
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 from ..output import format_table
 from .fitted_constants import FittedConstants, leave_one_out_constants, load_constants
-from .published.memory import ScoredPeak, fits, score_peaks
+from .published.memory import estimate_run, fits
 from .published.runs import (
     PublishedRow,
     PublishedRun,
     SkippedRow,
     held_out_rows,
     held_out_runs,
+    published_peaks,
     published_runs,
     read_table,
     skipped_rows,
@@ -38,25 +39,13 @@ CLEAR = 0.05  # relative difference of published times from which a pair is rank
 MOST_WRONG = 0.9  # share of the misordered pairs that `outliers` explains
 
 
-class Scored(Protocol):
-    """A published number and its prediction."""
-
-    @property
-    def error(self) -> float:
-        """Predicted over published number, minus one."""
-        ...
-
-
-AnyScored = TypeVar("AnyScored", bound=Scored)
-
-
 @dataclass(frozen=True)
 class ScoredRun:
     """A published run and its prediction."""
 
     run: PublishedRun
     predicted: float
-    """Seconds per step."""
+    """Seconds per step, or bytes of a peak of memory."""
 
     @property
     def error(self) -> float:
@@ -88,7 +77,7 @@ class Validation:
     """Pairs that differ only in layout and clearly in time: correctly ordered, and all."""
     held_out: list[ScoredRun] = field(default_factory=list)
     """Runs outside the fit."""
-    peaks: list[ScoredPeak] = field(default_factory=list)
+    peaks: list[ScoredRun] = field(default_factory=list)
     """Published peaks of memory."""
     too_large: list[PublishedRun] = field(default_factory=list)
     """Runs that are predicted not to fit on their GPUs."""
@@ -124,7 +113,7 @@ class Validation:
                 **_summaries(_grouped(self.unseen, _precision_and_gpu)),
             },
             "ranking": self.ranking,
-            "peaks": _summaries(_grouped(self.peaks, _source_of_peak)),
+            "peaks": _summaries(_grouped(self.peaks, _source)),
             "too_large": [asdict(run.row) for run in self.too_large],
             "runs": [_run_as_dict(each) for each in (*self.scored, *self.held_out)],
             "not_modelled": [_skipped_as_dict(each) for each in self.skipped],
@@ -189,13 +178,10 @@ def score_blind(path: Path) -> BlindScore:
 
 def validate() -> Validation:
     """Predict every published run."""
-    scored, held_out, peaks = (
-        score(published_runs(), load_constants()),
-        score_held_out(),
-        score_peaks(),
-    )
+    scored = score(published_runs(), load_constants())
+    held_out, peaks = score_held_out(), score_peaks()
     rows = [*skipped_rows(), *(row for row in held_out_rows() if isinstance(row, SkippedRow))]
-    predicted = [peak.row for peak in peaks]
+    predicted = [peak.run.row for peak in peaks]
     skipped = [each for each in rows if each.row not in predicted]
     too_large = [each.run for each in (*scored, *held_out) if not fits(each.run)]
     return Validation(
@@ -218,12 +204,17 @@ def score_held_out() -> list[ScoredRun]:
     return score(held_out_runs(), load_constants())
 
 
+def score_peaks() -> list[ScoredRun]:
+    """Predict the published peaks of memory."""
+    return [ScoredRun(run, estimate_run(run).reserved) for run in published_peaks()]
+
+
 def score(runs: Iterable[PublishedRun], constants: FittedConstants) -> list[ScoredRun]:
     """Predict ``runs`` with ``constants``."""
     return [ScoredRun(run, step_time(run.work, run.cluster, constants).seconds) for run in runs]
 
 
-def summarize_errors(scored: Sequence[Scored]) -> ErrorSummary:
+def summarize_errors(scored: list[ScoredRun]) -> ErrorSummary:
     """Return count, median, 90th percentile and bias of the errors."""
     sizes = sorted(abs(each.error) for each in scored)
     at = math.ceil(0.9 * len(sizes)) - 1
@@ -298,7 +289,7 @@ def _format(validation: Validation) -> str:
 
 
 def _format_memory(validation: Validation) -> list[str]:
-    peaks = {**_grouped(validation.peaks, _source_of_peak), "all": validation.peaks}
+    peaks = {**_grouped(validation.peaks, _source), "all": validation.peaks}
     count = len(validation.scored) + len(validation.held_out)
     right = count - len(validation.too_large)
     wrong = [run.row for run in validation.too_large]
@@ -310,9 +301,9 @@ def _format_memory(validation: Validation) -> list[str]:
 
 
 def _grouped(
-    scored: Iterable[AnyScored], key: Callable[[AnyScored], str]
-) -> dict[str, list[AnyScored]]:
-    groups: dict[str, list[AnyScored]] = {}
+    scored: Iterable[ScoredRun], key: Callable[[ScoredRun], str]
+) -> dict[str, list[ScoredRun]]:
+    groups: dict[str, list[ScoredRun]] = {}
     for each in scored:
         groups.setdefault(key(each), []).append(each)
     return groups
@@ -322,16 +313,12 @@ def _source(each: ScoredRun) -> str:
     return each.run.source
 
 
-def _source_of_peak(peak: ScoredPeak) -> str:
-    return peak.row.source
-
-
 def _precision_and_gpu(each: ScoredRun) -> str:
     work = each.run.work
     return f"{'fp8' if work.fp8 else work.precision} on {each.run.cluster.gpu.model}"
 
 
-def _format_groups(title: str, groups: Mapping[str, Sequence[Scored]]) -> list[str]:
+def _format_groups(title: str, groups: dict[str, list[ScoredRun]]) -> list[str]:
     head = (title, "runs", "median", "90th", "bias")
     rows = [(name, *_cells(summarize_errors(runs))) for name, runs in groups.items()]
     return format_table([head, *rows])
@@ -342,7 +329,7 @@ def _format_skipped(skipped: list[SkippedRow]) -> list[str]:
     return [f"not modelled: {len(skipped)} rows", *reasons]
 
 
-def _summaries(groups: Mapping[str, Sequence[Scored]]) -> dict[str, Any]:
+def _summaries(groups: dict[str, list[ScoredRun]]) -> dict[str, Any]:
     return {name: asdict(summarize_errors(runs)) for name, runs in groups.items()}
 
 

@@ -7,7 +7,7 @@ The memory model is that of nearlinear's own configs; what differs between libra
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from ...config.train import load
@@ -16,8 +16,7 @@ from ..memory.rank import RankModel
 from ..memory.report import GIB, MemoryEstimate
 from ..workload import Recompute
 from . import columns
-from .blog_posts import source_name
-from .runs import HELD_OUT_POSTS, POSTS, PublishedRow, PublishedRun, read_rows
+from .runs import PublishedRun
 
 CHECKPOINTS: dict[Recompute, str] = {
     "none": "",
@@ -27,34 +26,6 @@ CHECKPOINTS: dict[Recompute, str] = {
     "alternate": "selective",
 }
 """``activations.checkpoint`` of each. Fused attention never saves what ``attention`` recomputes."""
-
-
-@dataclass(frozen=True)
-class ScoredPeak:
-    """A published peak and its prediction."""
-
-    row: PublishedRow
-    published: float
-    """Bytes."""
-    predicted: int
-    """Bytes."""
-
-    @property
-    def error(self) -> float:
-        return self.predicted / self.published - 1.0
-
-
-def score_peaks() -> list[ScoredPeak]:
-    """Predict the published peaks of memory."""
-    rows = (
-        *read_rows(POSTS, source_name, columns.read_peak),
-        *read_rows(HELD_OUT_POSTS, lambda values: values["source"], columns.read_peak),
-    )
-    return [
-        ScoredPeak(run.row, run.value, estimate_run(run).reserved)
-        for run in rows
-        if isinstance(run, PublishedRun)
-    ]
 
 
 def fits(run: PublishedRun) -> bool:

@@ -77,16 +77,16 @@ def skipped_rows() -> list[SkippedRow]:
 def all_rows() -> list[PublishedRun | SkippedRow]:
     """Return every row of every table, in order."""
     return [
-        *read_rows(DATA / "llm_foundry.csv", _foundry_source, _foundry),
-        *read_rows(DATA / "vtrain.csv", lambda values: "vTrain, Megatron-LM", _vtrain),
-        *read_rows(POSTS, blog_posts.source_name, blog_posts.read_row),
+        *_read(DATA / "llm_foundry.csv", _foundry_source, _foundry),
+        *_read(DATA / "vtrain.csv", lambda values: "vTrain, Megatron-LM", _vtrain),
+        *_read(POSTS, blog_posts.source_name, blog_posts.read_row),
     ]
 
 
 def held_out_rows() -> list[PublishedRun | SkippedRow]:
     """Return every row of the tables that no constant is fitted to."""
     return [
-        *read_rows(DATA / "held_out.csv", _foundry_source, _foundry),
+        *_read(DATA / "held_out.csv", _foundry_source, _foundry),
         *read_table(HELD_OUT_POSTS),
     ]
 
@@ -96,20 +96,31 @@ def held_out_runs() -> list[PublishedRun]:
     return [each for each in held_out_rows() if isinstance(each, PublishedRun)]
 
 
+def published_peaks() -> list[PublishedRun]:
+    """Return the rows with a peak of memory; their values are bytes."""
+    rows = (
+        *_read(POSTS, blog_posts.source_name, columns.read_peak),
+        *_read(HELD_OUT_POSTS, _stated_source, columns.read_peak),
+    )
+    return [each for each in rows if isinstance(each, PublishedRun)]
+
+
 def read_table(path: Path) -> list[PublishedRun | SkippedRow]:
     """Read a table in the documented format (``planner/data/README.md``).
 
     Raises ConfigError if the file cannot be read or lacks columns.
     """
     try:
-        return list(
-            read_rows(path, lambda values: values["source"], columns.read_row, columns.COLUMNS)
-        )
+        return list(_read(path, _stated_source, columns.read_row, columns.COLUMNS))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from None
 
 
-def read_rows(
+def _stated_source(values: Values) -> str:
+    return values["source"]
+
+
+def _read(
     path: Path,
     source: Callable[[Values], str],
     read: Callable[[Values], RunValues | str],
