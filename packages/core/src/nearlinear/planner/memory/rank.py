@@ -234,7 +234,7 @@ class ActivationMemory:
 
 @dataclass(frozen=True)
 class Behaviour:
-    """How a library uses memory; the defaults are nearlinear's."""
+    """Use of memory that differs between libraries; the defaults are nearlinear's."""
 
     fused: bool = False
     """Elementwise operators are fused, and save nothing but their inputs."""
@@ -334,7 +334,7 @@ class RankModel:
         slices = self.mesh.replicate if parallel.shard_optimizer_state else 1
         if self.behaviour.distributed_optimizer:
             slices = self.mesh.replicate
-            elements = math.ceil(elements / slices)  # of master weights
+            elements = math.ceil(elements / slices)  # master weights are divided, too
         updated = sum(unit.slice(slices) for unit in units)
         updated -= sum(unit.slice(slices) for unit in copies)
         counts = (sum(len(unit.parameters) for unit in units) - len(copies)) * COUNT_BYTES

@@ -56,9 +56,9 @@ class Software:
     interleaved_blocks: int = 0
     """Blocks of a virtual stage where a row does not say, or 0: no virtual stages."""
     memory: Behaviour = Behaviour(loss="torch")
+    """Its use of memory."""
 
 
-_MEGATRON_MEMORY = Behaviour(fused=True, loss="in_place", regathers=True, receives_ahead=False)
 MEGATRON = Software(
     {
         "precision": "fp16",
@@ -74,11 +74,12 @@ MEGATRON = Software(
     },
     selective="attention",
     shards=False,
-    memory=_MEGATRON_MEMORY,
+    memory=Behaviour(fused=True, loss="in_place", regathers=True, receives_ahead=False),
 )
 """Megatron-LM in 2021 to 2023."""
-_MEGATRON_CORE = Software(
-    {
+_MEGATRON_CORE = replace(
+    MEGATRON,
+    fields={
         "compiled": True,
         "sequence_parallel": True,
         "async_tensor_parallel": True,
@@ -86,10 +87,8 @@ _MEGATRON_CORE = Software(
         "fused_casts": True,
         "newest_attention": True,
     },
-    selective="attention",
-    shards=False,
     interleaved_blocks=2,
-    memory=replace(_MEGATRON_MEMORY, distributed_optimizer=True),
+    memory=replace(MEGATRON.memory, distributed_optimizer=True),
 )
 _DEEPSPEED = Software(
     {

@@ -1,8 +1,7 @@
-"""Memory of published runs: published peaks, and whether each run fits on its GPU.
+"""Predict the memory of published runs by the memory model of nearlinear's own configs.
 
-The memory model is that of nearlinear's own configs; what differs between libraries is their
-`Behaviour`. torchtitan publishes the memory that the allocator reserved
-(``torch.cuda.max_memory_reserved``), so that `MemoryEstimate.reserved` is compared with it.
+Libraries differ in their `Behaviour`. torchtitan publishes the memory that the allocator reserved
+(``torch.cuda.max_memory_reserved``), which `MemoryEstimate.reserved` predicts.
 """
 
 from __future__ import annotations
@@ -25,7 +24,8 @@ CHECKPOINTS: dict[Recompute, str] = {
     "elementwise": "selective",
     "alternate": "selective",
 }
-"""``activations.checkpoint`` of each. Fused attention never saves what ``attention`` recomputes."""
+"""Values of ``activations.checkpoint``. The scores that ``attention`` recomputes are never saved by
+the fused attention of the memory model."""
 
 
 def fits(run: PublishedRun) -> bool:
