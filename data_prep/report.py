@@ -223,7 +223,7 @@ def all_figures(folder: str | Path) -> "dict[str, Figure]":
         figures["Inputs"] = plot_inputs(manifest)
     seconds = read_history(folder).get("cpu_seconds")
     if seconds:
-        figures["Throughput by stage"] = plot_stages(manifest, seconds)
+        figures["CPU time by stage"] = plot_stages(manifest, seconds)
     return figures
 
 
@@ -275,12 +275,12 @@ def plot_inputs(manifest: Manifest) -> "Figure":
 
 
 def plot_stages(manifest: Manifest, seconds: dict[str, float]) -> "Figure":
-    """Plot tokens per CPU second of each stage of the preparation."""
+    """Plot the CPU seconds per million tokens of each stage of the preparation."""
     figure, axes = _subplots()
-    spent = {stage: used for stage, used in seconds.items() if used > 0}
-    rates = [manifest.statistics["tokens"] / used / 1e6 for used in spent.values()]
-    axes.barh(list(spent), rates)
-    axes.set(xscale="log", xlabel="M tokens per CPU second")
+    million_tokens = manifest.statistics["tokens"] / 1e6
+    axes.barh(list(seconds), [used / million_tokens for used in seconds.values()])
+    axes.invert_yaxis()
+    axes.set_xlabel("CPU seconds per million tokens")
     return figure
 
 

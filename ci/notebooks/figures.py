@@ -89,7 +89,9 @@ def _shown_texts(figure: Any) -> Iterator[Any]:
 
 def _tick_labels(ax: Any) -> Iterator[Any]:
     """Yield the drawn labels. Matplotlib keeps those of ticks beyond the limits."""
-    low, high = ax.transAxes.transform((0, 0)) - 1, ax.transAxes.transform((1, 1)) + 1
+    pixels = 1e-6  # of rounding; a tick further outside is not drawn
+    low = ax.transAxes.transform((0, 0)) - pixels
+    high = ax.transAxes.transform((1, 1)) + pixels
     for axis, place in ((ax.xaxis, 0), (ax.yaxis, 1)):
         for tick in [*axis.get_major_ticks(), *axis.get_minor_ticks()]:
             point = (tick.get_loc(), 0) if place == 0 else (0, tick.get_loc())

@@ -144,3 +144,13 @@ def test_covered_labels_are_found():
     ax.text(2, 8, "one")
     ax.text(2, 8, "two")
     assert "'one' overlaps 'two'" in hidden_labels(ax.figure)
+
+
+def test_a_tick_just_beyond_the_axis_has_no_label():
+    ax = plots.loss_curve(METRICS)
+    ax.figure.set_layout_engine("none")
+    ax.set(position=(0.1, 0.1, 0.9, 0.8), xscale="log", xlim=(1, 99.9), xlabel="")
+    assert hidden_labels(ax.figure) == []
+    ax.set_xlim(1, 100)
+    (fault,) = hidden_labels(ax.figure)
+    assert "10^{2}" in fault and fault.endswith("is cut off")
