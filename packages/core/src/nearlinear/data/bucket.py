@@ -31,6 +31,8 @@ _MAPPED = 64
 class RemoteShards(ShardSource):
     """Token shards under the URL `address` (s3://bucket/prefix). S3 errors raise `DataError`."""
 
+    downloads = True
+
     def __init__(self, address: str, split: str, cache: Path, cache_gib: float):
         with _data_errors():
             self._place = storage.as_path(address)

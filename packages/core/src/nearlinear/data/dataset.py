@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from .cache import cache_folder
 from .format import Manifest
 from .open import open_split
 from .packing import PACKINGS, PackingPlan
-from .source import MOST_OPEN, NoSplit, ShardSource, TokenStream
+from .source import MOST_OPEN, NoSplit, Piece, ShardSource, TokenStream
 
 PAGE = 4096
 UNIT = 2**20
@@ -238,11 +238,11 @@ class TokenDataset:
 
     def rows(self, indices: Sequence[int] | np.ndarray, documents: bool = False) -> WindowRows:
         """Return the windows `indices` [N] in order, with document starts if `documents`."""
-        pieces, shape = self._pieces(indices), (len(indices), self.sequence_length)
-        extents = self._bytes(pieces)
-        self.source.prefetch(extents)
+        pieces, shape = list(self._pieces(indices)), (len(indices), self.sequence_length)
+        if self.source.downloads:
+            self.source.prefetch(self._bytes(pieces))
         if self.reads is not None:
-            self.reads.faults(extents)
+            self.reads.faults(self._bytes(pieces))
         tokens = np.empty(shape, dtype=np.int64)
         starts, filled = self._stream.read(pieces, tokens)
         ignored = None
@@ -261,14 +261,14 @@ class TokenDataset:
         begins = np.array(sorted(starts)) if documents else None
         return WindowRows(tokens, np.array(filled), begins, ignored)
 
-    def _begins(self, pieces: np.ndarray, places: list[int]) -> np.ndarray:
+    def _begins(self, pieces: list[Piece], places: list[int]) -> np.ndarray:
         """Return the document starts of windows made of `pieces` at `places`, as in `begins`."""
-        begins = list(places)  # a piece starts a row, or a shard and thus a document
-        for (_, shard, start, stop), place in zip(pieces.tolist(), places, strict=True):
-            begins += [
-                place + begin - start for begin in self._documents(shard).inside(start, stop)
-            ]
-        return np.array(sorted(begins))
+        begins = []
+        for (_, shard, start, stop), place in zip(pieces, places, strict=True):
+            begins.append(place)  # the first of a row, or of a shard and thus of a document
+            for begin in self._documents(shard).inside(start, stop):
+                begins.append(place + begin - start)
+        return np.array(begins)
 
     def tokenizer(self) -> Path:
         """Return the path of the tokenizer file. Raises `DataError` if it is unknown."""
@@ -293,24 +293,25 @@ class TokenDataset:
         end = first + 1 if end is None else end
         if self._plan is None:
             length = self.sequence_length
-            return self._bytes(self._stream.pieces(first * length, end * length))
+            pairs = np.stack([first, end], axis=1) * length
+            return self._bytes(self._stream.pieces(pairs.tolist()))
         ranges = [np.arange(*pair) for pair in zip(first, end, strict=True)]
         return self._bytes(self._pieces(np.concatenate(ranges) if ranges else first))
 
-    def _pieces(self, indices) -> np.ndarray:
-        """Locate the windows `indices`, see `TokenStream.pieces`. Raises IndexError."""
-        indices = np.asarray(indices, dtype=np.int64)
-        # Viewed as unsigned, negative indices also exceed the length.
-        if indices.size and int(indices.view(np.uint64).max()) >= len(self):
-            raise IndexError(f"windows {indices.min()}..{indices.max()} of {len(self)}")
+    def _pieces(self, indices: Sequence[int] | np.ndarray) -> Iterator[Piece]:
+        """Locate the windows `indices`, one row each. Raises IndexError."""
+        numbers = np.asarray(indices, dtype=np.int64).tolist()
+        if numbers and not 0 <= min(numbers) <= max(numbers) < len(self):
+            raise IndexError(f"windows {min(numbers)}..{max(numbers)} of {len(self)}")
         if self._plan is not None:
-            return self._plan.pieces(indices)
+            return self._plan.pieces(numbers)
         length = self.sequence_length
-        return self._stream.pieces(indices * length, (indices + 1) * length)
+        return self._stream.pieces((number * length, (number + 1) * length) for number in numbers)
 
-    def _bytes(self, pieces: np.ndarray) -> np.ndarray:
-        """Convert token positions of `pieces` to bytes."""
-        return pieces[:, 1:] * self._byte_scale
+    def _bytes(self, pieces: Iterable[Piece]) -> np.ndarray:
+        """Return file, first byte and end of `pieces`, int64 [pieces, 3]."""
+        found = np.fromiter(pieces, dtype=np.dtype((np.int64, 4)))
+        return found[:, 1:] * self._byte_scale
 
     def block_starts(self, block_bytes: int) -> np.ndarray:
         """Return the first window of each block, int64 [blocks].

@@ -47,14 +47,17 @@ def make_batch(dataset, windows: np.ndarray, masks: Masks) -> dict[str, torch.Te
 def batch_arrays(dataset, windows: np.ndarray, masks: Masks) -> dict[str, np.ndarray]:
     """Return the batch of `make_batch` as int64 arrays."""
     rows = dataset.rows(windows, documents=masks.documents)
-    labels = rows.tokens.copy()
+    # As fast as a copy, and ten times as fast where memcpy is slow: on AMD EPYC, from 2 KiB to
+    # 256 KiB, if the target lies 16 bytes further in its page, as malloc often places it.
+    labels = np.positive(rows.tokens)
     if rows.ignored is not None:
         labels[rows.ignored] = IGNORED_LABEL
     if masks.eos:
         labels[rows.tokens == dataset.manifest.eos_id] = IGNORED_LABEL
     if rows.filled is not None:
         for row, count in enumerate(rows.filled.tolist()):
-            labels[row, count:] = IGNORED_LABEL
+            if count < labels.shape[1]:
+                labels[row, count:] = IGNORED_LABEL
     found = {"input_ids": rows.tokens, "labels": labels}
     if masks.documents:
         labels.reshape(-1)[rows.begins] = IGNORED_LABEL

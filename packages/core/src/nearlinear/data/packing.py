@@ -16,11 +16,12 @@ not part of the training state and are rebuilt when missing.
 
 from __future__ import annotations
 
+import bisect
 import functools
 import hashlib
 import io
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
@@ -29,7 +30,7 @@ import numpy as np
 
 from ..config.train import Packing
 from .cache import CacheFull, locked, warn_full, write_cached
-from .source import MOST_OPEN, Documents
+from .source import MOST_OPEN, Documents, Piece
 
 PACKINGS = get_args(Packing)
 
@@ -222,41 +223,30 @@ class PackingPlan:
         words = json.dumps([VERSION, identity, length, packing, GROUP])
         folder = cache / "packing" / hashlib.sha256(words.encode()).hexdigest()[:32]
         groups = _map_or_make(folder / _GROUPS, lambda: _count(length, packing, documents, shards))
-        self._shards = groups[:, 0]
-        self._ends = np.cumsum(groups[:, 3])
+        self._shards: list[int] = groups[:, 0].tolist()
+        self._ends: list[int] = np.cumsum(groups[:, 3]).tolist()
         # Wraps a partial function, not a method, so that deleting a plan releases its mappings.
         self._group = functools.lru_cache(MOST_OPEN)(
             functools.partial(_group, folder, groups, length, packing, documents)
         )
 
     def __len__(self) -> int:
-        return int(self._ends[-1]) if len(self._ends) else 0
+        return self._ends[-1] if self._ends else 0
 
     @property
     def group_starts(self) -> np.ndarray:
         """First sequence of each group that has sequences, int64 [groups]."""
-        starts = np.unique(np.concatenate([[0], self._ends]))
+        starts = np.unique([0, *self._ends])
         return starts[starts < len(self)]
 
-    def pieces(self, numbers: np.ndarray) -> np.ndarray:
-        """Locate the sequences `numbers` [N].
-
-        Returns int64 [pieces, 4] of row, shard, first token in the shard and end, in row order.
-        """
-        groups = np.searchsorted(self._ends, numbers, side="right")
-        found, counts = [np.empty((0, 2), dtype=np.int64)], []
-        for group, left in zip(
-            groups.tolist(), (self._ends[groups] - numbers).tolist(), strict=True
-        ):
+    def pieces(self, numbers: Iterable[int]) -> Iterator[Piece]:
+        """Locate the sequences `numbers`. Each sequence is a row."""
+        for row, number in enumerate(numbers):
+            group = bisect.bisect_right(self._ends, number)
+            left, shard = self._ends[group] - number, self._shards[group]
             firsts, parts = self._group(group)
-            first, end = firsts[-1 - left], firsts[-left]
-            found.append(parts[first:end])
-            counts.append(end - first)
-        whole = np.empty((sum(counts), 4), dtype=np.int64)
-        whole[:, 0] = np.repeat(np.arange(len(counts)), counts)
-        whole[:, 1] = self._shards[groups][whole[:, 0]]
-        np.concatenate(found, out=whole[:, 2:])
-        return whole
+            for start, stop in parts[firsts[-1 - left] : firsts[-left]].tolist():
+                yield row, shard, start, stop
 
 
 def _count(length: int, packing: str, documents: DocumentsOf, shards: int) -> np.ndarray:

@@ -13,11 +13,12 @@ from __future__ import annotations
 import abc
 import bisect
 import functools
+import itertools
 import logging
 import resource
 import struct
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,10 @@ MOST_OPEN = max(16, min(4096, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 8
 """Maximum number of mapped files of a stream. Each mapping holds a file descriptor."""
 
 
+Piece = tuple[int, int, int, int]
+"""Row of a batch, file, first token in the file, and end: tokens that are consecutive in both."""
+
+
 class TokenStream:
     """Concatenation of token files.
 
@@ -40,41 +45,32 @@ class TokenStream:
     """
 
     def __init__(self, counts: list[int], open_: Callable[[int], np.ndarray]):
-        self.ends = np.cumsum(np.array(counts, dtype=np.int64))
-        self.starts = self.ends - counts
+        self.ends: list[int] = list(itertools.accumulate(counts))
+        self.starts: list[int] = [0, *self.ends[:-1]]
         self.file = functools.lru_cache(MOST_OPEN)(open_)
 
     @property
     def tokens(self) -> int:
-        return int(self.ends[-1])
+        return self.ends[-1]
 
-    def pieces(self, begin: np.ndarray, end: np.ndarray) -> np.ndarray:
-        """Split ranges [begin, end) of the stream at file boundaries.
+    def pieces(self, ranges: Iterable[tuple[int, int]]) -> Iterator[Piece]:
+        """Split ranges [begin, end) of the stream at file boundaries. Each range is a row."""
+        for row, (begin, end) in enumerate(ranges):
+            file = bisect.bisect_right(self.ends, begin)
+            while begin < end:
+                start, stop = self.starts[file], min(end, self.ends[file])
+                if begin < stop:
+                    yield row, file, begin - start, stop - start
+                begin, file = stop, file + 1
 
-        Returns int64 [pieces, 4] of range index, file, first token in the file, and end.
-        """
-        row, file = np.arange(len(begin)), np.searchsorted(self.ends, begin, side="right")
-        found = []
-        while True:
-            stop, offset = np.minimum(end, self.ends[file]), self.starts[file]
-            part = np.empty((len(row), 4), dtype=np.int64)
-            part[:, 0], part[:, 1] = row, file
-            part[:, 2], part[:, 3] = begin - offset, stop - offset
-            found.append(part)
-            rest = stop < end
-            if not rest.any():
-                break
-            begin, end, row, file = stop[rest], end[rest], row[rest], file[rest] + 1
-        return found[0] if len(found) == 1 else np.concatenate(found)
-
-    def read(self, pieces: np.ndarray, out: np.ndarray) -> tuple[list[int], list[int]]:
+    def read(self, pieces: Iterable[Piece], out: np.ndarray) -> tuple[list[int], list[int]]:
         """Read `pieces` into the rows of `out` [N, L], from left to right.
 
         Returns the position of each piece in the flattened rows, and the number of tokens in each
         row.
         """
         places, filled, length = [], [0] * len(out), out.shape[1]
-        for row, file, start, stop in pieces.tolist():
+        for row, file, start, stop in pieces:
             first = filled[row]
             filled[row] = first + stop - start
             places.append(row * length + first)
@@ -253,6 +249,8 @@ class ShardSource(abc.ABC):
 
     files: Sequence[Path | str]
     """Token files of the shards in stream order: local paths or URLs."""
+    downloads: bool = False
+    """True if `prefetch` downloads."""
 
     def __init__(
         self, path: Path | str, split: str, manifest: Manifest, dtype: np.dtype | None = None
