@@ -164,24 +164,25 @@ class DocumentTable:
             """Return values in order, null for dropped documents and below ``smallest``."""
             padded = np.concatenate([values, np.zeros(len(dropped), values.dtype)])[order]
             padded = padded.astype(np.int64)
-            return pa.array(padded, mask=absent | (padded < smallest))
+            return _array(padded, ~absent & (padded >= smallest))
 
-        names = [*_FATES, *record["rules"]]
+        names = _strings([*_FATES, *record["rules"]])
         codes = np.concatenate([fates, dropped["rule"].astype(np.int64) + len(_FATES)])[order]
         halves = np.zeros((len(order), 2), ">u8")
         halves[: len(entries), 0], halves[: len(entries), 1] = entries["high"], entries["low"]
-        validity = pa.py_buffer(np.packbits(~absent, bitorder="little").tobytes())
         hashes = pa.py_buffer(halves[order].tobytes())
         known = range(first_input, first_input + 1 + inputs.max(initial=0))
         before = np.array([self._read[number] for number in known])
         columns = [
-            pa.array((first_input + inputs[order]).astype(np.int32)),
-            pa.array(before[inputs[order]] + numbers[order] + 1),
-            pa.DictionaryArray.from_arrays(pa.array(codes), names).cast(pa.string()),
+            _array((first_input + inputs[order]).astype(np.int32)),
+            _array(before[inputs[order]] + numbers[order] + 1),
+            pa.DictionaryArray.from_arrays(_array(codes), names).cast(pa.string()),
             column(places, smallest=1),
             column(entries["tokens"]),
             column(entries["bytes"]),
-            pa.FixedSizeBinaryArray.from_buffers(pa.binary(16), len(order), [validity, hashes]),
+            pa.FixedSizeBinaryArray.from_buffers(
+                pa.binary(16), len(order), [_bits(~absent), hashes]
+            ),
             column(self._ordinal + np.arange(len(entries))),
             column(clusters),
         ]
@@ -205,9 +206,34 @@ class DocumentTable:
         import pyarrow as pa
         from pyarrow import parquet
 
-        found = parquet.read_table(file).take(pa.array(numbers)).combine_chunks()
+        found = parquet.read_table(file).take(_array(numbers)).combine_chunks()
         columns = [found[name].combine_chunks() for name in self._fields]
         return pa.StructArray.from_arrays(columns, names=list(self._fields))
+
+
+# `pyarrow.array` imports pandas, which takes longer than to write a table of a million documents.
+
+
+def _array(values: np.ndarray, is_valid: np.ndarray | None = None) -> pyarrow.Array:
+    """Return numbers as an array, null where ``is_valid`` is false."""
+    import pyarrow as pa
+
+    buffers = [None if is_valid is None else _bits(is_valid), pa.py_buffer(values)]
+    return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), len(values), buffers)
+
+
+def _strings(texts: list[str]) -> pyarrow.StringArray:
+    import pyarrow as pa
+
+    raw = [text.encode() for text in texts]
+    ends = np.cumsum([0, *map(len, raw)], dtype=np.int32)
+    return pa.StringArray.from_buffers(len(raw), pa.py_buffer(ends), pa.py_buffer(b"".join(raw)))
+
+
+def _bits(values: np.ndarray) -> pyarrow.Buffer:
+    import pyarrow as pa
+
+    return pa.py_buffer(np.packbits(values, bitorder="little").tobytes())
 
 
 def describe_table(manifest: Manifest) -> dict[str, Any] | None:

@@ -14,7 +14,7 @@ import json
 import math
 import operator
 import re
-import textwrap
+import sys
 import tomllib
 import types
 import typing
@@ -313,16 +313,20 @@ def assign(data: dict, setting: str) -> None:
 
 @cache
 def field_docs(cls) -> dict[str, str]:
-    """Read the docstring below each field of ``cls`` from its source."""
-    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
-    assert isinstance(definition, ast.ClassDef)
-    body, docs = definition.body, {}
+    """Read the docstring below each field of ``cls``, which its module defines, from its source."""
+    body, docs = _classes(cls.__module__)[cls.__name__].body, {}
     for statement, after in zip(body, body[1:], strict=False):
         if not (isinstance(statement, ast.AnnAssign) and isinstance(after, ast.Expr)):
             continue
         if isinstance(statement.target, ast.Name):
             docs[statement.target.id] = " ".join(ast.literal_eval(after.value).split())
     return docs
+
+
+@cache
+def _classes(module: str) -> dict[str, ast.ClassDef]:
+    tree = ast.parse(inspect.getsource(sys.modules[module]))
+    return {each.name: each for each in tree.body if isinstance(each, ast.ClassDef)}
 
 
 def to_toml(config, table: str = "") -> str:
