@@ -3,7 +3,7 @@
 import argparse
 
 SOURCES = ("botocore", "openwebtext", "jsonl", "text", "chat", "parquet", "webdataset", "hf")
-FORMATS = ("smp-json", "hf-arrow", "nanogpt", "datatrove", "litdata", "mds")
+FORMATS = ("smp-json", "hf-arrow", "nanogpt", "datatrove", "litdata", "mds", "webdataset")
 PEERS = ("nanogpt", "datatrove", "huggingface")
 
 _EXAMPLES = """examples:
@@ -249,7 +249,7 @@ def _add_export(command: argparse.ArgumentParser) -> None:
         type=int,
         default=512,
         metavar="N",
-        help="tokens per row of smp-json, hf-arrow and mds (default: 512)",
+        help="tokens per row of smp-json, hf-arrow, mds and webdataset (default: 512)",
     )
 
 

@@ -2,14 +2,18 @@
 
 `nanogpt` is one file of ids each for train and val. `datatrove` is its `.ds` format with an index
 of document ends. `litdata` has chunks that its `TokensLoader` cuts into rows of any length.
-`smp-json`, `hf-arrow` and `mds` have rows of a fixed length, consecutive windows of the token
-stream, for the training scripts of SageMaker's model parallel library and of Hugging Face, and for
-MosaicML's Streaming. Megatron-Core and OLMo-core open the shards without an export.
+`smp-json`, `hf-arrow`, `mds` and `webdataset` have rows of a fixed length, consecutive windows of
+the token stream, for the training scripts of SageMaker's model parallel library and of Hugging
+Face, for MosaicML's Streaming, and for the webdataset library. Megatron-Core and OLMo-core open the
+shards without an export.
 """
 
+import io
+import itertools
 import json
 import os
 import shutil
+import tarfile
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -38,7 +42,7 @@ def export(
 
     Args:
         kind: One of `FORMATS`.
-        sequence_length: Tokens per row of smp-json, hf-arrow and mds.
+        sequence_length: Tokens per row of smp-json, hf-arrow, mds and webdataset.
 
     Returns:
         The number of rows or tokens written.
@@ -73,6 +77,7 @@ def export(
         "datatrove": _datatrove,
         "litdata": _litdata,
         "mds": _mds,
+        "webdataset": _webdataset,
     }
     subsets = [subset for subset in manifest.splits if manifest.splits[subset]]
     for stale in abandoned_directories(out.parent):
@@ -249,6 +254,32 @@ def _mds(
         written += total
         index = json.dumps({"version": 2, "shards": shards})
         (target / "index.json").write_text(index, encoding="utf-8")
+    return {"rows": written}
+
+
+def _webdataset(
+    folder: Path, out: Path, manifest: Manifest, subsets: list[str], length: int
+) -> dict[str, int]:
+    """Write archives of 16,384 samples with one member `tokens.npy`, an array of NumPy."""
+    written = 0
+    for subset in subsets:
+        target = out / subset
+        target.mkdir()
+        blocks = windows(folder, manifest, subset, length)
+        rows = (row for block in blocks for row in block)
+        for number in itertools.count():
+            some = list(itertools.islice(rows, _ROWS_PER_FILE))
+            if not some:
+                break
+            with tarfile.open(target / f"{number:05d}.tar", "w") as archive:
+                for row in some:
+                    content = io.BytesIO()
+                    np.save(content, row, allow_pickle=False)
+                    member = tarfile.TarInfo(f"{written:010d}.tokens.npy")
+                    member.size = content.tell()
+                    content.seek(0)
+                    archive.addfile(member, content)
+                    written += 1
     return {"rows": written}
 
 

@@ -1,6 +1,6 @@
 """Settings of the test suite: offline model hubs, one core per process, Ctrl-C, no hypothesis
-deadline, slow tests first, cheap garbage collection, the end of each test's job, and a skip reason
-for GPU tests.
+deadline, slow tests first, cheap garbage collection, the end of each test's job, a skip reason for
+GPU tests, and a stub of torchvision.
 """
 
 import gc
@@ -8,6 +8,8 @@ import itertools
 import os
 import signal
 import sys
+from importlib.machinery import ModuleSpec
+from unittest import mock
 
 import hypothesis
 import pytest
@@ -35,6 +37,17 @@ def end_of_job():
     yield
     if "nearlinear.distributed.runtime" in sys.modules:
         sys.modules["nearlinear.distributed.runtime"].shutdown()
+
+
+@pytest.fixture
+def no_torchvision(monkeypatch):
+    """Replace modules for images, which litdata and streaming import."""
+    for name in (
+        "torchvision", "torchvision.transforms", "torchvision.transforms.functional",
+        "streaming.vision",
+    ):  # fmt: skip
+        stub = mock.MagicMock(__spec__=ModuleSpec(name, None))
+        monkeypatch.setitem(sys.modules, name, stub)
 
 
 def pytest_collection_modifyitems(items):

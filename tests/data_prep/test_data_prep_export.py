@@ -1,10 +1,10 @@
+import io
 import itertools
 import json
 import os
+import shutil
 import signal
-import sys
-from importlib.machinery import ModuleSpec
-from unittest import mock
+import tarfile
 
 import numpy as np
 import pytest
@@ -13,7 +13,9 @@ import data_prep
 from data_prep import export as exporting
 from data_prep.arguments import FORMATS
 from data_prep.export import export
+from nearlinear.data import TokenDataset
 from nearlinear.data.format import Manifest
+from nearlinear.data.source import NoSplit
 from nearlinear.errors import DataError
 
 TEXTS = [f"Document {i} says {'word ' * (i % 7)}end." for i in range(300)]
@@ -88,17 +90,6 @@ def test_export_datatrove_is_read_by_datatrove(folder, stream, tmp_path):
     assert first.tokens == np.fromfile(f"{shards[0]}.index", "<u8")[-1]
 
 
-@pytest.fixture
-def no_torchvision(monkeypatch):
-    """Replace modules for images, which litdata and streaming import."""
-    for name in (
-        "torchvision", "torchvision.transforms", "torchvision.transforms.functional",
-        "streaming.vision",
-    ):  # fmt: skip
-        stub = mock.MagicMock(__spec__=ModuleSpec(name, None))
-        monkeypatch.setitem(sys.modules, name, stub)
-
-
 def litdata_chunks(folder, out, monkeypatch, side):
     monkeypatch.setattr(exporting, "_TOKENS_PER_CHUNK", 128)
     export(folder, out, "litdata")
@@ -116,6 +107,24 @@ def litdata_chunks(folder, out, monkeypatch, side):
 def test_export_litdata_writes_chunks_of_the_stream(folder, stream, tmp_path, monkeypatch, side):
     chunks = litdata_chunks(folder, tmp_path / "out", monkeypatch, side)
     np.testing.assert_array_equal(np.concatenate(chunks), stream(side))
+
+
+@pytest.mark.parametrize("kind", ["litdata", "mds"])
+@pytest.mark.parametrize("side", ["train", "val"])
+def test_exported_rows_are_read_back_in_place(folder, stream, tmp_path, monkeypatch, kind, side):
+    monkeypatch.setattr(exporting, "_TOKENS_PER_CHUNK", 128)
+    monkeypatch.setattr(exporting, "_BYTES_PER_MDS_SHARD", 5 * 132)
+    export(folder, tmp_path / "out", kind, 64)
+    expected = stream(side)
+    expected = expected[: len(expected) // 64 * 64].reshape(-1, 64)
+    for path in (tmp_path / "out", tmp_path / "out" / side):
+        split = side if path.name == "out" else "train"
+        found = TokenDataset(path, split, sequence_length=64)
+        assert len(found.files) > 1 or side == "val"
+        np.testing.assert_array_equal(found.windows(np.arange(len(found))), expected)
+    shutil.rmtree(tmp_path / "out/val")
+    with pytest.raises(NoSplit, match="has no split 'val': put a folder val with its index there"):
+        TokenDataset(tmp_path / "out", "val", sequence_length=64)
 
 
 def test_export_litdata_is_read_by_litdata(folder, tmp_path, monkeypatch, no_torchvision):
@@ -155,6 +164,29 @@ def test_export_mds_is_read_by_streaming(folder, tmp_path, monkeypatch, no_torch
     readers = [mds.reader_from_json(str(tmp_path / "out/train"), None, each) for each in shards]
     rows = [reader[i]["tokens"] for reader in readers for i in range(len(reader))]
     np.testing.assert_array_equal(rows, expected)
+
+
+@pytest.mark.parametrize("side", ["train", "val"])
+def test_export_webdataset_samples_are_windows_of_the_stream(
+    folder, stream, tmp_path, monkeypatch, side
+):
+    monkeypatch.setattr(exporting, "_ROWS_PER_FILE", 7)
+    export(folder, tmp_path / "out", "webdataset", 64)
+    archives = sorted((tmp_path / "out" / side).iterdir())
+    rows = []
+    for path in archives:
+        with tarfile.open(path) as archive:
+            members = archive.getmembers()
+            assert len(members) == 7 or path == archives[-1]
+            contents = (archive.extractfile(member).read() for member in members)
+            rows += [np.load(io.BytesIO(content)) for content in contents]
+    expected = stream(side)
+    whole = expected[: len(expected) // 64 * 64].reshape(-1, 64)
+    np.testing.assert_array_equal(rows, whole)
+    assert rows[0].dtype == np.uint16
+    webdataset = pytest.importorskip("webdataset")
+    theirs = webdataset.WebDataset([*map(str, archives)], shardshuffle=False).decode()
+    np.testing.assert_array_equal([sample["tokens.npy"] for sample in theirs], whole)
 
 
 def test_export_errors_name_cause_and_remedy(folder, tmp_path):

@@ -1,9 +1,12 @@
 """Token files of other projects read in place, and shards opened by megatron-core."""
 
+import json
+import pickle
 import struct
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -101,6 +104,9 @@ def test_paths_of_files_prefixes_and_folders_are_accepted(tmp_path):
         nano = TokenDataset(tmp_path, split, sequence_length=10)
         assert nano[1].tolist() == list(range(10, 20))
     assert (nano.manifest.vocab_size, nano.manifest.eos_id) == (50_257, 50_256)
+    assert (
+        nano.path == tmp_path and pickle.loads(pickle.dumps(nano))[1].tolist() == nano[1].tolist()
+    )
     with pytest.raises(DataError, match="has no split 'val': put a val.bin beside"):
         TokenDataset(tmp_path / "m/a_document", "val", sequence_length=2)
     with pytest.raises(DataError, match="has no tokenizer: set train"):
@@ -161,12 +167,93 @@ def test_arrays_are_read_with_and_without_a_header(tmp_path, dtype):
         assert raw.source.documents(0).lengths().tolist() == [1000] * 3
 
 
-def test_unsuitable_files_are_refused_with_the_reason(tmp_path):
-    def refusal(path, **options):
-        with pytest.raises(DataError) as caught:
-            TokenDataset(path, sequence_length=2, **options)
-        return str(caught.value)
+def refusal(path, **options):
+    """Return the message of the error that a dataset of unsuitable files raises."""
+    with pytest.raises(DataError) as caught:
+        TokenDataset(path, sequence_length=2, **options)
+    return str(caught.value)
 
+
+@pytest.mark.parametrize("dtype", ["uint16", "int32", "int64"])
+def test_chunks_of_litdata_are_read_in_their_order(tmp_path, no_torchvision, dtype):
+    pytest.importorskip("litdata")
+    from litdata.streaming.item_loader import TokensLoader
+    from litdata.streaming.writer import BinaryWriter
+
+    items = [np.arange(n, n + 40) for n in range(0, 960, 40)]
+    writer = BinaryWriter(str(tmp_path), chunk_bytes=2 * 40 * np.dtype(dtype).itemsize + 64,
+                          item_loader=TokensLoader(block_size=8))  # fmt: skip
+    for number, item in enumerate(items):
+        writer[number] = torch.from_numpy(item.astype(dtype))
+    writer.done()
+    writer.merge()
+    assert len(list(tmp_path.glob("*-0-1*.bin"))) > 1  # chunk 10 comes after chunk 2
+    found = TokenDataset(tmp_path, sequence_length=8, vocab_size=1000)
+    assert found.windows(np.arange(len(found))).ravel().tolist() == [*range(960)]
+
+
+@pytest.mark.parametrize("dtype", ["uint16", "int32", "int64"])
+def test_rows_of_streaming_are_read_in_place(tmp_path, no_torchvision, dtype):
+    streaming = pytest.importorskip("streaming")
+    columns = {"tokens": f"ndarray:{dtype}:16"}
+    with streaming.MDSWriter(out=str(tmp_path), columns=columns, size_limit=1000) as writer:
+        for start in range(0, 640, 16):
+            writer.write({"tokens": np.arange(start, start + 16, dtype=dtype)})
+    found = TokenDataset(tmp_path, sequence_length=8, vocab_size=1000)
+    assert len(found.files) > 1
+    assert found.windows(np.arange(len(found))).ravel().tolist() == [*range(640)]
+
+
+def write_rows(folder, index):
+    """Write six ids as one row, and an index."""
+    (folder / "x.bin").write_bytes(struct.pack("<3I6H", 1, 12, 24, *range(6)))
+    (folder / "index.json").write_text(json.dumps(index))
+
+
+def litdata_index(**config):
+    known = {"data_format": ["no_header_tensor:20"], "compression": None, "encryption": None}
+    return {"chunks": [{"filename": "x.bin"}], "config": {**known, **config}}
+
+
+def mds_index(**shard):
+    known = {"format": "mds", "compression": None, "raw_data": {"basename": "x.bin"},
+             "column_names": ["tokens"], "column_encodings": ["ndarray:uint16:6"]}  # fmt: skip
+    return {"version": 2, "shards": [{**known, **shard}]}
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        (litdata_index(compression="zstd"), "is of compressed or encrypted chunks"),
+        (litdata_index(data_format=["no_header_tensor:0"]), "of items ['no_header_tensor:0']: tok"),
+        (litdata_index(data_format=["int", "str"]), "is of items ['int', 'str']"),
+        (litdata_index(data_format=None), "is not an index of litdata or Streaming"),
+        ({"chunks": [], "config": {}}, "is not an index of litdata or Streaming"),
+        (mds_index(compression="zstd"), "is of compressed shards: token ids are read in place"),
+        (mds_index(column_encodings=["bytes"]), "is of rows bytes: token ids are one column"),
+        (mds_index(column_encodings=["ndarray:uint16:6", "str"]), "of rows ndarray:uint16:6, str"),
+        (mds_index(raw_data={"basename": "y.bin"}), "y.bin is missing, and"),
+        ({"version": 2, "shards": []}, "is not an index of litdata or Streaming"),
+        ({"version": 2}, "index.json is"),
+        ([], "index.json is"),
+    ],
+)
+def test_indexes_of_rows_that_are_no_ids_are_refused(tmp_path, index, message):
+    write_rows(tmp_path, index)
+    assert message in refusal(tmp_path)
+
+
+@pytest.mark.parametrize("index", [litdata_index(), mds_index()])
+def test_damaged_rows_are_refused(tmp_path, index):
+    write_rows(tmp_path, index)
+    assert TokenDataset(tmp_path, sequence_length=2)[2].tolist() == [4, 5]
+    raw = (tmp_path / "x.bin").read_bytes()
+    for bad in (raw[:-1], raw + b"\0", raw[:8], raw[:2], b"\xff" * 24):
+        (tmp_path / "x.bin").write_bytes(bad)
+        assert "x.bin is cut off or of another format: copy it again" in refusal(tmp_path)
+
+
+def test_unsuitable_files_are_refused_with_the_reason(tmp_path):
     file = write_by_datatrove(tmp_path / "ds", [[1, 2], [3]])
     index = file.with_name(file.name + ".index")
     file.with_name(file.name + ".loss").write_bytes(b"\1\1\0")
@@ -206,22 +293,19 @@ def test_unsuitable_files_are_refused_with_the_reason(tmp_path):
 
 def test_damaged_pair_is_reported_with_its_cause(tmp_path):
     write_pair(tmp_path / "x.bin", [[[1, 2, 3]], [[4]]])
-    index = tmp_path / "x.idx"
+    file, index = tmp_path / "x.bin", tmp_path / "x.idx"
     good = index.read_bytes()
-
-    def refusal():
-        with pytest.raises(DataError) as caught:
-            TokenDataset(tmp_path / "x.bin", sequence_length=2)
-        return str(caught.value)
 
     for bad in (good[:-8], good[:20], b"", b"X" + good[1:], good + b"\0" * 8):
         index.write_bytes(bad)
-        assert "x.idx is not a document index" in refusal()
+        assert "x.idx is not a document index" in refusal(file)
     index.write_bytes(good)
-    (tmp_path / "x.bin").write_bytes(bytes(10))
-    assert "describes 8 bytes but its .bin file has 10: the files do not" in refusal()
-    write_pair(tmp_path / "x.bin", [[[1, 2, 3]]], "<i8")
-    assert "of uint16 or int32 tokens" in refusal()
+    file.write_bytes(bytes(10))
+    assert "describes 8 bytes but its .bin file has 10: the files do not" in refusal(
+        tmp_path / "x.bin"
+    )
+    write_pair(file, [[[1, 2, 3]]], "<i8")
+    assert "of uint16 or int32 tokens" in refusal(file)
 
 
 def test_empty_file_is_reported(tmp_path):

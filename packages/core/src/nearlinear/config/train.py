@@ -117,7 +117,8 @@ class DataConfig:
 
     path: str = ""
     """folder of token shards written by nearlinear data; or s3://bucket/prefix; channel:name in
-    a SageMaker job; or token files of Megatron or nanoGPT (.bin), datatrove (.ds), OLMo (.npy)"""
+    a SageMaker job; or token files of Megatron or nanoGPT (.bin), datatrove (.ds), OLMo (.npy),
+    litdata or Streaming (folders)"""
     sources: dict[str, float] = field(default_factory=dict)
     """mixture of several such folders instead of path, with weights, e.g. "tokens/code" = 0.3"""
     curriculum: dict[str, Any] = field(default_factory=dict)

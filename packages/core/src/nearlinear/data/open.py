@@ -35,7 +35,7 @@ def open_split(
             - `s3://bucket/prefix`: token shards in a bucket;
             - `channel:name`: the folder of an input channel of a SageMaker job;
             - a token file of another project, or a folder of them: .bin of Megatron or nanoGPT, .ds
-              of datatrove, .npy of OLMo or NumPy.
+              of datatrove, .npy of OLMo or NumPy, or a folder of litdata or Streaming.
         split: Name of the split.
         verify: Extent of the integrity check, see `TokenDataset`.
         cache: Cache folder for remote shards; defaults to ~/.cache/nearlinear.
@@ -55,9 +55,8 @@ def open_split(
         _reject_vocabulary(name, vocab_size, eos_id)
         return RemoteShards(name, split, cache_folder(cache), cache_gib)
     path = Path(path)
-    if not (path / MANIFEST_FILE).is_file():
-        if found := open_token_files(path, split, vocab_size, eos_id):
-            return found
+    if found := open_token_files(path, split, vocab_size, eos_id):
+        return found
     _reject_vocabulary(name, vocab_size, eos_id)
     return LocalShards(path, split, verify)
 

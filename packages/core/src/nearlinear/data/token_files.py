@@ -6,22 +6,28 @@
 | .bin | nanoGPT | always uint16 | the EOS id |
 | .ds | datatrove | .ds.index or .ds.metadata | .ds.index, else the EOS id |
 | .npy | OLMo, NumPy | the vocabulary size, or NumPy's header | the EOS id |
+| index.json with .bin | litdata | index.json | the EOS id |
+| index.json with .mds | Streaming of MosaicML | index.json | the EOS id |
 
 They contain neither the tokenizer nor checksums. A file is identified by its size and its first and
 last MiB. Sources: Megatron-LM `megatron/core/datasets`, datatrove `pipeline/tokens`, OLMo-core
-`data/numpy_dataset.py`.
+`data/numpy_dataset.py`, litdata `streaming/item_loader.py` and `constants.py`, Streaming
+`base/format/mds`.
 """
 
 from __future__ import annotations
 
 import abc
+import json
+import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import xxhash
 
 from ..errors import DataError
-from .format import Manifest, Shard, dtype_for
+from .format import FORMAT_NAME, MANIFEST_FILE, Manifest, Shard, dtype_for
 from .source import DocumentEnds, DocumentIndex, Documents, DocumentsByToken, NoSplit, ShardSource
 
 GPT2 = 50_257
@@ -33,14 +39,21 @@ def open_token_files(path: Path, split: str, vocab_size: int, eos_id: int) -> To
 
     In a folder, the split is SPLIT.bin, else every .bin file of the subfolder SPLIT, else, for the
     split `train`, every .bin file; the same for the other suffixes. A single file is `train`, also
-    a .bin file without its suffix.
+    a .bin file without its suffix. An index of litdata or Streaming names the files of its folder.
 
     Raises:
         NoSplit: If `path` has such files but not this split.
     """
-    for suffix in _FORMATS:
+    here = _indexed(path)
+    if found := _indexed(path / split) or (here if split == "train" else None):
+        return TokenFiles(path, split, *found, vocab_size, eos_id)
+    if here or _indexed(path / "train"):
+        raise NoSplit(f"{path} has no split {split!r}: put a folder {split} with its index there")
+    if (path / MANIFEST_FILE).is_file():  # token shards
+        return None
+    for suffix, format_ in _FORMATS.items():
         if files := _files(path, split, suffix):
-            return TokenFiles(path, split, files, vocab_size, eos_id)
+            return TokenFiles(path, split, files, format_, vocab_size, eos_id)
         if _files(path, "train", suffix):
             raise NoSplit(
                 f"{path} has no split {split!r}: put a {split}{suffix} beside the other files"
@@ -66,14 +79,22 @@ class TokenFiles(ShardSource):
 
     files: list[Path]
 
-    def __init__(self, path: Path, split: str, files: list[Path], vocab_size: int, eos_id: int):
+    def __init__(
+        self,
+        path: Path,
+        split: str,
+        files: list[Path],
+        format_: _Format,
+        vocab_size: int,
+        eos_id: int,
+    ):
         self.files = files
-        self._format = _FORMATS[files[0].suffix]
+        self._format = format_
         empty = [file for file in files if not file.stat().st_size]
         if empty and len(empty) < len(files):
             raise DataError(f"{empty[0]} is empty: copy it again, or remove it")
-        indices = [path for file in files if (path := self._format.index_path(file))]
-        absent = [path for path in indices if not path.is_file()]
+        indices = [index for file in files if (index := self._format.index_path(file))]
+        absent = [index for index in indices if not index.is_file()]
         self._indexed = len(absent) < len(indices)
         if self._indexed and absent:
             raise DataError(f"{absent[0]} is missing beside its tokens: copy it again")
@@ -222,6 +243,96 @@ class _Npy(_Format):
                 "those of its tokenizer, which determine the dtype and the documents"
             )
         return dtype_for(vocab_size), 0
+
+
+class _Litdata(_Format):
+    """Chunks of litdata for its `TokensLoader`: the number of items, their offsets, the ids."""
+
+    def __init__(self, index: Path, config: dict[str, Any]):
+        described = config["data_format"]
+        if config.get("compression") or config.get("encryption"):
+            raise DataError(f"{index} is of compressed or encrypted chunks: {_WRITE_PLAIN}")
+        kind, _, code = str(described[0]).partition(":")
+        self._dtype = _LITDATA_DTYPES.get(code)
+        if len(described) != 1 or kind != "no_header_tensor" or self._dtype is None:
+            raise DataError(
+                f"{index} is of items {described}: token ids are one tensor of integers per item, "
+                "written for litdata's TokensLoader"
+            )
+
+    def layout(self, file: Path, index: Index | None, vocab_size: int, eos_id: int) -> Layout:
+        assert self._dtype is not None
+        return self._dtype, _data_start(file)
+
+
+class _Mds(_Format):
+    """Shards of Streaming: the number of rows, their offsets, a description, the rows."""
+
+    def __init__(self, index: Path, shards: list[dict[str, Any]]):
+        if any(shard["compression"] for shard in shards):
+            raise DataError(f"{index} is of compressed shards: {_WRITE_PLAIN}")
+        kinds = sorted(
+            {tuple(shard.get("column_encodings", [shard["format"]])) for shard in shards}
+        )
+        found = re.fullmatch(r"ndarray:(u?int(?:8|16|32|64)):\d+", kinds[0][0])
+        if not found or len(kinds) > 1 or len(kinds[0]) > 1:
+            raise DataError(
+                f"{index} is of rows {' or '.join(map(', '.join, kinds))}: token ids are one "
+                "column ndarray:DTYPE:LENGTH of integers; write them in this way"
+            )
+        self._dtype = np.dtype(found[1])
+
+    def layout(self, file: Path, index: Index | None, vocab_size: int, eos_id: int) -> Layout:
+        return self._dtype, _data_start(file)
+
+
+_WRITE_PLAIN = "token ids are read in place: write them without compression"
+_LITDATA_DTYPES = {"11": np.dtype("u1"), "12": np.dtype("i1"), "13": np.dtype("<i2"),
+                   "14": np.dtype("<i2"), "15": np.dtype("<i4"), "16": np.dtype("<i4"),
+                   "17": np.dtype("<i8"), "18": np.dtype("<i8"), "20": np.dtype("<u2")}  # fmt: skip
+"""Dtypes by litdata's code."""
+
+
+def _data_start(file: Path) -> int:
+    """Return the first offset of a file of rows: their number, offsets (uint32), ..., the rows.
+
+    Raises:
+        DataError: If the file does not end where the last row does.
+    """
+    size = file.stat().st_size
+    with open(file, "rb") as opened:
+        count = int.from_bytes(opened.read(4), "little")
+        known = 4 * (count + 2) <= size
+        offsets = np.fromfile(opened, "<u4", count + 1) if known else np.empty(0)
+    if not known or offsets[-1] != size:
+        raise DataError(f"{file} is cut off or of another format: copy it again")
+    return int(offsets[0])
+
+
+def _indexed(folder: Path) -> tuple[list[Path], _Format] | None:
+    """Return the files and the format of a folder with an index of litdata or Streaming."""
+    path = folder / MANIFEST_FILE  # has the same name
+    try:
+        raw = path.read_bytes()
+        index = {} if FORMAT_NAME.encode() in raw[:256] else json.loads(raw)
+    except (OSError, ValueError):  # absent, or damaged, which `LocalShards` describes
+        return None
+    try:
+        if "chunks" in index and "config" in index:
+            names = [chunk["filename"] for chunk in index["chunks"]]
+            format_: _Format = _Litdata(path, index["config"])
+        elif "shards" in index and index["version"] == 2:
+            names = [shard["raw_data"]["basename"] for shard in index["shards"]]
+            format_ = _Mds(path, index["shards"])
+        else:
+            return None
+    except (IndexError, KeyError, TypeError):
+        raise DataError(f"{path} is not an index of litdata or Streaming: copy it again") from None
+    files = [folder / name for name in names]
+    for file in files:
+        if not file.is_file():
+            raise DataError(f"{file} is missing, and {path} names it: copy it again")
+    return files, format_
 
 
 _FORMATS = {".bin": _Bin(), ".ds": _Datatrove(), ".npy": _Npy()}
