@@ -1,8 +1,8 @@
 """Layout search, scaling curves, and suggested changes for configs that do not fit."""
 
 import contextlib
-import functools
 import json
+import math
 
 import pytest
 
@@ -68,9 +68,7 @@ def test_search_finds_the_same_as_exhaustive_evaluation(few, monkeypatch):
     config, cluster = loaded(GPT2), parse_cluster("p4d.24xlarge:32")
     found = search.search(config, cluster, most=5)
     fastest: dict = {}
-    find_blocks = functools.partial(search._block_times, cluster=cluster, reference=None)
-    layouts = search._layouts(config, cluster, find_blocks)
-    for each, _ in search._fastest_first(layouts, find_blocks):
+    for each, _ in search._Layouts(config, cluster, None, math.inf).fastest_first():
         layout = search.evaluate(each.config, cluster)
         batch = each.degrees, each.size
         if layout.memory <= cluster.gpu.memory_gib * GIB:
@@ -87,6 +85,26 @@ def test_search_raises_if_nothing_fits(few):
     alone = loaded(GPT2 | {"parallel": {"bf16": True}})
     with pytest.raises(ConfigError, match="no layout .* fits"):
         search.search(alone, parse_cluster("p4d.24xlarge:1"))
+
+
+@pytest.mark.parametrize("data", [GPT2, MIXTRAL])
+@pytest.mark.parametrize(
+    "more", [{}, {"shard_optimizer_state": True}, {"offload_optimizer": True}], ids=str
+)
+def test_no_layout_needs_less_memory_than_its_states(few, data, more):
+    config = loaded(data | {"parallel": data["parallel"] | more, "batch": {"sequences": 192}})
+    cluster = parse_cluster("p4d.24xlarge:4")
+    whole = search._Layouts(config, cluster, None, math.inf)
+    totals, bounds = [], []
+    for layout, _ in whole.with_most_memory():
+        for each in (layout, *(other for other, _ in whole.with_less_memory(layout))):
+            totals.append(search._memory(each.config, cluster, None))
+            bounds.append(search.least_total(each.config, cluster.world, 0))
+    assert all(bound <= total for bound, total in zip(bounds, totals, strict=True))
+    limit = sorted(bounds)[len(bounds) // 2]
+    kept = [*search._Layouts(config, cluster, None, limit).with_most_memory()]
+    assert 0 < len(kept) <= len([*whole.with_most_memory()])
+    assert (len(kept) < len([*whole.with_most_memory()])) == (max(bounds) > limit)
 
 
 def test_activation_settings_are_ordered_by_speed_and_memory():
@@ -281,19 +299,23 @@ def test_suggest_fit_reports_missing_memory():
 def test_layouts_are_visited_in_order_of_their_step_time(few, preset, cluster):
     data = {"model": {"preset": preset}, "parallel": {"bf16": True}, "batch": {"sequences": 192}}
     config, cluster = loaded(data), parse_cluster(cluster)
-    find_blocks = functools.partial(search._block_times, cluster=cluster, reference=None)
-    layouts = list(search._layouts(config, cluster, find_blocks))
+    layouts = search._Layouts(config, cluster, None, math.inf)
     exact = []
-    for layout, blocks in layouts:
-        variants = [blocks]
-        for schedule in search.SCHEDULES if layout.degrees.pipeline > 1 else ():
-            with contextlib.suppress(ConfigError):
-                other = search._with_schedule(layout, schedule)
-                variants.append(find_blocks(other.config))
-        seconds = [step_time_of(each).seconds for each in variants]
-        assert least_seconds(blocks) <= min(seconds) * (1 + 1e-9)
-        exact += seconds
-    found = list(search._fastest_first(layouts, find_blocks))
+    for first in layouts.with_most_memory():
+        settings = [first]
+        while slower := [*layouts.with_less_memory(settings[-1][0])]:
+            settings += slower
+        bounds = [least_seconds(blocks) for _, blocks in settings]
+        assert bounds == pytest.approx(sorted(bounds))
+        for layout, blocks in settings:
+            variants = [blocks]
+            for schedule in search.SCHEDULES if layout.degrees.pipeline > 1 else ():
+                with contextlib.suppress(ConfigError):
+                    variants.append(layouts.blocks(search._with_schedule(layout, schedule)))
+            seconds = [step_time_of(each).seconds for each in variants]
+            assert least_seconds(blocks) <= min(seconds) * (1 + 1e-9)
+            exact += seconds
+    found = list(layouts.fastest_first())
     assert [seconds for _, seconds in found] == sorted(exact)
     schedules = {layout.schedule for layout, _ in found if layout.degrees.pipeline > 1}
     assert schedules == {None, *search.SCHEDULES}

@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -25,7 +24,7 @@ from ..output import format_table
 from .block_time import BlockTimes
 from .cluster import Cluster
 from .fitted_constants import constants_for
-from .memory import estimate, vocabulary_of
+from .memory import estimate, least_total, vocabulary_of
 from .memory.report import GIB
 from .model_shape import model_shape
 from .result import PlanResult
@@ -115,9 +114,9 @@ def search(
 ) -> list[Candidate]:
     """Return the ``most`` fastest layouts that fit, fastest first.
 
-    Layouts are visited in order of a lower bound of their step time, which is computed when the
-    bound is the least of all. Memory takes longest, and is estimated in order of step time until
-    enough layouts fit.
+    Layouts whose model states alone do not fit are left out. The others are visited in order of a
+    lower bound of their step time, which is computed when the bound is the least of all. Memory
+    takes longest, and is estimated in order of step time until enough layouts fit.
 
     Args:
         config: Model and global batch to keep.
@@ -128,30 +127,36 @@ def search(
     Raises ConfigError if no layout fits.
     """
     has = cluster.gpu.memory_gib * GIB
+    fitting, _ = _fitting_layouts(_Layouts(config, cluster, reference, has), most)
+    if not fitting:
+        _, least = _fitting_layouts(_Layouts(config, cluster, reference, math.inf), most)
+        smallest = f"; the smallest needs {least / GIB:.1f} GiB per GPU" if least < math.inf else ""
+        raise ConfigError(
+            f"no layout of this model and batch fits in the {cluster.gpu.memory_gib:.1f} GiB of a "
+            f"{cluster.gpu.name}{smallest}. Use more nodes, or a smaller batch."
+        )
+    return sorted(fitting, key=lambda each: (each.seconds, each.memory))
+
+
+def _fitting_layouts(layouts: _Layouts, most: int) -> tuple[list[Candidate], float]:
+    """Return the fastest layouts, and the bytes of the smallest one that does not fit."""
     fitting: dict[tuple[ParallelDegrees, int], Candidate] = {}
     too_large: dict[tuple, int] = {}  # smallest micro-batch that does not fit
-    least = math.inf
-    find_blocks = functools.partial(_block_times, cluster=cluster, reference=reference)
-    for layout, seconds in _fastest_first(_layouts(config, cluster, find_blocks), find_blocks):
+    least, cluster = math.inf, layouts.cluster
+    for layout, seconds in layouts.fastest_first():
         batch = layout.degrees, layout.size
         activations = layout.degrees, layout.activations, layout.schedule
         if batch in fitting or layout.size >= too_large.get(activations, math.inf):
             continue
-        memory = _memory(layout.config, cluster, reference)
-        if memory <= has:
+        memory = _memory(layout.config, cluster, layouts.reference)
+        if memory <= cluster.gpu.memory_gib * GIB:
             fitting[batch] = Candidate(layout.config, seconds, memory)
         else:
             too_large[activations] = layout.size
             least = min(least, memory)
         if len(fitting) == most:
             break
-    if not fitting:
-        smallest = f"; the smallest needs {least / GIB:.1f} GiB per GPU" if least < math.inf else ""
-        raise ConfigError(
-            f"no layout of this model and batch fits in the {cluster.gpu.memory_gib:.1f} GiB of a "
-            f"{cluster.gpu.name}{smallest}. Use more nodes, or a smaller batch."
-        )
-    return sorted(fitting.values(), key=lambda each: (each.seconds, each.memory))
+    return [*fitting.values()], least
 
 
 def first_layout(config: TrainConfig, cluster: Cluster) -> TrainConfig | None:
@@ -183,37 +188,117 @@ def evaluate(
     return Candidate(config, seconds, memory)
 
 
-@dataclass(frozen=True)
-class _Layout:
-    degrees: ParallelDegrees
-    size: int
-    """Sequences per micro-batch."""
-    activations: ActivationSettings
-    config: TrainConfig
-    schedule: tuple[str, int] | None = None
-    """Schedule of a pipeline and its stages per rank; None: as in the config."""
-
-
-FindBlocks = Callable[[TrainConfig], BlockTimes]
-"""Returns the times of a config's blocks. Raises ConfigError if the trainer rejects the config."""
-
-
 def _block_times(config: TrainConfig, cluster: Cluster, reference: PlanResult | None) -> BlockTimes:
     constants = reference.constants if reference else constants_for(cluster.node)
     return BlockTimes(_workload(config, cluster, reference), cluster, constants)
 
 
-def _layouts(
-    config: TrainConfig, cluster: Cluster, find_blocks: FindBlocks
-) -> Iterator[tuple[_Layout, BlockTimes]]:
-    """Yield every layout that the trainer accepts, with the config's schedule of pipelines."""
-    sequences = global_batch(config, cluster)
-    for degrees in parallel_degrees(config, cluster):
-        for size, micro_batches in _batches(degrees, sequences, cluster):
-            for activations in ACTIVATION_SETTINGS:
+@dataclass(frozen=True)
+class _Layout:
+    degrees: ParallelDegrees
+    size: int
+    """Sequences per micro-batch."""
+    micro_batches: int
+    """Micro-batches per step and data rank."""
+    setting: int
+    """Index of the activation setting."""
+    config: TrainConfig
+    schedule: tuple[str, int] | None = None
+    """Schedule of a pipeline and its stages per rank; None: as in the config."""
+
+    @property
+    def activations(self) -> ActivationSettings:
+        return ACTIVATION_SETTINGS[self.setting]
+
+
+@dataclass
+class _Waiting:
+    """A layout in the queue of `fastest_first`, by its step time or a lower bound of it."""
+
+    layout: _Layout
+    blocks: BlockTimes | None = None
+    """Times of its blocks, while only a bound is known."""
+    schedule: tuple[str, int] | None = None
+    """Schedule to give to the layout, while only a bound is known."""
+
+
+@dataclass(frozen=True)
+class _Layouts:
+    """Layouts of a config that the trainer accepts."""
+
+    config: TrainConfig
+    cluster: Cluster
+    reference: PlanResult | None
+    """A plan whose vocabulary and constants also apply here."""
+    most_states: float
+    """Degrees with which model states need more bytes than this are passed over."""
+
+    def blocks(self, layout: _Layout) -> BlockTimes:
+        """Return the times of a layout's blocks. Raises ConfigError if it is not accepted."""
+        return _block_times(layout.config, self.cluster, self.reference)
+
+    def with_most_memory(self) -> Iterator[tuple[_Layout, BlockTimes]]:
+        """Yield a layout of all degrees and micro-batches, with the first setting that it takes."""
+        vocabulary = _vocabulary(self.config, self.reference)
+        sequences = global_batch(self.config, self.cluster)
+        for degrees in parallel_degrees(self.config, self.cluster):
+            batches = [*_batches(degrees, sequences, self.cluster)]
+            with contextlib.suppress(ConfigError):  # another batch may be valid
+                for batch in batches[:1]:
+                    config = with_layout(self.config, degrees, *batch, ACTIVATION_SETTINGS[0])
+                    if least_total(config, self.cluster.world, vocabulary) > self.most_states:
+                        batches = []
+            for size, micro_batches in batches:
+                yield from self._from_setting(0, degrees, size, micro_batches)
+
+    def with_less_memory(self, layout: _Layout) -> Iterator[tuple[_Layout, BlockTimes]]:
+        """Yield the layout with the next activation setting, if there is one."""
+        batch = layout.degrees, layout.size, layout.micro_batches
+        return self._from_setting(layout.setting + 1, *batch)
+
+    def _from_setting(
+        self, first: int, degrees: ParallelDegrees, size: int, micro_batches: int
+    ) -> Iterator[tuple[_Layout, BlockTimes]]:
+        """Yield the layout with the first accepted activation setting from number ``first`` on."""
+        for number in range(first, len(ACTIVATION_SETTINGS)):
+            with contextlib.suppress(ConfigError):
+                config = with_layout(
+                    self.config, degrees, size, micro_batches, ACTIVATION_SETTINGS[number]
+                )
+                layout = _Layout(degrees, size, micro_batches, number, config)
+                yield layout, self.blocks(layout)
+                return
+
+    def fastest_first(self) -> Iterator[tuple[_Layout, float]]:
+        """Yield layouts with their step times, fastest first, also with other schedules.
+
+        Each activation setting is slower than the one before, which the queue has first.
+        """
+        order = itertools.count()  # of layouts with equal times
+        queue: list[tuple[float, int, _Waiting]] = []
+
+        def wait(seconds: float, waiting: _Waiting) -> None:
+            heapq.heappush(queue, (seconds, next(order), waiting))
+
+        for layout, blocks in self.with_most_memory():
+            wait(least_seconds(blocks), _Waiting(layout, blocks))
+        while queue:
+            seconds, _, waiting = heapq.heappop(queue)
+            layout = waiting.layout
+            if waiting.blocks is not None:
+                exact = step_time_of(waiting.blocks).seconds
+                wait(exact, _Waiting(layout))
+                for schedule, bubble in SCHEDULES.items() if layout.degrees.pipeline > 1 else ():
+                    bound = seconds + bubble * (exact - seconds)
+                    wait(bound, _Waiting(layout, schedule=schedule))
+                for other, blocks in self.with_less_memory(layout):
+                    wait(max(seconds, least_seconds(blocks)), _Waiting(other, blocks))
+            elif waiting.schedule is not None:
                 with contextlib.suppress(ConfigError):
-                    candidate = with_layout(config, degrees, size, micro_batches, activations)
-                    yield _Layout(degrees, size, activations, candidate), find_blocks(candidate)
+                    layout = _with_schedule(layout, waiting.schedule)
+                    wait(step_time_of(self.blocks(layout)).seconds, _Waiting(layout))
+            else:
+                yield layout, seconds
 
 
 def _with_schedule(layout: _Layout, schedule: tuple[str, int]) -> _Layout:
@@ -223,47 +308,6 @@ def _with_schedule(layout: _Layout, schedule: tuple[str, int]) -> _Layout:
     )
     config = dataclasses.replace(layout.config, parallel=parallel)
     return dataclasses.replace(layout, config=config, schedule=schedule)
-
-
-@dataclass
-class _Waiting:
-    """A layout in the queue of `_fastest_first`, by its step time or a lower bound of it."""
-
-    layout: _Layout
-    blocks: BlockTimes | None = None
-    """Times of its blocks, while only a bound is known."""
-    schedule: tuple[str, int] | None = None
-    """Schedule to give to the layout, while only a bound is known."""
-
-
-def _fastest_first(
-    layouts: Iterable[tuple[_Layout, BlockTimes]], find_blocks: FindBlocks
-) -> Iterator[tuple[_Layout, float]]:
-    """Yield layouts with their step times, fastest first, also with other schedules."""
-    order = itertools.count()  # of layouts with equal times
-    queue: list[tuple[float, int, _Waiting]] = [
-        (least_seconds(blocks), next(order), _Waiting(layout, blocks)) for layout, blocks in layouts
-    ]
-    heapq.heapify(queue)
-
-    def wait(seconds: float, waiting: _Waiting) -> None:
-        heapq.heappush(queue, (seconds, next(order), waiting))
-
-    while queue:
-        seconds, _, waiting = heapq.heappop(queue)
-        layout = waiting.layout
-        if waiting.blocks is not None:
-            exact = step_time_of(waiting.blocks).seconds
-            wait(exact, _Waiting(layout))
-            for schedule, bubble in SCHEDULES.items() if layout.degrees.pipeline > 1 else ():
-                bound = seconds + bubble * (exact - seconds)
-                wait(bound, _Waiting(layout, schedule=schedule))
-        elif waiting.schedule is not None:
-            with contextlib.suppress(ConfigError):
-                layout = _with_schedule(layout, waiting.schedule)
-                wait(step_time_of(find_blocks(layout.config)).seconds, _Waiting(layout))
-        else:
-            yield layout, seconds
 
 
 def _workload(config: TrainConfig, cluster: Cluster, reference: PlanResult | None) -> Workload:

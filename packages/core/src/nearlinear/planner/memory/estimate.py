@@ -29,7 +29,7 @@ from .block_ops import known_family
 from .op_trace import OpTrace
 from .pipeline import estimate_pipeline
 from .rank import REDUCED_BYTES, ActivationMemory, ParameterUnit, RankModel, table_of
-from .report import MemoryEstimate, PeakTracker
+from .report import MemoryEstimate, PeakTracker, reserve_bytes
 
 
 def estimate(
@@ -49,17 +49,36 @@ def estimate(
     """
     if not isinstance(config, TrainConfig):
         config = train_config.load(config)
+    rank = _rank_model(config, world_size, vocabulary)
+    found = estimate_rank(rank)
+    reasons = [found.rough] if found.rough else []
+    reasons += [reason for reason, applies in _unchecked_features(config, rank.mesh) if applies]
+    if rank.family != config.model.family:
+        reasons.append(
+            f"{config.model.family} is modelled as {rank.family}, the most similar family"
+        )
+    if rank.shape.dense_blocks:
+        reasons.append(f"{rank.shape.dense_blocks} dense blocks are modelled as mixtures")
+    return dataclasses.replace(found, rough="; ".join(reasons))
+
+
+def least_total(config: TrainConfig, world_size: int, vocabulary: int) -> float:
+    """Return a lower bound of the bytes that `estimate` requires, whatever the micro-batches.
+
+    It is the mean over the pipeline ranks of the states and gradients of blocks, with their
+    reserve. Raises ConfigError for an invalid config.
+    """
+    rank = _rank_model(config, world_size, vocabulary)
+    units = [*rank.block * rank.shape.layers]
+    held = rank.add_states(units, PeakTracker()) + sum(rank.gradient_bytes(1, u) for u in units)
+    mean = held // rank.mesh.pipeline
+    return mean + reserve_bytes(mean, 0)
+
+
+def _rank_model(config: TrainConfig, world_size: int, vocabulary: int) -> RankModel:
     mesh = Mesh.from_config(config.parallel, world_size)
     shape = model_shape(config.model, vocabulary or vocabulary_of(config))
-    family = known_family(config.model.family, shape)
-    found = estimate_rank(RankModel(config, mesh, shape, family))
-    reasons = [found.rough] if found.rough else []
-    reasons += [reason for reason, applies in _unchecked_features(config, mesh) if applies]
-    if family != config.model.family:
-        reasons.append(f"{config.model.family} is modelled as {family}, the most similar family")
-    if shape.dense_blocks:
-        reasons.append(f"{shape.dense_blocks} dense blocks are modelled as mixtures")
-    return dataclasses.replace(found, rough="; ".join(reasons))
+    return RankModel(config, mesh, shape, known_family(config.model.family, shape))
 
 
 def estimate_rank(rank: RankModel) -> MemoryEstimate:
