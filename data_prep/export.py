@@ -104,6 +104,15 @@ def windows(folder: Path, manifest: Manifest, subset: str, length: int) -> Itera
                 yield part[:end].reshape(-1, length)
 
 
+def _rows_of_files(
+    folder: Path, manifest: Manifest, subset: str, length: int
+) -> Iterator[Iterator[np.ndarray]]:
+    """Yield the windows of each file of 16,384 rows, to be read before those of the next."""
+    rows = itertools.chain.from_iterable(windows(folder, manifest, subset, length))
+    for _ in range(0, manifest.total("tokens", subset) // length, _ROWS_PER_FILE):
+        yield itertools.islice(rows, _ROWS_PER_FILE)
+
+
 def _smp_json(
     folder: Path, out: Path, manifest: Manifest, subsets: list[str], length: int
 ) -> dict[str, int]:
@@ -113,20 +122,12 @@ def _smp_json(
     for subset in subsets:
         target = out / subset
         target.mkdir()
-        number, left = 0, 0
-        file: IO[str] | None = None
-        for rows in windows(folder, manifest, subset, length):
-            for row in rows.tolist():
-                if not left or file is None:
-                    if file is not None:
-                        file.close()
-                    name = f"{subset}_dataset_{length}_filtered_{number}.json"
-                    file = open(target / name, "w", encoding="utf-8")
-                    number, left = number + 1, _ROWS_PER_FILE
-                file.write(f'{{"input_ids":{row},"attention_mask":{ones}}}\n')
-                left, count = left - 1, count + 1
-        if file is not None:
-            file.close()
+        for number, rows in enumerate(_rows_of_files(folder, manifest, subset, length)):
+            name = f"{subset}_dataset_{length}_filtered_{number}.json"
+            with open(target / name, "w", encoding="utf-8") as file:
+                for row in rows:
+                    file.write(f'{{"input_ids":{row.tolist()},"attention_mask":{ones}}}\n')
+                    count += 1
     return {"rows": count}
 
 
@@ -265,14 +266,9 @@ def _webdataset(
     for subset in subsets:
         target = out / subset
         target.mkdir()
-        blocks = windows(folder, manifest, subset, length)
-        rows = (row for block in blocks for row in block)
-        for number in itertools.count():
-            some = list(itertools.islice(rows, _ROWS_PER_FILE))
-            if not some:
-                break
+        for number, rows in enumerate(_rows_of_files(folder, manifest, subset, length)):
             with tarfile.open(target / f"{number:05d}.tar", "w") as archive:
-                for row in some:
+                for row in rows:
                     content = io.BytesIO()
                     np.save(content, row, allow_pickle=False)
                     member = tarfile.TarInfo(f"{written:010d}.tokens.npy")

@@ -313,8 +313,9 @@ def _indexed(folder: Path) -> tuple[list[Path], _Format] | None:
     """Return the files and the format of a folder with an index of litdata or Streaming."""
     path = folder / MANIFEST_FILE  # has the same name
     try:
-        raw = path.read_bytes()
-        index = {} if FORMAT_NAME.encode() in raw[:256] else json.loads(raw)
+        with open(path, "rb") as file:
+            begin = file.read(256)
+            index = {} if FORMAT_NAME.encode() in begin else json.loads(begin + file.read())
     except (OSError, ValueError):  # absent, or damaged, which `LocalShards` describes
         return None
     try:

@@ -243,11 +243,12 @@ class _Layouts:
         sequences = global_batch(self.config, self.cluster)
         for degrees in parallel_degrees(self.config, self.cluster):
             batches = [*_batches(degrees, sequences, self.cluster)]
-            with contextlib.suppress(ConfigError):  # another batch may be valid
-                for batch in batches[:1]:
-                    config = with_layout(self.config, degrees, *batch, ACTIVATION_SETTINGS[0])
-                    if least_total(config, self.cluster.world, vocabulary) > self.most_states:
-                        batches = []
+            if not batches:
+                continue
+            with contextlib.suppress(ConfigError):  # then another batch may be valid
+                first = with_layout(self.config, degrees, *batches[0], ACTIVATION_SETTINGS[0])
+                if least_total(first, self.cluster.world, vocabulary) > self.most_states:
+                    continue
             for size, micro_batches in batches:
                 yield from self._from_setting(0, degrees, size, micro_batches)
 
@@ -292,7 +293,7 @@ class _Layouts:
                     bound = seconds + bubble * (exact - seconds)
                     wait(bound, _Waiting(layout, schedule=schedule))
                 for other, blocks in self.with_less_memory(layout):
-                    wait(max(seconds, least_seconds(blocks)), _Waiting(other, blocks))
+                    wait(least_seconds(blocks), _Waiting(other, blocks))
             elif waiting.schedule is not None:
                 with contextlib.suppress(ConfigError):
                     layout = _with_schedule(layout, waiting.schedule)
