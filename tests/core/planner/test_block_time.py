@@ -10,6 +10,7 @@ from nearlinear.planner.api import parse_cluster
 from nearlinear.planner.block_time import BlockTimes, ComputeSegment
 from nearlinear.planner.fitted_constants import load_constants
 from nearlinear.planner.model_shape import ModelShape
+from nearlinear.planner.network_time import rank_group
 from nearlinear.planner.workload import Workload
 
 WIDTH, INNER, LAYERS = 1024, 4096, 8
@@ -182,6 +183,37 @@ def test_pipeline_sends_hidden_states_and_reduces_tied_tables():
     assert found.tied_all_reduce == equal(11 * table + 10 * 2 + 2)
     untied = dataclasses.replace(SHAPE, tied=False)
     assert blocks(mesh=mesh, shape=untied).tied_all_reduce == 0.0
+
+
+def test_whole_states_are_reduced_over_all_data_and_context_ranks():
+    shape = dataclasses.replace(SHAPE, experts=8, experts_per_token=2)
+    mesh = Mesh(replicate=2, shard=4, context=2, expert=8, ranks_per_node=8)
+    shared, whole = (blocks(shape=shape, mesh=mesh, shares_states=each) for each in (True, False))
+    assert (shared.shard_group.ranks, shared.replica_group.ranks) == (8, 2)
+    assert (whole.shard_group.ranks, whole.replica_group.ranks) == (1, 16)
+    assert not whole.sharded and whole.expert_shard_group.ranks == 1
+    dense = whole.block_parameters - whole.expert_parameters
+    reduce = whole.network.all_reduce
+    assert whole.block_all_reduce == equal(
+        reduce(4 * dense, whole.replica_group)
+        + reduce(4 * whole.expert_parameters, whole.expert_replica_group)
+    )
+    assert whole.expert_replica_group == shared.replica_group
+
+
+def test_sparse_dispatch_sends_a_token_once_to_each_place():
+    shape = dataclasses.replace(SHAPE, experts=16, experts_per_token=4)
+    for mesh, places in ((Mesh(shard=16, expert=16, ranks_per_node=8), 2),
+                         (Mesh(shard=8, expert=8, ranks_per_node=8), 8)):  # fmt: skip
+        each, once = (
+            blocks(shape=shape, mesh=mesh, sparse_dispatch=sparse).expert_all_to_all
+            for sparse in (False, True)
+        )
+        copies = places * (1 - (1 - 1 / places) ** 4)  # expected places of 4 experts
+        found = blocks(shape=shape, mesh=mesh)
+        group = rank_group(mesh, "expert")
+        assert each == equal(found.network.all_to_all(4 * found.hidden_bytes, group))
+        assert once == equal(found.network.all_to_all(copies * found.hidden_bytes, group))
 
 
 def test_optimizer_updates_a_shard():

@@ -1,6 +1,7 @@
 """Layout search, scaling curves, and suggested changes for configs that do not fit."""
 
 import contextlib
+import dataclasses
 import json
 import math
 
@@ -347,11 +348,13 @@ def test_json_is_written_if_a_search_fails(few, capsys, tmp_path):
 def test_plan_names_extrapolations():
     known = nl.plan(GPT2, "p4d.24xlarge:32")
     assert extrapolations(known.work, known.cluster) == []
-    assert "published runs like it (bf16, A100, dense, several nodes), each predicted" in str(known)
+    assert "published runs like it (dense, bf16, A100, several nodes), each predicted" in str(known)
     offloaded = ("parallel.offload_optimizer=true", "parallel.tensor_parallel_degree=2",
                  "parallel.hybrid_shard_degree=64")  # fmt: skip
     far = nl.plan(GPT2, "p6-b200.48xlarge:1024", settings=offloaded)
-    said = " ".join(extrapolations(far.work, far.cluster))
-    for word in ("B200", "GPUs", "host memory", "replicate, shard, tensor"):
+    gpu = dataclasses.replace(far.cluster.gpu, name="R100-288GB")
+    unknown = dataclasses.replace(far.cluster, node=dataclasses.replace(far.cluster.node, gpu=gpu))
+    said = " ".join(extrapolations(far.work, unknown))
+    for word in ("R100", "GPUs", "host memory", "replicate, shard, tensor"):
         assert word in said
     assert "extrapolated" in str(far)

@@ -49,10 +49,15 @@ class BlockTimes:
             cluster.node, constants, work
         )
         mesh = work.mesh
-        self.shard_group: RankGroup = rank_group(mesh, "shard", "context")
-        self.replica_group: RankGroup = rank_group(mesh, "replicate")
         self.tensor_group: RankGroup = rank_group(mesh, "tensor")
-        self.expert_shard_group: RankGroup = rank_group(mesh, "expert_sharing")
+        self.expert_replica_group: RankGroup = rank_group(mesh, "replicate")
+        if work.shares_states:
+            self.shard_group: RankGroup = rank_group(mesh, "shard", "context")
+            self.replica_group: RankGroup = self.expert_replica_group
+            self.expert_shard_group: RankGroup = rank_group(mesh, "expert_sharing")
+        else:
+            self.shard_group = self.expert_shard_group = RankGroup(1, 1, 1)
+            self.replica_group = rank_group(mesh, "replicate", "shard", "context")
         self.stages: StageLayout = work.stage_layout
 
     @property
@@ -162,7 +167,11 @@ class BlockTimes:
 
     @cached_property
     def block_all_reduce(self) -> float:
-        return self._of_block(self.all_reduce)
+        if self.work.mesh.expert == 1:
+            return self.all_reduce(self.block_parameters)
+        experts = self.expert_parameters / self.expert_shard_group.ranks
+        dense = self.all_reduce(self.block_parameters - self.expert_parameters)
+        return dense + self._all_reduce(experts, self.expert_replica_group)
 
     def _of_block(self, collective: Callable[..., float]) -> float:
         """Time a collective of a block; expert-parallel experts use their own shard group."""
@@ -188,10 +197,12 @@ class BlockTimes:
         wire = self.network.reduce_scatter(parameters * self.work.reduce_bytes, ranks)
         return wire + self._host_copy(parameters / ranks.ranks)
 
-    def all_reduce(self, parameters: float, group: RankGroup | None = None) -> float:
+    def all_reduce(self, parameters: float) -> float:
         """Second hop: all-reduce of a rank's gradient shard over the replicas."""
-        shard = parameters / (group or self.shard_group).ranks
-        return self.network.all_reduce(shard * self.work.reduce_bytes, self.replica_group)
+        return self._all_reduce(parameters / self.shard_group.ranks, self.replica_group)
+
+    def _all_reduce(self, shard: float, replicas: RankGroup) -> float:
+        return self.network.all_reduce(shard * self.work.reduce_bytes, replicas)
 
     def _host_copy(self, shard: float) -> float:
         """Copy float32 values or gradients between device and host for an offloaded optimizer."""
@@ -311,8 +322,12 @@ class BlockTimes:
     @cached_property
     def expert_all_to_all(self) -> float:
         """All-to-all that dispatches tokens to their experts, or combines the results."""
-        rows = self.hidden_bytes * self.work.shape.experts_per_token
-        return self.network.all_to_all(rows, rank_group(self.work.mesh, "expert"))
+        work, group = self.work, rank_group(self.work.mesh, "expert")
+        copies: float = work.shape.experts_per_token
+        if work.sparse_dispatch and group.ranks > 1:  # balanced routers choose places at random
+            places = group.nodes if group.nodes > 1 else group.ranks
+            copies = places * (1 - (1 - 1 / places) ** copies) / work.mesh.tensor
+        return self.network.all_to_all(self.hidden_bytes * copies, group)
 
     def _context_seconds(self, item_bytes: int) -> float:
         """Move keys and values, or their gradients, of all tokens among the context ranks."""

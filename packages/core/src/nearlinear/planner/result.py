@@ -264,12 +264,10 @@ def extrapolations(work: Workload, cluster: Cluster) -> list[str]:
     if _parallel_axes(work) not in {_parallel_axes(run.work) for run in runs}:
         axes = ", ".join(sorted(_parallel_axes(work))) or "a single rank"
         found.append(f"no published run combines {axes}")
-    mixtures = any(run.work.shape.experts > 1 for run in runs)
     most = max(run.cluster.world for run in runs)
     if cluster.world > most:
         found.append(f"the largest published run has {most:,} GPUs")
     for feature, used in (
-        ("trains a mixture of experts", work.shape.experts > 1 and not mixtures),
         ("offloads activations", work.offload),
         ("recomputes groups of blocks", work.recompute_group > 1),
         ("updates in host memory", work.offload_optimizer),

@@ -1,7 +1,7 @@
 """Error of a plan, from published runs like it.
 
 Every published run is predicted with constants fitted without its source, as a plan is predicted
-without measurements of its own. Runs are like a plan if they agree in GPU, precision, kind of model
+without measurements of its own. Runs are like a plan if they agree in kind of model, precision, GPU
 and number of nodes; if there are too few of them, in fewer of these features.
 """
 
@@ -51,11 +51,11 @@ def similar_runs(work: Workload, cluster: Cluster) -> SimilarRuns:
 
 
 def features_of(work: Workload, cluster: Cluster) -> tuple[str, ...]:
-    """Return precision, GPU, kind of model and number of nodes, as compared in this order."""
+    """Return kind of model, precision, GPU and number of nodes, as compared in this order."""
     return (
+        work.kind,
         "fp8" if work.fp8 else work.precision,
         cluster.gpu.model,
-        "mixture of experts" if work.shape.experts > 1 else "dense",
         "one node" if cluster.nodes == 1 else "several nodes",
     )
 

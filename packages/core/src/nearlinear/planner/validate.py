@@ -111,6 +111,7 @@ class Validation:
             "unseen": {
                 "all": asdict(summarize_errors(self.unseen)),
                 **_summaries(_grouped(self.unseen, _precision_and_gpu)),
+                **_summaries(_grouped(self.unseen, _kind)),
             },
             "ranking": self.ranking,
             "peaks": _summaries(_grouped(self.peaks, _source)),
@@ -282,8 +283,9 @@ def _format(validation: Validation) -> str:
     )
     lines += _format_outliers(validation.scored)
     lines += _format_groups("outside the fit", _grouped(validation.held_out, _source))
-    unseen = {**_grouped(validation.unseen, _precision_and_gpu), "all": validation.unseen}
-    lines += _format_groups("each run predicted without its source", unseen)
+    unseen = validation.unseen
+    groups = {**_grouped(unseen, _precision_and_gpu), **_grouped(unseen, _kind), "all": unseen}
+    lines += _format_groups("each run predicted without its source", groups)
     lines += _format_memory(validation)
     return "\n".join([*lines, *_format_skipped(validation.skipped)])
 
@@ -316,6 +318,10 @@ def _source(each: ScoredRun) -> str:
 def _precision_and_gpu(each: ScoredRun) -> str:
     work = each.run.work
     return f"{'fp8' if work.fp8 else work.precision} on {each.run.cluster.gpu.model}"
+
+
+def _kind(each: ScoredRun) -> str:
+    return each.run.work.kind
 
 
 def _format_groups(title: str, groups: dict[str, list[ScoredRun]]) -> list[str]:

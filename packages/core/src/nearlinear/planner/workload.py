@@ -99,6 +99,12 @@ class Workload:
     (Megatron-LM)."""
     async_tensor_parallel: bool = False
     """True if tensor-parallel communication overlaps its own products."""
+    shares_states: bool = True
+    """False if the ranks of `Mesh.sharing` hold whole parameters, apart from those of different
+    experts, and reduce gradients once per step (Megatron)."""
+    sparse_dispatch: bool = False
+    """True if a token travels once to each node with experts of it (within one node, to each rank),
+    from the tensor rank that holds it (DeepEP)."""
     gather_bytes: float = 2.0
     """Bytes per gathered parameter."""
     reduce_bytes: float = 4.0
@@ -160,6 +166,11 @@ class Workload:
     """True if optimizer states are in host memory and updated there."""
     update_replicas: int = 1
     """Replicas that share an optimizer update."""
+
+    @property
+    def kind(self) -> str:
+        """Kind of model."""
+        return "mixture of experts" if self.shape.experts > 1 else "dense"
 
     @property
     def offload(self) -> bool:

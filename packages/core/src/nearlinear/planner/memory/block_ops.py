@@ -25,10 +25,10 @@ INDEX = 8  # bytes of an index
 RMS = ("llama", "mistral", "mixtral")
 """Families with RMS norms (Zhang and Sennrich 2019)."""
 
-Loss = Literal["own", "torch", "fused", "in_place"]
+Loss = Literal["own", "torch", "fused", "in_place", "whole"]
 """Cross-entropy: nearlinear's; torch's on float32 logits, over tensor ranks by ``loss_parallel``;
-one that keeps nothing but the logits and their gradient (compiled, or a fused kernel); and
-Megatron's, which overwrites float32 logits."""
+one that keeps nothing but the logits and their gradient (compiled, or a fused kernel); Megatron's,
+which overwrites float32 logits; and a fused one of logits that tensor ranks gather."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,10 @@ def trace_head(family: str, sizes: MicroBatchSizes, loss: Loss = "own") -> OpTra
     size, wide = (sizes.tokens * words * item for item in (sizes.item, FLOAT))
     logits = to.linear(normed, size, words * sizes.shape.width * sizes.item)
     half = sizes.item != FLOAT
-    if loss == "fused":
+    if loss == "whole" and sizes.tensor > 1:
+        whole = size * sizes.tensor
+        logits = to.call(whole, logits, scratch=whole)  # their parts, before they are joined
+    if loss in ("fused", "whole"):
         to.call(0, logits, saves=(logits,))
         return to
     if loss == "own" and sizes.tensor > 1:  # `tensor_parallel.loss` keeps the logits unchanged

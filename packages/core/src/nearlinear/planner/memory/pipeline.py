@@ -27,7 +27,6 @@ from ...pipeline_parallel.schedules import (
     pass_orders,
 )
 from .rank import (
-    REDUCED_BYTES,
     Dims,
     ParameterUnit,
     RankModel,
@@ -231,7 +230,7 @@ class StageMemory:
             if not self.offloads:
                 tracker.add("kept", -self.activations.saved_bytes(number))
             if not accumulates:
-                tracker.add("gradients", block * REDUCED_BYTES)
+                tracker.add("gradients", block * rank.behaviour.reduced_bytes)
         return _pass_memory(tracker, {})
 
     def backward_inputs(self, saved: CategoryBytes, gathers: bool) -> PassMemory:
@@ -259,7 +258,7 @@ class StageMemory:
         tracker = PeakTracker()
         tracker.update(saved)
         tracker.moment = "in the backward pass: gradients of weights"
-        item = self.rank.item if accumulates else REDUCED_BYTES
+        item = self.rank.item if accumulates else self.rank.behaviour.reduced_bytes
         tracker.observe(gradients=self.elements * item)
         return _pass_memory(tracker, {})
 
@@ -358,7 +357,7 @@ class _PipelineWalk:
         self._observe_pass(kind, stage, (gathers, accumulates), run)
         if not accumulates:
             self.accumulated.add(stage.number)
-            tracker.now["gradients"] += stage.elements * REDUCED_BYTES
+            tracker.now["gradients"] += stage.elements * stage.rank.behaviour.reduced_bytes
         self._mark_gathered(stage)
 
     def _mark_gathered(self, stage: StageMemory) -> None:
@@ -384,13 +383,14 @@ class _PipelineWalk:
     ) -> None:
         """Free a stage's parameters and reduce its gradients unit by unit after its last pass."""
         stage, tracker, before = self.stages[number], self.tracker, 0
+        item = stage.rank.behaviour.reduced_bytes
         tracker.moment = "in the reduction of gradients"
         for unit in stage.units:
             tracker.now["gathered"] -= unit.padded * stage.rank.item
             tracker.now["communication"] -= before
-            before = unit.padded * REDUCED_BYTES
+            before = unit.padded * item
             tracker.observe(communication=before, gradients=reduced(unit))
             tracker.now["communication"] += before
             kept = 0 if accumulates else reduced(unit)
-            tracker.now["gradients"] -= unit.elements * REDUCED_BYTES - kept
+            tracker.now["gradients"] -= unit.elements * item - kept
         tracker.now["communication"] -= before

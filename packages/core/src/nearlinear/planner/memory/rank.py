@@ -245,6 +245,12 @@ class Behaviour:
     """Selective recomputation keeps every second matrix product (torchtitan)."""
     distributed_optimizer: bool = False
     """Replicas divide master weights and optimizer states, and hold 16-bit parameters whole."""
+    reduces_once: bool = False
+    """All gradients stay unreduced until the end of a step."""
+    state_bytes: int = VALUE_BYTES
+    """Bytes of a sharded value and of each of its averages."""
+    reduced_bytes: int = REDUCED_BYTES
+    """Bytes of a reduced gradient."""
     receives_ahead: bool = True
     """A pipeline stage has a receive buffer per micro-batch."""
 
@@ -314,7 +320,10 @@ class RankModel:
         parallel = self.config.parallel
         if not self.config.train.two_hop:  # every micro-batch reduces everything
             parallel = replace(parallel, gradient_reduction="micro_batch")
-        return plan_retention(self.unit_sizes, parallel, self.mesh.sharing)
+        found = plan_retention(self.unit_sizes, parallel, self.mesh.sharing)
+        if self.behaviour.reduces_once:
+            found = replace(found, unreduced=(True,) * len(found.unreduced))
+        return found
 
     def add_states(
         self,
@@ -338,11 +347,13 @@ class RankModel:
         updated = sum(unit.slice(slices) for unit in units)
         updated -= sum(unit.slice(slices) for unit in copies)
         counts = (sum(len(unit.parameters) for unit in units) - len(copies)) * COUNT_BYTES
-        averages = math.ceil(updated * AVERAGE_BYTES[self.config.optimizer.kind]) + counts
+        width = self.behaviour.state_bytes
+        average = AVERAGE_BYTES[self.config.optimizer.kind] * width / VALUE_BYTES
+        averages = math.ceil(updated * average) + counts
         if parallel.offload_optimizer:
             elements = averages = 0
         buffers = buffer_bytes(self.family, self.shape)
-        tracker.add("parameters", elements * VALUE_BYTES + buffers)
+        tracker.add("parameters", elements * width + buffers)
         tracker.add("optimizer", averages)
         return sum(tracker.now.values())
 
@@ -352,8 +363,8 @@ class RankModel:
         if parallel.offload_optimizer:
             return 0
         if parallel.shard_optimizer_state and micro_batches == 1:
-            return unit.slice(self.mesh.replicate) * REDUCED_BYTES
-        return unit.shard * REDUCED_BYTES
+            return unit.slice(self.mesh.replicate) * self.behaviour.reduced_bytes
+        return unit.shard * self.behaviour.reduced_bytes
 
     def update_bytes(self, units: Sequence[ParameterUnit]) -> int:
         """Return the temporaries of AdamW: none if fused, else one or two copies of its input."""

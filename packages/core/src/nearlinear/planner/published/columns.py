@@ -17,7 +17,17 @@ from ..cluster import Cluster
 from ..memory.rank import Behaviour
 from ..model_shape import ModelShape
 from ..workload import Recompute, Workload
-from .models import GPT, LLAMA, MEGATRON_VOCABULARY, MPT, gpt, llama, mpt, published_cluster
+from .models import (
+    GPT,
+    LLAMA,
+    MEGATRON_VOCABULARY,
+    MIXTURES,
+    MPT,
+    gpt,
+    llama,
+    mpt,
+    published_cluster,
+)
 
 COLUMNS = (
     "source", "model", "params_b", "layers", "hidden", "heads", "seq", "gpu", "gpus",
@@ -53,6 +63,8 @@ class Software:
     local_batch: bool = False
     """True if ``micro_batch`` of a pipeline is a rank's batch, with as many micro-batches as
     pipeline ranks."""
+    ends_count: bool = False
+    """True if embedding and head count as blocks where a pipeline's stages are then equal."""
     interleaved_blocks: int = 0
     """Blocks of a virtual stage where a row does not say, or 0: no virtual stages."""
     memory: Behaviour = Behaviour(loss="torch")
@@ -82,14 +94,25 @@ _MEGATRON_CORE = replace(
     fields={
         "compiled": True,
         "sequence_parallel": True,
+        "split_sends": True,
         "async_tensor_parallel": True,
         "reduced_by_stage": True,
         "fused_casts": True,
         "newest_attention": True,
     },
+    ends_count=True,
     interleaved_blocks=2,
     memory=replace(MEGATRON.memory, distributed_optimizer=True),
 )
+_NEMO = replace(
+    _MEGATRON_CORE,
+    fields=_MEGATRON_CORE.fields | {"reduce_bytes": 2.0, "sparse_dispatch": True},
+    memory=replace(_MEGATRON_CORE.memory, reduced_bytes=2),
+)
+"""NeMo and Megatron-Bridge, whose recipes reduce gradients in 16 bits."""
+HALVES = Behaviour(loss="whole", reduces_once=True, state_bytes=2, reduced_bytes=2)
+"""States and reduced gradients in 16 bits, and one reduction per step. By their peaks of memory,
+tensor ranks gather the logits, too."""
 _DEEPSPEED = Software(
     {
         "early_stop": False,
@@ -112,8 +135,14 @@ SOFTWARE = {
     "llm-foundry": Software(selective="block", memory=Behaviour(fused=True, loss="fused")),
     "vtrain": MEGATRON,
     "korthikanti": MEGATRON,
+    "automodel": Software(
+        {"compiled": True, "newest_attention": True, "sparse_dispatch": True},
+        memory=HALVES,
+    ),
+    "megatron-bridge": _NEMO,
+    "nemo": _NEMO,
     "megatron": _MEGATRON_CORE,
-    "nemo": _MEGATRON_CORE,
+    "kempnerforge": Software({"sequence_parallel": True, "optimizer_bytes": 16.0}, memory=HALVES),
     "nanotron": Software({"sequence_parallel": True}, selective="attention", shards=False),
     "deepspeed": _DEEPSPEED,
     "zero": _DEEPSPEED,
@@ -177,6 +206,8 @@ def _shape(values: Values) -> ModelShape | None:
     name, sequence = values["model"].replace("Llama-3 ", "Llama-3.1 "), _sequence(values)
     if name in LLAMA:
         return llama(name)
+    if name in MIXTURES:
+        return MIXTURES[name]
     size = name.removeprefix("MPT ").lower()
     if name.startswith("MPT ") and size in MPT:
         return mpt(size, sequence)
@@ -201,6 +232,7 @@ def _workload(values: Values, shape: ModelShape) -> Workload:
         "precision": "fp16" if "fp16" in precision else "bf16",
         "gather_bytes": 1.0 if "fp8 all-gather" in precision else 2.0,
         "recompute": recompute,
+        "shares_states": software.shards,
         **interleaved(virtual),
         "reshard_after_forward": not stays_gathered,
         "overlapped_reduce": not stays_gathered,
@@ -210,9 +242,23 @@ def _workload(values: Values, shape: ModelShape) -> Workload:
         fields |= {"recompute": "block" if share else "none", "recomputed_share": share or 1.0}
     if "compile" in note and "compile=no" not in note or "(torch.compile)" in values["source"]:
         fields["compiled"] = "eager" not in note
+    if software.memory.reduces_once and mesh.pipeline == 1:
+        fields |= {"reduced_once_blocks": shape.layers, "reduced_once_root": True}
+    if software.memory.distributed_optimizer:
+        fields["update_replicas"] = mesh.data_ranks * mesh.context
+    if software.ends_count:
+        fields["stage_blocks"] = _with_ends(shape.layers, mesh.pipeline * virtual)
     if re.search("async ?tp", note, re.IGNORECASE):
         fields["async_tensor_parallel"] = True
     return Workload(shape, _sequence(values), micro_batch, micro_batches, mesh, **fields)
+
+
+def _with_ends(layers: int, stages: int) -> tuple[int, ...]:
+    """Blocks of every stage if embedding and head count as one block each, or () if not even."""
+    each, rest = divmod(layers + 2, stages)
+    if stages < 2 or rest or each < 1:
+        return ()
+    return each - 1, *(each,) * (stages - 2), each - 1
 
 
 def interleaved(virtual: int) -> dict[str, Any]:
@@ -227,11 +273,13 @@ def _mesh(values: Values, software: Software) -> Mesh:
         raise ValueError(f"{values['gpus']} GPUs in groups of {tensor * pipeline * context}")
     whole = data // number(values, "dp_replicate")
     hybrid = values["note"].startswith("HSDP")
-    shard = number(values, "dp_shard", 8 if hybrid else whole) if software.shards else 1
+    expert = min(int(values.get("ep") or 1), data)
+    shard = number(values, "dp_shard", 8 if hybrid else whole) if software.shards else expert
     return Mesh(
         pipeline=pipeline,
         shard=shard,
         replicate=data // shard,
+        expert=expert,
         context=context,
         tensor=tensor,
         ranks_per_node=number(values, "gpus_per_node", 8),

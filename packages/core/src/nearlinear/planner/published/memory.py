@@ -47,6 +47,7 @@ def estimate_run(run: PublishedRun) -> MemoryEstimate:
         "tensor_parallel_degree": mesh.tensor,
         "context_parallel_degree": mesh.context,
         "pipeline_parallel_degree": mesh.pipeline,
+        "expert_parallel_degree": mesh.expert,
         "bf16": work.precision == "bf16",
         "fp16": work.precision == "fp16",
         "cp_comm_type": "all_gather" if work.context_all_gather else "p2p",
