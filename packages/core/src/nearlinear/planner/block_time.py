@@ -324,9 +324,11 @@ class BlockTimes:
         """All-to-all that dispatches tokens to their experts, or combines the results."""
         work, group = self.work, rank_group(self.work.mesh, "expert")
         copies: float = work.shape.experts_per_token
-        if work.sparse_dispatch and group.ranks > 1:  # balanced routers choose places at random
-            places = group.nodes if group.nodes > 1 else group.ranks
+        places = group.nodes if group.nodes > 1 else group.ranks
+        if work.dispatch == "random" and places > 1:
             copies = places * (1 - (1 - 1 / places) ** copies) / work.mesh.tensor
+        elif work.dispatch == "adjacent":
+            copies = max(1.0, copies * places / work.shape.experts) / work.mesh.tensor
         return self.network.all_to_all(self.hidden_bytes * copies, group)
 
     def _context_seconds(self, item_bytes: int) -> float:

@@ -116,9 +116,16 @@ class Validation:
             "ranking": self.ranking,
             "peaks": _summaries(_grouped(self.peaks, _source)),
             "too_large": [asdict(run.row) for run in self.too_large],
-            "runs": [_run_as_dict(each) for each in (*self.scored, *self.held_out)],
+            "runs": self._runs_as_dicts(),
             "not_modelled": [_skipped_as_dict(each) for each in self.skipped],
         }
+
+    def _runs_as_dicts(self) -> list[dict[str, Any]]:
+        left_out = {_place(each.run): each.predicted for each in self.unseen}
+        return [
+            _run_as_dict(each) | {"predicted_without_source_seconds": left_out[_place(each.run)]}
+            for each in (*self.scored, *self.held_out)
+        ]
 
     def __str__(self) -> str:
         return _format(self)
@@ -359,6 +366,10 @@ def _format_outliers(scored: list[ScoredRun]) -> list[str]:
         f"  without these runs, {right} of {total} pairs are in the correct order "
         f"({right / total:.0%})",
     ]
+
+
+def _place(run: PublishedRun) -> tuple[str, int]:
+    return run.row.file, run.row.line
 
 
 def _run_as_dict(each: ScoredRun) -> dict[str, Any]:

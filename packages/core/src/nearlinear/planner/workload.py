@@ -30,6 +30,11 @@ Recompute = Literal["none", "block", "attention", "elementwise", "alternate"]
 (Korthikanti et al. 2022); everything but products and attention; or that plus every second product
 (torchtitan's selective checkpointing)."""
 
+Dispatch = Literal["each", "random", "adjacent"]
+"""Copies of a token that travel to its experts: one to each expert; or one to each node with its
+experts (in a single node, to each rank) from the tensor rank that holds it (DeepEP). A balanced
+router chooses experts at random, or adjacent ones (benchmarks with a fixed choice)."""
+
 
 @dataclass(frozen=True)
 class StageLayout:
@@ -102,9 +107,8 @@ class Workload:
     shares_states: bool = True
     """False if the ranks of `Mesh.sharing` hold whole parameters, apart from those of different
     experts, and reduce gradients once per step (Megatron)."""
-    sparse_dispatch: bool = False
-    """True if a token travels once to each node with experts of it (within one node, to each rank),
-    from the tensor rank that holds it (DeepEP)."""
+    dispatch: Dispatch = "each"
+    """How often a token travels to its experts."""
     gather_bytes: float = 2.0
     """Bytes per gathered parameter."""
     reduce_bytes: float = 4.0

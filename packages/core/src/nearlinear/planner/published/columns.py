@@ -106,7 +106,7 @@ _MEGATRON_CORE = replace(
 )
 _NEMO = replace(
     _MEGATRON_CORE,
-    fields=_MEGATRON_CORE.fields | {"reduce_bytes": 2.0, "sparse_dispatch": True},
+    fields=_MEGATRON_CORE.fields | {"reduce_bytes": 2.0, "dispatch": "random"},
     memory=replace(_MEGATRON_CORE.memory, reduced_bytes=2),
 )
 """NeMo and Megatron-Bridge, whose recipes reduce gradients in 16 bits."""
@@ -136,7 +136,7 @@ SOFTWARE = {
     "vtrain": MEGATRON,
     "korthikanti": MEGATRON,
     "automodel": Software(
-        {"compiled": True, "newest_attention": True, "sparse_dispatch": True},
+        {"compiled": True, "newest_attention": True, "dispatch": "adjacent"},
         memory=HALVES,
     ),
     "megatron-bridge": _NEMO,
