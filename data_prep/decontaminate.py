@@ -23,8 +23,9 @@ import numpy as np
 import regex
 
 from data_prep import word_loops as loops
-from data_prep.quality import PUNCTUATION, Judge
+from data_prep.quality import PUNCTUATION, SYMBOLS, Judge
 from data_prep.sources.files import decode_utf8, read_lines
+from data_prep.words import WordTable
 from nearlinear.errors import DataError
 
 WORDS = 12
@@ -90,7 +91,7 @@ def read_evaluation_sets(paths: Sequence[str | Path]) -> EvaluationSets:
     Raises:
         DataError: A line has other fields, or a file too few words.
     """
-    judge = Judge()
+    words = ComparedWords()
     names = [Path(path).name.partition(".")[0] for path in paths]
     if len({*names}) < len(names):
         raise DataError(f"evaluation sets need different names, and these are {', '.join(names)}")
@@ -99,8 +100,7 @@ def read_evaluation_sets(paths: Sequence[str | Path]) -> EvaluationSets:
     for number, path in enumerate(paths):
         before = len(keys)
         for query, label in _read_items(path):
-            judge.begin()
-            question, answer = (_word_hashes(judge, text) for text in (query, label))
+            question, answer = map(words.hashes, (query, label))
             border = np.concatenate([question[1 - WORDS :], answer[: WORDS - 1]])
             keys += [loops.n_gram_keys(part, WORDS) for part in (answer, border)]
         numbers.append(np.full(sum(map(len, keys[before:])), number, np.int32))
@@ -114,19 +114,26 @@ class Decontamination:
     """The rule that drops texts with n-grams of evaluation sets."""
 
     def __init__(self, sets: EvaluationSets):
-        self._names, self._table = sets.names, sets.table
+        self._names, self._table, self._words = sets.names, sets.table, ComparedWords()
 
     def __call__(self, judge: Judge, text: str) -> tuple[str | None, str]:
         """Return the name of the set whose text a document contains, or None, and the text."""
-        hashes = _word_hashes(judge, text)
-        number = loops.first_known(loops.n_gram_keys(hashes, WORDS), *self._table)
+        keys = loops.n_gram_keys(self._words.hashes(text), WORDS)
+        number = loops.first_known(keys, *self._table)
         return None if number < 0 else self._names[number], text
 
 
-def _word_hashes(judge: Judge, text: str) -> np.ndarray:
-    """Return the hash of each word that is compared, uint64 [words]."""
-    words = judge.words(simplify(text))
-    return judge.table.joined_hashes[0][words]
+class ComparedWords:
+    """The words of texts as they are compared."""
+
+    def __init__(self):
+        self._table = WordTable(SYMBOLS, simplify)  # no step of it looks beyond whitespace
+
+    def hashes(self, text: str) -> np.ndarray:
+        """Return the hash of each word of a text, uint64 [words]."""
+        self._table.limit()
+        words = self._table.numbers(self._table.find(text))
+        return self._table.joined_hashes[0][words]
 
 
 def _read_items(path: str | Path) -> Iterator[tuple[str, str]]:
@@ -152,6 +159,8 @@ def _read_items(path: str | Path) -> Iterator[tuple[str, str]]:
 
 def simplify(text: str) -> str:
     """Return the words of a text as they are compared, with a space in between."""
+    if text.isascii() and text.isalpha():
+        return text.lower()
     text = _NUMBER.sub("0", text.lower())
     data = text.encode(errors="surrogatepass").translate(_ASCII_PUNCTUATION_AS_SPACE)
     text = data.decode(errors="surrogatepass")

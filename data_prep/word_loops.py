@@ -19,13 +19,13 @@ EMPTY = np.uint64(0)
 NOT_SYMBOL, ALPHABETIC, PUNCTUATION, ENDS_SENTENCE = 1, 2, 4, 8
 """Flags of a word."""
 
-_START, _FACTOR = np.uint64(0xCBF29CE484222325), np.uint64(0x9E3779B97F4A7C15)
+HASH_START, HASH_FACTOR = np.uint64(0xCBF29CE484222325), np.uint64(0x9E3779B97F4A7C15)
 _MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 BASE = np.uint64(0x2545F4914F6CDD1D)
 """Base of the polynomial hash of a word, whose product forms the hash of joined words."""
 
 
-def _compiled(function: Callable) -> Any:
+def compiled(function: Callable) -> Any:
     """Compile a function, and keep the result on disk where a folder can be written."""
     try:
         return njit(cache=True, nogil=True)(function)
@@ -33,7 +33,7 @@ def _compiled(function: Callable) -> Any:
         return njit(nogil=True)(function)
 
 
-@_compiled
+@compiled
 def _mixed(value):
     """Return SplitMix64's output step of a uint64, never `EMPTY`."""
     value = (value ^ (value >> np.uint64(30))) * _MIX[0]
@@ -41,7 +41,7 @@ def _mixed(value):
     return (value ^ (value >> np.uint64(31))) | np.uint64(1)
 
 
-@_compiled
+@compiled
 def split_chunks(codes, spaces, begins, ends, gaps, hashes):
     """Find the chunks of a document, and return their number.
 
@@ -65,16 +65,16 @@ def split_chunks(codes, spaces, begins, ends, gaps, hashes):
         if gap == 0 and (at - gap_begin > 1 or (at > gap_begin and codes[gap_begin] != 32)):
             gap = 1
         begins[count], gaps[count] = at, gap
-        key = _START
+        key = HASH_START
         while at < length and not (codes[at] < len(spaces) and spaces[codes[at]]):
-            key = (key ^ np.uint64(codes[at])) * _FACTOR
+            key = (key ^ np.uint64(codes[at])) * HASH_FACTOR
             at += 1
         ends[count], hashes[count] = at, _mixed(key)
         count += 1
     return count
 
 
-@_compiled
+@compiled
 def _place_of(key, keys):
     """Return the place of a key in a table, or the unused one that it would take."""
     mask = np.uint64(len(keys) - 1)
@@ -84,7 +84,7 @@ def _place_of(key, keys):
     return place
 
 
-@_compiled
+@compiled
 def look_up(hashes, keys, numbers, found):
     """Look up chunks, and return how many of them the table lacks.
 
@@ -102,7 +102,7 @@ def look_up(hashes, keys, numbers, found):
     return unknown
 
 
-@_compiled
+@compiled
 def insert(hashes, new_numbers, keys, numbers):
     """Insert chunks that the table lacks.
 
@@ -115,7 +115,7 @@ def insert(hashes, new_numbers, keys, numbers):
         keys[place], numbers[place] = hashes[at], new_numbers[at]
 
 
-@_compiled
+@compiled
 def n_gram_keys(hashes, n):
     """Return the key of each n-gram of a text, uint64 [words - n + 1]; equal ones have equal keys.
 
@@ -137,7 +137,7 @@ def n_gram_keys(hashes, n):
     return keys
 
 
-@_compiled
+@compiled
 def first_known(hashes, keys, numbers):
     """Return the number of the first of ``hashes`` that a table has, or -1; as of `look_up`."""
     for at in range(len(hashes)):
@@ -147,7 +147,7 @@ def first_known(hashes, keys, numbers):
     return -1
 
 
-@_compiled
+@compiled
 def words_of_chunks(chunks, firsts, words_of_all, words):
     """Write the words of chunks, in order; return their number.
 
@@ -165,7 +165,7 @@ def words_of_chunks(chunks, firsts, words_of_all, words):
     return count
 
 
-@_compiled
+@compiled
 def word_counts(chunks, firsts):
     """Return the number of words of chunks."""
     count = 0
@@ -174,7 +174,7 @@ def word_counts(chunks, firsts):
     return count
 
 
-@_compiled
+@compiled
 def describe_words(codes, lengths, kinds, hashes, powers, flags):
     """Compute the properties of words.
 
@@ -200,7 +200,7 @@ def describe_words(codes, lengths, kinds, hashes, powers, flags):
         at += lengths[word]
 
 
-@_compiled
+@compiled
 def count_kinds(words, lengths, flags, stop_words):
     """Count the words of Gopher's quality rules.
 
@@ -220,7 +220,7 @@ def count_kinds(words, lengths, flags, stop_words):
     return not_symbols, characters, alphabetic, stops
 
 
-@_compiled
+@compiled
 def count_sentences(chunks, gaps, firsts, words_of_all, flags):
     """Count sentences of lines as spaCy's sentencizer finds them in each line by itself.
 
@@ -248,7 +248,7 @@ def count_sentences(chunks, gaps, firsts, words_of_all, flags):
     return sentences
 
 
-@_compiled
+@compiled
 def _shift(places):
     """Return the bits of a uint64 beyond those that number the places of a table."""
     bits = 0
@@ -257,7 +257,7 @@ def _shift(places):
     return np.uint64(64 - bits)
 
 
-@_compiled
+@compiled
 def frequent_n_gram(words, lengths, total, limits, keys, counts):
     """Return the first n whose most frequent n-gram fills too much of a text, or 0.
 
@@ -278,7 +278,7 @@ def frequent_n_gram(words, lengths, total, limits, keys, counts):
         keys[:] = EMPTY
         best, best_at = 0, 0
         for at in range(len(words) - n + 1):
-            key = (grams[at] + np.uint64(words[at + n - 1]) * BASE) * _FACTOR | np.uint64(1)
+            key = (grams[at] + np.uint64(words[at + n - 1]) * BASE) * HASH_FACTOR | np.uint64(1)
             grams[at] = key ^ (key >> np.uint64(32))
             place = key >> shift
             while keys[place] != EMPTY and keys[place] != key:
@@ -302,7 +302,7 @@ def frequent_n_gram(words, lengths, total, limits, keys, counts):
     return 0
 
 
-@_compiled
+@compiled
 def repeated_n_grams(words, lengths, total, hashes, powers, first, limits, keys):
     """Return the first n whose repeated n-grams fill too much of a text, or 0.
 
@@ -337,7 +337,7 @@ def repeated_n_grams(words, lengths, total, hashes, powers, first, limits, keys)
         repeated, at = 0, 0
         while at < count - n + 1:
             characters = ends[at + n] - ends[at]
-            key = (joined[at] + np.uint64(characters)) * _FACTOR | np.uint64(1)
+            key = (joined[at] + np.uint64(characters)) * HASH_FACTOR | np.uint64(1)
             place = key >> shift
             while keys[place] != EMPTY and keys[place] != key:
                 place = (place + np.uint64(1)) & mask

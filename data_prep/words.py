@@ -7,7 +7,7 @@ its form is ordinary, else by spaCy.
 
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import NamedTuple
 from unicodedata import category
@@ -44,17 +44,18 @@ class Chunks(NamedTuple):
 class WordTable:
     """Words of all chunks seen so far, with the properties that quality rules ask for."""
 
-    def __init__(self, symbols: frozenset[str]):
+    def __init__(self, symbols: frozenset[str], change: Callable[[str], str] | None = None):
         """Create an empty table.
 
         Args:
             symbols: Characters that make no word of their own.
+            change: Applied to each chunk before it is split, which may add spaces.
         """
         import spacy
 
         pipeline = spacy.blank("en")
         self._split = pipeline.tokenizer
-        self._rules = self._split.rules.keys()
+        self._rules, self._change = self._split.rules.keys(), change
         sentence_ends = frozenset(pipeline.add_pipe("sentencizer").punct_chars)
         self._kinds = _kinds_of_characters(symbols, sentence_ends)
         self._capacity = 0
@@ -146,7 +147,8 @@ class WordTable:
             loops.insert(*old, self._keys, self._values)
         entries, firsts = [], []
         for chunk in new:
-            entries += self._simple_words(chunk) or self._words(chunk)
+            for part in self._change(chunk).split() if self._change else (chunk,):
+                entries += self._simple_words(part) or self._words(part)
             firsts.append(len(self._entries) + len(entries))
         self._describe()
         self._entries.extend(entries)
@@ -157,6 +159,8 @@ class WordTable:
 
     def _simple_words(self, chunk: str) -> list[int]:
         """Split a chunk of an ordinary form as spaCy does; return no words for another one."""
+        if chunk.isascii() and chunk.isalpha():
+            return [] if chunk in self._rules else [self._number(chunk)]
         found = _SIMPLE.fullmatch(chunk)
         if found is None:
             return []

@@ -2,7 +2,8 @@
 
     python -m ci.benchmarks.filters [FILE] [--rounds N] [--json OUT]
 
-The rules are those of ``--filters``, and ``--decontaminate`` with quotes from the documents.
+The rules are those of ``--filters``, ``--languages en``, and ``--decontaminate`` with quotes from
+the documents.
 
 Both decide on the same documents, in turn; a difference in a decision, its reason or the text that
 is left ends the command with status 1. The first pass of a rule meets new words, the second one
@@ -23,17 +24,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ci.benchmarks.collectives import record as bench_record
 from ci.command_line import make_parser
 from data_prep import pii
 from data_prep.decontaminate import Decontamination, read_evaluation_sets
 from data_prep.documents import FILTERS
+from data_prep.language import THRESHOLD, LanguageRule, fasttext_model
 from data_prep.quality import Judge, QualityFilters, Rule, named_rules
 from data_prep.sources.botocore_docs import botocore_documents
 
 MODULE = "ci.benchmarks.filters"
-RULES = (("gopher",), ("c4",), ("fineweb",), ("gopher", "c4", "fineweb"), ("pii",), ())
-"""Rules by name; none: only evaluation sets are looked for."""
+RULES = ("gopher", "c4", "fineweb", "gopher+c4+fineweb", "pii", "language", "decontaminate")
+"""Rules that are measured together."""
 QUOTES = 200
 """Items of the evaluation set."""
 SET = "contaminated"
@@ -93,6 +97,35 @@ def decontamination_of_datatrove(items: Items) -> tuple[str, Any]:
     return "decontaminate", rule
 
 
+def language_of_datatrove(languages: Sequence[str]) -> tuple[str, Any]:
+    """Return the name and datatrove's filter that keeps documents in ``languages``."""
+    from datatrove.pipeline.filters import LanguageFilter
+    from datatrove.utils.lid import FT176LID
+
+    class Model:
+        """fastText's Python class, which the package for prediction has in another form."""
+
+        def predict(self, text: str, k: int) -> tuple[list[str], np.ndarray]:
+            found = fasttext_model().predict(text + "\n", k, 0.0, "strict")
+            return [label for _, label in found], np.array([score for score, _ in found])
+
+    rule = object.__new__(LanguageFilter)  # its constructor needs the package for training
+    rule.languages, rule.language_threshold = [*languages], THRESHOLD
+    rule.backend, rule.label_only, rule.keep_top_pairs_threshold = "ft176", False, -1
+    rule.model = FT176LID(rule.languages)
+    rule.model._model = Model()
+
+    class WithReason:
+        """The filter, which gives no reason."""
+
+        def filter(self, document: Any) -> tuple[bool, str]:
+            passed, found = bool(rule.filter(document)), document.metadata
+            uncertain = found["language_score"] <= THRESHOLD
+            return passed, "uncertain" if uncertain else found["language"]
+
+    return "language", WithReason()
+
+
 def by_rules(
     texts: Iterable[str],
     names: Sequence[str],
@@ -119,13 +152,13 @@ def measure(texts: list[str], rounds: int) -> list[dict]:
     draw = random.Random(1)
     items = [{"label": " ".join(_quote(draw.choice(texts), draw))} for _ in range(QUOTES)]
     records = []
-    for names in RULES:
-        ours_more = [] if names else [decontamination(items)]
-        theirs_more = [] if names else [decontamination_of_datatrove(items)]
+    for measured in RULES:
+        names = tuple(name for name in measured.split("+") if name in FILTERS)
+        theirs_more = _more_rules_of_datatrove(measured, items)
         first, again, theirs, different = [], [], [], 0
         for _ in range(rounds):
-            judge = Judge()
-            by_rules(["A word."], names, judge)  # loads spaCy's lazy parts
+            judge, ours_more = Judge(), _more_rules(measured, items)
+            by_rules(["A word."], names, judge, ours_more)  # loads spaCy's lazy parts
             first.append(_seconds(partial(by_rules, texts, names, judge, ours_more))[0])
             seconds, ours = _seconds(partial(by_rules, texts, names, judge, ours_more))
             again.append(seconds)
@@ -133,12 +166,24 @@ def measure(texts: list[str], rounds: int) -> list[dict]:
             theirs.append(seconds)
             different = sum(a != b for a, b in zip(ours, expected, strict=True))
         speeds = [megabytes / statistics.median(each) for each in (first, again, theirs)]
-        records.append({"rules": "+".join(names) or "decontaminate",
+        records.append({"rules": measured,
                         "megabytes": megabytes, "documents": len(texts),
                         "new_words": speeds[0], "known_words": speeds[1], "datatrove": speeds[2],
                         "dropped": sum(left is None for _, left in expected),
                         "different": different})  # fmt: skip
     return records
+
+
+def _more_rules(measured: str, items: Items) -> list[tuple[str, Rule]]:
+    if measured == "language":
+        return [("language", LanguageRule(["en"]))]
+    return [decontamination(items)] if measured == "decontaminate" else []
+
+
+def _more_rules_of_datatrove(measured: str, items: Items) -> list[tuple[str, Any]]:
+    if measured == "language":
+        return [language_of_datatrove(["en"])]
+    return [decontamination_of_datatrove(items)] if measured == "decontaminate" else []
 
 
 def _quote(text: str, draw: random.Random) -> list[str]:

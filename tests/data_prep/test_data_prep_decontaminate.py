@@ -80,6 +80,8 @@ def test_texts_are_simplified_as_by_datatrove(text):
 
     assert set(PUNCTUATION) == quality.PUNCTUATION
     assert decontaminate.simplify(text) == simplify_text(text)
+    of_chunks = (decontaminate.simplify(chunk).split() for chunk in text.split())
+    assert [word for words in of_chunks for word in words] == simplify_text(text).split()
 
 
 def test_preparation_leaves_out_evaluation_sets(items, texts, tmp_path, monkeypatch, capsys):

@@ -3,19 +3,22 @@
 import json
 import random
 
-import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import data_prep
 from data_prep import language
 from data_prep.__main__ import main
-from data_prep.documents import make_filters
+from data_prep.language import LanguageRule
 from data_prep.lookup import why
 from nearlinear.errors import DataError
 
 pytest.importorskip("fasttext")
 pytest.importorskip("numba")
 pytest.importorskip("spacy")
+pytest.importorskip("datatrove")
+from ci.benchmarks.filters import by_datatrove, by_rules, language_of_datatrove  # noqa: E402
 
 SENTENCES = {
     "en": "The harbour was empty when the ships came back, and nobody knew what had happened.",
@@ -40,32 +43,54 @@ def texts():
 
 @pytest.mark.parametrize("languages", [["en"], ["de", "ru"]])
 def test_decisions_equal_those_of_datatrove(languages, texts):
-    pytest.importorskip("datatrove")
-    from datatrove.data import Document
-    from datatrove.pipeline.filters import LanguageFilter
-    from datatrove.utils.lid import FT176LID
+    texts = [text.encode("utf-8", "replace").decode() for text in texts]
+    expected = by_datatrove(texts, [], [language_of_datatrove(languages)])
+    assert by_rules(texts, [], more_rules=[("language", LanguageRule(languages))]) == expected
+    assert 10 < sum(why is None for why, _ in expected) < len(texts) - 10
 
-    class Model:
-        """fastText's Python class, which the package for prediction has in another form."""
 
-        def predict(self, text, k):
-            found = language._model().predict(text + "\n", k, 0.0, "strict")
-            return [label for _, label in found], np.array([score for score, _ in found])
+PARTS = st.one_of(
+    st.sampled_from([word for text in SENTENCES.values() for word in text.split()]),
+    st.sampled_from([" ", " ", "\n", "\t\x0b\x0c\r", "\0", "\u00a0", "</s>", "__label__en", "<"]),
+    st.text(max_size=12),
+)
 
-    # datatrove's constructor needs the package for training
-    reference = object.__new__(LanguageFilter)
-    reference.languages, reference.language_threshold = languages, 0.65
-    reference.backend, reference.label_only, reference.keep_top_pairs_threshold = "ft176", False, -1
-    reference.model = FT176LID(languages)
-    reference.model._model = Model()
-    rules = make_filters([], languages=languages)
-    kept = 0
-    for text in texts:
-        text = text.encode("utf-8", "replace").decode()
-        expected = bool(reference.filter(Document(text, id="")))
-        assert (rules.judge(text)[0] is None) == expected, text
-        kept += expected
-    assert 10 < kept < len(texts) - 10
+
+@settings(deadline=None, max_examples=300)
+@given(st.lists(PARTS, max_size=40).map("".join))
+def test_scores_equal_those_of_fasttext(model, text):
+    (score, found), (expected, name) = model.predict(text), language.predict_by_fasttext(text)
+    assert score == pytest.approx(expected, abs=1e-4)
+    assert found == name or expected < 0.5
+
+
+@pytest.fixture(scope="module")
+def model():
+    return language.LanguageModel.read(language._file())
+
+
+def test_long_texts_and_words_are_scored(model):
+    long = "Straße" * 5000
+    for text in (" ".join(SENTENCES.values()) * 200, f"{long} {SENTENCES['de']}", long):
+        for _ in range(2):  # the second time, all words are known
+            score, found = language.predict_by_fasttext(text)
+            assert model.predict(text) == (pytest.approx(score, abs=2e-3), found)
+
+
+def test_fasttext_decides_near_the_threshold(monkeypatch):
+    rule = LanguageRule(["de"])
+    monkeypatch.setattr(language, "predict_by_fasttext", lambda text: (0.9, "fr"))
+    for score, expected in ((0.655, "fr"), (0.645, "fr"), (0.7, None), (0.5, "uncertain")):
+        monkeypatch.setattr(language.LanguageModel, "predict", lambda *_, s=score: (s, "de"))
+        assert rule(None, "text") == (expected, "text")
+
+
+def test_other_models_are_refused(tmp_path):
+    data = bytearray(language._file().read_bytes())
+    data[4] = 11  # an older version
+    (tmp_path / "old.ftz").write_bytes(data)
+    with pytest.raises(DataError, match="old.ftz is not fastText's compressed model"):
+        language.LanguageModel.read(tmp_path / "old.ftz")
 
 
 def test_preparation_keeps_languages(tmp_path, capsys):
