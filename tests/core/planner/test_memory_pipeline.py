@@ -9,6 +9,7 @@ from nearlinear.distributed import runtime
 from nearlinear.errors import ConfigError
 from nearlinear.pipeline_parallel.schedules import SCHEDULES
 from nearlinear.planner import dry_run, memory
+from nearlinear.planner.memory import pipeline
 from tests.support.planner_models import GPT2, LLAMA, MIXTRAL, config, off
 
 MOST_OFF = 0.05
@@ -62,6 +63,27 @@ def test_zero_bubble_schedules_are_marked_rough(name):
     assert plan.persistent == found.persistent
     assert off(plan, found.peak) < 0.06
     assert name in plan.rough and f"rough: {plan.rough}" in str(plan)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_long_runs_need_as_much_as_all_their_passes(monkeypatch, name):
+    virtual = 3 if name.startswith("interleaved") else 0
+    model = (GPT2[0], {**GPT2[1], "n_layer": 12})
+    asked = [
+        config(model, checkpoint, micro_batch=count, pipeline=name, microbatches=count,
+               pipeline_parallel_degree=ranks, virtual_pipeline_degree=virtual, **more)
+        for ranks, counts in ((2, (4, 9, 24)), (4, (15, 33, 64)))
+        for count in counts if not virtual or count % max(1, count // ranks) == 0
+        for checkpoint, more in (("", {}), ("each", {"sdp_max_live_parameters": 0}))
+    ]  # fmt: skip
+    asked += [
+        dataclasses.replace(each, activations=dataclasses.replace(each.activations, offload=True))
+        for each in asked
+    ]
+    short = [memory.estimate(each, 8) for each in asked]
+    monkeypatch.setattr(pipeline, "_with_all_states", lambda plan, count: count)
+    assert short == [memory.estimate(each, 8) for each in asked]
+    assert len(asked) >= 9
 
 
 MIXTURES = {

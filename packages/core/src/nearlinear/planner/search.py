@@ -148,7 +148,7 @@ def _fitting_layouts(layouts: _Layouts, most: int) -> tuple[list[Candidate], flo
         activations = layout.degrees, layout.activations, layout.schedule
         if batch in fitting or layout.size >= too_large.get(activations, math.inf):
             continue
-        memory = _memory(layout.config, cluster, layouts.reference)
+        memory = _memory(layout.config, cluster, layouts.reference, layouts.most_memory)
         if memory <= cluster.gpu.memory_gib * GIB:
             fitting[batch] = Candidate(layout.config, seconds, memory)
         else:
@@ -230,8 +230,9 @@ class _Layouts:
     cluster: Cluster
     reference: PlanResult | None
     """A plan whose vocabulary and constants also apply here."""
-    most_states: float
-    """Degrees with which model states need more bytes than this are passed over."""
+    most_memory: float
+    """Bytes; degrees whose model states need more are passed over, and the memory of layouts is
+    known exactly up to this."""
 
     def blocks(self, layout: _Layout) -> BlockTimes:
         """Return the times of a layout's blocks. Raises ConfigError if it is not accepted."""
@@ -247,7 +248,7 @@ class _Layouts:
                 continue
             with contextlib.suppress(ConfigError):  # then another batch may be valid
                 first = with_layout(self.config, degrees, *batches[0], ACTIVATION_SETTINGS[0])
-                if least_total(first, self.cluster.world, vocabulary) > self.most_states:
+                if least_total(first, self.cluster.world, vocabulary) > self.most_memory:
                     continue
             for size, micro_batches in batches:
                 yield from self._from_setting(0, degrees, size, micro_batches)
@@ -317,8 +318,11 @@ def _workload(config: TrainConfig, cluster: Cluster, reference: PlanResult | Non
     return workload_from_config(config, cluster.world, cluster.node.gpus, words, cluster.gpu.is_cpu)
 
 
-def _memory(config: TrainConfig, cluster: Cluster, reference: PlanResult | None) -> float:
-    return estimate(config, cluster.world, vocabulary=_vocabulary(config, reference)).total
+def _memory(
+    config: TrainConfig, cluster: Cluster, reference: PlanResult | None, most: float = math.inf
+) -> float:
+    words = _vocabulary(config, reference)
+    return estimate(config, cluster.world, vocabulary=words, most=most).total
 
 
 def _vocabulary(config: TrainConfig, reference: PlanResult | None) -> int:

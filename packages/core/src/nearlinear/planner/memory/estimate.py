@@ -33,7 +33,11 @@ from .report import MemoryEstimate, PeakTracker, reserve_bytes
 
 
 def estimate(
-    config: TrainConfig | dict | str | Path, world_size: int, *, vocabulary: int = 0
+    config: TrainConfig | dict | str | Path,
+    world_size: int,
+    *,
+    vocabulary: int = 0,
+    most: float = math.inf,
 ) -> MemoryEstimate:
     """Estimate the peak memory of a step, on the GPU that needs the most.
 
@@ -43,6 +47,7 @@ def estimate(
         config: A config, its contents as a dict, or its file.
         world_size: Number of ranks.
         vocabulary: Vocabulary size; 0: see `vocabulary_of`.
+        most: Bytes; the first pipeline rank found to need more is the one that is returned.
 
     Features without a checked model are named in `MemoryEstimate.rough`. Raises ConfigError for an
     invalid config.
@@ -50,7 +55,7 @@ def estimate(
     if not isinstance(config, TrainConfig):
         config = train_config.load(config)
     rank = _rank_model(config, world_size, vocabulary)
-    found = estimate_rank(rank)
+    found = estimate_rank(rank, most)
     reasons = [found.rough] if found.rough else []
     reasons += [reason for reason, applies in _unchecked_features(config, rank.mesh) if applies]
     if rank.family != config.model.family:
@@ -81,9 +86,12 @@ def _rank_model(config: TrainConfig, world_size: int, vocabulary: int) -> RankMo
     return RankModel(config, mesh, shape, known_family(config.model.family, shape))
 
 
-def estimate_rank(rank: RankModel) -> MemoryEstimate:
-    """Estimate the peak memory of a step of ``rank``. Raises ConfigError."""
-    return estimate_pipeline(rank) if rank.mesh.pipeline > 1 else _estimate_sharded(rank)
+def estimate_rank(rank: RankModel, most: float = math.inf) -> MemoryEstimate:
+    """Estimate the peak memory of a step of ``rank``; ``most`` as in `estimate`.
+
+    Raises ConfigError.
+    """
+    return estimate_pipeline(rank, most) if rank.mesh.pipeline > 1 else _estimate_sharded(rank)
 
 
 def _unchecked_features(config: TrainConfig, mesh: Mesh) -> tuple[tuple[str, bool], ...]:

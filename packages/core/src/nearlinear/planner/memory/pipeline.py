@@ -25,6 +25,7 @@ from ...pipeline_parallel.schedules import (
     StagePass,
     find_schedule,
     pass_orders,
+    round_size,
 )
 from .rank import (
     Dims,
@@ -42,8 +43,11 @@ SPLIT_BACKWARD = (
 )
 
 
-def estimate_pipeline(rank: RankModel) -> MemoryEstimate:
-    """Estimate the pipeline rank that needs the most. Raises ConfigError."""
+def estimate_pipeline(rank: RankModel, most: float = math.inf) -> MemoryEstimate:
+    """Estimate the pipeline rank that needs the most memory. Raises ConfigError.
+
+    The first rank that needs more than ``most`` bytes ends the search for it.
+    """
     parallel = rank.config.parallel
     plan = find_schedule(
         parallel.pipeline,
@@ -53,12 +57,14 @@ def estimate_pipeline(rank: RankModel) -> MemoryEstimate:
     )
     cut = stages_of(rank, plan)
     stages = [StageMemory(rank, number, blocks, len(cut)) for number, blocks in enumerate(cut)]
-    orders = pass_orders(plan, _micro_batches_in_flight(rank, plan))
-    found = [
-        _estimate_rank(rank, plan, [stages[number] for number in plan.stages_of(place)], order)
-        for place, order in enumerate(orders)
-    ]
-    place = max(range(plan.ranks), key=lambda each: found[each].total)
+    orders = pass_orders(plan, _with_all_states(plan, _micro_batches_in_flight(rank, plan)))
+    found: list[MemoryEstimate] = []
+    for place, order in enumerate(orders):
+        own = [stages[number] for number in plan.stages_of(place)]
+        found.append(_estimate_rank(rank, plan, own, order))
+        if found[-1].total > most:
+            break
+    place = max(range(len(found)), key=lambda each: found[each].total)
     rough = SPLIT_BACKWARD.format(plan.name) if plan.spec.splits_backward else ""
     return dataclasses.replace(found[place], pipeline_rank=place, rough=rough)
 
@@ -103,6 +109,19 @@ def _micro_batches_in_flight(rank: RankModel, plan: PipelineSchedule) -> int:
     parallel = rank.config.parallel
     most = plan.wave_size(parallel.active_microbatches, parallel.microbatches)
     return most or parallel.microbatches
+
+
+def _with_all_states(plan: PipelineSchedule, micro_batches: int) -> int:
+    """Return the fewest micro-batches in whose run memory takes all values of a longer run.
+
+    Where forward and backward passes alternate, each round repeats the one before, after the first
+    ones and up to the last ones.
+    """
+    if plan.spec.all_forward_first:
+        return micro_batches
+    step = round_size(plan, micro_batches)
+    step = plan.ranks if step == micro_batches else step
+    return min(micro_batches, 3 * step + micro_batches % step)
 
 
 def _estimate_rank(
