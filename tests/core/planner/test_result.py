@@ -44,8 +44,9 @@ def test_planner_nodes_match_instance_types(name):
 
 
 def test_required_nodes_are_known():
-    families = ("p3dn", "p4d", "p4de", "p5", "p5e", "p5en", "p6-b200")
-    assert {name.split(".")[0] for name in TABLE["node"]} >= {*families, "h100", "h200", "b200"}
+    families = ("p3dn", "p4d", "p4de", "p5", "p5e", "p5en", "p6-b200", "p6-b300")
+    others = ("h100", "h200", "b200", "b300", "gb200", "gb300")
+    assert {name.split(".")[0] for name in TABLE["node"]} >= {*families, *others}
 
 
 @pytest.mark.parametrize("name", TABLE["gpu"])

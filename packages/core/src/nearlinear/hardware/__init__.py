@@ -68,8 +68,9 @@ def peak_tflops(device_name: str, precision: str) -> float | None:
     """
     table = load_table()
     peaks = {name: gpu["peak_tflops"] for name, gpu in table["gpu"].items()}
-    for name, rates in {**peaks, **table["peak_tflops"]}.items():
-        model = name.partition("-")[0]  # "A100-80GB" -> "A100"
-        if model in device_name and precision in rates:
-            return rates[precision]
+    models = {name.partition("-")[0]: rates for name, rates in peaks.items()}  # "A100-80GB": "A100"
+    models |= table["peak_tflops"]
+    for model in sorted(models, key=len, reverse=True):  # "B200" is a part of "GB200"
+        if model in device_name and precision in models[model]:
+            return models[model][precision]
     return None

@@ -74,8 +74,8 @@ def add_commands(
         description="Predict a training step on machines that need not be available: time by "
         "stream, tokens per second, MFU, memory, days, cost and the bottleneck. Nothing is "
         "allocated. The exit code is 1 if the config does not fit. Nodes: p3dn, p4d, p4de, p5, "
-        "p5e, p5en, p6-b200 by their EC2 names, and "
-        "a100-40gb, a100-80gb, h100, h200, b200; or a file of nearlinear tune --machine.",
+        "p5e, p5en, p6-b200, p6-b300 by their EC2 names, and a100-40gb, a100-80gb, h100, h200, "
+        "b200, b300, gb200, gb300 (racks of 72); or a file of nearlinear tune --machine.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

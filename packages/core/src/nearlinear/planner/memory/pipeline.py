@@ -9,6 +9,7 @@ own receive buffers for hidden states and for their gradients.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -71,6 +72,9 @@ def estimate_pipeline(rank: RankModel, most: float = math.inf) -> MemoryEstimate
 
 def stages_of(rank: RankModel, plan: PipelineSchedule) -> tuple[range, ...]:
     """Return the blocks of every stage, as divided by `pipeline_parallel`. Raises ConfigError."""
+    if rank.behaviour.stage_blocks:
+        ends = itertools.accumulate(rank.behaviour.stage_blocks, initial=0)
+        return tuple(range(*pair) for pair in itertools.pairwise(ends))
     parallel, layers = rank.config.parallel, rank.shape.layers
     if not parallel.auto_partition:
         return tuple(

@@ -251,6 +251,8 @@ class Behaviour:
     """Bytes of a sharded value and of each of its averages."""
     reduced_bytes: int = REDUCED_BYTES
     """Bytes of a reduced gradient."""
+    stage_blocks: tuple[int, ...] = ()
+    """Blocks of every pipeline stage; none: as `pipeline_parallel` divides them."""
     receives_ahead: bool = True
     """A pipeline stage has a receive buffer per micro-batch."""
 

@@ -36,7 +36,7 @@ def fits(run: PublishedRun) -> bool:
 def estimate_run(run: PublishedRun) -> MemoryEstimate:
     """Estimate the peak memory of a published run."""
     work, mesh = run.work, run.work.mesh
-    behaviour = columns.find_software(run.source).memory
+    behaviour = replace(columns.find_software(run.source).memory, stage_blocks=work.stage_blocks)
     if work.compiled:
         compiled_loss = "compiled loss" in run.row.values.get("note", "")
         behaviour = replace(
