@@ -185,7 +185,10 @@ def _verdict(best: Alternative, plan: PlanResult) -> tuple[bool, str]:
 
 
 def _explain_machine(plan: PlanResult) -> Explanation:
-    """Compare with as many other nodes with the same number of GPUs and at least the memory."""
+    """Compare with as many other nodes with the same number of GPUs and at least the memory.
+
+    Nodes with a price come before those without.
+    """
     cluster, found = plan.cluster, []
     override = plan.constants.straggler
     given = override != constants_for(cluster.node).straggler
@@ -207,7 +210,9 @@ def _explain_machine(plan: PlanResult) -> Explanation:
         alternative = _alternative(name, {}, other, plan)
         price = other.usd_per_billion_tokens
         found.append(dataclasses.replace(alternative, usd_per_billion_tokens=price))
-    best = min(found, key=lambda each: (each.missing_gib, -each.gain), default=None)
+    unpriced = [math.isnan(each.usd_per_billion_tokens or 0.0) for each in found]
+    ranks = [(each.missing_gib, no, -each.gain) for each, no in zip(found, unpriced, strict=True)]
+    best = found[ranks.index(min(ranks))] if found else None
     node, gpu = cluster.node, cluster.gpu
     note = (
         f"{gpu.name}, {node.network_gbps:.3g} Gbit/s per node; {plan.memory / GIB:.1f} of "
