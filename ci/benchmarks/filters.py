@@ -145,6 +145,16 @@ def decontamination(items: Items) -> tuple[str, Rule]:
         return "decontaminate", Decontamination(read_evaluation_sets([file]))
 
 
+MORE_RULES: dict[str, tuple[Callable[[Items], Any], Callable[[Items], Any]]] = {
+    "language": (
+        lambda items: ("language", LanguageRule(["en"])),
+        lambda items: language_of_datatrove(["en"]),
+    ),
+    "decontaminate": (decontamination, decontamination_of_datatrove),
+}
+"""Makers of rules outside `FILTERS` from the evaluation set: ours, and datatrove's."""
+
+
 def measure(texts: list[str], rounds: int) -> list[dict]:
     """Return a record for each set of rules: megabytes per second of processor time."""
     megabytes = sum(len(text.encode("utf-8", "replace")) for text in texts) / 1e6
@@ -154,10 +164,11 @@ def measure(texts: list[str], rounds: int) -> list[dict]:
     records = []
     for measured in RULES:
         names = tuple(name for name in measured.split("+") if name in FILTERS)
-        theirs_more = _more_rules_of_datatrove(measured, items)
+        more = [MORE_RULES[measured]] if measured in MORE_RULES else []
+        theirs_more = [make_theirs(items) for _, make_theirs in more]
         first, again, theirs, different = [], [], [], 0
         for _ in range(rounds):
-            judge, ours_more = Judge(), _more_rules(measured, items)
+            judge, ours_more = Judge(), [make_ours(items) for make_ours, _ in more]
             by_rules(["A word."], names, judge, ours_more)  # loads spaCy's lazy parts
             first.append(_seconds(partial(by_rules, texts, names, judge, ours_more))[0])
             seconds, ours = _seconds(partial(by_rules, texts, names, judge, ours_more))
@@ -172,18 +183,6 @@ def measure(texts: list[str], rounds: int) -> list[dict]:
                         "dropped": sum(left is None for _, left in expected),
                         "different": different})  # fmt: skip
     return records
-
-
-def _more_rules(measured: str, items: Items) -> list[tuple[str, Rule]]:
-    if measured == "language":
-        return [("language", LanguageRule(["en"]))]
-    return [decontamination(items)] if measured == "decontaminate" else []
-
-
-def _more_rules_of_datatrove(measured: str, items: Items) -> list[tuple[str, Any]]:
-    if measured == "language":
-        return [language_of_datatrove(["en"])]
-    return [decontamination_of_datatrove(items)] if measured == "decontaminate" else []
 
 
 def _quote(text: str, draw: random.Random) -> list[str]:

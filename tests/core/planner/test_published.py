@@ -121,7 +121,8 @@ def test_published_peaks_of_memory_are_predicted(found):
 
 def test_published_runs_are_predicted_to_fit(found):
     runs = [each.run for each in (*found.scored, *found.held_out)]
-    others = [run for run in found.too_large if not run.work.fused_casts]  # it saves 8-bit inputs
+    # Transformer Engine saves inputs in 8 bits, which are counted in 16.
+    others = [run for run in found.too_large if not run.work.fused_casts]
     assert len(others) <= 0.01 * len(runs)
     assert len(found.too_large) <= 0.05 * len(runs)
     foundry = [run for run in runs if run.source.startswith("llm-foundry")]

@@ -167,11 +167,7 @@ class BlockTimes:
 
     @cached_property
     def block_all_reduce(self) -> float:
-        if self.work.mesh.expert == 1:
-            return self.all_reduce(self.block_parameters)
-        experts = self.expert_parameters / self.expert_shard_group.ranks
-        dense = self.all_reduce(self.block_parameters - self.expert_parameters)
-        return dense + self._all_reduce(experts, self.expert_replica_group)
+        return self._of_block(self.all_reduce)
 
     def _of_block(self, collective: Callable[..., float]) -> float:
         """Time a collective of a block; expert-parallel experts use their own shard group."""
@@ -197,11 +193,13 @@ class BlockTimes:
         wire = self.network.reduce_scatter(parameters * self.work.reduce_bytes, ranks)
         return wire + self._host_copy(parameters / ranks.ranks)
 
-    def all_reduce(self, parameters: float) -> float:
-        """Second hop: all-reduce of a rank's gradient shard over the replicas."""
-        return self._all_reduce(parameters / self.shard_group.ranks, self.replica_group)
+    def all_reduce(self, parameters: float, group: RankGroup | None = None) -> float:
+        """Second hop: all-reduce of a rank's gradient shard over the replicas.
 
-    def _all_reduce(self, shard: float, replicas: RankGroup) -> float:
+        ``group``: ranks that share the parameters of experts.
+        """
+        replicas = self.expert_replica_group if group else self.replica_group
+        shard = parameters / (group or self.shard_group).ranks
         return self.network.all_reduce(shard * self.work.reduce_bytes, replicas)
 
     def _host_copy(self, shard: float) -> float:

@@ -210,9 +210,12 @@ def _explain_machine(plan: PlanResult) -> Explanation:
         alternative = _alternative(name, {}, other, plan)
         price = other.usd_per_billion_tokens
         found.append(dataclasses.replace(alternative, usd_per_billion_tokens=price))
-    unpriced = [math.isnan(each.usd_per_billion_tokens or 0.0) for each in found]
-    ranks = [(each.missing_gib, no, -each.gain) for each, no in zip(found, unpriced, strict=True)]
-    best = found[ranks.index(min(ranks))] if found else None
+
+    def order(each: Alternative) -> tuple[float, ...]:
+        unpriced = math.isnan(each.usd_per_billion_tokens or 0.0)
+        return each.missing_gib, unpriced, -each.gain
+
+    best = min(found, key=order, default=None)
     node, gpu = cluster.node, cluster.gpu
     note = (
         f"{gpu.name}, {node.network_gbps:.3g} Gbit/s per node; {plan.memory / GIB:.1f} of "

@@ -108,7 +108,7 @@ class Workload:
     """False if the ranks of `Mesh.sharing` hold whole parameters, apart from those of different
     experts, and reduce gradients once per step (Megatron)."""
     dispatch: Dispatch = "each"
-    """How often a token travels to its experts."""
+    """Copies of a token on the way to its experts."""
     gather_bytes: float = 2.0
     """Bytes per gathered parameter."""
     reduce_bytes: float = 4.0

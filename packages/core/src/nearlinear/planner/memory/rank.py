@@ -246,7 +246,7 @@ class Behaviour:
     distributed_optimizer: bool = False
     """Replicas divide master weights and optimizer states, and hold 16-bit parameters whole."""
     reduces_once: bool = False
-    """All gradients stay unreduced until the end of a step."""
+    """True if no gradient is reduced before the end of a step."""
     state_bytes: int = VALUE_BYTES
     """Bytes of a sharded value and of each of its averages."""
     reduced_bytes: int = REDUCED_BYTES
