@@ -256,8 +256,9 @@ def _source(options: argparse.Namespace) -> "Source":
             fields=fields,
             **members,
         )
-    if options.source == "chat":
-        return sources.chat(options.files, options.skip_bad_lines, options.allow_unread, fields)
+    if options.source in ("chat", "preference"):
+        read = sources.chat if options.source == "chat" else sources.preference
+        return read(options.files, options.skip_bad_lines, options.allow_unread, fields)
     if options.source == "text":
         return sources.text(options.paths, options.document, options.allow_unread)
     if options.source == "hf":

@@ -2,7 +2,17 @@
 
 import argparse
 
-SOURCES = ("botocore", "openwebtext", "jsonl", "text", "chat", "parquet", "webdataset", "hf")
+SOURCES = (
+    "botocore",
+    "openwebtext",
+    "jsonl",
+    "text",
+    "chat",
+    "preference",
+    "parquet",
+    "webdataset",
+    "hf",
+)
 FORMATS = ("smp-json", "hf-arrow", "nanogpt", "datatrove", "litdata", "mds", "webdataset")
 PEERS = ("nanogpt", "datatrove", "huggingface")
 
@@ -117,14 +127,18 @@ def _add_sources(command: argparse.ArgumentParser, options: argparse.ArgumentPar
     _add_allow_unread(text)
     text.add_argument("--document", choices=("file", "line", "paragraph"), default="file",
                       help="unit of a document (default: file)")  # fmt: skip
-    chat = source("chat", "conversations as JSON lines of messages with role and content; only the "
-                  "assistant's tokens are targets")  # fmt: skip
-    chat.add_argument("files", nargs="+", metavar="FILE")
-    _add_skip_bad_lines(chat)
-    _add_allow_unread(chat)
-    _add_keep_fields(chat)
-    chat.add_argument("--chat-template", metavar="FILE",
-                      help="template (Jinja) instead of the tokenizer's")  # fmt: skip
+    for talks in (
+        source("chat", "conversations as JSON lines of messages with role and content; only the "
+               "assistant's tokens are targets"),
+        source("preference", "pairs of conversations as JSON lines of prompt, chosen and rejected, "
+               "for training on preferences (DPO)"),
+    ):  # fmt: skip
+        talks.add_argument("files", nargs="+", metavar="FILE")
+        _add_skip_bad_lines(talks)
+        _add_allow_unread(talks)
+        _add_keep_fields(talks)
+        talks.add_argument("--chat-template", metavar="FILE",
+                           help="template (Jinja) instead of the tokenizer's")  # fmt: skip
     parquet = source("parquet", "Parquet files, or folders of them; each row is a document")
     parquet.add_argument("files", nargs="+", metavar="FILE")
     _add_text_field(parquet)

@@ -125,7 +125,7 @@ def prepare(
     if isinstance(tokenizer, str):
         tokenizer = load(tokenizer, eos_token)
     if bos_token is not None:
-        if source.conversations:
+        if source.contents != "text":
             raise DataError(
                 "bos_token: the chat template writes it for conversations; leave it out"
             )

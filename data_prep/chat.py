@@ -3,14 +3,16 @@
 Only the assistant's messages are targets. If the template marks them (``{% generation %}``),
 transformers' own mask is used. Otherwise the text of an assistant message is the text that its turn
 adds to the prompt for it. Templates that render earlier turns differently later, as some do with
-reasoning, are refused.
+reasoning, are refused. `PairTokenizer` marks pairs of conversations, of which one is preferred.
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Self
 
+from data_prep.sources.source import Source
 from data_prep.tokenizer import TextTokenizer
 from nearlinear.errors import DataError
 
@@ -28,7 +30,7 @@ class ChatTokenizer(TextTokenizer):
     marks_targets = True
 
     @classmethod
-    def from_tokenizer(cls, tokenizer: TextTokenizer) -> "ChatTokenizer":
+    def from_tokenizer(cls, tokenizer: TextTokenizer) -> Self:
         """Raises `DataError` if the tokenizer has no chat template."""
         found = cls(tokenizer.name, tokenizer.json_text, tokenizer.eos_token, tokenizer.config)
         if not found.chat_template:
@@ -72,7 +74,19 @@ class ChatTokenizer(TextTokenizer):
         return [self._encode(json.loads(text)) for text in texts]
 
     def _encode(self, conversation: dict[str, Any]) -> list[int]:
-        messages, tools = conversation["messages"], conversation.get("tools")
+        found = self._ids_and_targets(conversation["messages"], conversation.get("tools"))
+        return self._marked(*found)
+
+    def _marked(self, ids: Sequence[int], targets: Sequence[int]) -> list[int]:
+        size = self.vocab_size
+        return [
+            token if target else token + size for token, target in zip(ids, targets, strict=True)
+        ]
+
+    def _ids_and_targets(
+        self, messages: list[dict[str, Any]], tools: Any
+    ) -> tuple[list[int], list[int]]:
+        """Return the ids up to the end of the last answer without EOS, and which are targets."""
         last = max(n for n, message in enumerate(messages) if message["role"] == "assistant")
         messages = messages[: last + 1]  # later messages have no effect on the loss
         for message in messages:
@@ -97,10 +111,7 @@ class ChatTokenizer(TextTokenizer):
             )
         while ids and ids[-1] == self.eos_id:  # the caller appends it
             del ids[-1], targets[-1]
-        size = self.vocab_size
-        return [
-            token if target else token + size for token, target in zip(ids, targets, strict=True)
-        ]
+        return ids, targets
 
     def _by_prompts(self, messages: list[dict[str, Any]], tools: Any) -> tuple[list, list]:
         """Return ids and targets, where an assistant's text is that after the prompt for it."""
@@ -138,6 +149,48 @@ class ChatTokenizer(TextTokenizer):
                 f"the chat template refuses a conversation ({error}): its roles are "
                 f"{', '.join(message['role'] for message in messages)}"
             ) from None
+
+
+class PairTokenizer(ChatTokenizer):
+    """A tokenizer of pairs: JSON of {"chosen": MESSAGES, "rejected": MESSAGES, "tools"}.
+
+    A document is the chosen conversation with EOS, and the rejected one, whose first id is larger
+    by twice the size of the vocabulary. Tokens before the first difference are no targets, because
+    they are as likely in both.
+    """
+
+    pairs = True
+
+    def _encode(self, conversation: dict[str, Any]) -> list[int]:
+        (chosen, chosen_targets), (rejected, rejected_targets) = (
+            self._ids_and_targets(conversation[name], conversation.get("tools"))
+            for name in ("chosen", "rejected")
+        )
+        if chosen == rejected:
+            answer = conversation["chosen"][-1]["content"]
+            raise DataError(
+                f"the tokens of a chosen and a rejected conversation are the same ({answer[:60]!r})"
+                ": remove the pair, or check the template"
+            )
+        equal = next(
+            (n for n, (one, other) in enumerate(zip(chosen, rejected, strict=False))
+             if one != other),
+            min(len(chosen), len(rejected)),
+        )  # fmt: skip
+        halves = [
+            self._marked(ids, [0] * equal + targets[equal:])
+            for ids, targets in ((chosen, chosen_targets), (rejected, rejected_targets))
+        ]
+        halves[1][0] = rejected[0] + 2 * self.vocab_size
+        return [*halves[0], self.eos_id, *halves[1]]
+
+
+def tokenizer_of(source: Source, tokenizer: TextTokenizer) -> TextTokenizer:
+    """Return the tokenizer of what ``source`` holds."""
+    if source.contents == "text":
+        return tokenizer
+    kind = PairTokenizer if source.contents == "pairs" else ChatTokenizer
+    return kind.from_tokenizer(tokenizer)
 
 
 def token_text(token: Any) -> str | None:

@@ -226,6 +226,7 @@ class _DatasetBuilder:
                   "documents": self.table_entry},
             statistics=statistics,
             marks_targets=tokenizer.marks_targets,
+            pairs=tokenizer.pairs,
         )  # fmt: skip
 
     def _final_split(

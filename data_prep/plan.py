@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from data_prep.chat import ChatTokenizer
+from data_prep.chat import ChatTokenizer, tokenizer_of
 from data_prep.sources import Input, InputSplit, Source, UnreadInput, portable, rebuild
 from data_prep.sources.files import stat_input
 from data_prep.storage_paths import read_json, write_json
@@ -65,8 +65,8 @@ class PreparationPlan:
             "eos_token": tokenizer.eos_token,
             **options,
         }
-        if source.conversations:
-            tokenizer = ChatTokenizer.from_tokenizer(tokenizer)
+        tokenizer = tokenizer_of(source, tokenizer)
+        if isinstance(tokenizer, ChatTokenizer):
             template = tokenizer.chat_template.encode()
             settings["chat_template_sha256"] = hashlib.sha256(template).hexdigest()
         if evaluation_sets is not None:
@@ -166,7 +166,7 @@ class PreparationPlan:
             sets = EvaluationSets.from_bytes((folder / EVALUATION_FILE).read(), sets)
         return cls(
             source,
-            ChatTokenizer.from_tokenizer(words) if source.conversations else words,
+            tokenizer_of(source, words),
             document["settings"],
             tuple(InputSplit(*split) for split in document["splits"]),
             tuple(Input(*file) for file in document["inputs"]),

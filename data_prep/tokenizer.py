@@ -41,6 +41,8 @@ class TextTokenizer:
 
     marks_targets = False
     """True if the ids of tokens that are no targets are larger by the size of the vocabulary."""
+    pairs = False
+    """True if documents are pairs of conversations, see `Manifest.pairs`."""
 
     @property
     def chat_template(self) -> str:
@@ -49,8 +51,8 @@ class TextTokenizer:
 
     @property
     def num_ids(self) -> int:
-        """Number of ids in the shards, with those of tokens that are no targets."""
-        return self.vocab_size * (2 if self.marks_targets else 1)
+        """Number of ids in the shards, with those of marked tokens."""
+        return self.vocab_size * (1 + self.marks_targets + self.pairs)
 
     @cached_property
     def tokenizer(self) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 
 from data_prep.sources.archives import webdataset
 from data_prep.sources.botocore_docs import botocore_documents, data_folder
-from data_prep.sources.conversations import chat
+from data_prep.sources.conversations import chat, preference
 from data_prep.sources.hub import huggingface, openwebtext
 from data_prep.sources.source import Input, InputSplit, Source, UnreadInput
 from data_prep.sources.tables import jsonl, parquet
@@ -19,8 +19,8 @@ from data_prep.sources.text_files import text
 from data_prep.storage_paths import is_remote
 
 __all__ = ["Input", "InputSplit", "Source", "UnreadInput", "botocore", "botocore_documents",
-           "chat", "huggingface", "jsonl", "openwebtext", "parquet", "portable", "rebuild",
-           "text", "webdataset"]  # fmt: skip
+           "chat", "huggingface", "jsonl", "openwebtext", "parquet", "portable", "preference",
+           "rebuild", "text", "webdataset"]  # fmt: skip
 
 
 def botocore() -> Source:
@@ -43,6 +43,7 @@ def rebuild(spec: dict[str, Any]) -> Source:
         "huggingface": huggingface,
         "jsonl": jsonl,
         "parquet": parquet,
+        "preference": preference,
         "text": text,
         "webdataset": webdataset,
     }

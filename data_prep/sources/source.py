@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from nearlinear.errors import DataError
 
@@ -96,8 +96,8 @@ class Source:
     """Other fields of the input that are kept with each document, such as its URL."""
     spec: dict[str, Any] | None = None
     """Arguments from which `data_prep.sources.rebuild` recreates the source elsewhere."""
-    conversations: bool = False
-    """True if documents are conversations (JSON), of which the assistant's tokens are targets."""
+    contents: Literal["text", "conversations", "pairs"] = "text"
+    """What documents hold: text, or the JSON of a conversation or of two, one of them preferred."""
     revision: Callable[[], str | None] | None = None
     """Identify the text of a source without `inputs`; None if it cannot be known."""
 

@@ -8,7 +8,8 @@ import transformers
 
 from data_prep import prepare, sources
 from data_prep.__main__ import main
-from data_prep.chat import ChatTokenizer
+from data_prep.chat import ChatTokenizer, PairTokenizer
+from data_prep.sources.conversations import pair_text
 from data_prep.tokenizer import load
 from nearlinear.data import TokenDataset
 from nearlinear.data.masking import IGNORED_LABEL, Masks, make_batch
@@ -122,3 +123,89 @@ def test_conversations_are_not_exported_to_formats_without_marks(chat_model, tmp
     out = str(tmp_path / "other")
     assert main(["export", str(tmp_path / "tokens"), "--format", "datatrove", "--out", out]) == 2
     assert "another tool would train on all" in capsys.readouterr().err
+
+
+def pair(number: int) -> dict:
+    talk = conversation(number)
+    return {
+        "prompt": talk[:-1],
+        "chosen": talk[-1:],
+        "rejected": [{"role": "assistant", "content": f"After it comes {number}, or so."}],
+    }
+
+
+@pytest.mark.parametrize("template", [TURNS, MARKED])
+def test_pairs_are_two_documents_with_equal_starts_excluded(chat_model, tmp_path, template):
+    """Compare with each conversation rendered by transformers and cut at the first difference."""
+    folder = chat_model(template)
+    rows = [pair(number) for number in range(9)]
+    file = write_lines(tmp_path / "pairs.jsonl", rows)
+    out = tmp_path / "tokens"
+    options = ["--tokenizer", str(folder), "--out", str(out), "--val-fraction", "0"]
+    assert main(["preference", str(file), *options]) == 0
+    words = transformers.AutoTokenizer.from_pretrained(folder)
+    dataset = TokenDataset(out, sequence_length=256, packing="one_document", cache=tmp_path / "c")
+    assert dataset.pairs and len(dataset) == len(rows)
+    batch = make_batch(dataset, np.arange(len(dataset)), Masks(documents=True))
+    found = {}
+    for ids, labels, places in zip(
+        *(batch[name].tolist() for name in ("input_ids", "labels", "position_ids")), strict=True
+    ):
+        first, second, padding = (n for n, place in enumerate(places) if place == 0)
+        assert first == 0
+        halves = [
+            (ids[part], [label != IGNORED_LABEL for label in labels[part]])
+            for part in (slice(0, second), slice(second, padding))
+        ]
+        found[words.decode(ids[:padding])] = halves
+    for row in rows:
+        whole = [
+            [*words.apply_chat_template(row["prompt"] + row[name])["input_ids"], words.eos_token_id]
+            for name in ("chosen", "rejected")
+        ]
+        equal = next(n for n, both in enumerate(zip(*whole, strict=False)) if len({*both}) > 1)
+        halves = found[words.decode(whole[0] + whole[1])]
+        for (ids, targets), expected in zip(halves, whole, strict=True):
+            assert ids == expected
+            assert targets == [False] * equal + [True] * (len(ids) - equal)
+    assert main(["inspect", str(out)]) == 0 and main(["verify", str(out)]) == 0
+
+
+def test_forms_of_pairs():
+    """A prompt as text or as messages, and whole conversations that repeat it."""
+    talk = conversation(3, turns=1)
+    wrong = {"role": "assistant", "content": "No."}
+    whole = {"chosen": talk, "rejected": [*talk[:-1], wrong]}
+    forms = [
+        whole,
+        {"prompt": talk[1]["content"], **whole},
+        {"prompt": talk[:-1], "chosen": talk[-1:], "rejected": [wrong]},
+    ]
+    assert len({pair_text(form) for form in forms}) == 1
+    short = {"prompt": "Hi", "chosen": talk[-1:], "rejected": [wrong]}
+    assert json.loads(pair_text(short))["rejected"] == [{"role": "user", "content": "Hi"}, wrong]
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"messages": conversation(1)}, "expected"),
+        ({"prompt": 3, "chosen": [], "rejected": []}, "neither text"),
+        (pair(1) | {"rejected": pair(1)["chosen"]}, "are the same"),
+        (pair(1) | {"prompt": "Hi", "rejected": []}, 'no message has the role "assistant"'),
+        (pair(1) | {"rejected": [{"role": "assistant"}]}, "has no text"),
+    ],
+)
+def test_lines_that_are_no_pairs(tmp_path, row, reason):
+    source = sources.preference([write_lines(tmp_path / "a.jsonl", [pair(0), row])])
+    with pytest.raises(DataError, match=f"a.jsonl.*2.*is no pair.*{reason}"):
+        list(source.documents())
+
+
+def test_equal_answers_of_a_template_are_refused(chat_model):
+    """A template that leaves out the answers' text."""
+    words = load(str(chat_model("{% for m in messages %}<|{{ m.role }}|>x<|end|>{% endfor %}")))
+    row = pair(1)
+    text = pair_text({**row, "rejected": [{"role": "assistant", "content": "Other."}]})
+    with pytest.raises(DataError, match="are the same"):
+        PairTokenizer.from_tokenizer(words).encode_batch([text])

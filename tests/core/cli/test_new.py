@@ -69,16 +69,22 @@ def test_from_a_text_folder_to_generate_of_transformers(home, capsys, monkeypatc
     assert words.decode(ids[0]).startswith("The rank") and len(ids[0]) > 6
 
 
-def test_from_conversations_and_a_model_to_chat(home, capsys, monkeypatch):
+@pytest.mark.parametrize("source", ["chat", "preference"])
+def test_from_conversations_and_a_model_to_chat(home, capsys, monkeypatch, source):
     small_base(home / "base", "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>"
                "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}")  # fmt: skip
     talks = [conversation(number, turns=1) for number in range(150)]
     write_conversations(home / "talks.jsonl", talks)
+    if source == "preference":
+        wrong = {"role": "assistant", "content": "Maybe 0."}
+        rows = ({"chosen": talk, "rejected": [*talk[:-1], wrong]} for talk in talks)
+        (home / "talks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     found = commands(capsys, "my-run", "--data", "talks.jsonl", "--model", "base", "--steps", "3")
     assert [each[1] for each in found] == ["data", "train", "chat", "export"]
-    assert found[0][2] == "chat" and found[0][-2:] == ["--tokenizer", "base"]
+    assert found[0][2] == source and found[0][-2:] == ["--tokenizer", "base"]
     config = train_config.load("my-run/run.toml")
     assert config.data.document_mask and config.data.packing == "best_fit"
+    assert config.optimizer.lr == (1e-6 if source == "preference" else 2e-5)
     monkeypatch.setattr("sys.stdin", io.StringIO("Which number follows 3?\n"))
     run_all(found, "train.sample_tokens=0", "run.memory_report=false")
     words = transformers.AutoTokenizer.from_pretrained("my-run/hf")

@@ -118,7 +118,7 @@ def loaded(small_run, preset, packing):
     windows = np.arange(24)
     batch = make_batch(dataset, windows, Masks())
     objective = build_objective(config, dataset)
-    return dataset, batch, objective, objective(batch, windows.tolist())
+    return dataset, batch, objective, objective(batch, windows.tolist(), windows.tolist())
 
 
 @pytest.mark.parametrize("packing", ["concat", "one_document"])
@@ -196,7 +196,7 @@ def test_rearranged_documents_contain_all_tokens_but_three(spm_rate):
     ids[torch.rand(ids.shape, generator=torch.Generator().manual_seed(0)) < 0.03] = EOS
     batch = {"input_ids": ids, "labels": ids.clone()}
     fill_in = FillInTheMiddle([PREFIX, MIDDLE, SUFFIX], 0.5, spm_rate, EOS, 1000)
-    found = fill_in(batch, list(range(200)))
+    found = fill_in(batch, list(range(200)), list(range(200)))
     assert torch.equal(found["labels"], found["input_ids"])
     assert torch.equal(found["input_ids"] == EOS, ids == EOS)
     changed, begin_with_suffix, shares = 0, 0, []
@@ -227,7 +227,8 @@ def test_rearranged_documents_keep_excluded_targets_in_their_places(small_run):
     dataset = dataset_of(config)
     batch = make_batch(dataset, np.arange(24), Masks(documents=True, eos=True))
     eos = dataset.manifest.eos_id
-    found = FillInTheMiddle([PREFIX, MIDDLE, SUFFIX], 1.0, 0.0, eos, 1000)(batch, list(range(24)))
+    fill_in = FillInTheMiddle([PREFIX, MIDDLE, SUFFIX], 1.0, 0.0, eos, 1000)
+    found = fill_in(batch, list(range(24)), list(range(24)))
     assert torch.equal(found["position_ids"], batch["position_ids"])
     excluded = batch["labels"] == IGNORED_LABEL
     assert torch.equal(found["labels"] == IGNORED_LABEL, excluded) and excluded.any()

@@ -151,22 +151,25 @@ def make_plan(options: argparse.Namespace) -> RunPlan:
     model: dict[str, Any] = {"init_from": starts_from} if starts_from else {"preset": name}
     kind, size, files = _inspect(source)
     tokens = Path(source) if kind == TOKENS else folder / TOKENS
-    chats = kind == "chat"
+    pairs = kind == "preference"
+    chats = kind in ("chat", "preference")
     prepare: list[str] = []
     if kind != TOKENS:
         prepare = ["nearlinear", "data", kind, *([] if kind == "botocore" else [source])]
         prepare += ["--out", str(tokens), "--val-fraction", str(HELD_OUT)]
         prepare += ["--tokenizer", starts_from] if starts_from else []
         prepare += ["--document", "paragraph"] if kind == "text" and files < FEW_FILES else []
-    elif Manifest.read(tokens).marks_targets:
-        chats = True
+    else:
+        prepared = Manifest.read(tokens)
+        chats, pairs = prepared.marks_targets, prepared.pairs
     length = _sequence_length(name, starts_from, size)
     data: dict[str, Any] = {"path": str(tokens), "sequence_length": length}
     if chats:
         data |= {"packing": "best_fit", "document_mask": True}
     optimizer: dict[str, Any] = {"warmup_steps": max(1, options.steps // 10)}
     if starts_from:
-        optimizer["lr"] = 2e-4 if options.lora else 2e-5
+        full, adapters = (1e-6, 1e-5) if pairs else (2e-5, 2e-4)
+        optimizer["lr"] = adapters if options.lora else full
     run: dict[str, Any] = {"folder": str(folder)}
     if options.ranks is not None:
         run["nproc"] = options.ranks

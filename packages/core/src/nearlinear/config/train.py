@@ -112,6 +112,15 @@ class LoraConfig:
 
 
 @dataclass(frozen=True)
+class PreferenceConfig:
+    """Training on pairs of conversations (nearlinear data preference), by DPO."""
+
+    beta: float = 0.1
+    """weight of the log probabilities in the loss; the larger, the closer the model stays to the
+    one at the start of the run"""
+
+
+@dataclass(frozen=True)
 class DataConfig:
     """The training data and its order."""
 
@@ -458,6 +467,7 @@ class TrainConfig:
 
     model: ModelConfig = field(default_factory=ModelConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
+    preference: PreferenceConfig = field(default_factory=PreferenceConfig)
     data: DataConfig = field(default_factory=DataConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     moe: MoEConfig = field(default_factory=MoEConfig)
@@ -573,6 +583,7 @@ _RANGES: schema.Ranges = {
     "model.context": (0, _COUNT),
     "lora.rank": (0, _COUNT),
     "lora.alpha": (0.0, 1e6),
+    "preference.beta": (1e-6, 1e3),
     "data.sequence_length": (0, _COUNT),
     "data.mean_noise_span": (1.0, 1e9),
     "data.fim_rate": (0.0, 1.0),

@@ -181,6 +181,8 @@ class TokenDataset:
         self.manifest: Manifest = self.source.manifest
         self.marks_targets: bool = self.manifest.marks_targets
         """True if the data are conversations, of which only some tokens are targets."""
+        self.pairs: bool = self.manifest.pairs
+        """True if each document is a pair of conversations, which count as two documents."""
         self.sequence_length: int = sequence_length
         self.packing: str = packing
         self.tokens: int = self.manifest.total("tokens", split)
@@ -193,6 +195,8 @@ class TokenDataset:
             [shard.tokens for shard in self.source.shards], self.source.tokens
         )
         self._documents = functools.lru_cache(MOST_OPEN)(self.source.documents)
+        if self.pairs:
+            self._check_pairs()
         self._plan = self._planned(cache) if packing != "concat" else None
         if not len(self):
             raise NoSplit(
@@ -202,6 +206,21 @@ class TokenDataset:
                 if packing == "concat"
                 else f"split {split!r} of {self.path} has no document of two tokens: prepare more "
                 "text"
+            )
+
+    def _check_pairs(self) -> None:
+        """Raise DataError if a pair would be cut."""
+        if self.packing == "concat":
+            raise DataError(
+                f'{self.path} holds pairs, which packing = "concat" would cut: use "best_fit" or '
+                '"one_document"'
+            )
+        lengths = self.document_lengths()
+        if too_long := int((lengths > self.sequence_length).sum()):
+            raise DataError(
+                f"{too_long} of {len(lengths)} pairs of {self.path} ({self.split}) are longer than "
+                f"a sequence of {self.sequence_length} tokens: use a sequence_length of at least "
+                f"{lengths.max()}, or leave them out of the prepared data"
             )
 
     def _planned(self, cache: str | Path | None) -> PackingPlan:
@@ -251,6 +270,10 @@ class TokenDataset:
                 tokens[row, count:] = self.manifest.eos_id  # uninitialized memory until here
             ignored = tokens >= self.manifest.vocab_size
             tokens -= ignored * self.manifest.vocab_size
+        if self.pairs:  # the first token of each rejected conversation has a second mark
+            rejected = tokens >= self.manifest.vocab_size
+            tokens -= rejected * self.manifest.vocab_size
+            starts += np.flatnonzero(rejected).tolist()
         if self._plan is None:
             begins = self._begins(pieces, starts) if documents else None
             return WindowRows(tokens, None, begins, ignored)

@@ -49,15 +49,17 @@ _IDENTITY = {
 
 
 class BatchTransform(Protocol):
-    """Changes batches, in a way that depends on the seeds of their sequences only."""
+    """Changes batches, in a way that depends on their sequences and the seeds only."""
 
     @property
     def identity(self) -> str:
         """Name and settings, part of the loader's state."""
         ...
 
-    def __call__(self, batch: dict[str, torch.Tensor], seeds: list[int]) -> dict[str, torch.Tensor]:
-        """Return the changed batch; ``seeds``: one per sequence."""
+    def __call__(
+        self, batch: dict[str, torch.Tensor], windows: list[int], seeds: list[int]
+    ) -> dict[str, torch.Tensor]:
+        """Return the changed batch; a window of the dataset and a seed per sequence."""
         ...
 
 
@@ -262,7 +264,8 @@ class Loader:
         batch = make_batch(self.dataset, windows, self.masks)
         if self.transform is None:
             return batch
-        return self.transform(batch, [key(self.seed, "noise", base, w) for w in windows.tolist()])
+        numbers = windows.tolist()
+        return self.transform(batch, numbers, [key(self.seed, "noise", base, n) for n in numbers])
 
     def last_step_of(self, data_rank: int) -> list[dict[str, torch.Tensor]]:
         """Return the micro-batches of the last step that are those of another data rank."""
@@ -394,7 +397,8 @@ def _evaluation_batches(dataset, batch_size, data_rank, data_ranks, n, masks, tr
         windows = rows % n * len(dataset) // n
         found = make_batch(dataset, windows, masks)
         if transform is not None:
-            found = transform(found, [key("evaluation", window) for window in windows.tolist()])
+            numbers = windows.tolist()
+            found = transform(found, numbers, [key("evaluation", number) for number in numbers])
         found["labels"][torch.from_numpy(rows >= n)] = IGNORED_LABEL
         yield found
 

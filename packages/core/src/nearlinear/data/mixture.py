@@ -72,6 +72,11 @@ class Mixture:
         limits = [_limit(epochs.get(source), source) for source in self.sources]
         self.proportions: Curriculum = Curriculum([(0, self.weights), *curriculum], limits)
         first = self.sources[0]
+        if any(source.pairs for source in self.sources):
+            raise DataError(
+                "pairs of conversations (nearlinear data preference) cannot be mixed: prepare all "
+                "files together, and set data.path"
+            )
         for other in self.sources[1:]:
             for attribute, expected, found in (
                 ("tokenizer", first.manifest.tokenizer["sha256"],

@@ -8,7 +8,7 @@ one sequence and sum their losses.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,13 +18,41 @@ from .._torch import all_gather
 from ..distributed.runtime import Runtime
 from ..errors import ConfigError
 from ..fsdp.forward_transforms import forward_transforms
-from ..fsdp.targets import IGNORED_LABEL, SHIFTED, calls_loss_function, target_rule
+from ..fsdp.model_state import model_state
+from ..fsdp.targets import IGNORED_LABEL, SHIFTED, TargetRule, calls_loss_function, target_rule
+
+
+class Reduction(Protocol):
+    """Turns the losses of tokens into another loss than their mean."""
+
+    @property
+    def target_rule(self) -> TargetRule:
+        """Counts what the loss is a mean over."""
+        ...
+
+    def token_ids(self, labels: torch.Tensor) -> torch.Tensor:
+        """Return the ids in ``labels``, which may hold more."""
+        ...
+
+    def __call__(
+        self, losses: torch.Tensor, labels: torch.Tensor, context: dist.ProcessGroup | None
+    ) -> torch.Tensor:
+        """Return the loss of cross entropies (B, S) and shifted ``labels`` (B, S).
+
+        ``context``: ranks that hold the other tokens of the sequences; see `context_sum`.
+        """
+        ...
 
 
 class CausalLoss:
-    """``loss_function`` of a Hugging Face causal model on tensor or context ranks."""
+    """``loss_function`` of a Hugging Face causal model, also on tensor or context ranks."""
 
-    target_rule = SHIFTED
+    reduction: Reduction | None = None
+    """Replaces the mean over the targets."""
+
+    @property
+    def target_rule(self) -> TargetRule:
+        return SHIFTED if self.reduction is None else self.reduction.target_rule
 
     def __init__(
         self,
@@ -66,17 +94,22 @@ class CausalLoss:
             )
         if shift_labels is None:
             shift_labels = functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-        targets = shift_labels.reshape(-1).to(logits.device)
+        shift_labels = shift_labels.to(logits.device)
+        targets = shift_labels.reshape(-1)
         counted = targets != ignore_index
+        if self.reduction is not None:
+            targets = self.reduction.token_ids(targets)
         unknown = None if vocab_size is None else out_of_vocabulary(targets, vocab_size, counted)
         losses = _TokenLosses.apply(
             logits.reshape(-1, logits.shape[-1]), targets, counted, self.first, self.tensor
         )
         if unknown is not None:
             losses = losses.masked_fill(unknown, torch.nan)
+        if self.reduction is not None:
+            return self.reduction(losses.view_as(shift_labels), shift_labels, self.context)
         total, count = losses.sum(), counted.sum()
         if self.context is not None:
-            total, count = _ContextSum.apply(total, count, self.context)
+            total, count = context_sum(total, count, self.context)
         return total / (count if num_items_in_batch is None else num_items_in_batch)
 
 
@@ -113,17 +146,49 @@ def install_loss(model: Any, now: Runtime, first: int = 0) -> None:
                 f"{type(model).__name__} is not the mean cross entropy of the next token, which is "
                 "the only one that ranks compute together. Set both to 1, or use that loss."
             )
-        loss = model.loss_function = CausalLoss(tensor, first, context)
-        check = _LossCheck(model, loss)
-        forward_transforms(model).before.append(check.before)
-        forward_transforms(model).after.append(check.after)
+        model.loss_function = CausalLoss(tensor, first, context)
+        _check_that_forward_calls(
+            model,
+            f"tensor_parallel_degree or context_parallel_degree > 1: {type(model).__name__} "
+            "computes its loss without loss_function, from a part of the logits. Set both to 1.",
+        )
+
+
+def install_reduction(model: Any, reduction: Reduction) -> None:
+    """Replace the mean in the loss of ``model``, after `nearlinear.transform`.
+
+    Raises ConfigError if the model's own loss is not the mean cross entropy of the next token, and
+    in the first forward pass with labels if the model does not call its loss function.
+    """
+    if not isinstance(model.loss_function, CausalLoss):
+        if not calls_loss_function(model) or target_rule(model) != SHIFTED:
+            raise ConfigError(
+                f"{type(model).__name__} does not compute its loss by model.loss_function, as the "
+                "mean cross entropy of the next token, so that it cannot be trained on pairs of "
+                "conversations: choose another model"
+            )
+        model.loss_function = CausalLoss()
+        _check_that_forward_calls(
+            model,
+            f"{type(model).__name__} computes its loss without loss_function, so that it cannot be "
+            "trained on pairs of conversations: choose another model",
+        )
+    model.loss_function.reduction = reduction
+    state = model_state(model)
+    state.target_rule, state.target_rule_verified = reduction.target_rule, True
+
+
+def _check_that_forward_calls(model: Any, error: str) -> None:
+    check = _LossCheck(model.loss_function, error)
+    forward_transforms(model).before.append(check.before)
+    forward_transforms(model).after.append(check.after)
 
 
 class _LossCheck:
-    """Refuses models that compute a loss of a part of the logits without ``loss_function``."""
+    """Refuses models whose forward pass with labels does not call ``loss``."""
 
-    def __init__(self, model: Any, loss: CausalLoss):
-        self.name, self.loss = type(model).__name__, loss
+    def __init__(self, loss: CausalLoss, error: str):
+        self.loss, self.error = loss, error
         self.calls: int | None = None
 
     def before(self, given: dict) -> dict:
@@ -132,10 +197,7 @@ class _LossCheck:
 
     def after(self, output: Any) -> Any:
         if self.calls == self.loss.calls:
-            raise ConfigError(
-                f"tensor_parallel_degree or context_parallel_degree > 1: {self.name} computes its "
-                "loss without loss_function, from a part of the logits. Set both to 1."
-            )
+            raise ConfigError(self.error)
         return output
 
 
@@ -171,9 +233,17 @@ class _TokenLosses(torch.autograd.Function):
         return found.to(logits.dtype), None, None, None, None
 
 
-class _ContextSum(torch.autograd.Function):
-    """Sums of a loss and a count over ``group``; see `CausalLoss` for the gradient."""
+def context_sum(
+    total: torch.Tensor, count: torch.Tensor, group: dist.ProcessGroup
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the sums over ``group`` of two tensors of one shape, the second without a gradient.
 
+    The gradient of the first is multiplied by the number of ranks, see `CausalLoss`.
+    """
+    return _ContextSum.apply(total, count, group)
+
+
+class _ContextSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx, total, count, group):
         ctx.ranks = group.size()

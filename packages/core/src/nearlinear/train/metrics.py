@@ -38,7 +38,10 @@ METRIC_FORMATS = {
     "mem_gib": ".2f",
     "loss_scale": ".4g",
     "skipped": ".0f",
+    "reward_accuracy": ".3f",
+    "reward_margin": ".4f",
     "eval_loss": ".4f",
+    "eval_reward_accuracy": ".3f",
 }
 """Format of each metric in a text line, in this order."""
 
@@ -59,7 +62,10 @@ MEMORY_FILE = "memory.json"
 INTRODUCTION_PATTERN = r"(\d+) steps of ([\d,]+) tokens"
 """Pattern that reads back the line printed by `Reporter.introduce`."""
 
-LEARNING_METRICS = ("loss", "eval_loss", "lr", "grad_norm")
+LEARNING_METRICS = (
+    "loss", "eval_loss", "lr", "grad_norm", "reward_accuracy", "reward_margin",
+    "eval_reward_accuracy",
+)  # fmt: skip
 TENSORBOARD_TAGS = {
     name: f"{'learning' if name in LEARNING_METRICS else 'machine'}/{name}"
     for name in METRIC_FORMATS

@@ -36,6 +36,7 @@ from ..fsdp.model_state import find_blocks, model_state
 from ..fsdp.shard import COMPUTE_DTYPES, shard
 from ..fsdp.targets import UNSHIFTED
 from ..pipeline_parallel.api import Pipelined, pipeline
+from ..tensor_parallel.loss import Reduction, install_reduction
 from ..transforms import transform
 
 if TYPE_CHECKING:
@@ -133,13 +134,19 @@ def describe(config: TrainConfig, rows: Callable[[str], int]) -> tuple[dict, Pat
     return described, tokenizer if has_tokenizer else None
 
 
-def parallelize(model: nn.Module, config: TrainConfig) -> tuple[nn.Module, list[nn.Module]]:
+def parallelize(
+    model: nn.Module, config: TrainConfig, reduction: Reduction | None = None
+) -> tuple[nn.Module, list[nn.Module]]:
     """Return this rank's part of ``model``, and the blocks in it.
+
+    ``reduction``: loss of a batch from the losses of its tokens; default: their mean.
 
     The order is: tensor, context and expert parallelism, fp8, compilation, pipeline stages,
     sharding, activation checkpointing, activation offloading.
     """
     model = transform(model, None if config.moe == MoEConfig() else config.moe)
+    if reduction is not None:
+        install_reduction(model, reduction)
     if config.parallel.fp8:
         model = convert_to_fp8(model)
     if config.train.compile_blocks:

@@ -27,6 +27,7 @@ from ..data.dataset import TokenDataset
 from ..data.masking import IGNORED_LABEL
 from ..data.mixture import Mixture
 from ..errors import ConfigError
+from .preference import PairLabels
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -57,8 +58,8 @@ class Objective(Protocol):
     in_evaluation: bool
     """False if held-out sequences are left as they are."""
 
-    def __call__(self, batch: Batch, seeds: list[int]) -> Batch:
-        """Return the changed batch; ``seeds``: one per sequence."""
+    def __call__(self, batch: Batch, windows: list[int], seeds: list[int]) -> Batch:
+        """Return the changed batch; a window of the dataset and a seed per sequence."""
         ...
 
 
@@ -68,6 +69,8 @@ def build_objective(config: TrainConfig, dataset: TokenDataset | Mixture) -> Obj
     Raises ConfigError if a setting of the table [data] does not apply.
     """
     kind, data = config.model.trained_objective, config.data
+    if isinstance(dataset, TokenDataset) and dataset.pairs:
+        return PairLabels(dataset.manifest.vocab_size)
     if kind == "causal":
         return _fill_in(data, dataset) if data.fim_rate else None
     if data.fim_rate:
@@ -138,7 +141,7 @@ class MaskedTokens:
         collator = import_transformers().DataCollatorForLanguageModeling
         self.collator = collator(words, mlm_probability=density)
 
-    def __call__(self, batch: Batch, seeds: list[int]) -> Batch:
+    def __call__(self, batch: Batch, windows: list[int], seeds: list[int]) -> Batch:
         ids, padding = batch["input_ids"], batch["labels"] == IGNORED_LABEL
         excluded = torch.isin(ids, self.special) | padding
         inputs, labels = torch.empty_like(ids), torch.empty_like(ids)
@@ -199,7 +202,7 @@ class SpanCorruption:
         spans = min(max(round(noise / self.mean_span), 1), noise, length - noise)
         return noise, spans
 
-    def __call__(self, batch: Batch, seeds: list[int]) -> Batch:
+    def __call__(self, batch: Batch, windows: list[int], seeds: list[int]) -> Batch:
         rows, (inputs, targets) = len(seeds), self.shape
         found = {
             "input_ids": torch.full((rows, inputs), 0),
@@ -266,7 +269,7 @@ class FillInTheMiddle:
         self.prefix, self.middle, self.suffix = ([token] for token in ids)
         self.identity = f"fill in the middle {rate:g} {spm_rate:g} {ids}"
 
-    def __call__(self, batch: Batch, seeds: list[int]) -> Batch:
+    def __call__(self, batch: Batch, windows: list[int], seeds: list[int]) -> Batch:
         ids, targets = batch["input_ids"].clone(), batch["labels"] != IGNORED_LABEL
         starts = batch.get("position_ids", torch.ones_like(ids)) == 0
         for row, seed in enumerate(seeds):

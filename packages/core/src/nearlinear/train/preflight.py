@@ -53,6 +53,11 @@ def check_run(config: TrainConfig, world: int, ranks_per_node: int = 0) -> Mesh:
     check_lora(config, mesh)
     config.batch.micro_batches(mesh.data_ranks * max(1, config.elastic.replicas))
     data = open_dataset(config, "train")
+    if isinstance(data, TokenDataset) and data.pairs and not config.model.init_from:
+        log.warning(
+            "model.init_from is not set: preferences between answers teach little to a model that "
+            "has learned nothing; train on conversations first, and start from that model"
+        )
     if config.train.eval_sequences:
         with contextlib.suppress(NoSplit):  # the trainer warns, and trains without validation
             open_dataset(config, "val")
@@ -239,6 +244,8 @@ def open_dataset(config: TrainConfig, split: str, verified: bool = False) -> Tok
             dataset = Mixture({source: weight or 1.0 for source, weight in sources.items()})
     else:
         dataset = open_folder(config.data.path)
+        if dataset.pairs:
+            _check_pairs(config)
     needed = dataset.manifest.vocab_size
     if config.model.init_from:
         architecture.check_vocabulary(config.model.init_from, config.data.folder, needed)
@@ -250,6 +257,23 @@ def open_dataset(config: TrainConfig, split: str, verified: bool = False) -> Tok
             f"{needed - 1}: set it to at least {needed}, or remove it to use the size of the data"
         )
     return dataset
+
+
+def _check_pairs(config: TrainConfig) -> None:
+    """Raise ConfigError if pairs of conversations cannot be trained on with ``config``."""
+    for key, value, required, reason in (
+        ("data.document_mask", config.data.document_mask, True,
+         "conversations must not see each other"),
+        ("data.fim_rate", config.data.fim_rate, 0.0, "documents cannot be rearranged"),
+        ("data.mask_eos", config.data.mask_eos, False, "the end of an answer is part of it"),
+        ("model.objective", config.model.trained_objective, "causal", "answers are continuations"),
+        ("elastic.replicas", config.elastic.replicas, 0, "replicas do not exchange references"),
+    ):  # fmt: skip
+        if value != required:
+            raise ConfigError(
+                f"{config.data.path} holds pairs of conversations, and {key} = {value!r}: "
+                f"{reason}; set it to {required!r}"
+            )
 
 
 def _open_sources(

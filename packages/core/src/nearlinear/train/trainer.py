@@ -55,7 +55,7 @@ from .callbacks.emergency_checkpoint import EmergencyCheckpoint
 from .callbacks.rank_monitor import RankTiming, WatchdogCallback, peak_memory
 from .callbacks.trackers import TRACKERS
 from .checkpoint_manager import CheckpointManager, StopSignal
-from .data import build_loader, check_document_mask, write_data_state
+from .data import build_loader, check_document_mask, masks, write_data_state
 from .elastic_steps import ElasticSteps
 from .evaluate import generate, held_out_loss
 from .lora import add_adapters
@@ -63,6 +63,14 @@ from .metrics import Reporter
 from .model import build_model, flops_per_token, parallelize, peak_tflops
 from .objectives import Objective, build_objective
 from .optimizer import build_optimizer, learning_rate, set_learning_rate
+from .preference import (
+    PairLabels,
+    PreferenceLoss,
+    measure_references,
+    preference_metrics,
+    read_references,
+    write_references,
+)
 from .self_check.check import check_model
 
 log = logging.getLogger(__name__)
@@ -153,6 +161,10 @@ class Trainer:
             self.evaluated_objective: Objective | None = (
                 objective if objective and objective.in_evaluation else None
             )
+            self.preference: PreferenceLoss | None = None
+            if isinstance(objective, PairLabels):
+                self.preference = PreferenceLoss(config.preference.beta)
+                self.evaluated_objective = PairLabels(objective.vocabulary)
             self.tokens_per_step: int = self.loader.samples_per_step * config.sequence_length
             data_state = preflight.read_data_state(config)
             if data_state:
@@ -177,7 +189,7 @@ class Trainer:
             # parallelize
             watch.at("sharding the model", STARTUP_PATIENCE)
             self.model: nn.Module
-            self.model, blocks = parallelize(model, config)
+            self.model, blocks = parallelize(model, config, self.preference)
 
             # optimizer
             self.optimizer: torch.optim.Optimizer = build_optimizer(self.model, config.optimizer)
@@ -212,6 +224,11 @@ class Trainer:
             self.reporter: Reporter = self.open_reporter(self.done)
             self.last_row: dict[str, Any] = {}  # the metrics that were reported last
 
+            # preferences
+            if self.preference:
+                watch.at("opening the references", STARTUP_PATIENCE)
+                self._open_references(self.preference, bool(resumed), watch)
+
             # callbacks
             emergency = None
             if self.checkpoints and config.checkpoint.emergency and not self.elastic:
@@ -239,6 +256,32 @@ class Trainer:
             )
             self._hooks = {name: _overriding(self.callbacks, name) for name in HOOKS}
             self._call("on_setup", self)
+
+    def _open_references(self, loss: PreferenceLoss, resumed: bool, watch: Watchdog) -> None:
+        """Read the references of all pairs, or measure them with the model of the start."""
+        opened = {"train": self.dataset, "val": self.held_out}
+        pairs = {name: each for name, each in opened.items() if isinstance(each, TokenDataset)}
+        folder = Path(self.config.run.folder)
+        if resumed:
+            found = read_references(folder, pairs, self.device)
+        else:
+            count = sum(map(len, pairs.values()))
+            self.reporter.print(
+                f"measuring the log probabilities of the answers in {count:,} sequences under the "
+                "model at the start of the run"
+            )
+            place = self.mesh, self.config.batch.micro_batch_size, masks(self.config.data), watch
+            found = {
+                name: measure_references(self.model, loss, each, *place)
+                for name, each in pairs.items()
+            }
+            write_references(folder, found)
+        for name, objective in (
+            ("train", self.loader.transform),
+            ("val", self.evaluated_objective),
+        ):
+            if isinstance(objective, PairLabels):
+                objective.references = found.get(name)
 
     def fit(self) -> TrainResult:
         """Train to the last step (or ``train.stop_after``), evaluate, and sample text.
@@ -284,7 +327,7 @@ class Trainer:
                 self.checkpoints.finish()
         if self.elastic:
             self.elastic.job.close()
-        guessing = math.log(self.dataset.manifest.vocab_size)
+        guessing = math.log(2 if self.preference else self.dataset.manifest.vocab_size)
         return TrainResult(self.done, metrics["loss"], eval_loss, guessing, sample)
 
     def _run_step(self, last: int) -> dict[str, Any]:
@@ -298,6 +341,11 @@ class Trainer:
         if due and self.held_out:
             self.watch.at(f"the evaluation after step {self.done}")
             metrics["eval_loss"] = self.evaluate()
+            if self.preference:
+                sums = self.preference.take_sums(self.device)
+                dist.all_reduce(sums)
+                found = preference_metrics(sums.tolist())
+                metrics["eval_reward_accuracy"] = found.get("reward_accuracy", math.nan)
         if due or self.done % self.config.run.log_every == 0:
             self.last_row = metrics
             self.reporter.log_step(metrics)
@@ -375,22 +423,30 @@ class Trainer:
         if self.elastic:
             self.elastic.settle()
         metrics = self._metrics(step, lr, time.perf_counter() - start)
+        if self.preference:
+            metrics |= preference_metrics(sums[5:])
         self._call("on_step_end", step, metrics)
         return metrics
 
     def _compute_gradients(self, step: TrainStep, micro_batches: list[Any]) -> list[float]:
         """Compute the gradients of ``step`` and their norm.
 
-        Returns the sums over all ranks of: loss times targets, targets, `flags`.
+        Returns the sums over all ranks of: loss times targets, targets, `flags`, and for pairs
+        `PreferenceLoss.sums`.
         """
         totals = torch.zeros(2, dtype=torch.float64, device=self.device)
+        if self.preference:
+            self.preference.take_sums(self.device)  # of an evaluation
         try:
             batches = accumulate(self.model, micro_batches, two_hop=self.config.train.two_hop)
             self.run_micro_batches(step, batches, totals.expand(self.loader.micro_batches, 2))
         except NoTargets:  # on all ranks: conversations may have sequences without an answer
             step.skip_reason = NO_TARGETS
         self.measure_gradients(step)
-        return self.sum_over_ranks(step, torch.cat([totals, totals.new_tensor(self.flags())]))
+        parts = [totals, totals.new_tensor(self.flags())]
+        if self.preference:
+            parts.append(self.preference.take_sums(self.device))
+        return self.sum_over_ranks(step, torch.cat(parts))
 
     def run_micro_batches(
         self, step: TrainStep, batches: Iterable[Any], rows: torch.Tensor

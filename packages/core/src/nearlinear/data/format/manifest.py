@@ -61,10 +61,14 @@ class Manifest:
     marks_targets: bool = False
     """True if a stored id is larger by `vocab_size` where the token is no target of the loss."""
 
+    pairs: bool = False
+    """True if each document is a pair: an accepted conversation and its EOS, and a rejected one,
+    whose first id is larger by twice `vocab_size`."""
+
     @property
     def dtype(self) -> np.dtype:
         """Dtype of the `.bin` files."""
-        return dtype_for(self.vocab_size * (2 if self.marks_targets else 1))
+        return dtype_for(self.vocab_size * (1 + self.marks_targets + self.pairs))
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -80,6 +84,8 @@ class Manifest:
         }  # fmt: skip
         if self.marks_targets:  # a version that does not know the marks refuses the manifest
             identity["marks_targets"] = True
+        if self.pairs:
+            identity["pairs"] = True
         return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
     @property
@@ -155,10 +161,8 @@ class Manifest:
         splits = {s: tuple(map(Shard.parse, shards)) for s, shards in document["splits"].items()}
         names = ("vocab_size", "eos_id", "tokenizer", "settings", "source", "libraries", "plan",
                  "statistics")  # fmt: skip
-        marks = document.get("marks_targets", False)
-        manifest = cls(
-            splits=splits, marks_targets=marks, **{name: document[name] for name in names}
-        )
+        marks = {name: document.get(name, False) for name in ("marks_targets", "pairs")}
+        manifest = cls(splits=splits, **marks, **{name: document[name] for name in names})
         for split, shards in splits.items():
             for number, shard in enumerate(shards):
                 if shard.file != f"{split}/shard-{number:05d}.bin":
@@ -203,7 +207,8 @@ _MOST_LISTED = 1000
 def text_source(path: Path) -> str:
     """Return the command of `nearlinear data` that reads ``path``, or "" if it holds no text.
 
-    JSON lines whose first line has ``messages`` are conversations.
+    JSON lines whose first line has ``messages`` are conversations, and those with ``chosen`` and
+    ``rejected`` are pairs of them.
     """
     files = [path] if path.is_file() else itertools.islice(path.rglob("*"), _MOST_LISTED)
     for file in sorted(files):
@@ -211,15 +216,18 @@ def text_source(path: Path) -> str:
         name = name.with_suffix("") if name.suffix in _COMPRESSIONS else name
         kind = _TEXT_SUFFIXES.get(name.suffix, "")
         if kind and file.is_file():
-            return "chat" if kind == "jsonl" and _holds_conversations(file) else kind
+            return (_kind_of_conversations(file) if kind == "jsonl" else "") or kind
     return ""
 
 
-def _holds_conversations(file: Path) -> bool:
+def _kind_of_conversations(file: Path) -> str:
     if file.suffix.lower() in _COMPRESSIONS:
-        return False
+        return ""
     with file.open("rb") as lines:
-        return b'"messages"' in lines.readline(2**16)
+        first = lines.readline(2**16)
+    if b'"chosen"' in first and b'"rejected"' in first:
+        return "preference"
+    return "chat" if b'"messages"' in first else ""
 
 
 def _no_manifest(place: StoragePath) -> str:
