@@ -2,17 +2,8 @@
 
 import argparse
 
-SOURCES = (
-    "botocore",
-    "openwebtext",
-    "jsonl",
-    "text",
-    "chat",
-    "preference",
-    "parquet",
-    "webdataset",
-    "hf",
-)
+SOURCES = ("botocore", "openwebtext", "jsonl", "text", "chat", "preference", "parquet",
+           "webdataset", "hf")  # fmt: skip
 FORMATS = ("smp-json", "hf-arrow", "nanogpt", "datatrove", "litdata", "mds", "webdataset")
 PEERS = ("nanogpt", "datatrove", "huggingface")
 
@@ -26,6 +17,7 @@ _EXAMPLES = """examples:
   nearlinear data prepare jsonl crawl/ --filters pii --decontaminate evals/mmlu.jsonl
   nearlinear data prepare text books/ --document paragraph --tokenizer llama/tokenizer.json
   nearlinear data prepare chat dialogs.jsonl --tokenizer models/my-chat-model
+  nearlinear data prepare preference pairs.jsonl --tokenizer models/my-chat-model
   nearlinear data prepare webdataset shards/ --text-member json --keep-fields __key__
   nearlinear data prepare hf HuggingFaceFW/fineweb-edu --config sample-10BT
   nearlinear data prepare jsonl crawl/ --engine slurm --tasks 200 \\

@@ -1,6 +1,7 @@
 """Direct preference optimization: an independent computation, layouts, resumption, refusals."""
 
 import json
+import pickle
 
 import numpy as np
 import pytest
@@ -237,6 +238,41 @@ def test_refused_settings(run, table, key, value, message):
     run[table][key] = value
     with pytest.raises((ConfigError, DataError), match=message):
         nl.Trainer(run)
+
+
+@pytest.mark.parametrize("packing", ["best_fit", "one_document"])
+def test_long_pairs_are_left_out_with_a_warning(run, pairs, tmp_path, caplog, packing):
+    """Every other pair is in one sequence, whole."""
+    options = {"packing": packing, "cache": tmp_path}
+    whole = nl.data.TokenDataset(pairs / "tokens", sequence_length=256, **options)
+    lengths = whole.document_lengths()
+    limit = int(np.median(lengths))
+    options["skip_long_pairs"] = True
+    dataset = nl.data.TokenDataset(pairs / "tokens", sequence_length=limit, **options)
+    long = int((lengths > limit).sum())
+    assert f"{long} of {len(lengths)} pairs" in caplog.text and 0 < long < len(lengths)
+    dataset = pickle.loads(pickle.dumps(dataset))  # keeps the setting
+    found = []
+    for ids in nl.data.TokenDataset.windows(dataset, range(len(dataset))):
+        found += bytes_of_documents(ids, whole.manifest.eos_id)
+    everyones = []
+    for ids in whole.windows(range(len(whole))):
+        everyones += bytes_of_documents(ids, whole.manifest.eos_id)
+    kept = [each for each in everyones if len(each) // 8 <= limit]
+    assert sorted(found) == sorted(kept) and len(kept) == len(lengths) - long
+    run["data"] |= {"sequence_length": limit, "packing": packing}
+    run["preference"]["skip_long"] = True
+    assert nl.Trainer(run).step()["loss"] == pytest.approx(np.log(2), abs=1e-6)
+    with pytest.raises(DataError, match="are longer than"):
+        nl.data.TokenDataset(pairs / "tokens", sequence_length=4, **options)
+
+
+def bytes_of_documents(ids: np.ndarray, eos: int) -> list[bytes]:
+    """Return the pairs in a sequence: each has two conversations that end with EOS."""
+    ends = np.flatnonzero(ids == eos) + 1
+    starts = [0, *ends[1::2].tolist()]
+    pairs = [ids[start:end] for start, end in zip(starts, ends[1::2].tolist(), strict=False)]
+    return [each.tobytes() for each in pairs if (each != eos).any()]
 
 
 def test_pairs_are_not_mixed(run, pairs):

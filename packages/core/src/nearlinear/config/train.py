@@ -118,6 +118,8 @@ class PreferenceConfig:
     beta: float = 0.1
     """weight of the log probabilities in the loss; the larger, the closer the model stays to the
     one at the start of the run"""
+    skip_long: bool = False
+    """leave out pairs longer than a sequence, with a warning, instead of an error"""
 
 
 @dataclass(frozen=True)

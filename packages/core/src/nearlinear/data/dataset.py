@@ -14,6 +14,7 @@ Sources: the Lustre manual on client read-ahead, and LUDOC-485 on read-ahead of 
 from __future__ import annotations
 
 import functools
+import logging
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -30,6 +31,8 @@ from .format import Manifest
 from .open import open_split
 from .packing import PACKINGS, PackingPlan
 from .source import MOST_OPEN, NoSplit, Piece, ShardSource, TokenStream
+
+log = logging.getLogger(__name__)
 
 PAGE = 4096
 UNIT = 2**20
@@ -148,6 +151,8 @@ class TokenDataset:
         cache_gib: Size limit of cached remote shards in GiB, or 0 for no limit.
         vocab_size: Vocabulary size of files of other projects; 0 means GPT-2's.
         eos_id: EOS id of files of other projects; -1 means the last id.
+        skip_long_pairs: Leave out pairs of conversations longer than a window, with a warning;
+            otherwise they are an error.
 
     Raises:
         DataError: If the data is missing, damaged or of another format, or if the split is shorter
@@ -166,6 +171,7 @@ class TokenDataset:
         cache_gib: float = 0,
         vocab_size: int = 0,
         eos_id: int = -1,
+        skip_long_pairs: bool = False,
     ):
         if verify not in ("auto", "full", "size"):
             raise DataError(f"verify is {verify!r}: use 'auto', 'full' or 'size'")
@@ -188,7 +194,9 @@ class TokenDataset:
         self.tokens: int = self.manifest.total("tokens", split)
         self.files: Sequence[Path | str] = self.source.files
         """Token files of the shards in stream order."""
-        self._options = options | {"packing": packing}
+        self.skips_long: bool = False
+        """True if documents longer than a window are left out."""
+        self._options = options | {"packing": packing, "skip_long_pairs": skip_long_pairs}
         self.reads: ReadCounters | None = None
         self._byte_scale = np.array([1, *2 * [self.source.dtype.itemsize]])
         self._stream = TokenStream(
@@ -196,7 +204,7 @@ class TokenDataset:
         )
         self._documents = functools.lru_cache(MOST_OPEN)(self.source.documents)
         if self.pairs:
-            self._check_pairs()
+            self._check_pairs(skip_long_pairs)
         self._plan = self._planned(cache) if packing != "concat" else None
         if not len(self):
             raise NoSplit(
@@ -208,8 +216,8 @@ class TokenDataset:
                 "text"
             )
 
-    def _check_pairs(self) -> None:
-        """Raise DataError if a pair would be cut."""
+    def _check_pairs(self, skip_long: bool) -> None:
+        """Leave out pairs that would be cut, or raise DataError."""
         if self.packing == "concat":
             raise DataError(
                 f'{self.path} holds pairs, which packing = "concat" would cut: use "best_fit" or '
@@ -217,15 +225,22 @@ class TokenDataset:
             )
         lengths = self.document_lengths()
         if too_long := int((lengths > self.sequence_length).sum()):
-            raise DataError(
+            self.skips_long = True
+            found = (
                 f"{too_long} of {len(lengths)} pairs of {self.path} ({self.split}) are longer than "
-                f"a sequence of {self.sequence_length} tokens: use a sequence_length of at least "
-                f"{lengths.max()}, or leave them out of the prepared data"
+                f"a sequence of {self.sequence_length} tokens"
             )
+            if not skip_long or too_long == len(lengths):
+                raise DataError(
+                    f"{found}: use a sequence_length of at least {lengths.max()}, or leave them "
+                    "out with preference.skip_long = true (skip_long_pairs=True)"
+                )
+            log.warning("%s, and are left out", found)
 
     def _planned(self, cache: str | Path | None) -> PackingPlan:
         identity = self.fingerprint, self.sequence_length, self.packing
-        return PackingPlan(cache_folder(cache), *identity, self._documents, len(self.files))
+        shards = self._documents, len(self.files)
+        return PackingPlan(cache_folder(cache), *identity, *shards, self.skips_long)
 
     def __repr__(self) -> str:
         windows = f"{len(self):,} windows of {self.sequence_length}"

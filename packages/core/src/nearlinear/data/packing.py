@@ -77,11 +77,14 @@ def packing_efficiency(lengths: np.ndarray, length: int) -> dict[str, PackingEff
     return {name: PackingEfficiency(*counts, total, length) for name, counts in found.items()}
 
 
-def pieces(lengths: np.ndarray, length: int, packing: str) -> tuple[np.ndarray, ...]:
+def pieces(
+    lengths: np.ndarray, length: int, packing: str, skips_long: bool = False
+) -> tuple[np.ndarray, ...]:
     """Pack consecutive documents into sequences.
 
     Full pieces of long documents come first, then the packed remainders. Pieces of a sequence are
-    in document order. Sequences of a single token have no target and are dropped.
+    in document order. Sequences of a single token have no target and are dropped, and with
+    ``skips_long`` documents longer than a sequence.
 
     Returns:
         First token and length of each piece, int64 [pieces] each, in sequence order, and the index
@@ -89,6 +92,8 @@ def pieces(lengths: np.ndarray, length: int, packing: str) -> tuple[np.ndarray, 
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     begins = np.cumsum(lengths) - lengths
+    if skips_long:
+        lengths = np.where(lengths > length, 0, lengths)
     counts = lengths // length
     turn = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
     whole = np.repeat(begins, counts) + turn * length
@@ -107,9 +112,12 @@ def pieces(lengths: np.ndarray, length: int, packing: str) -> tuple[np.ndarray, 
     )
 
 
-def sequences(lengths: np.ndarray, length: int, packing: str) -> int:
+def sequences(lengths: np.ndarray, length: int, packing: str, skips_long: bool = False) -> int:
     """Count the sequences of `pieces` without packing."""
-    return _count_sequences(np.asarray(lengths, dtype=np.int64), length, packing)[0]
+    lengths = np.asarray(lengths, dtype=np.int64)
+    if skips_long:
+        lengths = lengths[lengths <= length]
+    return _count_sequences(lengths, length, packing)[0]
 
 
 def _count_sequences(lengths: np.ndarray, length: int, packing: str) -> tuple[int, int]:
@@ -208,26 +216,30 @@ _DAMAGED = (OSError, ValueError, EOFError)
 
 DocumentsOf = Callable[[int], Documents]
 """Documents of a shard, by its number."""
+Rule = tuple[int, str, bool]
+"""Arguments of `pieces` after the lengths."""
 
 
 class PackingPlan:
     """Sequences of `length` tokens packed from the documents of `shards` shards.
 
-    `identity` identifies the document lengths. Packed groups are stored under `cache`.
+    `identity` identifies the document lengths. Packed groups are stored under `cache`. The other
+    arguments are those of `pieces`.
     """
 
     def __init__(
         self, cache: Path, identity: str, length: int, packing: str, documents: DocumentsOf,
-        shards: int,
+        shards: int, skips_long: bool = False,
     ):  # fmt: skip
-        words = json.dumps([VERSION, identity, length, packing, GROUP])
+        rule = length, packing, skips_long
+        words = json.dumps([VERSION, identity, length, packing, GROUP, *[True] * skips_long])
         folder = cache / "packing" / hashlib.sha256(words.encode()).hexdigest()[:32]
-        groups = _map_or_make(folder / _GROUPS, lambda: _count(length, packing, documents, shards))
+        groups = _map_or_make(folder / _GROUPS, lambda: _count(rule, documents, shards))
         self._shards: list[int] = groups[:, 0].tolist()
         self._ends: list[int] = np.cumsum(groups[:, 3]).tolist()
         # Wraps a partial function, not a method, so that deleting a plan releases its mappings.
         self._group = functools.lru_cache(MOST_OPEN)(
-            functools.partial(_group, folder, groups, length, packing, documents)
+            functools.partial(_group, folder, groups, rule, documents)
         )
 
     def __len__(self) -> int:
@@ -249,7 +261,7 @@ class PackingPlan:
                 yield row, shard, start, stop
 
 
-def _count(length: int, packing: str, documents: DocumentsOf, shards: int) -> np.ndarray:
+def _count(rule: Rule, documents: DocumentsOf, shards: int) -> np.ndarray:
     """Return shard, first token, tokens and sequences of each group, int64 [groups, 4]."""
     found = []
     for shard in range(shards):
@@ -257,13 +269,13 @@ def _count(length: int, packing: str, documents: DocumentsOf, shards: int) -> np
         for at in range(0, len(lengths), GROUP):
             group = lengths[at : at + GROUP]
             tokens = int(group.sum())
-            found.append((shard, start, tokens, sequences(group, length, packing)))
+            found.append((shard, start, tokens, sequences(group, *rule)))
             start += tokens
     return np.array(found, dtype=np.int64).reshape(-1, 4)
 
 
 def _group(
-    folder: Path, groups: np.ndarray, length: int, packing: str, documents: DocumentsOf, number: int
+    folder: Path, groups: np.ndarray, rule: Rule, documents: DocumentsOf, number: int
 ) -> tuple[memoryview, np.ndarray]:
     """Load or compute the packing of a group.
 
@@ -274,7 +286,7 @@ def _group(
 
     def make() -> np.ndarray:
         lengths = documents(shard).lengths(start, start + tokens)
-        begins, sizes, firsts = pieces(lengths, length, packing)
+        begins, sizes, firsts = pieces(lengths, *rule)
         begins += start
         return np.concatenate(
             [firsts, [len(begins)], np.stack([begins, begins + sizes], axis=1).reshape(-1)]

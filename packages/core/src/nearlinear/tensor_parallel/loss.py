@@ -27,7 +27,7 @@ class Reduction(Protocol):
 
     @property
     def target_rule(self) -> TargetRule:
-        """Counts what the loss is a mean over."""
+        """Counts the items over which the loss is a mean."""
         ...
 
     def token_ids(self, labels: torch.Tensor) -> torch.Tensor:

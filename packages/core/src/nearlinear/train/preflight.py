@@ -230,6 +230,7 @@ def open_dataset(config: TrainConfig, split: str, verified: bool = False) -> Tok
         cache_gib=config.data.cache_gib,
         vocab_size=config.data.vocab_size,
         eos_id=config.data.eos_id,
+        skip_long_pairs=config.preference.skip_long,
     )
     if config.data.sources:
         sources = _open_sources(config.data.sources, open_folder, split)
