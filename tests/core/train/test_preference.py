@@ -275,6 +275,14 @@ def bytes_of_documents(ids: np.ndarray, eos: int) -> list[bytes]:
     return [each.tobytes() for each in pairs if (each != eos).any()]
 
 
+def test_own_loops_cannot_train_on_rejected_answers(pairs, tmp_path):
+    dataset = nl.data.TokenDataset(
+        pairs / "tokens", sequence_length=256, packing="best_fit", cache=tmp_path
+    )
+    with pytest.raises(DataError, match="would teach both"):
+        nl.data.Loader(dataset, 1)
+
+
 def test_pairs_are_not_mixed(run, pairs):
     run["data"]["sources"] = {run["data"].pop("path"): 1.0}
     with pytest.raises(DataError, match="cannot be mixed"):

@@ -220,6 +220,11 @@ class Loader:
         if data_rank is None or data_ranks is None:
             data_rank, data_ranks = runtime.data_place()
         _require_rank(data_rank, data_ranks)
+        if transform is None and isinstance(dataset, TokenDataset) and dataset.pairs:
+            raise DataError(
+                f"{dataset.path} holds pairs of conversations, of which one is rejected: a loader "
+                "alone would teach both; use nl.Trainer or nearlinear train"
+            )
         self.dataset: TokenDataset | Mixture = dataset
         self.seed: int = seed
         self.micro_batch_size: int = micro_batch_size

@@ -4,7 +4,7 @@ The loss of a pair is ``-log sigmoid(beta * (margin - reference))``. The margin 
 probability of the accepted answer minus that of the rejected one, and the reference the same number
 under the model at the start of the run (Rafailov et al. 2023, arXiv:2305.18290, equation 7). The
 reference of every pair is measured once, before the first step, so that no second model takes
-memory, and kept in the run's folder.
+memory, and kept beside the checkpoints.
 
 The two conversations of a pair are adjacent documents of a sequence. Where they are, and the
 reference, travel in the labels (`PairLabels`): tensor, context and pipeline ranks split labels like
@@ -13,8 +13,8 @@ any others, and the loss function finds all it needs in its part.
 
 from __future__ import annotations
 
+import io
 import zipfile
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -29,13 +29,14 @@ from ..distributed.consensus import raise_on_all_ranks
 from ..distributed.mesh import Mesh
 from ..distributed.objects import broadcast_object
 from ..distributed.watchdog import Watchdog
-from ..errors import ConfigError, DataError
+from ..errors import ConfigError, DataError, StorageError
 from ..fsdp.targets import TargetRule
 from ..pipeline_parallel.api import Pipelined
+from ..storage import StoragePath
 from ..tensor_parallel.loss import context_sum
 
 REFERENCE_FILE = "reference.npz"
-"""In the run's folder: references of all pairs, float32."""
+"""Beside the checkpoints: references of all pairs, float32."""
 TOKEN_BITS, DOCUMENT_BITS, REFERENCE_BITS = 20, 11, 32
 """Bits of a label, from the lowest: the token, the number of its document, the reference."""
 PATIENCE = 12.0
@@ -232,8 +233,8 @@ def _gather(by_window: dict[int, np.ndarray], windows: int, device: torch.device
     return References(found[:, :-2][used].astype(np.float32), counts.cumsum())
 
 
-def write_references(folder: Path, splits: dict[str, References]) -> None:
-    """Write the references to the run's folder on rank 0. A collective call."""
+def write_references(folder: StoragePath, splits: dict[str, References]) -> None:
+    """Write the references beside the checkpoints on rank 0. A collective call."""
     with raise_on_all_ranks():
         if dist.get_rank() == 0:
             arrays = {
@@ -241,23 +242,22 @@ def write_references(folder: Path, splits: dict[str, References]) -> None:
                 for split, found in splits.items()
                 for name in ("values", "ends")
             }
-            partial = folder / f"{REFERENCE_FILE}.partial"
+            file = io.BytesIO()
+            np.savez(file, **arrays)
             try:
-                folder.mkdir(parents=True, exist_ok=True)
-                with partial.open("wb") as file:
-                    np.savez(file, **arrays)
-                partial.replace(folder / REFERENCE_FILE)
+                folder.mkdir()
+                (folder / REFERENCE_FILE).put(file.getvalue())
             except OSError as error:
                 raise DataError(
-                    f"{partial} cannot be written ({error.strerror}): free space, or set another "
-                    "run.folder"
+                    f"{folder / REFERENCE_FILE} cannot be written ({error}): free space, or set "
+                    "another checkpoint.folder"
                 ) from None
 
 
 def read_references(
-    folder: Path, datasets: dict[str, TokenDataset], device: torch.device
+    folder: StoragePath, datasets: dict[str, TokenDataset], device: torch.device
 ) -> dict[str, References]:
-    """Read the references that rank 0 finds in the run's folder. A collective call.
+    """Read the references that rank 0 finds beside the checkpoints. A collective call.
 
     Raises CheckpointError on all ranks if the file is missing, damaged, or of other data.
     """
@@ -275,15 +275,15 @@ def read_references(
     }
 
 
-def _read(path: Path, datasets: dict[str, TokenDataset]) -> dict[str, References]:
-    remedy = "copy it from the folder in which the run was started, or start a new run"
+def _read(path: StoragePath, datasets: dict[str, TokenDataset]) -> dict[str, References]:
+    remedy = "copy it from the folder of the first checkpoint, or start a new run"
     try:
-        with np.load(path, allow_pickle=False) as arrays:
+        with np.load(io.BytesIO(path.read()), allow_pickle=False) as arrays:
             found = {
                 split: References(arrays[f"{split}_values"], arrays[f"{split}_ends"])
                 for split in datasets
             }
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+    except (OSError, StorageError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
         raise DataError(
             f"{path} cannot be read ({error}): it holds the probabilities of the answers under the "
             f"model at the start of the run; {remedy}"

@@ -261,9 +261,8 @@ class Trainer:
         """Read the references of all pairs, or measure them with the model of the start."""
         opened = {"train": self.dataset, "val": self.held_out}
         pairs = {name: each for name, each in opened.items() if isinstance(each, TokenDataset)}
-        folder = Path(self.config.run.folder)
-        if resumed:
-            found = read_references(folder, pairs, self.device)
+        if resumed and self.checkpoints:
+            found = read_references(self.checkpoints.folder, pairs, self.device)
         else:
             count = sum(map(len, pairs.values()))
             self.reporter.print(
@@ -275,7 +274,8 @@ class Trainer:
                 name: measure_references(self.model, loss, each, *place)
                 for name, each in pairs.items()
             }
-            write_references(folder, found)
+            if self.checkpoints:
+                write_references(self.checkpoints.folder, found)
         for name, objective in (
             ("train", self.loader.transform),
             ("val", self.evaluated_objective),
