@@ -78,11 +78,13 @@ def _open_loader(options: argparse.Namespace, folder: Path) -> tuple[Loader, Tok
     """Open the loader of the training config on the shards in ``folder``."""
     from ...train import preflight
     from ...train.data import build_loader
+    from ...train.objectives import build_objective
 
     _, config = spec.load(options.config, [*options.settings, f"data.path={folder}"])
     dataset = preflight.open_dataset(config, "train", verified=True)
     assert isinstance(dataset, TokenDataset)  # data.path and data.sources exclude each other
-    return build_loader(config, dataset, data_rank=0, data_ranks=1), dataset
+    objective = build_objective(config, dataset)
+    return build_loader(config, dataset, objective, data_rank=0, data_ranks=1), dataset
 
 
 def _training_demand(options: argparse.Namespace) -> TrainingDemand | None:
