@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from ci import browser
-from nearlinear.train.metrics import TENSORBOARD_TAGS
+from nearlinear.train.metrics import SPECIAL_METRICS, TENSORBOARD_TAGS
 from tests.support.browser import open_page
 from tests.support.command_line import nearlinear, write
 
@@ -158,8 +158,7 @@ def test_dashboard_screenshot_shows_the_loss_curve(page):
 
 @pytest.mark.slow
 def test_dashboard_shows_every_metric(page):
-    float16_only = ("loss_scale", "skipped")
-    expected = sorted(tag for name, tag in TENSORBOARD_TAGS.items() if name not in float16_only)
+    expected = sorted(tag for name, tag in TENSORBOARD_TAGS.items() if name not in SPECIAL_METRICS)
     page.until(f"document.querySelectorAll('card-view .tag').length >= {len(expected)}")
     titles = page.evaluate("[...document.querySelectorAll('card-view .tag')].map(tag => tag.title)")
     assert sorted(titles) == expected

@@ -45,6 +45,12 @@ METRIC_FORMATS = {
 }
 """Format of each metric in a text line, in this order."""
 
+SPECIAL_METRICS = (
+    "loss_scale", "skipped",
+    "reward_accuracy", "reward_margin", "eval_reward_accuracy",
+)  # fmt: skip
+"""Metrics that only runs in float16 or on preferences have."""
+
 METRIC_PATTERNS = {name: rf"(?:^|\s){name}=(\S+)" for name in METRIC_FORMATS}
 
 METRICS_FILE = "metrics.jsonl"
